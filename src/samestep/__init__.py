@@ -1,0 +1,1 @@
+"""Train the same step on one process and on many."""

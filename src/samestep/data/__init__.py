@@ -1,0 +1,1 @@
+"""Everything between a data set's files and the tensors of one step."""

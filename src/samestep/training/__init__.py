@@ -1,0 +1,1 @@
+"""The training loop and the small modules that it calls by name."""
