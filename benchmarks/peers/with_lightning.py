@@ -1,0 +1,62 @@
+"""Hold the LightningModule and the two Trainers: everything off, and as it comes."""
+
+import tempfile
+import time
+
+import lightning
+import torch
+from common import LEARNING_RATE, report
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+
+class Classifier(lightning.LightningModule):
+    """The model as Lightning's own introduction writes it, with a stopwatch in its epoch hooks."""
+
+    def __init__(self, model: nn.Module, *, log_loss: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.log_loss = log_loss
+        self.loss_function = nn.CrossEntropyLoss()
+        self.seconds: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _batch_index: int) -> Tensor:
+        inputs, targets = batch
+        loss = self.loss_function(self.model(inputs), targets)
+        if self.log_loss:
+            self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
+
+    def on_train_epoch_start(self) -> None:
+        self.started = time.perf_counter()
+
+    def on_train_epoch_end(self) -> None:  # runs before the checkpoint callback's turn
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def train(
+    model: nn.Module, loader: DataLoader, epochs: int, *, default: bool = False, ranks: int = 1
+) -> None:
+    """Fit with logger, progress bar and checkpoints off, or with what a bare `Trainer()` does."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    classifier = Classifier(model, log_loss=default)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = lightning.Trainer(
+            max_epochs=epochs + 1,
+            accelerator="cpu",
+            devices=ranks,
+            strategy="ddp" if ranks > 1 else "auto",
+            default_root_dir=directory,
+            **({} if default else quiet),
+        )
+        trainer.fit(classifier, loader)
+    if trainer.is_global_zero:
+        report(classifier.seconds, len(loader.dataset))

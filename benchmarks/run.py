@@ -1,0 +1,159 @@
+"""Run the benchmarks side by side and write `benchmarks/results/`.
+
+Every row is a process of its own; the rows of a table take turns, round after round, so that a
+busy neighbour slows them alike; what is quoted is the ratio to the baseline in the same round.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from measure import FailedError, Measurement, environment
+from report import Rounds, baseline_of, judge, machine, markdown, ratios
+from tables import Row, Table, all_tables
+
+THREADS = 1  # per process; the models are tiny, and a second thread waits for a busy neighbour
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+PART = 7_680
+"""Training images of the two-rank table: 60 steps of 2 x 64."""
+NO_DATA = "skipped: no IDX files in {}. `apt install dataset-fashion-mnist`, or --data-dir DIR."
+
+
+def main() -> int:
+    """Measure the tables asked for; return 1 if a row failed or a target was missed."""
+    arguments = _arguments()
+    facts = machine()
+    command = " ".join(["python", "benchmarks/run.py", *sys.argv[1:]])
+    data_dir = arguments.data_dir
+    good = True
+    with tempfile.TemporaryDirectory(prefix="samestep-bench-") as directory:
+        scratch = Path(directory)
+        for table in all_tables(quick=arguments.quick):
+            if arguments.only and table.name not in arguments.only:
+                continue
+            print(f"== {table.title}", flush=True)
+            if table.data != "none" and not _found(data_dir, "train-images-idx3-ubyte"):
+                text = f"# {table.title}\n\n{NO_DATA.format(data_dir)}\n"
+                _write(arguments.out, table.name, text, {"skipped": True})
+                print(text)
+                continue
+            data = _part(data_dir, scratch / "part") if table.data == "part" else data_dir
+            rounds, failures = _measure(table, arguments.rounds, data, scratch)
+            text = markdown(table, rounds, failures, facts, command)
+            print(text, flush=True)
+            record = {"command": command, "machine": facts, "rounds": rounds, "failed": failures}
+            _write(arguments.out, table.name, text, record)
+            baseline = baseline_of(table, rounds)
+            reached = [judge(target, rounds, baseline)[0] for target in table.targets]
+            good = good and all(reached) and not failures
+    return 0 if good else 1
+
+
+def _arguments() -> argparse.Namespace:
+    here = Path(__file__).parent
+    names = [table.name for table in all_tables(quick=True)]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", type=lambda text: text.split(","), help=",".join(names))
+    parser.add_argument("--rounds", type=int, help="default 3, quick 1")
+    parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=Path(os.environ.get("BENCH_DATA_DIR", DEBIAN_FASHION_MNIST)),
+        help="directory of the IDX files (default: $BENCH_DATA_DIR, or Debian's package)",
+    )
+    parser.add_argument("--out", type=Path, help="default benchmarks/results; quick: nowhere")
+    asked = parser.parse_args()
+    unknown = set(asked.only or ()) - set(names)
+    if unknown:
+        parser.error(f"unknown table {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    asked.rounds = asked.rounds or (1 if asked.quick else 3)
+    asked.out = asked.out or (None if asked.quick else here / "results")
+    return asked
+
+
+def _measure(
+    table: Table, num_rounds: int, data: Path, scratch: Path
+) -> tuple[Rounds, dict[str, str]]:
+    """Take turns; a row that fails once is left out of the rounds that follow."""
+    rounds: Rounds = {}
+    failures: dict[str, str] = {}
+    env = environment(scratch, THREADS)
+    warm_up = table.rounds_factor > 1
+    for number in range(num_rounds * table.rounds_factor + warm_up):
+        for row in table.rows:
+            if row.name in failures:
+                continue
+            try:
+                found = _measure_row(row, data, scratch, env, _best_workers(table, rounds))
+            except FailedError as error:
+                failures[row.name] = str(error)
+                rounds.pop(row.name, None)
+                print(f"round {number}: {row.name} failed: {error}", flush=True)
+                continue
+            if number or not warm_up:
+                rounds.setdefault(row.name, []).append(found)
+        _progress(table.rows, rounds)
+    return rounds, failures
+
+
+def _measure_row(
+    row: Row, data: Path, scratch: Path, env: dict[str, str], workers: int
+) -> Measurement:
+    run = scratch / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    filled = [part.format(data=data, run=run, workers=workers) for part in row.command]
+    return row.measure(filled, run, env)
+
+
+def _best_workers(table: Table, rounds: Rounds) -> int:
+    """Return the number of workers of the DataLoader row that was fastest in the first round."""
+    loaders = [row for row in table.rows if row.loader and row.name in rounds]
+    best = max(loaders, key=lambda row: rounds[row.name][0]["value"], default=None)
+    return int(best.command[best.command.index("--workers") + 1]) if best else 0
+
+
+def _progress(rows: Sequence[Row], rounds: Rounds) -> None:
+    first = next((row.name for row in rows if row.name in rounds), None)
+    if first is not None:
+        latest = {name: ratios(rounds, name, first)[-1] for name in rounds}
+        print("  " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in latest.items()), flush=True)
+
+
+def _found(data_dir: Path, name: str) -> bool:
+    return (data_dir / name).exists() or (data_dir / f"{name}.gz").exists()
+
+
+def _part(data_dir: Path, part: Path) -> Path:
+    """Write IDX files with the first images only, for every competitor alike."""
+    part.mkdir(exist_ok=True)
+    for split, count in (("train", PART), ("t10k", 1_000)):
+        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
+            name = f"{split}-{kind}-ubyte"
+            packed = data_dir / f"{name}.gz"
+            raw = (
+                gzip.decompress(packed.read_bytes())
+                if packed.exists()
+                else (data_dir / name).read_bytes()
+            )
+            head = raw[:4] + struct.pack(">I", count) + raw[8:header]
+            (part / name).write_bytes(head + raw[header : header + count * size])
+    return part
+
+
+def _write(out: Path | None, name: str, text: str, record: Mapping[str, object]) -> None:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.md").write_text(text)
+        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

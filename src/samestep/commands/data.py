@@ -1,0 +1,88 @@
+"""`samestep data`: download a data set, or list those that can be downloaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
+
+from samestep.data.catalog import CATALOG, RemoteDataset
+from samestep.data.download import download
+
+_EXAMPLES = """\
+examples:
+  samestep data list
+  samestep data get mnist --data-dir data/mnist
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Get:
+    """Download a data set into a folder; files that are there and right are kept."""
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """The data set, one of those that `samestep data list` shows."""
+
+    data_dir: Annotated[Path, arg(metavar="DIR")]
+    """The folder for the files; it is made if it does not exist."""
+
+    mirror: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL")] = ()
+    """Address of a folder with the files, used in place of the known mirrors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _List:
+    """Show the data sets that can be downloaded."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run `samestep data` with the arguments after these two words; return the exit code.
+
+    Raises:
+        UserError: The data set is unknown or could not be downloaded.
+        SystemExit: The arguments are wrong (code 2), or help was asked for (code 0).
+    """
+    try:
+        command = tyro.cli(
+            Annotated[_Get, subcommand(name="get")] | Annotated[_List, subcommand(name="list")],
+            prog="samestep data",
+            description="Download data sets.",
+            args=arguments,
+        )
+    except SystemExit as stop:
+        if not stop.code:  # tyro has printed the help and has no place for examples below it
+            print(_EXAMPLES, end="")  # noqa: T201
+        raise
+    if isinstance(command, _Get):
+        paths = download(command.name, command.data_dir, mirrors=command.mirror)
+        print(f"{command.name} is in {command.data_dir}: {len(paths)} files, checked.")  # noqa: T201
+    else:
+        Console().print(_table())
+    return 0
+
+
+def _table() -> Table:
+    # Without inner lines, a source's address fits on one line of 80 columns and can be copied.
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("name", no_wrap=True)
+    table.add_column("files", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("holds, licence, source", overflow="fold")
+    for dataset in CATALOG.values():
+        table.add_row(
+            dataset.name,
+            str(len(dataset.files)),
+            _size(dataset),
+            f"{dataset.description}\n{dataset.licence}\n{dataset.source}",
+        )
+    return table
+
+
+def _size(dataset: RemoteDataset) -> str:
+    sizes = [file.size_bytes for file in dataset.files]
+    known_bytes = sum(size for size in sizes if size is not None)
+    return f"{'over ' if None in sizes else ''}{known_bytes / 1e6:.1f} MB"

@@ -1,0 +1,132 @@
+"""The data sets that samestep can download: where each one is, and what its bytes must be.
+
+Every file is checked against the MD5 that its publishers give, whichever mirror it came from.
+"""
+
+import difflib
+from dataclasses import dataclass
+
+from samestep.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteFile:
+    """One file of a data set."""
+
+    name: str
+    """Its name, on the mirrors and in the data folder."""
+
+    md5: str
+    """The MD5 of its bytes, in hexadecimal."""
+
+    size_bytes: int | None = None
+    """Its length, if known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteDataset:
+    """One data set: what it is, whose it is, and where its files are."""
+
+    name: str
+    """What a user types."""
+
+    description: str
+    """What it holds, in one line."""
+
+    licence: str
+    """The terms under which its owners give it away."""
+
+    source: str
+    """The page that describes it."""
+
+    files: tuple[RemoteFile, ...]
+    """All its files."""
+
+    mirrors: tuple[str, ...]
+    """Base addresses, each ending in a slash, in the order in which they are tried."""
+
+
+_MNIST = RemoteDataset(
+    name="mnist",
+    description="handwritten digits: 60,000 + 10,000 grey images of 28x28, 10 classes",
+    licence="CC BY-SA 3.0, (c) Yann LeCun and Corinna Cortes",
+    source="https://yann.lecun.com/exdb/mnist/",
+    files=(
+        RemoteFile(
+            name="train-images-idx3-ubyte.gz",
+            md5="f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            size_bytes=9_912_422,
+        ),
+        RemoteFile(
+            name="train-labels-idx1-ubyte.gz",
+            md5="d53e105ee54ea40749a09fcbcd1e9432",
+            size_bytes=28_881,
+        ),
+        RemoteFile(
+            name="t10k-images-idx3-ubyte.gz",
+            md5="9fb629c4189551a2d022fa330f9573f3",
+            size_bytes=1_648_877,
+        ),
+        RemoteFile(
+            name="t10k-labels-idx1-ubyte.gz",
+            md5="ec29112dd5afa0611ce80d1b7f02629c",
+            size_bytes=4_542,
+        ),
+    ),
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+)
+
+_FASHION_MNIST = RemoteDataset(
+    name="fashion-mnist",
+    description="pieces of clothing: 60,000 + 10,000 grey images of 28x28, 10 classes",
+    licence="MIT, (c) Zalando SE",
+    source="https://github.com/zalandoresearch/fashion-mnist",
+    files=(
+        RemoteFile(
+            name="train-images-idx3-ubyte.gz",
+            md5="8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            size_bytes=26_421_880,
+        ),
+        RemoteFile(
+            name="train-labels-idx1-ubyte.gz",
+            md5="25c81989df183df01b3e8a0aad5dffbe",
+            size_bytes=29_515,
+        ),
+        RemoteFile(
+            name="t10k-images-idx3-ubyte.gz",
+            md5="bef4ecab320f06d8554ea6380940ec79",
+            size_bytes=4_422_102,
+        ),
+        RemoteFile(
+            name="t10k-labels-idx1-ubyte.gz",
+            md5="bb300cfdad3c16e7a12a480ee83cd310",
+            size_bytes=5_148,
+        ),
+    ),
+    # The first is plain HTTP, all that its publishers offer there; the MD5 is checked either way.
+    mirrors=(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    ),
+)
+
+CATALOG: dict[str, RemoteDataset] = {each.name: each for each in (_MNIST, _FASHION_MNIST)}
+
+
+def find_dataset(name: str) -> RemoteDataset:
+    """Return the data set of that name.
+
+    Raises:
+        UserError: There is none; the message has the nearest name and all names.
+    """
+    if name in CATALOG:
+        return CATALOG[name]
+    nearest = difflib.get_close_matches(name.lower().replace("_", "-"), CATALOG, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise UserError(
+        f"There is no data set {name!r} to download.{hint}\n"
+        f"The data sets are: {', '.join(CATALOG)}. See: samestep data list"
+    )

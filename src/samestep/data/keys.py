@@ -1,0 +1,58 @@
+"""Random numbers without state: what is drawn depends only on a key, never on rank or worker.
+
+Keys are mixed with SplitMix64 (Steele, Lea & Flood, 2014, "Fast splittable pseudorandom number
+generators"), on Python integers and, the same function, on int64 tensors.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def mix(*parts: int) -> int:
+    """Return one well-mixed 63-bit integer of some integers; their order matters."""
+    state = 0
+    for part in parts:
+        state = _mix64((state + part * _GOLDEN + _GOLDEN) & _MASK)
+    return state >> 1
+
+
+def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
+    """Return one key for each sample (samples,), int64, for its augmentation in this epoch."""
+    return _mix_tensor(indices.to(torch.int64) * _signed(_GOLDEN) + _signed(mix(seed, epoch)))
+
+
+def uniform(keys: Tensor, draws: int) -> Tensor:
+    """Return `draws` numbers in [0, 1) for each key: (samples, draws), float32.
+
+    The same key gives the same numbers on every device, in any batch, on any rank.
+    """
+    counter = torch.arange(1, draws + 1, device=keys.device, dtype=torch.int64)
+    mixed = _mix_tensor(keys[:, None] + counter * _signed(_GOLDEN))
+    # The top 24 bits are what a float32 in [0, 1) holds exactly.
+    return ((mixed >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def _mix64(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_tensor(value: Tensor) -> Tensor:
+    value = (value ^ _shift(value, 30)) * _signed(_FIRST)
+    value = (value ^ _shift(value, 27)) * _signed(_SECOND)
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    # int64 shifts keep the sign; the mask makes it the logical shift of the definition.
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

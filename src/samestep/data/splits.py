@@ -1,0 +1,28 @@
+"""Share out a data set by seed."""
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UserError
+
+
+def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
+    """Return disjoint random index sets that together hold every sample.
+
+    Args:
+        num_samples: samples to share out.
+        fractions: of each part but the last, which takes the rest.
+        seed: of the shuffle.
+
+    Raises:
+        UserError: a part would be empty.
+    """
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    sizes = [int(num_samples * fraction) for fraction in fractions]
+    sizes.append(num_samples - sum(sizes))
+    if min(sizes) < 1:
+        raise UserError(
+            f"{num_samples} samples are too few to split into parts of {fractions} and the rest: "
+            "one of them would be empty. Use more samples."
+        )
+    return list(order.split(sizes))

@@ -1,0 +1,153 @@
+"""Fetch one file over HTTP, going on where an earlier transfer was cut off.
+
+The bytes gather in a `.part` file beside the final one. It outlives the program, so a restart asks
+only for the rest; it is handed over only when its MD5 is right.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pooch  # type: ignore[import-untyped]
+import requests
+import urllib3.exceptions
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from samestep.data.catalog import RemoteFile
+
+# A mirror is asked again while bytes still come; two tries in a row without any are enough.
+_NUM_TRIES = 20
+_NUM_BARREN_TRIES = 2
+
+# Small, so that little is lost when the line breaks in the middle of a chunk.
+_CHUNK_BYTES = 4096
+
+
+class MirrorError(Exception):
+    """This mirror cannot give the file; the next one may."""
+
+
+class _CutOffError(Exception):
+    """The transfer ended early; the same mirror may send the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What pooch calls to fetch one file: it fills `part`, then moves it where pooch wants it."""
+
+    file: RemoteFile
+    """The file and what its bytes must be."""
+
+    part: Path
+    """Where the bytes gather."""
+
+    show_progress: bool
+    """Draw a progress bar, if the error stream is a terminal."""
+
+    timeout_s: float
+    """How long the server may stay silent."""
+
+    def __call__(self, url: str, output_file: str, _pooch: object) -> None:
+        """Bring the file at `url` to `output_file`.
+
+        Raises:
+            MirrorError: The server is gone, too slow, or sent wrong bytes.
+            OSError: The disk took no more bytes.
+        """
+        # pooch has made an empty file of a random name, which a killed program would leave behind.
+        Path(output_file).unlink()
+        num_old_bytes = self._num_bytes()
+        if not num_old_bytes or self._md5() != self.file.md5:
+            self._fill(url)
+        if num_old_bytes and self._md5() != self.file.md5:
+            # The wrong bytes may be the old ones, so this mirror gets a chance to send them all.
+            self.part.unlink()
+            self._fill(url)
+        if (actual := self._md5()) != self.file.md5:
+            self.part.unlink()
+            raise MirrorError(f"wrong bytes: their MD5 is {actual}, expected {self.file.md5}")
+        self.part.replace(output_file)
+
+    def _fill(self, url: str) -> None:
+        """Ask for the missing bytes until all are there or the mirror sends no more."""
+        most, num_barren, reason = self._num_bytes(), 0, ""
+        for _ in range(_NUM_TRIES):
+            try:
+                return self._append(url)
+            except _CutOffError as problem:
+                reason = str(problem)
+            num_bytes = self._num_bytes()
+            num_barren = 0 if num_bytes > most else num_barren + 1
+            most = max(most, num_bytes)
+            if num_barren == _NUM_BARREN_TRIES:
+                break
+        raise MirrorError(reason)
+
+    def _append(self, url: str) -> None:
+        """Ask once for the missing bytes and write what comes."""
+        start = self._num_bytes()
+        # The bytes as they lie there: a server may offer to unpack or to pack them on the way.
+        headers = {"Accept-Encoding": "identity"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        try:
+            with requests.get(url, headers=headers, stream=True, timeout=self.timeout_s) as answer:
+                self._write(answer, start)
+        except (requests.Timeout, urllib3.exceptions.TimeoutError) as problem:
+            raise _CutOffError(
+                f"no answer for {self.timeout_s:g} s, {self._num_bytes()} bytes arrived"
+            ) from problem
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as problem:
+            raise _CutOffError(
+                f"{_root_cause(problem)}, {self._num_bytes()} bytes arrived"
+            ) from problem
+
+    def _write(self, answer: requests.Response, start: int) -> None:
+        sent_from = 0
+        if answer.status_code == requests.codes.partial_content:
+            match = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
+            sent_from = int(match[1]) if match else -1
+        refused = answer.status_code == requests.codes.requested_range_not_satisfiable
+        if (refused and start) or sent_from not in (0, start):
+            # The part file is longer than the file, or the server counts otherwise: begin anew.
+            self.part.unlink(missing_ok=True)
+            raise _CutOffError("the server cannot continue a transfer")
+        if answer.status_code not in (requests.codes.ok, requests.codes.partial_content):
+            raise MirrorError(f"the server says {answer.status_code} {answer.reason}")
+        length = answer.headers.get("Content-Length")
+        expected = sent_from + int(length) if length else self.file.size_bytes
+        with (
+            self.part.open("ab" if sent_from else "wb") as out,
+            tqdm(
+                desc=self.file.name,
+                total=expected,
+                initial=sent_from,
+                unit="B",
+                unit_scale=True,
+                disable=None if self.show_progress else True,
+            ) as bar,
+        ):
+            for chunk in answer.raw.stream(_CHUNK_BYTES, decode_content=False):
+                out.write(chunk)
+                out.flush()  # a killed program keeps what has arrived
+                bar.update(len(chunk))
+            os.fsync(out.fileno())
+        if expected is not None and self._num_bytes() < expected:
+            raise _CutOffError(f"cut off after {self._num_bytes()} of {expected} bytes")
+
+    def _num_bytes(self) -> int:
+        return self.part.stat().st_size if self.part.exists() else 0
+
+    def _md5(self) -> str:
+        return str(pooch.file_hash(str(self.part), alg="md5"))
+
+
+def _root_cause(problem: BaseException) -> str:
+    """Dig the operating system's words out of the layers of requests and urllib3."""
+    words = str(problem)
+    link: BaseException | None = problem
+    while link is not None:
+        words = (link.strerror if isinstance(link, OSError) else None) or words
+        link = link.__cause__ or link.__context__
+    return words

@@ -1,0 +1,66 @@
+"""Write files so that a reader, or a crash at any moment, sees the old one or the new, whole."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from samestep.errors import UserError
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file under a temporary name, sync it, then rename it to its own.
+
+    Raises:
+        UserError: the disk is full or the directory cannot be written; the old file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically.
+
+    Raises:
+        UserError: as `write_atomically`.
+    """
+    write_atomically(path, lambda file: file.write(text.encode()) and None)
+
+
+def sync_directory(folder: Path) -> None:
+    """Make a rename in a directory survive a power cut, where the platform can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """Return the message for a file that could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(path.parent).free / 2**20
+        return UserError(
+            f"The disk is full: {path} could not be written ({free:.0f} MiB free in "
+            f"{path.parent}). Free some space, then resume the run; earlier checkpoints are whole."
+        )
+    return UserError(
+        f"{path} could not be written: {error.strerror or error}. Check the directory's "
+        "permissions, or choose another with --run-dir."
+    )

@@ -1,0 +1,161 @@
+"""What a recipe is, and how one is found: by name among those here, or in a user's own file.
+
+A recipe says what to train in plain PyTorch. It knows nothing of ranks, devices or precision.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import UserError
+from samestep.settings import Settings
+
+InMemory = tuple[Tensor, Tensor]
+"""Inputs (samples, …) and targets (samples, …), as they are stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """The data sets of one recipe: each a pair of tensors, or a map-style `Dataset`.
+
+    A pair of tensors stays in memory and is gathered a whole batch at a time. A `Dataset` yields
+    (input, target) and goes through `torch.utils.data.DataLoader`.
+    """
+
+    train: InMemory | torch.utils.data.Dataset[Any]
+    validation: InMemory | torch.utils.data.Dataset[Any] | None = None
+    test: InMemory | torch.utils.data.Dataset[Any] | None = None
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return 1 for each sample whose largest output (batch, classes) is its target, else 0."""
+    return outputs.argmax(dim=1) == targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model, its data, its loss and its default settings.
+
+    `model` and `data` are called with the recipe's options if it has any, else with nothing.
+    """
+
+    model: Callable[..., nn.Module]
+    """Builds the model; the global torch seed is set before the call."""
+    data: Callable[..., Splits]
+    """Reads or makes the data."""
+    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
+    """(outputs, targets) → mean loss over the samples of the batch, a scalar."""
+    metrics: Mapping[str, Callable[[Any, Any], Tensor]] = field(
+        default_factory=lambda: {"accuracy": accuracy}
+    )
+    """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced."""
+    transform: Callable[[Tensor], Tensor] | None = None
+    """Stored inputs → model inputs, a whole batch on the device: normalisation."""
+    augment: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
+    options: type | None = None
+    """A frozen dataclass of the recipe's own options; each becomes a flag."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Default settings that differ from samestep's."""
+    name: str = ""
+    """Set from the file when the recipe is found."""
+
+    def __post_init__(self) -> None:
+        """Check what a user's file can get wrong before anything is built."""
+        known = {f.name for f in fields(Settings)}
+        for key in self.settings:
+            if key not in known:
+                raise UserError(
+                    f"The recipe's settings name {key!r}, which is no setting. "
+                    f"{nearest(key, known)}The settings are: {', '.join(sorted(known))}."
+                )
+        if self.options is not None:
+            if not is_dataclass(self.options):
+                raise UserError("The recipe's options must be a dataclass, each field a default.")
+            both = known & {f.name for f in fields(self.options)}
+            if both:
+                raise UserError(
+                    f"The recipe's option {sorted(both)[0]!r} is also a setting of samestep; "
+                    "give it another name."
+                )
+
+    def build_model(self, options: object) -> nn.Module:
+        """Return the model that these options describe."""
+        return self.model(options) if self.options else self.model()
+
+    def load_data(self, options: object) -> Splits:
+        """Return the data that these options describe."""
+        return self.data(options) if self.options else self.data()
+
+
+def nearest(name: str, names: set[str] | list[str]) -> str:
+    """Return "Did you mean …? " for the closest of some names, or nothing."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with samestep."""
+    package = importlib.import_module("samestep.recipes")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of this name, or the one in this Python file.
+
+    Raises:
+        UserError: there is none, or the file cannot be run or holds no recipe.
+    """
+    if name.endswith(".py"):
+        return _from_file(Path(name))
+    if name not in recipe_names():
+        raise UserError(
+            f"There is no recipe {name!r}. {nearest(name, recipe_names())}"
+            f"The recipes are: {', '.join(recipe_names())}; "
+            "or give the path of your own file, ending in .py."
+        )
+    recipe: Recipe = importlib.import_module(f"samestep.recipes.{name}").recipe
+    return replace(recipe, name=name)
+
+
+def _from_file(path: Path) -> Recipe:
+    if not path.is_file():
+        raise UserError(f"There is no file {path}. Give the path of a recipe file, or a name of: "
+                        f"{', '.join(recipe_names())}.")  # fmt: skip
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Loader workers and dataclasses look a class's module up by its name.
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.parent.resolve()))  # the file may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {error.text}") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f.lineno for f in reversed(frames) if Path(f.filename) == path), "?")
+        raise UserError(
+            f"{path}:{line}: {type(error).__name__}: {error}. The recipe file could not be run."
+        ) from error
+    recipe = getattr(module, "recipe", None)
+    if not isinstance(recipe, Recipe):
+        found = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
+        raise UserError(
+            f"{path} has {found}. End it with: recipe = Recipe(model=…, data=…), "
+            "after `from samestep import Recipe`."
+        )
+    return replace(recipe, name=path.stem)

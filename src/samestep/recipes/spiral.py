@@ -1,0 +1,73 @@
+"""Two interleaved spirals and a small MLP: the whole path from one process to many, in seconds."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from samestep.data.spiral import SpiralDataset
+from samestep.data.splits import split_indices
+from samestep.errors import UserError
+from samestep.recipe import Recipe, Splits
+
+
+@dataclass(frozen=True)
+class SpiralOptions:
+    """The options of this recipe."""
+
+    num_samples: int = 10_000
+    """Points of both spirals together; 70 % train, 15 % validate, 15 % test."""
+    noise: float = 0.2
+    """Standard deviation of the noise on each coordinate."""
+    data_seed: int = 42
+    """Seed of the points and of the split."""
+    hidden_dims: tuple[int, ...] = (64, 32, 16)
+    """Width of each hidden layer."""
+    dropout: float = 0.1
+    """Probability that a hidden unit is left out in training."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if any(width < 1 for width in self.hidden_dims):
+            raise UserError(f"--hidden-dims {self.hidden_dims}: each must be 1 or more.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+
+class MLP(nn.Sequential):
+    """Map points (batch, 2) to logits (batch, 2)."""
+
+    def __init__(self, hidden_dims: tuple[int, ...], dropout: float) -> None:
+        layers: list[nn.Module] = []
+        width = 2
+        for hidden in hidden_dims:
+            layers += [nn.Linear(width, hidden), nn.ReLU()]
+            if dropout > 0:
+                layers.append(nn.Dropout(dropout))
+            width = hidden
+        super().__init__(*layers, nn.Linear(width, 2))
+
+
+def model(options: SpiralOptions) -> nn.Module:
+    """Return the MLP."""
+    return MLP(options.hidden_dims, options.dropout)
+
+
+def data(options: SpiralOptions) -> Splits:
+    """Make the points and split them 70/15/15."""
+    points, labels = SpiralDataset(
+        options.num_samples, options.noise, options.data_seed
+    ).tensors
+    train, validation, test = split_indices(options.num_samples, (0.70, 0.15), options.data_seed)
+    return Splits(
+        train=(points[train], labels[train]),
+        validation=(points[validation], labels[validation]),
+        test=(points[test], labels[test]),
+    )
+
+
+recipe = Recipe(
+    model=model,
+    data=data,
+    options=SpiralOptions,
+    settings={"epochs": 30, "batch_size": 32, "optimizer": "adam", "lr": 1e-3},
+)

@@ -1,0 +1,196 @@
+"""The run directory: everything about one run as plain files, written by rank 0 alone."""
+
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from samestep.errors import UserError
+from samestep.files import cannot_write, write_text
+from samestep.version import __version__
+
+Record = dict[str, Any]
+"""One line of events.jsonl: `event` first, then its numbers."""
+
+# What is recorded of the environment. Everything else may hold a secret.
+_ALLOWED = re.compile(
+    r"(NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|SLURM|OMP|MKL|CUDA|OMPI_COMM_WORLD|PMI)_[A-Z0-9_]+"
+    r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|JWT")
+
+
+def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
+    """Return a new directory's name: runs/<recipe>-<date>-<time>-<short id>."""
+    now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    return root / f"{recipe}-{now}-{secrets.token_hex(2)}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run."""
+    return (path / "settings.toml").is_file()
+
+
+class Run:
+    """The open directory of a run. Only one process at a time has it open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path)
+            self._events = _open_events(path / "events.jsonl")
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        for torn in [*path.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
+            torn.unlink(missing_ok=True)
+
+    def append(self, record: Record) -> None:
+        """Add one record to events.jsonl.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        line = json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
+        try:
+            # One write a line: a killed process leaves whole lines, or one torn at the very end.
+            self._events.write(line.encode())
+            if record["event"] in ("checkpoint", "stop"):
+                os.fsync(self._events.fileno())
+        except OSError as error:
+            raise cannot_write(self.path / "events.jsonl", error) from error
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write result.json."""
+        table = {key: _plain(value) for key, value in result.items()}
+        write_text(self.path / "result.json", json.dumps(table, indent=2) + "\n")
+
+    def write_environment(self, facts: Mapping[str, Any]) -> None:
+        """Write environment.json: versions, the machine, and the variables that are allowed."""
+        table = {**describe_environment(os.environ), **facts}
+        write_text(self.path / "environment.json", json.dumps(table, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the files and let another process open the run."""
+        self._events.close()
+        self._lock.close()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value
+
+
+def _lock(path: Path) -> BinaryIO:
+    """Hold the run for this process; the lock ends with it, however it ends."""
+    file = (path / "run.lock").open("a+b")
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return file
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().decode().strip() or "another process"
+        file.close()
+        raise UserError(
+            f"{path} is being written by {owner}. Wait until it ends, or stop it first."
+        ) from None
+    except OSError:
+        pass  # a file system without locks: nothing to hold, and no reason to refuse
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    file.flush()
+    return file
+
+
+def _open_events(path: Path) -> BinaryIO:
+    """Open the records for appending; a line that a kill tore off at the end is cut away."""
+    file = path.open("a+b", buffering=0)
+    size = file.seek(0, os.SEEK_END)
+    end = size
+    while end and not _ends_line(file, end):
+        end -= 1
+    if end < size:
+        file.truncate(end)
+    return file  # type: ignore[return-value]
+
+
+def _ends_line(file: Any, end: int) -> bool:
+    file.seek(end - 1)
+    return bool(file.read(1) == b"\n")
+
+
+def describe_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what may be recorded of a process's surroundings, by an allow-list."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "cores_usable": usable_cores(),
+        "command": sys.argv,
+        "variables": {
+            name: value
+            for name, value in sorted(environment.items())
+            if _ALLOWED.fullmatch(name) and not _SECRET.search(name)
+        },
+    }
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that results depend on."""
+    import torch  # noqa: PLC0415 - readers of a run need no torch
+
+    found = {
+        "samestep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a run as one uninterrupted run would have written them.
+
+    A resumed run starts again from a checkpoint, so the records that an earlier attempt wrote for
+    later steps are superseded: they are left out here, though they stay in the file.
+
+    Raises:
+        UserError: there is no run here.
+    """
+    file = path / "events.jsonl"
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} holds no run: {file} cannot be read.") from error
+    records: list[Record] = []
+    for line in lines[:-1]:  # what follows the last newline was torn off by a kill
+        record = json.loads(line)
+        if record["event"] == "resume":
+            records = [r for r in records if r.get("step", 0) <= record["step"]]
+        records.append(record)
+    yield from records

@@ -1,0 +1,325 @@
+"""One execution of a run: build what the loop needs, pass its records on, write the result.
+
+This is where settings, recipe and world meet. What is shown on the screen is the caller's.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.config import Request, to_toml
+from samestep.data.batches import Source, open_source
+from samestep.errors import UserError
+from samestep.files import write_text
+from samestep.recipe import Splits
+from samestep.run import Record, Run, is_run, new_run_path, usable_cores, versions
+from samestep.training import checkpoint
+from samestep.training.compiled import make_step
+from samestep.training.evaluate import evaluate
+from samestep.training.loop import Job, evaluation_batch, train
+from samestep.training.optimizer import make_optimizer
+from samestep.training.parallel import wrap
+from samestep.training.plan import Plan, make_plan
+from samestep.training.precision import check_precision, data_dtype, make_scaler
+from samestep.training.state import capture, load_model, restore, seed_rank
+from samestep.training.step import Trainee
+from samestep.training.stopping import Agreement, Received, Watch
+from samestep.training.threads import choose_threads
+from samestep.world import World
+
+Show = Callable[[Record], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an execution ended."""
+
+    path: Path
+    status: str
+    """"completed" or "stopped"."""
+    signum: int
+    """The signal that stopped it, or 0."""
+
+
+def run_session(
+    request: Request, world: World, received: Received, show: Show, started_at: float
+) -> Outcome:
+    """Train a recipe on this world, from the beginning or from the newest checkpoint.
+
+    Args:
+        request: the recipe, its options, the settings, and whether to resume.
+        world: this rank among the others, joined.
+        received: the stop signal of this process, as it comes in.
+        show: called on rank 0 with each record.
+        started_at: when the user's command began, in seconds since the epoch.
+
+    Raises:
+        UserError: on every rank, for anything the user can mend.
+    """
+    path = world.on_main(lambda: _choose_path(request))
+    job, splits, threads = _build(request, world, received)
+    run = _open(path, world)
+    try:
+        job.save = _saver(request, path, run, world)
+        resumed = _resume(request, job, path, world)
+        emit = _emitter(run, show)
+        if run is not None:
+            _describe(run, request, job, threads)
+        emit(_start_record(request, job, path, threads, resumed))
+        if resumed is not None:
+            emit({"event": "resume", "step": job.position.step, "checkpoint": resumed[0],
+                  "world_size": world.world_size, "problems": resumed[1]})  # fmt: skip
+        first_step_s = _drive(job, emit, started_at)
+        return _finish(request, job, splits, path, run, emit, first_step_s)
+    except UserError as error:
+        if run is not None:
+            run.append({"event": "stop", "step": job.position.step, "reason": f"error: {error}"})
+            run.write_result(_result(request, job, "failed", None, None))
+        raise
+    finally:
+        if run is not None:
+            run.close()
+
+
+def _choose_path(request: Request) -> Path:
+    wanted = request.settings.run_dir
+    path = Path(wanted) if wanted else new_run_path(request.recipe.name)
+    if not request.resume and is_run(path):
+        raise UserError(
+            f"{path} already holds a run. Continue it with: samestep train {path} --resume; "
+            "or choose another --run-dir."
+        )
+    return path
+
+
+def _build(request: Request, world: World, received: Received) -> tuple[Job, Splits, int]:
+    """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace."""
+    settings, recipe = request.settings, request.recipe
+    check_precision(settings.precision, world.device)
+    dtype = data_dtype(settings.precision)
+    torch.manual_seed(settings.seed)
+    seed_rank(settings.seed, world.rank)
+    splits = world.on_every(lambda: recipe.load_data(request.options))
+
+    def source(data: Any) -> Source:
+        return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
+                           num_workers=settings.num_workers)  # fmt: skip
+
+    train_source = source(splits.train)
+    plan = make_plan(settings, train_source.num_samples, world.world_size, resumed=request.resume)
+    torch.manual_seed(settings.seed)
+    model = recipe.build_model(request.options).to(device=world.device, dtype=dtype)
+    threads = choose_threads(settings.threads, model, usable_cores(), world.local_world_size)
+    torch.set_num_threads(threads)
+    optimizer = make_optimizer(model.parameters(), settings, plan.lr, world.device)
+    trainee = Trainee(
+        model=model,
+        wrapped=wrap(model, world),
+        optimizer=optimizer,
+        scaler=make_scaler(settings.precision, world.device),
+        loss=recipe.loss,
+    )
+    job = Job(
+        settings=settings,
+        plan=plan,
+        world=world,
+        trainee=trainee,
+        step=make_step(trainee, settings, world, plan),
+        train=train_source,
+        validation=source(splits.validation) if splits.validation is not None else None,
+        metrics=recipe.metrics,
+        agreement=Agreement(world, received, settings.checkpoint_every_minutes),
+        watch=_watch(request),
+        save=lambda _job, _name, _metric: {},
+    )
+    return job, splits, threads
+
+
+def _watch(request: Request) -> Watch:
+    names = ["loss", *request.recipe.metrics]
+    default = "accuracy" if "accuracy" in names else "loss"
+    metric = request.settings.monitor or default
+    if metric not in names:
+        raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
+    mode = request.settings.mode
+    if mode == "auto":
+        mode = "min" if metric == "loss" else "max"
+    return Watch(metric=metric, mode=mode)
+
+
+def _open(path: Path, world: World) -> Run | None:
+    """Open the run on rank 0, and wait on the others until its directory is there."""
+    run: Run | None = None
+
+    def open_run() -> None:
+        nonlocal run
+        run = Run(path)
+
+    world.on_main(open_run)
+    return run
+
+
+def _saver(
+    request: Request, path: Path, run: Run | None, world: World
+) -> Callable[[Job, str, float | None], Record]:
+    folder = path / "checkpoints"
+    index = checkpoint.read_index(folder) if run is not None else checkpoint.Index()
+
+    def save(job: Job, name: str, metric: float | None) -> Record:
+        nonlocal index
+        state = capture(job, request.recipe.name)
+
+        def write() -> Record:
+            nonlocal index
+            digest = checkpoint.save(folder, name, state)
+            entry = checkpoint.Entry(path=name, step=job.position.step,
+                                     epoch=state["position"]["epoch"], sha256=digest,
+                                     metric=metric)  # fmt: skip
+            index = replace(index, monitor=job.watch.metric, mode=job.watch.mode)
+            index = checkpoint.announce(folder, index, entry, job.settings.keep_top_k)
+            return {"event": "checkpoint", "step": job.position.step,
+                    "path": f"checkpoints/{name}", "sha256": digest}  # fmt: skip
+
+        return world.on_main(write)
+
+    return save
+
+
+def _resume(
+    request: Request, job: Job, path: Path, world: World
+) -> tuple[str, list[str]] | None:
+    """Bring the job to the newest whole checkpoint; return its name and what was passed over."""
+    if not request.resume or not world.on_main(lambda: is_run(path)):
+        return None
+    # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
+    found = world.on_main(lambda: _newest(path))
+    if found is None:
+        return None
+    entry, problems = found
+    state = world.on_every(lambda: checkpoint.load(path / "checkpoints", entry))
+    restore(job, request.recipe.name, state)
+    return entry.path, problems
+
+
+def _newest(path: Path) -> tuple[checkpoint.Entry, list[str]] | None:
+    found = checkpoint.load_newest(path / "checkpoints")
+    return (found[0], found[2]) if found else None
+
+
+def _emitter(run: Run | None, show: Show) -> Show:
+    def emit(record: Record) -> None:
+        if run is None:
+            return
+        if record["event"] != "progress":
+            run.append(record)
+        show(record)
+
+    return emit
+
+
+def _describe(run: Run, request: Request, job: Job, threads: int) -> None:
+    world = job.world
+    write_text(run.path / "settings.toml", to_toml(request, job.plan))
+    run.write_environment({
+        "versions": versions(),
+        "world_size": world.world_size,
+        "num_nodes": world.num_nodes,
+        "launcher": world.launcher,
+        "device": str(world.device),
+        "backend": world.backend,
+        "threads": threads,
+    })  # fmt: skip
+
+
+def _start_record(
+    request: Request, job: Job, path: Path, threads: int, resumed: object
+) -> Record:
+    world = job.world
+    return {
+        "event": "start",
+        "time": time.time(),
+        "recipe": request.recipe.name,
+        "run_dir": str(path),
+        **asdict(job.plan),
+        "device": str(world.device),
+        "backend": world.backend,
+        "launcher": world.launcher,
+        "num_nodes": world.num_nodes,
+        "precision": job.settings.precision,
+        "threads": threads,
+        "parameters": sum(p.numel() for p in job.trainee.model.parameters()),
+        "resumed": resumed is not None,
+        "notes": list(world.notes),
+    }
+
+
+def _drive(job: Job, emit: Show, started_at: float) -> float | None:
+    """Run the loop; return the seconds from the user's command to the end of the first step."""
+    first_step_s: float | None = None
+    for record in train(job):
+        if first_step_s is None:
+            first_step_s = time.time() - started_at
+        emit(record)
+    return first_step_s
+
+
+def _finish(
+    request: Request, job: Job, splits: Splits, path: Path, run: Run | None, emit: Show,
+    first_step_s: float | None,
+) -> Outcome:  # fmt: skip
+    """Evaluate the best checkpoint on the test set, and write the result."""
+    status = "stopped" if job.signum else "completed"
+    test = None
+    if status == "completed" and splits.test is not None:
+        test = _test(request, job, splits.test, path)
+        emit({"event": "evaluation", "split": "test", "epoch": job.position.epoch,
+              "step": job.position.step, **test})  # fmt: skip
+    emit({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
+    if run is not None:
+        run.write_result(_result(request, job, status, test, first_step_s))
+    return Outcome(path=path, status=status, signum=job.signum)
+
+
+def _test(request: Request, job: Job, data: Any, path: Path) -> dict[str, Any]:
+    world, settings = job.world, job.settings
+    folder = path / "checkpoints"
+    best = world.on_main(lambda: checkpoint.read_index(folder).best)
+    if best is not None:
+        state = world.on_every(lambda: checkpoint.load(folder, best))
+        load_model(job.trainee.model, state)
+    source = open_source(data, request.recipe, world, seed=settings.seed,
+                         dtype=data_dtype(settings.precision),
+                         num_workers=settings.num_workers)  # fmt: skip
+    values = evaluate(
+        job.trainee.model, source, job.trainee.loss, job.metrics, world=world,
+        batch_size=evaluation_batch(job.plan.batch_size), precision=settings.precision,
+    )  # fmt: skip
+    return {**values, "checkpoint": best.path if best else "last"}
+
+
+def _result(
+    request: Request, job: Job, status: str, test: dict[str, Any] | None,
+    first_step_s: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    position, plan, watch = job.position, job.plan, job.watch
+    return {
+        "recipe": request.recipe.name,
+        "status": status,
+        "reason": job.stop_reason,
+        "world_size": plan.world_size,
+        "global_batch_size": plan.global_batch_size,
+        "epochs": position.epoch,
+        "steps": position.step,
+        "test": test,
+        "best": {"metric": watch.metric, "value": watch.best, "epoch": watch.best_epoch},
+        "training_seconds": position.seconds,
+        "samples_per_s": position.samples / max(position.seconds, 1e-9),
+        "seconds_to_first_step": first_step_s,
+        "device": str(job.world.device),
+        "backend": job.world.backend,
+        "versions": versions(),
+    }

@@ -1,0 +1,163 @@
+"""The settings of one run: how to train, as one frozen dataclass that checks itself.
+
+What to train is the recipe's. Settings come from three layers, the later winning: the recipe's
+defaults, a TOML file, the flags.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from samestep.errors import UserError
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to train. Every field is a flag (`--batch-size 64`) and a TOML key (`batch_size = 64`).
+
+    Raises:
+        UserError: a value is out of its range, or two settings exclude each other.
+    """
+
+    run_dir: str | None = None
+    """Directory of the run; by default a new one in runs/."""
+    epochs: int | None = None
+    """Passes over the training set."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, whatever the epoch."""
+
+    batch_size: int | None = None
+    """Samples per rank and micro-step; beside --global-batch-size, the most of them."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all ranks; the batch size per rank then follows."""
+    accumulate: int | None = None
+    """Micro-steps per optimizer step; 1 unless both batch sizes are given."""
+    drop_last: bool = False
+    """Leave out the last global batch of an epoch when it is incomplete."""
+
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """The optimizer."""
+    lr: float = 1e-3
+    """Learning rate, before scaling."""
+    momentum: float = 0.0
+    """Momentum, for sgd."""
+    weight_decay: float = 0.0
+    """Weight decay; decoupled in adamw, an L2 penalty in adam and sgd."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate follows global batch / base batch (linear: Goyal et al. 2017)."""
+    base_batch_size: int | None = None
+    """The global batch size that --lr was tuned for; needed for --lr-scaling."""
+    warmup_steps: int = 0
+    """Steps of a linear ramp up to the learning rate."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up, by step; cosine ends at 0 with the last step."""
+    clip_norm: float | None = None
+    """Clip the gradient to this norm."""
+
+    precision: Precision = "fp32"
+    """bf16 and fp16 are autocast (fp16 with a gradient scaler); fp64 converts model and data."""
+    seed: int = 42
+    """Seed of the initial weights, the order, the augmentation and dropout."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where to train; auto takes the best device here."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What connects the ranks; auto chooses by platform and device."""
+    compile: Literal["off", "on"] = "off"
+    """Compile whole steps into one graph: slow to start, fast after."""
+    threads: int | None = None
+    """CPU threads per rank; by default chosen from the cores here and the size of the model."""
+    num_workers: int = 0
+    """Loader processes per rank, for data that is not held in memory."""
+
+    log_every: int = 50
+    """Steps between two `step` records."""
+    eval_every_epochs: int = 1
+    """Epochs between two evaluations on the validation set."""
+    eval_every_steps: int | None = None
+    """Steps between two evaluations, beside those after epochs."""
+    checkpoint_every_epochs: int = 1
+    """Epochs between two checkpoints; there is always one at the end."""
+    checkpoint_every_steps: int | None = None
+    """Steps between two checkpoints, beside those after epochs."""
+    checkpoint_every_minutes: float | None = None
+    """Minutes between two checkpoints, beside the others."""
+    keep_top_k: int | None = None
+    """Keep only the last checkpoint and the best K by --monitor; by default keep all."""
+    monitor: str | None = None
+    """Validation metric that makes a checkpoint the best; by default accuracy, else loss."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether the best is the smallest or the largest; auto: min for the loss, max for others."""
+    patience: int | None = None
+    """Stop after this many evaluations without improvement of --monitor."""
+    min_delta: float = 0.0
+    """What counts as an improvement for --patience."""
+
+    def __post_init__(self) -> None:
+        """Check each value alone, then those that exclude each other."""
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"--{flag_name(name)} is {value}; it must be greater than 0.")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UserError(f"--{flag_name(name)} is {value}; it must be 0 or more.")
+        if self.lr_scaling != "none" and self.base_batch_size is None:
+            raise UserError(
+                f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the global batch size "
+                f"that --lr {self.lr} was tuned for."
+            )
+        if self.momentum and self.optimizer != "sgd":
+            raise UserError(
+                f"--momentum {self.momentum} has no effect with --optimizer {self.optimizer}: "
+                "leave it out, or use --optimizer sgd."
+            )
+
+
+_POSITIVE = (
+    *("epochs", "max_steps", "batch_size", "global_batch_size", "accumulate", "lr"),
+    *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
+    *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
+    *("checkpoint_every_minutes", "keep_top_k", "patience"),
+)
+_NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
+
+
+def flag_name(name: str) -> str:
+    """Return a field's name as it is typed on the command line: `batch_size` → `batch-size`."""
+    return name.replace("_", "-")
+
+
+# Of these pairs a layer states one; stating it drops the other from the layers below.
+_ALTERNATIVES = (("batch_size", "global_batch_size"), ("epochs", "max_steps"))
+
+
+def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
+    """Merge layers of settings, the later winning.
+
+    A layer that gives the global batch size (or the steps) replaces the lower layers' batch size
+    per rank (or epochs), unless it gives both itself.
+    """
+    merged: dict[str, object] = {}
+    for layer in layers:
+        for pair in _ALTERNATIVES:
+            given = [name for name in pair if layer.get(name) is not None]
+            if len(given) == 1:
+                (other,) = set(pair) - set(given)
+                merged.pop(other, None)
+        if layer.get("global_batch_size") is not None and layer.get("accumulate") is None:
+            merged.pop("accumulate", None)
+        merged.update(layer)
+    return merged
+
+
+def as_table(settings: Settings) -> dict[str, object]:
+    """Return the settings that have a value, as a TOML table."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(settings)
+        if (value := getattr(settings, field.name)) is not None
+    }

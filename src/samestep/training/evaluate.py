@@ -1,0 +1,65 @@
+"""Evaluate a model: every sample counts once, sums and counts are reduced, then divided once."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.batches import Source
+from samestep.settings import Precision
+from samestep.training.precision import autocast
+from samestep.world import World
+
+
+def evaluate(
+    model: nn.Module,
+    source: Source,
+    loss: Callable[[Any, Any], Tensor],
+    metrics: Mapping[str, Callable[[Any, Any], Tensor]],
+    *,
+    world: World,
+    batch_size: int,
+    precision: Precision,
+) -> dict[str, float]:
+    """Return loss and metrics as means over all samples of all ranks, and their number.
+
+    Args:
+        model: the unwrapped model; ranks may hold unequal shares, so no collective runs in it.
+        source: the data; each rank evaluates its own share of it.
+        loss: (outputs, targets) → mean over the batch.
+        metrics: name → (outputs, targets) → (batch,).
+        world: this rank among the others.
+        batch_size: samples per rank and forward pass.
+        precision: of the forward pass.
+
+    Returns:
+        `loss`, each metric by its name, and `samples`.
+    """
+    names = ["loss", *metrics]
+    # float64, so that sums over a large set do not depend on how it was shared out. Apple's GPU
+    # has none; there the sums are moved to the CPU batch by batch.
+    home = torch.device("cpu") if world.device.type == "mps" else world.device
+    sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=home)
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        for inputs, targets in source.evaluation(batch_size):
+            with autocast(precision, world.device):
+                outputs = model(inputs)
+                batch_loss = loss(outputs, targets)
+            values = [metric(outputs, targets) for metric in metrics.values()]
+            count = len(values[0]) if values else len(_first(targets))
+            sums[0] += batch_loss.to(home, torch.float64) * count
+            for place, value in enumerate(values, start=1):
+                sums[place] += value.to(home).sum(dtype=torch.float64)
+            sums[-1] += count
+    model.train(was_training)
+    *totals, samples = world.reduce(sums.cpu()).tolist()
+    means = {name: total / samples for name, total in zip(names, totals, strict=True)}
+    return {**means, "samples": int(samples)}
+
+
+def _first(tree: Any) -> Tensor:
+    leaf: Tensor = torch.utils._pytree.tree_leaves(tree)[0]  # noqa: SLF001
+    return leaf

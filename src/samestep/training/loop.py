@@ -1,0 +1,319 @@
+"""The training loop: it yields records, and whoever calls it does with them what it likes."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from signal import Signals
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.data.batches import Block, Source
+from samestep.run import Record
+from samestep.settings import Settings
+from samestep.training.evaluate import evaluate
+from samestep.training.plan import Plan, learning_rate
+from samestep.training.step import StepResult, Trainee
+from samestep.training.stopping import Agreement, Watch
+from samestep.training.window import Window
+from samestep.world import World
+
+_PROGRESS_EVERY_S = 0.2
+
+
+class Step(Protocol):
+    """Something that takes optimizer steps."""
+
+    steps_per_call: int
+    """How many it takes at once where it can."""
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take the steps of a block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where the training stands: saved in each checkpoint, and resuming goes on from it."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    epoch: int = 0
+    """Epochs finished, their evaluation included."""
+    step_in_epoch: int = 0
+    samples: int = 0
+    """Samples trained."""
+    seconds: float = 0.0
+    """Seconds spent in training steps, over all attempts."""
+    epoch_started_s: float = 0.0
+    """The value of `seconds` when the running epoch began."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """All that the loop needs, built, and where it stands."""
+
+    settings: Settings
+    plan: Plan
+    world: World
+    trainee: Trainee
+    step: Step
+    train: Source
+    validation: Source | None
+    metrics: Mapping[str, Callable[[Any, Any], Tensor]]
+    agreement: Agreement
+    watch: Watch
+    save: Callable[["Job", str, float | None], Record]
+    """(job, file name, monitored metric) → its `checkpoint` record, once it is announced."""
+    position: Position = field(default_factory=Position)
+    loss_sum: float = 0.0
+    """This rank's part of the sum of the sample losses of the running epoch."""
+    saved_step: int = -1
+    stop_reason: str = ""
+    signum: int = 0
+
+
+def train(job: Job) -> Iterator[Record]:
+    """Train until the plan is done or a reason to stop is agreed; yield what happened.
+
+    Yields:
+        Records named `step`, `epoch`, `evaluation` and `checkpoint`, as events.jsonl keeps them,
+        and `progress`, which only moves a progress bar. Afterwards `job.stop_reason` says why it
+        ended.
+
+    Raises:
+        UserError: the loss became NaN or infinite, or a checkpoint could not be written.
+    """
+    job.trainee.model.train()
+    job.agreement.start(job.position.step)
+    while job.position.step < job.plan.total_steps or _epoch_is_full(job):
+        yield from _steps(job)
+        if not job.stop_reason:
+            yield from _end_of_epoch(job)
+        if job.stop_reason:
+            return
+    job.stop_reason = "finished"
+
+
+def _epoch_is_full(job: Job) -> bool:
+    return job.position.step_in_epoch == job.plan.steps_per_epoch
+
+
+def _steps(job: Job) -> Iterator[Record]:
+    """Take the remaining steps of the running epoch."""
+    plan, settings = job.plan, job.settings
+    window = Window(job.world, job.loss_sum)
+    clock = _Clock(job.position)
+    for piece in _pieces(job):
+        before = job.position.step
+        after = before + piece.num_steps
+        lrs = [learning_rate(plan, settings, step) for step in range(before, after)]
+        logged = [s for s in range(before + 1, after + 1) if s % settings.log_every == 0]
+        result = job.step(piece, before, lrs, want_norm=bool(logged))
+        window.add(before, result.losses, piece.global_size)
+        job.position = replace(
+            job.position,
+            step=after,
+            step_in_epoch=job.position.step_in_epoch + piece.num_steps,
+            samples=job.position.samples + piece.num_steps * piece.global_size,
+        )
+        if logged or window.full:
+            losses = window.read(logged, lrs[-1])
+            yield from _step_records(job, clock, logged, losses, result, lrs)
+        if clock.shows():
+            yield {"event": "progress", "step": after, "samples": job.position.samples,
+                   **clock.rate(job.position)}  # fmt: skip
+        yield from _between_steps(job, window, clock, lrs[-1])
+        if job.stop_reason:
+            return
+    _settle(job, window, clock)
+
+
+def _pieces(job: Job) -> Iterator[Block]:
+    """Yield blocks as long as the step takes at once, cut where something falls due.
+
+    The cuts depend on the position alone, so a resumed run groups its steps as if never stopped.
+    """
+    settings, most = job.settings, job.step.steps_per_call
+    dues = [d for d in (settings.eval_every_steps, settings.checkpoint_every_steps) if d]
+    for block in job.train.blocks(
+        job.position.epoch,
+        job.position.step_in_epoch,
+        global_batch=job.plan.global_batch_size,
+        drop_last=settings.drop_last,
+    ):
+        start = 0
+        while start < block.num_steps:
+            step = job.position.step
+            room = min([job.plan.total_steps - step, *(due - step % due for due in dues)])
+            if room <= 0:
+                return
+            aligned = (block.first_step + start) % most == 0
+            fits = most <= min(room, block.num_steps - start)
+            count = most if aligned and fits else 1
+            yield block.part(start, count)
+            start += count
+
+
+def _step_records(
+    job: Job, clock: "_Clock", logged: list[int], losses: list[float], result: StepResult,
+    lrs: list[float],
+) -> Iterator[Record]:  # fmt: skip
+    """Yield the `step` records of the logged steps, all within the steps just taken."""
+    position = job.position
+    size = job.plan.global_batch_size
+    for step, loss in zip(logged, losses, strict=True):
+        offset = step - position.step - 1  # from the end, since the call took several steps
+        norms = result.grad_norms
+        yield {
+            "event": "step",
+            "step": step,
+            "epoch": position.epoch + 1,
+            "loss": loss,
+            "grad_norm": None if norms is None else float(norms[offset]),
+            "lr": lrs[offset],
+            "samples": position.samples + (offset + 1) * size,
+            **clock.rate(position),
+        }
+    if logged:
+        clock.mark(position)
+
+
+def _between_steps(job: Job, window: Window, clock: "_Clock", lr: float) -> Iterator[Record]:
+    """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
+    settings, position = job.settings, job.position
+    agreed = job.agreement.after(position.step)
+    # What the end of the epoch does anyway is left to it, unless the job has to stop now.
+    ends = _epoch_is_full(job) or position.step >= job.plan.total_steps
+    evaluates = _due(settings.eval_every_steps, position.step) and not ends
+    saves = (_due(settings.checkpoint_every_steps, position.step) or agreed.save) and not ends
+    if not (evaluates or saves or agreed.signum):
+        return
+    window.read([], lr)  # nothing is saved that is not known to be finite
+    _settle(job, window, clock)
+    metric = None
+    if evaluates and job.validation is not None:
+        record, metric = _evaluate(job, job.validation)
+        yield record
+        _stop_early(job)
+    if saves or agreed.signum or job.stop_reason:
+        yield from _save(job, f"checkpoint_step_{position.step}.pt", metric)
+    if agreed.signum:
+        job.signum = agreed.signum
+        job.stop_reason = Signals(agreed.signum).name
+    clock.resume(job.position)
+
+
+def _end_of_epoch(job: Job) -> Iterator[Record]:
+    """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
+    settings, plan, before = job.settings, job.plan, job.position
+    whole = _epoch_is_full(job)
+    number = before.epoch + 1
+    samples = min(before.step_in_epoch * plan.global_batch_size, plan.num_samples)
+    total = float(job.world.reduce(torch.tensor(job.loss_sum, dtype=torch.float64)))
+    seconds = before.seconds - before.epoch_started_s
+    yield {
+        "event": "epoch",
+        "epoch": number,
+        "step": before.step,
+        "loss": total / samples,
+        "samples": samples,
+        "train_seconds": seconds,
+        "samples_per_s": samples / max(seconds, 1e-9),
+    }
+    last = before.step >= plan.total_steps
+    metric = None
+    if job.validation is not None and (last or number % settings.eval_every_epochs == 0):
+        record, metric = _evaluate(job, job.validation)
+        yield record
+        _stop_early(job)
+    if whole:
+        job.position = replace(
+            before, epoch=number, step_in_epoch=0, epoch_started_s=before.seconds
+        )
+        job.loss_sum = 0.0
+    if last or job.stop_reason or number % settings.checkpoint_every_epochs == 0:
+        name = f"checkpoint_epoch_{number}.pt" if whole else f"checkpoint_step_{before.step}.pt"
+        yield from _save(job, name, metric)
+
+
+def _evaluate(job: Job, source: Source) -> tuple[Record, float]:
+    values = evaluate(
+        job.trainee.model,
+        source,
+        job.trainee.loss,
+        job.metrics,
+        world=job.world,
+        batch_size=evaluation_batch(job.plan.batch_size),
+        precision=job.settings.precision,
+    )
+    epoch = job.position.epoch + 1
+    job.watch = job.watch.after(values[job.watch.metric], epoch, job.settings.min_delta)
+    record = {"event": "evaluation", "split": "validation", "epoch": epoch,
+              "step": job.position.step, **values}  # fmt: skip
+    return record, values[job.watch.metric]
+
+
+def evaluation_batch(batch_size: int) -> int:
+    """Return the batch of an evaluation: without gradients four times as much fits."""
+    return max(256, 4 * batch_size)
+
+
+def _stop_early(job: Job) -> None:
+    patience = job.settings.patience
+    if patience is not None and job.watch.evaluations_since >= patience:
+        job.stop_reason = "early stopping"
+
+
+def _save(job: Job, name: str, metric: float | None) -> Iterator[Record]:
+    job.agreement.saved()
+    yield job.save(job, name, metric)
+
+
+def _settle(job: Job, window: Window, clock: "_Clock") -> None:
+    """Bring the job's own account up to date with what the steps gathered."""
+    window.read([], 0.0)
+    job.loss_sum = window.loss_sum
+    job.position = replace(job.position, seconds=clock.seconds())
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+class _Clock:
+    """Count the seconds of training steps, without the evaluations and checkpoints between."""
+
+    def __init__(self, position: Position) -> None:
+        self._before, self._since = position.seconds, time.perf_counter()
+        self._marked = (position.samples, position.seconds)
+        self._shown = 0.0
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self._before + time.perf_counter() - self._since
+
+    def resume(self, position: Position) -> None:
+        """Go on after a pause that began when the position was brought up to date."""
+        self._before, self._since = position.seconds, time.perf_counter()
+
+    def rate(self, position: Position) -> Record:
+        """Return the fields `seconds` and `samples_per_s`, the latter since the last mark."""
+        samples, seconds = self._marked
+        now = self.seconds()
+        return {
+            "seconds": now,
+            "samples_per_s": (position.samples - samples) / max(now - seconds, 1e-9),
+        }
+
+    def mark(self, position: Position) -> None:
+        """Measure the next rate from here."""
+        self._marked = (position.samples, self.seconds())
+
+    def shows(self) -> bool:
+        """Whether a progress bar should move again."""
+        now = time.perf_counter()
+        if now - self._shown < _PROGRESS_EVERY_S:
+            return False
+        self._shown = now
+        return True

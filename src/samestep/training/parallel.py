@@ -1,0 +1,27 @@
+"""Put a model on all ranks. The model knows nothing of them; wrapping takes the built model."""
+
+import contextlib
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.world import World
+
+
+def wrap(model: nn.Module, world: World) -> nn.Module:
+    """Return the model that averages its gradients over all ranks; alone, the model itself."""
+    if world.world_size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # spares a copy of the gradients
+    )
+
+
+def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a micro-step that is not the last of its step: gradients add up."""
+    if isinstance(wrapped, DistributedDataParallel):
+        return wrapped.no_sync()
+    return contextlib.nullcontext()

@@ -1,0 +1,142 @@
+"""What follows from the settings, the data and the world: batch sizes, steps, learning rate."""
+
+import math
+from dataclasses import dataclass
+
+from samestep.data.order import steps_per_epoch
+from samestep.errors import UserError
+from samestep.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The numbers of one run that are derived rather than asked for."""
+
+    world_size: int
+    num_samples: int
+    """Samples of the training set."""
+    global_batch_size: int
+    batch_size: int
+    """Most samples per rank and micro-step."""
+    accumulate: int
+    steps_per_epoch: int
+    epochs: int
+    """Passes over the data, the last one perhaps cut short by --max-steps."""
+    total_steps: int
+    lr: float
+    """After scaling."""
+
+
+def make_plan(settings: Settings, num_samples: int, world_size: int, *, resumed: bool) -> Plan:
+    """Derive a run's numbers from its settings.
+
+    A resumed run keeps its global batch on any number of ranks; shares may then be unequal.
+
+    Raises:
+        UserError: the batch sizes contradict each other, or the data is too small.
+    """
+    if world_size > num_samples:
+        raise UserError(
+            f"{world_size} ranks are more than the {num_samples} training samples: every rank "
+            f"needs one. Start at most {num_samples} ranks."
+        )
+    global_batch, batch, accumulate = _batch_sizes(settings, world_size, resumed=resumed)
+    per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
+    if per_epoch == 0:
+        raise UserError(
+            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
+            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
+        )
+    epochs, total = _length(settings, per_epoch)
+    return Plan(
+        world_size=world_size,
+        num_samples=num_samples,
+        global_batch_size=global_batch,
+        batch_size=batch,
+        accumulate=accumulate,
+        steps_per_epoch=per_epoch,
+        epochs=epochs,
+        total_steps=total,
+        lr=scaled_lr(settings, global_batch),
+    )
+
+
+def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
+    if settings.epochs is None and settings.max_steps is None:
+        raise UserError("How long to train? Give --epochs or --max-steps.")
+    limits = [
+        settings.epochs * per_epoch if settings.epochs is not None else math.inf,
+        settings.max_steps if settings.max_steps is not None else math.inf,
+    ]
+    total = int(min(limits))
+    return -(-total // per_epoch), total
+
+
+def _batch_sizes(settings: Settings, world_size: int, *, resumed: bool) -> tuple[int, int, int]:
+    """Return (global batch, batch, accumulate): any two of the settings give the third.
+
+    With both sizes given, the batch size is the most that a rank takes at once.
+    """
+    batch, total = settings.batch_size, settings.global_batch_size
+    if total is None:
+        if batch is None:
+            raise UserError("No batch size: give --batch-size (per rank) or --global-batch-size.")
+        accumulate = settings.accumulate or 1
+        return batch * world_size * accumulate, batch, accumulate
+    if resumed:
+        # What fits a rank's memory stays the same; the number of micro-steps follows.
+        per_rank = -(-total // world_size)
+        batch = min(batch or per_rank, per_rank)
+        return total, batch, -(-per_rank // batch)
+    per_rank = _divide(total, world_size, f"{world_size} ranks")
+    if batch is None:
+        accumulate = settings.accumulate or 1
+        batch = _divide(total, world_size * accumulate, f"{world_size} ranks × {accumulate} micro-steps")
+        return total, batch, accumulate
+    batch = min(batch, per_rank)
+    accumulate = _divide(total, batch * world_size, f"batch size {batch} × {world_size} ranks")
+    if settings.accumulate not in (None, accumulate):
+        raise UserError(
+            f"--global-batch-size {total} = --batch-size {batch} × {world_size} ranks × "
+            f"--accumulate {accumulate}, but --accumulate is {settings.accumulate}. "
+            "Leave one of the three out."
+        )
+    return total, batch, accumulate
+
+
+def _divide(total: int, unit: int, what: str) -> int:
+    if total % unit:
+        below = total // unit * unit
+        near = [size for size in (below, below + unit) if size > 0]
+        raise UserError(
+            f"--global-batch-size {total} is not a multiple of {unit} ({what}). "
+            f"The nearest that would do: {' or '.join(str(size) for size in near)}."
+        )
+    return total // unit
+
+
+def scaled_lr(settings: Settings, global_batch: int) -> float:
+    """Return the learning rate for a global batch.
+
+    Linear scaling is Goyal et al. (2017), "Accurate, large minibatch SGD"; the square root is
+    Krizhevsky (2014), "One weird trick for parallelizing convolutional neural networks".
+    """
+    if settings.lr_scaling == "none" or settings.base_batch_size is None:
+        return settings.lr
+    ratio = global_batch / settings.base_batch_size
+    return settings.lr * (ratio if settings.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def learning_rate(plan: Plan, settings: Settings, step: int) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    The warm-up's ramp is linear from lr / (warm-up + 1) and reaches the full rate in the step
+    after it; the cosine (Loshchilov & Hutter 2017, without restarts) then falls to 0 at the end.
+    """
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return plan.lr * (step + 1) / (warmup + 1)
+    if settings.schedule == "constant":
+        return plan.lr
+    progress = (step - warmup) / max(1, plan.total_steps - warmup)
+    return plan.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

@@ -1,0 +1,138 @@
+"""What a checkpoint holds: everything that the next step depends on, as plain tensors and numbers."""
+
+import random
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from samestep.data.keys import mix
+from samestep.errors import UserError
+from samestep.training.checkpoint import FORMAT
+from samestep.training.loop import Job, Position
+from samestep.training.plan import learning_rate
+from samestep.training.stopping import Watch
+
+
+def capture(job: Job, recipe: str) -> dict[str, Any]:
+    """Return the state of a job. All ranks call it; each adds what only it knows."""
+    scaler = job.trainee.scaler
+    plan = job.plan
+    ranks = job.world.gather({"rng": _rng_state(), "loss_sum": job.loss_sum})
+    return {
+        "format": FORMAT,
+        "recipe": recipe,
+        "model": job.trainee.model.state_dict(),
+        "optimizer": job.trainee.optimizer.state_dict(),
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "schedule": {
+            "schedule": job.settings.schedule,
+            "warmup_steps": job.settings.warmup_steps,
+            "total_steps": plan.total_steps,
+            "next_lr": learning_rate(plan, job.settings, job.position.step),
+        },
+        "rng": [rank["rng"] for rank in ranks],
+        "position": asdict(job.position),
+        "loss_sums": [rank["loss_sum"] for rank in ranks],
+        "watch": asdict(job.watch),
+        "order": {
+            "seed": job.settings.seed,
+            "num_samples": plan.num_samples,
+            "global_batch_size": plan.global_batch_size,
+            "drop_last": job.settings.drop_last,
+        },
+    }
+
+
+def restore(job: Job, recipe: str, state: dict[str, Any]) -> None:
+    """Bring a newly built job to where a checkpoint stands, on this number of ranks.
+
+    Raises:
+        UserError: the checkpoint is of another recipe, model or data.
+    """
+    check_recipe(state, recipe)
+    order, plan = state["order"], job.plan
+    for name, now in (
+        ("num_samples", plan.num_samples),
+        ("global_batch_size", plan.global_batch_size),
+        ("seed", job.settings.seed),
+        ("drop_last", job.settings.drop_last),
+    ):
+        if order[name] != now:
+            raise UserError(
+                f"The checkpoint was trained with {name} = {order[name]}, now it is {now}: the "
+                "order of samples would change within the run. Start a new run instead."
+            )
+    load_model(job.trainee.model, state)
+    job.trainee.optimizer.load_state_dict(state["optimizer"])
+    if job.trainee.scaler is not None and state["scaler"] is not None:
+        job.trainee.scaler.load_state_dict(state["scaler"])
+    job.position = Position(**state["position"])
+    job.watch = Watch(**state["watch"])
+    job.saved_step = job.position.step
+    world = job.world
+    if len(state["rng"]) == world.world_size:
+        _set_rng_state(state["rng"][world.rank])
+        job.loss_sum = state["loss_sums"][world.rank]
+    else:
+        seed_rank(mix(job.settings.seed, job.position.step), world.rank)
+        # Only the sum over the ranks counts, so one of them takes it all.
+        job.loss_sum = sum(state["loss_sums"]) if world.is_main else 0.0
+
+
+def check_recipe(state: dict[str, Any], recipe: str) -> None:
+    """Check that a checkpoint is of a recipe.
+
+    Raises:
+        UserError: it is of another.
+    """
+    if state["recipe"] != recipe:
+        raise UserError(f"The checkpoint is of recipe {state['recipe']!r}, not of {recipe!r}.")
+
+
+def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load a checkpoint's weights into a model.
+
+    Raises:
+        UserError: names or shapes differ; the first few are said.
+    """
+    saved, own = state["model"], model.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in saved]
+    wrong += [f"{name} is not in the model" for name in saved if name not in own]
+    wrong += [
+        f"{name} has shape {tuple(saved[name].shape)}, the model {tuple(own[name].shape)}"
+        for name in own
+        if name in saved and saved[name].shape != own[name].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(
+            f"The checkpoint does not fit the model: {'; '.join(wrong[:3])}{more}. "
+            "Use the model options of the run that wrote it."
+        )
+    model.load_state_dict(saved)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
+    drawn = mix(seed, rank)
+    random.seed(drawn)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(drawn & 0xFFFFFFFF)
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))

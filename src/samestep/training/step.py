@@ -1,0 +1,125 @@
+"""One optimizer step: micro-steps, backward, clipping, update."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.batches import Block, narrow
+from samestep.data.keys import mix
+from samestep.settings import Settings
+from samestep.training.optimizer import set_lr
+from samestep.training.parallel import without_sync
+from samestep.training.precision import autocast
+from samestep.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What a step changes: the model, the same model as wrapped for all ranks, the optimizer."""
+
+    model: nn.Module
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    loss: Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What consecutive steps gave, left on the device: reading it would make the host wait."""
+
+    losses: Sequence[Tensor] | Tensor
+    """This rank's part of each step's mean loss; over all ranks they add up to it."""
+    grad_norms: Sequence[Tensor] | Tensor | None
+    """Gradient norm of each step before clipping, if it was asked for."""
+
+
+class EagerStep:
+    """Run steps one by one with PyTorch's own autograd."""
+
+    steps_per_call = 1
+
+    def __init__(self, trainee: Trainee, settings: Settings, world: World, batch_size: int) -> None:
+        self._trainee, self._world, self._batch_size = trainee, world, batch_size
+        self._settings = settings
+        self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take the one step of this block.
+
+        Args:
+            block: the samples of this rank.
+            step: steps taken before this one in the run.
+            lrs: the learning rate of the step.
+            want_norm: whether the gradient norm is needed also where nothing is clipped.
+        """
+        trainee, scaler = self._trainee, self._trainee.scaler
+        seed_step(self._settings.seed, step, self._world)
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = self._backward(block)
+        if scaler is not None:
+            scaler.unscale_(trainee.optimizer)
+        norm = self._clip(want_norm=want_norm)
+        set_lr(trainee.optimizer, lrs[0])
+        if scaler is None:
+            trainee.optimizer.step()
+        else:
+            scaler.step(trainee.optimizer)
+            scaler.update()
+        return StepResult([loss], None if norm is None else [norm])
+
+    def _backward(self, block: Block) -> Tensor:
+        """Add up the gradients of this rank's micro-steps; return its part of the mean loss."""
+        world_size, rows = self._world.world_size, block.rows
+        total: Tensor | None = None
+        for start in range(0, rows, self._batch_size):
+            count = min(self._batch_size, rows - start)
+            if count == rows:
+                inputs, targets = block.inputs, block.targets
+            else:
+                inputs = narrow(block.inputs, start, count)
+                targets = narrow(block.targets, start, count)
+            # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
+            weight = block.weight * count * world_size / block.global_size
+            if start + count < rows:
+                with without_sync(self._trainee.wrapped):
+                    loss = self._micro_step(inputs, targets, weight)
+            else:
+                loss = self._micro_step(inputs, targets, weight)
+            total = loss if total is None else total + loss
+        assert total is not None
+        return total / world_size if world_size > 1 else total
+
+    def _micro_step(self, inputs: Any, targets: Any, weight: float) -> Tensor:
+        trainee = self._trainee
+        with autocast(self._settings.precision, self._world.device):
+            loss = trainee.loss(trainee.wrapped(inputs), targets)
+        if weight != 1.0:
+            loss = loss * weight
+        (loss if trainee.scaler is None else trainee.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _clip(self, *, want_norm: bool) -> Tensor | None:
+        if self._settings.clip_norm is not None:
+            return nn.utils.clip_grad_norm_(
+                self._parameters, self._settings.clip_norm, foreach=len(self._parameters) > 1
+            )
+        if not want_norm:
+            return None
+        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+
+def seed_step(seed: int, step: int, world: World) -> None:
+    """Seed torch's generator of the device for a step, so that dropout resumes exactly.
+
+    Ranks draw different numbers, since they hold different samples.
+    """
+    drawn = mix(seed, step, world.rank)
+    if world.device.type == "cpu":
+        torch.random.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
+    else:
+        torch.manual_seed(drawn)

@@ -1,0 +1,127 @@
+"""When to stop: signals that all ranks agree on, and early stopping by a validation metric."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+import torch
+
+from samestep.world import World
+
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+# Ranks agree about once in this many seconds; a signal waits at most that long, or one step.
+_AGREE_EVERY_S = 0.5
+
+
+@dataclass
+class Received:
+    """The stop signal that this process got, if any."""
+
+    signum: int = 0
+
+
+@contextmanager
+def catch_signals() -> Iterator[Received]:
+    """Turn SIGTERM, SIGUSR1 and the first SIGINT into a request; a second SIGINT ends at once."""
+    received = Received()
+
+    def remember(signum: int, _frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and received.signum == signal.SIGINT:
+            os._exit(128 + signum)  # Python's own teardown could wait for the other ranks
+        received.signum = signum
+
+    names = [name for name in _SIGNALS if hasattr(signal, name)]
+    before = {name: signal.signal(getattr(signal, name), remember) for name in names}
+    try:
+        yield received
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks do next, decided together."""
+
+    signum: int = 0
+    save: bool = False
+
+
+class Agreement:
+    """Let all ranks act on what one of them knows: a signal it got, minutes that rank 0 counts.
+
+    Alone, it costs a comparison a step. Together, ranks meet about twice a second, at a step that
+    they agreed on the time before; the reduction runs on the CPU and never waits for the device.
+    """
+
+    def __init__(self, world: World, received: Received, save_every_minutes: float | None) -> None:
+        self._world, self._received = world, received
+        self._save_every_s = save_every_minutes * 60 if save_every_minutes else float("inf")
+        self._saved_at = self._met_at = time.perf_counter()
+        self._met_step = self._next_step = 0
+
+    def saved(self) -> None:
+        """Count the minutes to the next checkpoint from now."""
+        self._saved_at = time.perf_counter()
+
+    def start(self, step: int) -> None:
+        """Meet first after this step."""
+        self._met_step = self._next_step = step
+
+    def after(self, step: int) -> Agreed:
+        """Return what to do after a step; all ranks call it with the same steps."""
+        if self._world.world_size == 1:
+            signum = self._received.signum
+            if signum == 0 and self._save_every_s == float("inf"):
+                return _NOTHING
+            return Agreed(signum, self._due())
+        if step < self._next_step:
+            return _NOTHING
+        now = time.perf_counter()
+        per_step = (now - self._met_at) / max(1, step - self._met_step)
+        steps = max(1, min(10_000, int(_AGREE_EVERY_S / max(per_step, 1e-9))))
+        mine = [self._received.signum, int(self._due()), steps]
+        if not self._world.is_main:
+            mine[1:] = [0, 0]  # rank 0's clock counts
+        signum, save, steps = self._world.reduce(torch.tensor(mine), "max").tolist()
+        self._met_at, self._met_step, self._next_step = now, step, step + steps
+        return Agreed(signum, bool(save))
+
+    def _due(self) -> bool:
+        return time.perf_counter() - self._saved_at >= self._save_every_s
+
+
+_NOTHING = Agreed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """The monitored metric so far: its best value, and how long ago that was."""
+
+    metric: str
+    mode: str
+    """"min" or "max"."""
+    best: float | None = None
+    best_epoch: int = 0
+    reference: float | None = None
+    """The value that counts as the last improvement by more than the min delta."""
+    evaluations_since: int = 0
+
+    def better(self, value: float, than: float | None, by: float = 0.0) -> bool:
+        """Whether a value beats another by more than a margin."""
+        if than is None:
+            return True
+        return value < than - by if self.mode == "min" else value > than + by
+
+    def after(self, value: float, epoch: int, min_delta: float) -> "Watch":
+        """Return the watch after one more evaluation."""
+        watch = self
+        if self.better(value, self.best):
+            watch = replace(watch, best=value, best_epoch=epoch)
+        if self.better(value, self.reference, min_delta):
+            return replace(watch, reference=value, evaluations_since=0)
+        return replace(watch, evaluations_since=watch.evaluations_since + 1)

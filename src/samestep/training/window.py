@@ -1,0 +1,66 @@
+"""The losses since the host last looked: kept on the device, read back together."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UserError
+from samestep.world import World
+
+_LONGEST = 1024
+
+
+class Window:
+    """Losses of steps not read yet. Ranks read at the same steps, since reading is a collective."""
+
+    def __init__(self, world: World, loss_sum: float) -> None:
+        self._world = world
+        self._losses: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._first_step = 0
+        self.loss_sum = loss_sum
+        """This rank's part of the sum of the sample losses of the epoch, as far as read."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to read, lest the window grow without end."""
+        return len(self._sizes) >= _LONGEST
+
+    def add(self, step: int, losses: Sequence[Tensor], size: int) -> None:
+        """Keep this rank's part of the mean losses of the steps from `step` on."""
+        if not self._sizes:
+            self._first_step = step
+        self._losses.extend(losses)
+        self._sizes.extend([size] * len(losses))
+
+    def read(self, wanted: list[int], lr: float) -> list[float]:
+        """Empty the window; return the global mean loss of the wanted steps (counted from 1).
+
+        Raises:
+            UserError: a loss in the window is NaN or infinite, on any rank.
+        """
+        if not self._sizes:
+            return []
+        # The one place where the host waits for the device.
+        local = torch.stack(self._losses).to(torch.float64).tolist()
+        first = self._first_step + 1
+        for loss, size in zip(local, self._sizes, strict=True):
+            self.loss_sum += loss * size
+        bad = next((first + i for i, loss in enumerate(local) if not math.isfinite(loss)), 0)
+        self._losses, self._sizes = [], []
+        mine = [local[step - first] for step in wanted]
+        *losses, num_bad = self._world.reduce(
+            torch.tensor([*mine, float(bad > 0)], dtype=torch.float64)
+        ).tolist()
+        if num_bad:
+            # The largest of the negatives is the first bad step of any rank.
+            latest = torch.tensor(-bad if bad else -(2**62))
+            step = -int(self._world.reduce(latest, "max"))
+            raise UserError(
+                f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g}). Training "
+                "stopped; the last good checkpoint is kept. Try a smaller --lr, --warmup-steps, "
+                "--clip-norm 1, or a wider --precision."
+            )
+        return losses

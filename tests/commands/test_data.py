@@ -1,0 +1,60 @@
+"""`samestep data`: the verb hands its arguments on, lists the catalog and explains itself."""
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+
+from samestep.commands.data import main
+from samestep.data import catalog
+from samestep.errors import UserError
+from tests.data.loopback import Answer, Mirror
+
+
+def test_get_downloads_from_the_mirrors_named_in_their_order(tmp_path, monkeypatch, capsys):
+    file = catalog.RemoteFile(name="file", md5=hashlib.md5(b"bytes").hexdigest())
+    tiny = catalog.RemoteDataset(
+        name="tiny", description="", licence="", source="", files=(file,), mirrors=()
+    )
+    monkeypatch.setattr(catalog, "CATALOG", {"tiny": tiny})
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    arguments = ["get", "tiny", "--data-dir", str(tmp_path)]
+    with Mirror({}, Answer(status=404)) as gone, Mirror({"file": b"bytes"}) as good:
+        assert main([*arguments, "--mirror", gone.url, "--mirror", good.url]) == 0
+    assert len(gone.asked) == len(good.asked) == 1
+    assert (tmp_path / "file").read_bytes() == b"bytes"
+    assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_list_shows_every_data_set_with_its_size_licence_and_source(capsys):
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("mnist", "11.6 MB", "CC BY-SA 3.0", "fashion-mnist", "30.9 MB", "MIT", "https"):
+        assert words in shown
+
+
+def test_an_unknown_name_is_left_to_the_caller_to_show(tmp_path):
+    with pytest.raises(UserError, match="Did you mean 'fashion-mnist'"):
+        main(["get", "fashion_mnist", "--data-dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("arguments", [[], ["get"], ["get", "mnist"], ["put"], ["list", "mnist"]])
+def test_wrong_arguments_end_the_command_with_code_2(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("verb", [[], ["get"], ["list"]])
+def test_the_help_ends_with_two_examples(capsys, verb):
+    with pytest.raises(SystemExit) as caught:
+        main([*verb, "--help"])
+    assert caught.value.code == 0
+    last_lines = capsys.readouterr().out.splitlines()[-2:]
+    assert all(line.startswith("  samestep data ") for line in last_lines)
+
+
+def test_the_verb_does_not_import_torch():
+    code = "import sys, samestep.commands.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,249 @@
+"""Downloads from a loopback server that is slow, torn, wrong or gone: right bytes or no file."""
+
+import hashlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from samestep.data import catalog
+from samestep.data.catalog import RemoteDataset, RemoteFile
+from samestep.data.download import download
+from samestep.errors import UserError
+from tests.data.loopback import Answer, Mirror
+
+FILES = {name: random.Random(name).randbytes(20_000) for name in ("one.gz", "two.gz")}
+ONE, HALF = FILES["one.gz"], 10_000
+WRONG = bytes(20_000)
+
+
+def md5(data):
+    return hashlib.md5(data).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def small_catalog(monkeypatch):
+    files = tuple(
+        RemoteFile(name=name, md5=md5(data), size_bytes=len(data)) for name, data in FILES.items()
+    )
+    words = {"description": "noise", "licence": "none", "source": "here"}
+    both = RemoteDataset(name="both", files=files, mirrors=(), **words)
+    one = RemoteDataset(name="one", files=files[:1], mirrors=(), **words)
+    monkeypatch.setattr(catalog, "CATALOG", {"both": both, "one": one})
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def get_one(folder, *mirrors, timeout_s=5.0):
+    urls = [getattr(mirror, "url", mirror) for mirror in mirrors]
+    return download("one", folder, mirrors=urls, timeout_s=timeout_s)
+
+
+def failure(folder, *mirrors, timeout_s=5.0):
+    """Return the message; whatever went wrong, there is no file under the final name."""
+    with pytest.raises(UserError) as caught:
+        get_one(folder, *mirrors, timeout_s=timeout_s)
+    assert not (folder / "one.gz").exists()
+    return str(caught.value)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_all_files_arrive_in_a_new_folder_and_nothing_else_is_left(tmp_path, capfd):
+    with Mirror(FILES) as mirror:
+        paths = download("both", tmp_path / "new" / "folder", mirrors=[mirror.url.rstrip("/")])
+    assert [path.read_bytes() for path in paths] == list(FILES.values())
+    assert names_in(tmp_path / "new" / "folder") == ["one.gz", "two.gz"]
+    assert capfd.readouterr() == ("", ""), "no bar without a terminal, no word of pooch's"
+
+
+def test_files_that_are_right_are_kept_without_any_request(tmp_path):
+    (tmp_path / "one.gz").write_bytes(ONE)
+    inode = (tmp_path / "one.gz").stat().st_ino
+    with Mirror(FILES) as mirror:
+        assert get_one(tmp_path, mirror) == [tmp_path / "one.gz"]
+    assert mirror.asked == []
+    assert (tmp_path / "one.gz").stat().st_ino == inode
+
+
+def test_a_file_with_other_bytes_is_replaced(tmp_path):
+    (tmp_path / "one.gz").write_bytes(WRONG)
+    with Mirror(FILES) as mirror:
+        get_one(tmp_path, mirror)
+    assert (tmp_path / "one.gz").read_bytes() == ONE
+
+
+def test_a_slow_mirror_may_take_longer_than_the_timeout_while_bytes_come(tmp_path):
+    with Mirror(FILES, Answer(piece_bytes=2_500, pause_s=0.2)) as mirror:
+        get_one(tmp_path, mirror, timeout_s=1.2)
+    assert (tmp_path / "one.gz").read_bytes() == ONE
+    assert len(mirror.asked) == 1
+
+
+@pytest.mark.parametrize("stop_after", [0, HALF])
+def test_a_mirror_that_stalls_is_given_up_after_the_timeout(tmp_path, stop_after):
+    answers = [Answer(stop_after=num_bytes, stalls=True) for num_bytes in (stop_after, 0)]
+    with Mirror(FILES, *answers) as mirror:
+        message = failure(tmp_path, mirror, timeout_s=0.3)
+    assert f"{mirror.url}one.gz: no answer for 0.3 s" in message
+
+
+def test_a_torn_transfer_goes_on_from_the_byte_where_it_was_cut(tmp_path):
+    with Mirror(FILES, Answer(stop_after=HALF), Answer()) as mirror:
+        get_one(tmp_path, mirror)
+    assert [(each.start, each.num_sent) for each in mirror.asked] == [(None, HALF), (HALF, HALF)]
+    assert (tmp_path / "one.gz").read_bytes() == ONE
+
+
+def test_a_line_that_is_cut_again_and_again_still_brings_the_file(tmp_path):
+    with Mirror(FILES, Answer(stop_after=3_000)) as mirror:
+        get_one(tmp_path, mirror)
+    assert [each.start for each in mirror.asked] == [None, *range(3_000, 20_000, 3_000)]
+
+
+def test_a_cut_is_noticed_by_the_known_size_when_the_server_gives_no_length(tmp_path):
+    with Mirror(FILES, Answer(stop_after=HALF, says_length=False), Answer()) as mirror:
+        get_one(tmp_path, mirror)
+    assert [each.start for each in mirror.asked] == [None, HALF]
+
+
+def test_the_next_mirror_goes_on_where_the_first_one_failed(tmp_path):
+    torn = (Answer(stop_after=HALF), Answer(status=503))
+    with Mirror(FILES, *torn) as first, Mirror(FILES) as second:
+        get_one(tmp_path, first, second)
+    assert [(each.start, each.num_sent) for each in second.asked] == [(HALF, HALF)]
+
+
+def test_a_server_that_ignores_ranges_starts_the_file_anew(tmp_path):
+    (tmp_path / "one.gz.part").write_bytes(ONE[:HALF])
+    with Mirror(FILES, Answer(knows_range=False)) as mirror:
+        get_one(tmp_path, mirror)
+    assert [(each.start, each.num_sent) for each in mirror.asked] == [(HALF, len(ONE))]
+    assert (tmp_path / "one.gz").read_bytes() == ONE
+
+
+@pytest.mark.parametrize(
+    ("old", "answers"),
+    [
+        (WRONG[:HALF], (Answer(),)),
+        (ONE + b"more", (Answer(),)),
+        (ONE[:HALF], (Answer(content_range="bytes 5-19999/20000"), Answer())),
+    ],
+    ids=["of other bytes", "too long", "continued from elsewhere"],
+)
+def test_a_part_that_cannot_be_continued_is_thrown_away(tmp_path, old, answers):
+    (tmp_path / "one.gz.part").write_bytes(old)
+    with Mirror(FILES, *answers) as mirror:
+        get_one(tmp_path, mirror)
+    assert [each.start for each in mirror.asked] == [len(old), None]
+    assert names_in(tmp_path) == ["one.gz"]
+
+
+def test_a_part_that_is_complete_needs_no_request(tmp_path):
+    (tmp_path / "one.gz.part").write_bytes(ONE)
+    with Mirror(FILES) as mirror:
+        get_one(tmp_path, mirror)
+    assert mirror.asked == []
+    assert names_in(tmp_path) == ["one.gz"]
+
+
+def test_wrong_bytes_are_thrown_away_and_reported_with_both_hashes(tmp_path):
+    with Mirror(FILES, Answer(body=WRONG)) as mirror:
+        message = failure(tmp_path, mirror)
+    assert f"{mirror.url}one.gz: wrong bytes: their MD5 is {md5(WRONG)}" in message
+    assert f"expected {md5(ONE)}" in message
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("answer", [Answer(body=WRONG), Answer(body=b""), Answer(status=404)])
+def test_another_mirror_takes_over_and_is_asked_first_from_then_on(tmp_path, answer):
+    with Mirror(FILES, answer) as bad, Mirror(FILES) as good:
+        paths = download("both", tmp_path, mirrors=[bad.url, good.url])
+    assert [path.read_bytes() for path in paths] == list(FILES.values())
+    assert {each.name for each in bad.asked} == {"one.gz"}
+
+
+def test_bytes_are_taken_as_they_lie_even_if_the_server_calls_them_packed(tmp_path):
+    """Some servers label a .gz file as gzip-encoded text; unpacking it would change the hash."""
+    with Mirror(FILES, Answer(headers=(("Content-Encoding", "gzip"),))) as mirror:
+        get_one(tmp_path, mirror)
+    assert mirror.asked[0].encoding == "identity"
+    assert (tmp_path / "one.gz").read_bytes() == ONE
+
+
+def test_when_all_mirrors_fail_each_is_named_with_its_reason_and_the_ways_out(tmp_path):
+    with socket.socket() as unused:  # bound but not listening: connections are refused
+        unused.bind(("127.0.0.1", 0))
+        refusing = f"http://127.0.0.1:{unused.getsockname()[1]}/"
+        with Mirror(FILES, Answer(status=404)) as gone:
+            message = failure(tmp_path, gone, refusing)
+    assert f"{gone.url}one.gz: the server says 404 Not Found" in message
+    assert f"{refusing}one.gz: Connection refused" in message
+    assert f"put it into {tmp_path}" in message
+    assert f"samestep data get one --data-dir {tmp_path} --mirror URL" in message
+
+
+def test_two_downloads_into_one_folder_take_turns_and_fetch_each_file_once(tmp_path):
+    slow = Answer(piece_bytes=5_000, pause_s=0.02)
+    with Mirror(FILES, slow) as mirror, ThreadPoolExecutor() as pool:
+        list(pool.map(get_one, [tmp_path] * 3, [mirror] * 3))
+    assert [each.name for each in mirror.asked] == ["one.gz"]
+    assert (tmp_path / "one.gz").read_bytes() == ONE
+
+
+CHILD = """
+    import sys
+    from pathlib import Path
+    from samestep.data import catalog, download, transfer
+
+    class Bar(transfer.tqdm):
+        def update(self, n=1):
+            print(n, flush=True)  # after these bytes were written
+
+    transfer.tqdm = Bar
+    file = catalog.RemoteFile(name="one.gz", md5=sys.argv[3], size_bytes=20000)
+    catalog.CATALOG["one"] = catalog.RemoteDataset(
+        name="one", description="", licence="", source="", files=(file,), mirrors=(sys.argv[2],)
+    )
+    download.download("one", Path(sys.argv[1]))
+"""
+
+
+def test_a_killed_download_leaves_no_file_and_the_next_one_goes_on(tmp_path):
+    with Mirror(FILES, Answer(stop_after=HALF, stalls=True), Answer()) as mirror:
+        script = [sys.executable, "-c", textwrap.dedent(CHILD)]
+        with subprocess.Popen(
+            [*script, tmp_path, mirror.url, md5(ONE)], stdout=subprocess.PIPE, text=True
+        ) as child:
+            # Two whole chunks; the rest of the half waits for a third.
+            num_written = sum(int(child.stdout.readline()) for _ in range(2))
+            child.send_signal(signal.SIGKILL)
+        assert child.returncode == -signal.SIGKILL
+        assert names_in(tmp_path) == ["one.gz.part"]
+        get_one(tmp_path, mirror)
+    assert [each.start for each in mirror.asked] == [None, num_written]
+    assert mirror.asked[1].num_sent == len(ONE) - num_written
+    assert (tmp_path / "one.gz").read_bytes() == ONE
+
+
+@pytest.mark.parametrize("mirror", ["somewhere", "file:///data", "https://"])
+def test_a_mirror_that_is_no_web_address_is_refused(tmp_path, mirror):
+    with pytest.raises(UserError, match="no web address"):
+        get_one(tmp_path, mirror)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"{tmp_path / 'file'} cannot be used"):
+        get_one(tmp_path / "file", "http://127.0.0.1:1/")
+
+
+def test_an_unknown_data_set_gives_the_nearest_name_and_all_names(tmp_path):
+    with pytest.raises(UserError, match=r"'boht'.* Did you mean 'both'\?\n.*both, one"):
+        download("boht", tmp_path)
