@@ -5,6 +5,7 @@ Precedence: recipe defaults < TOML < flags.
 
 import dataclasses
 import tomllib
+import typing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,6 @@ def _split(
 
 
 def _field_types(kind: type) -> dict[str, Any]:
-    import typing  # noqa: PLC0415
-
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
@@ -189,6 +188,7 @@ def _changes(start: Draft, merged: dict[str, object], options: Any) -> set[str]:
 def to_toml(request: Request, plan: Plan) -> str:
     """Return the resolved settings as TOML; `samestep train RUN` starts from them."""
     table = as_table(request.settings)
+    table.pop("run_dir", None)  # it is where the file lies
     table.pop("accumulate", None)  # it follows from the two batch sizes on any number of ranks
     table |= {"batch_size": plan.batch_size, "global_batch_size": plan.global_batch_size}
     document: dict[str, Any] = {"recipe": request.source, **table}

@@ -3,6 +3,7 @@
 This is where settings, recipe and world meet. What is shown on the screen is the caller's.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -46,7 +47,13 @@ class Outcome:
 
 
 def run_session(
-    request: Request, world: World, received: Received, show: Show, started_at: float
+    request: Request,
+    world: World,
+    *,
+    received: Received,
+    show: Show,
+    begin: Callable[[Path], None],
+    started_at: float,
 ) -> Outcome:
     """Train a recipe on this world, from the beginning or from the newest checkpoint.
 
@@ -55,6 +62,7 @@ def run_session(
         world: this rank among the others, joined.
         received: the stop signal of this process, as it comes in.
         show: called on rank 0 with each record.
+        begin: called on every rank with the run directory once it is there.
         started_at: when the user's command began, in seconds since the epoch.
 
     Raises:
@@ -63,6 +71,7 @@ def run_session(
     path = world.on_main(lambda: _choose_path(request))
     job, splits, threads = _build(request, world, received)
     run = _open(path, world)
+    begin(path)
     try:
         job.save = _saver(request, path, run, world)
         resumed = _resume(request, job, path, world)
@@ -75,14 +84,21 @@ def run_session(
                   "world_size": world.world_size, "problems": resumed[1]})  # fmt: skip
         first_step_s = _drive(job, emit, started_at)
         return _finish(request, job, splits, path, run, emit, first_step_s)
-    except UserError as error:
+    except Exception as error:
         if run is not None:
-            run.append({"event": "stop", "step": job.position.step, "reason": f"error: {error}"})
-            run.write_result(_result(request, job, "failed", None, None))
+            job.stop_reason = f"failed: {error}"
+            _leave_why(run, request, job)
         raise
     finally:
         if run is not None:
             run.close()
+
+
+def _leave_why(run: Run, request: Request, job: Job) -> None:
+    """Write down why the run failed, as far as the disk still allows."""
+    with contextlib.suppress(UserError):
+        run.append({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
+        run.write_result(_result(request, job, "failed", None, None))
 
 
 def _choose_path(request: Request) -> Path:

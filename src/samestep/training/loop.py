@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from signal import Signals
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,12 @@ from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.evaluate import evaluate
 from samestep.training.plan import Plan, learning_rate
-from samestep.training.step import StepResult, Trainee
+from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.stopping import Agreement, Watch
 from samestep.training.window import Window
 from samestep.world import World
 
 _PROGRESS_EVERY_S = 0.2
-
-
-class Step(Protocol):
-    """Something that takes optimizer steps."""
-
-    steps_per_call: int
-    """How many it takes at once where it can."""
-
-    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take the steps of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +47,7 @@ class Job:
     plan: Plan
     world: World
     trainee: Trainee
-    step: Step
+    step: EagerStep
     train: Source
     validation: Source | None
     metrics: Mapping[str, Callable[[Any, Any], Tensor]]
@@ -110,6 +100,10 @@ def _steps(job: Job) -> Iterator[Record]:
         lrs = [learning_rate(plan, settings, step) for step in range(before, after)]
         logged = [s for s in range(before + 1, after + 1) if s % settings.log_every == 0]
         result = job.step(piece, before, lrs, want_norm=bool(logged))
+        while job.step.notes:
+            note = job.step.notes.pop(0)
+            clock.leave_out(note["seconds"])
+            yield note
         window.add(before, result.losses, piece.global_size)
         job.position = replace(
             job.position,
@@ -296,6 +290,10 @@ class _Clock:
     def resume(self, position: Position) -> None:
         """Go on after a pause that began when the position was brought up to date."""
         self._before, self._since = position.seconds, time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count these seconds: they were spent in compiling."""
+        self._since += seconds
 
     def rate(self, position: Position) -> Record:
         """Return the fields `seconds` and `samples_per_s`, the latter since the last mark."""

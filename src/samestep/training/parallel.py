@@ -22,6 +22,7 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
 
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return the context of a micro-step that is not the last of its step: gradients add up."""
-    if isinstance(wrapped, DistributedDataParallel):
-        return wrapped.no_sync()
+    inner = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile wraps once more
+    if isinstance(inner, DistributedDataParallel):
+        return inner.no_sync()
     return contextlib.nullcontext()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.data.batches import Block, narrow
 from samestep.data.keys import mix
+from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.optimizer import set_lr
 from samestep.training.parallel import without_sync
@@ -40,11 +41,13 @@ class StepResult:
 class EagerStep:
     """Run steps one by one with PyTorch's own autograd."""
 
-    steps_per_call = 1
+    steps_per_call: int = 1
 
     def __init__(self, trainee: Trainee, settings: Settings, world: World, batch_size: int) -> None:
         self._trainee, self._world, self._batch_size = trainee, world, batch_size
         self._settings = settings
+        self.notes: list[Record] = []
+        """Records of what was compiled, for the loop to yield."""
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:

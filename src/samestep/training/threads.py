@@ -15,8 +15,11 @@ def choose_threads(wanted: int | None, model: nn.Module, cores: int, local_world
     """
     if wanted is not None:
         return wanted
+    return 1 if is_small(model) else max(1, cores // local_world_size)
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether a model's operations are so short that what lies between them counts more."""
     parameters = list(model.parameters())
     convolves = any(parameter.dim() > 2 for parameter in parameters)
-    if not convolves and sum(p.numel() for p in parameters) < _SMALL_PARAMETERS:
-        return 1
-    return max(1, cores // local_world_size)
+    return not convolves and sum(p.numel() for p in parameters) < _SMALL_PARAMETERS

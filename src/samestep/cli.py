@@ -1,0 +1,63 @@
+"""The command line: find the verb, then import its module, so that help needs no torch."""
+
+import importlib
+import os
+import sys
+import time
+
+from samestep.errors import UserError
+from samestep.version import __version__
+
+_STARTED_AT = time.time()
+
+VERBS = {
+    "train": "train a recipe, a recipe file, or go on with a run",
+    "evaluate": "evaluate a checkpoint of a run on one device",
+    "data": "download data sets, verified by hash",
+}
+
+_HELP = """\
+usage: samestep VERB …
+
+Train a PyTorch model with one command, from laptop to cluster: the same step on every rank.
+
+verbs:
+{verbs}
+
+options:
+  -h, --help     show this help; `samestep VERB --help` shows a verb's
+  --version      show the version
+
+examples:
+  samestep train spiral
+  samestep train spiral --nproc 2
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb and return the exit code: 0 done, 1 failed, 2 a mistake to mend."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        verbs = "\n".join(f"  {verb:<12} {what}" for verb, what in VERBS.items())
+        sys.stdout.write(_HELP.format(verbs=verbs))
+        return 0 if arguments else 2
+    verb, *rest = arguments
+    if verb == "--version":
+        sys.stdout.write(f"samestep {__version__}\n")
+        return 0
+    os.environ.setdefault("SAMESTEP_STARTED_AT", str(_STARTED_AT))
+    try:
+        if verb not in VERBS:
+            import difflib  # noqa: PLC0415
+
+            close = difflib.get_close_matches(verb, VERBS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"There is no verb {verb!r}.{hint} The verbs are: {', '.join(VERBS)}.")
+        code: int = importlib.import_module(f"samestep.commands.{verb}").main(rest)
+    except UserError as error:
+        from samestep.failure import report  # noqa: PLC0415 - only when something has failed
+
+        return report(error)
+    except KeyboardInterrupt:
+        return 130
+    return code

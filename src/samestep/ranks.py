@@ -1,0 +1,76 @@
+"""Start ranks on this machine through torchrun's elastic agent."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from samestep.failure import PARENT, STARTED_AT, print_error
+
+
+def start_ranks(num_ranks: int, arguments: list[str], started_at: float) -> int:
+    """Run `samestep` with these arguments on each of some new ranks; return the exit code.
+
+    A stop signal is passed on to the ranks and waited for; a second Ctrl-C ends all at once. If a
+    rank fails, the agent ends the others, and the first failure is printed.
+    """
+    # The agent's own accounts of a failure are for its developers; ours follows.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL + 1)
+    os.environ[PARENT] = str(os.getpid())
+    os.environ[STARTED_AT] = str(started_at)
+    # The ranks choose their threads themselves; torchrun would set 1 with a warning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            local_addr="127.0.0.1",
+            # SIGUSR1 is what schedulers send ahead of the time limit.
+            signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
+        except ChildFailedError as error:
+            return _report(error)
+        except SignalException as error:
+            return 128 + int(error.sigval)
+    return 0
+
+
+def _report(error: ChildFailedError) -> int:
+    """Print the first failure, and return its exit code."""
+    rank, failure = min(error.failures.items(), key=lambda item: _order(item[1]))
+    if failure.exitcode > 128:
+        return failure.exitcode  # stopped as it was asked to: nothing failed
+    table = failure.error_file_data.get("message") if failure.error_file_data else None
+    if isinstance(table, dict) and "errorCode" in table:
+        print_error(table["message"])
+        return int(table["errorCode"])
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        print_error(
+            f"Rank {rank} was killed by {name}{hint}; the other ranks were stopped. Every "
+            "announced checkpoint is whole: go on with samestep train RUN --resume."
+        )
+        return 1
+    print_error(f"Rank {rank} ended with exit code {failure.exitcode}.")
+    return 2 if failure.exitcode == 2 else 1
+
+
+def _order(failure: ProcessFailure) -> tuple[bool, int]:
+    # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
+    return failure.exitcode == -signal.SIGTERM, failure.timestamp
