@@ -1,1 +1,64 @@
-"""Train the same step on one process and on many."""
+"""Train the same step on one process and on many.
+
+The names below are imported when they are first used, so that importing samestep is cheap.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from samestep.version import __version__
+
+if TYPE_CHECKING:
+    from samestep.data.keys import uniform
+    from samestep.data.spiral import SpiralDataset
+    from samestep.data.splits import split_indices
+    from samestep.errors import UserError
+    from samestep.process_group import (
+        barrier,
+        cleanup,
+        is_main_process,
+        reduce_tensor,
+        setup_distributed,
+    )
+    from samestep.recipe import Recipe, Splits
+    from samestep.run import read_records
+    from samestep.settings import Settings
+
+__all__ = [
+    "Recipe",
+    "Settings",
+    "SpiralDataset",
+    "Splits",
+    "UserError",
+    "__version__",
+    "barrier",
+    "cleanup",
+    "is_main_process",
+    "read_records",
+    "reduce_tensor",
+    "setup_distributed",
+    "split_indices",
+    "uniform",
+]
+
+_HOMES = {
+    "Recipe": "recipe",
+    "Settings": "settings",
+    "SpiralDataset": "data.spiral",
+    "Splits": "recipe",
+    "UserError": "errors",
+    "barrier": "process_group",
+    "cleanup": "process_group",
+    "is_main_process": "process_group",
+    "read_records": "run",
+    "reduce_tensor": "process_group",
+    "setup_distributed": "process_group",
+    "split_indices": "data.splits",
+    "uniform": "data.keys",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"samestep.{_HOMES[name]}"), name)

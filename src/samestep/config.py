@@ -21,9 +21,21 @@ from samestep.training.plan import Plan
 
 # What may differ when a run goes on; anything else would make it another training.
 MAY_CHANGE = frozenset(
-    "epochs max_steps device backend compile threads num_workers log_every eval_every_epochs "
-    "eval_every_steps checkpoint_every_epochs checkpoint_every_steps checkpoint_every_minutes "
-    "keep_top_k patience min_delta run_dir data_dir download".split()
+    {
+        *(
+            "epochs",
+            "max_steps",
+            "run_dir",
+            "device",
+            "backend",
+            "compile",
+            "threads",
+            "num_workers",
+        ),
+        *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
+        *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
+        *("keep_top_k", "data_dir", "download"),
+    }
 )
 
 
@@ -120,7 +132,9 @@ def _split(
     for key, value in table.items():
         if key not in types and key not in option_types:
             valid = sorted(types)
-            own = f" The options of {recipe.name}: {', '.join(option_types)}." if option_types else ""
+            own = (
+                f" The options of {recipe.name}: {', '.join(option_types)}." if option_types else ""
+            )
             raise UserError(
                 f"{path}: unknown setting {key!r}. {nearest(key, [*valid, *option_types])}"
                 f"The settings: {', '.join(valid)}.{own}"

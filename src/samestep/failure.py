@@ -28,7 +28,8 @@ STARTED_AT = "SAMESTEP_STARTED_AT"
 _GRACE_S = 3.0
 # What a rank meets when another one is gone: never the cause, so never shown first.
 _LOST_PEER = re.compile(
-    r"closed by peer|connection (reset|refused|was closed)|broken pipe|socket|gloo|nccl", re.I
+    r"closed by peer|connection (reset|refused|was closed)|broken pipe|socket|gloo|nccl",
+    re.IGNORECASE,
 )
 
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from samestep.errors import UserError
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file under a temporary name, sync it, then rename it to its own.
 
     Raises:
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: as `write_atomically`.
     """
-    write_atomically(path, lambda file: file.write(text.encode()) and None)
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def sync_directory(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rank 0 alone uses the screen: what another rank prints goes to rank-N.log in the run directory."""
+"""Rank 0 alone uses the screen: what another rank prints goes to its own log in the run."""
 
 import os
 import shutil

@@ -85,7 +85,7 @@ class Recipe:
             both = known & {f.name for f in fields(self.options)}
             if both:
                 raise UserError(
-                    f"The recipe's option {sorted(both)[0]!r} is also a setting of samestep; "
+                    f"The recipe's option {min(both)!r} is also a setting of samestep; "
                     "give it another name."
                 )
 

@@ -1,6 +1,6 @@
 """The run directory: everything about one run as plain files, written by rank 0 alone."""
 
-import datetime
+import datetime as dt
 import json
 import math
 import os
@@ -30,7 +30,7 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|JWT")
 
 def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
     """Return a new directory's name: runs/<recipe>-<date>-<time>-<short id>."""
-    now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    now = dt.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     return root / f"{recipe}-{now}-{secrets.token_hex(2)}"
 
 
@@ -127,7 +127,7 @@ def _open_events(path: Path) -> BinaryIO:
         end -= 1
     if end < size:
         file.truncate(end)
-    return file  # type: ignore[return-value]
+    return file
 
 
 def _ends_line(file: Any, end: int) -> bool:

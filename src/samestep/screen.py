@@ -5,7 +5,7 @@ On a terminal the bar is redrawn in place a few times a second; elsewhere there 
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -33,7 +33,7 @@ class Screen:
         )
         self._task = self._bar.add_task("", total=None, epoch="", numbers="", visible=False)
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._bar.start()
         return self

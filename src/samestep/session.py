@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from samestep.config import Request, to_toml
 from samestep.data.batches import Source, open_source
@@ -19,12 +20,12 @@ from samestep.files import write_text
 from samestep.recipe import Splits
 from samestep.run import Record, Run, is_run, new_run_path, usable_cores, versions
 from samestep.training import checkpoint
-from samestep.training.compiled import make_step
+from samestep.training.compiled import make_step, what_compiles
 from samestep.training.evaluate import evaluate
 from samestep.training.loop import Job, evaluation_batch, train
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
-from samestep.training.plan import Plan, make_plan
+from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.state import capture, load_model, restore, seed_rank
 from samestep.training.step import Trainee
@@ -131,10 +132,15 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
     model = recipe.build_model(request.options).to(device=world.device, dtype=dtype)
     threads = choose_threads(settings.threads, model, usable_cores(), world.local_world_size)
     torch.set_num_threads(threads)
+    compiles = what_compiles(settings, world, model)
+    # Inside of what connects the ranks: DDP's own code breaks a graph that begins outside of it.
+    forward: nn.Module = model
+    if compiles == "model":
+        forward = cast("nn.Module", torch.compile(model, dynamic=False))
     optimizer = make_optimizer(model.parameters(), settings, plan.lr, world.device)
     trainee = Trainee(
         model=model,
-        wrapped=wrap(model, world),
+        wrapped=wrap(forward, world),
         optimizer=optimizer,
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
@@ -144,7 +150,7 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         plan=plan,
         world=world,
         trainee=trainee,
-        step=make_step(trainee, settings, world, plan),
+        step=make_step(compiles, trainee, settings, world, plan),
         train=train_source,
         validation=source(splits.validation) if splits.validation is not None else None,
         metrics=recipe.metrics,
@@ -205,9 +211,7 @@ def _saver(
     return save
 
 
-def _resume(
-    request: Request, job: Job, path: Path, world: World
-) -> tuple[str, list[str]] | None:
+def _resume(request: Request, job: Job, path: Path, world: World) -> tuple[str, list[str]] | None:
     """Bring the job to the newest whole checkpoint; return its name and what was passed over."""
     if not request.resume or not world.on_main(lambda: is_run(path)):
         return None
@@ -251,9 +255,7 @@ def _describe(run: Run, request: Request, job: Job, threads: int) -> None:
     })  # fmt: skip
 
 
-def _start_record(
-    request: Request, job: Job, path: Path, threads: int, resumed: object
-) -> Record:
+def _start_record(request: Request, job: Job, path: Path, threads: int, resumed: object) -> Record:
     world = job.world
     return {
         "event": "start",

@@ -4,12 +4,12 @@ Everything else is handed a `World` and asks it. At world size 1 every collectiv
 input, so that one path of code serves a laptop and a cluster.
 """
 
-import datetime
+import datetime as dt
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ class World:
     local_world_size: int = 1
     node: int = 0
     num_nodes: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     launcher: str = "none"
     notes: tuple[str, ...] = ()
@@ -125,10 +125,16 @@ def choose_device(
     Raises:
         UserError: the device asked for is absent, or the node has fewer GPUs than ranks.
     """
-    num_gpus = (torch.cuda.device_count() if torch.cuda.is_available() else 0) if cuda is None else cuda
+    num_gpus = (
+        (torch.cuda.device_count() if torch.cuda.is_available() else 0) if cuda is None else cuda
+    )
     has_mps = torch.backends.mps.is_available() if mps is None else mps
     if wanted == "cuda" and not num_gpus:
-        built = "this PyTorch is built without CUDA" if torch.version.cuda is None else "none is visible"
+        built = (
+            "this PyTorch is built without CUDA"
+            if torch.version.cuda is None
+            else "none is visible"
+        )
         raise UserError(
             f"--device cuda: there is no CUDA device here ({built}; CUDA_VISIBLE_DEVICES="
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). Use --device auto or cpu, or "
@@ -214,7 +220,7 @@ def join(world: World, launch: Launch, timeout_s: float = 600.0) -> None:
             init_method="env://",
             rank=world.rank,
             world_size=world.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=dt.timedelta(seconds=timeout_s),
             device_id=world.device if world.backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError, socket.gaierror) as error:

@@ -291,7 +291,7 @@ class _Keyed(Dataset[Any]):
 
         epoch, index = key
         drawn = mix(self._seed, epoch, index)
-        torch.random.default_generator.manual_seed(drawn)
+        torch.default_generator.manual_seed(drawn)
         random.seed(drawn)
         np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
         return self._dataset[index]
@@ -318,9 +318,7 @@ def open_source(
     if isinstance(data, tuple):
         source: Source = MemorySource(data, recipe, world, seed=seed, dtype=dtype)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = LoaderSource(
-            data, recipe, world, seed=seed, dtype=dtype, num_workers=num_workers
-        )
+        source = LoaderSource(data, recipe, world, seed=seed, dtype=dtype, num_workers=num_workers)
     else:
         raise UserError(
             f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "

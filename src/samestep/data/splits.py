@@ -25,4 +25,4 @@ def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> 
             f"{num_samples} samples are too few to split into parts of {fractions} and the rest: "
             "one of them would be empty. Use more samples."
         )
-    return list(order.split(sizes))
+    return list(torch.split(order, sizes))

@@ -54,9 +54,7 @@ def model(options: SpiralOptions) -> nn.Module:
 
 def data(options: SpiralOptions) -> Splits:
     """Make the points and split them 70/15/15."""
-    points, labels = SpiralDataset(
-        options.num_samples, options.noise, options.data_seed
-    ).tensors
+    points, labels = SpiralDataset(options.num_samples, options.noise, options.data_seed).tensors
     train, validation, test = split_indices(options.num_samples, (0.70, 0.15), options.data_seed)
     return Splits(
         train=(points[train], labels[train]),

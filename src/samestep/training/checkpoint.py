@@ -11,7 +11,7 @@ import pickle
 import zipfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -108,7 +108,7 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
         nonlocal digest
         writer = _HashingWriter(file)
         try:
-            torch.save(state, writer)
+            torch.save(state, cast("BinaryIO", writer))
         except Exception:
             if writer.error is not None:
                 raise writer.error from None

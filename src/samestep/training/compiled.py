@@ -7,8 +7,7 @@ backward, clipping and update together, for several steps at once, removes what 
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,36 +28,44 @@ from samestep.world import World
 _STEPS_PER_GRAPH = 8
 
 
-def make_step(trainee: Trainee, settings: Settings, world: World, plan: Plan) -> "EagerStep":
-    """Return what takes the steps: eager, the model compiled, or whole steps compiled.
+Compiles = Literal["nothing", "model", "step"]
+
+
+def what_compiles(settings: Settings, world: World, model: nn.Module) -> Compiles:
+    """Return what `--compile` can compile here: whole steps where one process does all of them.
+
+    Ranks reduce gradients between backward and update, and the scaler of fp16 decides on the
+    host whether to update: there it is the model alone.
 
     Raises:
         UserError: compiling was asked for where there is no C++ compiler.
     """
     if settings.compile == "off":
-        return EagerStep(trainee, settings, world, plan.batch_size)
+        return "nothing"
     if world.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise UserError(
             "--compile on needs a C++ compiler, and neither g++ nor clang++ is on the PATH. "
             "Install one (Debian: apt install g++), or use --compile off."
         )
-    one_type = len({(p.dtype, p.device) for p in trainee.model.parameters()}) == 1
-    if world.world_size == 1 and trainee.scaler is None and one_type:
+    one_type = len({p.dtype for p in model.parameters()}) == 1
+    whole = world.world_size == 1 and settings.precision != "fp16" and one_type
+    return "step" if whole else "model"
+
+
+def make_step(
+    compiles: Compiles, trainee: Trainee, settings: Settings, world: World, plan: Plan
+) -> EagerStep:
+    """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
+    if compiles == "step":
         return WholeStep(trainee, settings, world, plan)
-    return ModelStep(trainee, settings, world, plan)
+    kind = ModelStep if compiles == "model" else EagerStep
+    return kind(trainee, settings, world, plan.batch_size)
 
 
 class ModelStep(EagerStep):
-    """Compile forward and backward of the model; the rest stays as it is.
+    """Steps of a model whose forward and backward are compiled; the rest is as it was."""
 
-    For ranks that reduce gradients between backward and update, and for fp16, whose scaler
-    decides on the host whether to update.
-    """
-
-    def __init__(self, trainee: Trainee, settings: Settings, world: World, plan: Plan) -> None:
-        trainee = replace(trainee, wrapped=torch.compile(trainee.wrapped, dynamic=False))
-        super().__init__(trainee, settings, world, plan.batch_size)
-        self._first = True
+    _first = True
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take one step; odd sizes run uncompiled rather than compile another graph."""
@@ -135,7 +142,7 @@ class _Graph:
         adam = settings.optimizer != "sgd"
         self._betas: tuple[float, float] = group.get("betas", (0.0, 0.0))
         self._eps: float = group.get("eps", 0.0)
-        self._keys = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
+        self._keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
         if not adam and not settings.momentum:
             self._keys = ()
         self._update = self._adam if adam else self._sgd
@@ -165,7 +172,7 @@ class _Graph:
                 weights, owned, self._rates(taken, lrs), buffers, inputs, targets
             )
             if counts:
-                torch._foreach_add_(counts, len(lrs))  # noqa: SLF001 - as torch's optimizers do
+                torch._foreach_add_(counts, len(lrs))
         return StepResult(losses.unbind(), norms)
 
     def _make_state(self) -> None:
@@ -208,7 +215,7 @@ class _Graph:
             losses.append(loss)
             norms.append(norm)
         for packed, tensors in zip([flat, *state], [weights, *owned], strict=True):
-            for tensor, piece in zip(tensors, packed.split(self._sizes), strict=True):
+            for tensor, piece in zip(tensors, torch.split(packed, self._sizes), strict=True):
                 tensor.copy_(piece.view_as(tensor))
         for name, buffer in live.items():
             buffer.copy_(buffers[name])
@@ -231,7 +238,7 @@ class _Graph:
     def _forward(
         self, flat: Tensor, buffers: dict[str, Tensor], inputs: Any, targets: Any, weight: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        pieces = zip(self._names, flat.split(self._sizes), self._shapes, strict=True)
+        pieces = zip(self._names, torch.split(flat, self._sizes), self._shapes, strict=True)
         weights = {name: piece.view(shape) for name, piece, shape in pieces}
         after = {name: buffer.clone() for name, buffer in buffers.items()}  # BatchNorm's change
         with autocast(self._settings.precision, self._device):

@@ -22,7 +22,6 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
 
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return the context of a micro-step that is not the last of its step: gradients add up."""
-    inner = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile wraps once more
-    if isinstance(inner, DistributedDataParallel):
-        return inner.no_sync()
+    if isinstance(wrapped, DistributedDataParallel):
+        return wrapped.no_sync()
     return contextlib.nullcontext()

@@ -91,7 +91,9 @@ def _batch_sizes(settings: Settings, world_size: int, *, resumed: bool) -> tuple
     per_rank = _divide(total, world_size, f"{world_size} ranks")
     if batch is None:
         accumulate = settings.accumulate or 1
-        batch = _divide(total, world_size * accumulate, f"{world_size} ranks × {accumulate} micro-steps")
+        batch = _divide(
+            total, world_size * accumulate, f"{world_size} ranks × {accumulate} micro-steps"
+        )
         return total, batch, accumulate
     batch = min(batch, per_rank)
     accumulate = _divide(total, batch * world_size, f"batch size {batch} × {world_size} ranks")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: everything that the next step depends on, as plain tensors and numbers."""
+"""What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
 
 import random
 import sys

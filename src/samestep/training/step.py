@@ -32,7 +32,7 @@ class Trainee:
 class StepResult:
     """What consecutive steps gave, left on the device: reading it would make the host wait."""
 
-    losses: Sequence[Tensor] | Tensor
+    losses: Sequence[Tensor]
     """This rank's part of each step's mean loss; over all ranks they add up to it."""
     grad_norms: Sequence[Tensor] | Tensor | None
     """Gradient norm of each step before clipping, if it was asked for."""
@@ -123,6 +123,6 @@ def seed_step(seed: int, step: int, world: World) -> None:
     """
     drawn = mix(seed, step, world.rank)
     if world.device.type == "cpu":
-        torch.random.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
+        torch.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
     else:
         torch.manual_seed(drawn)

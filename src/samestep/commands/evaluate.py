@@ -1,0 +1,62 @@
+"""`samestep evaluate`: a checkpoint of a run, on one device, whatever it was trained on."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from samestep.evaluation import evaluate_run
+from samestep.world import Device
+
+_EXAMPLES = """\
+examples:
+  samestep evaluate runs/ID --checkpoint best
+  samestep evaluate runs/ID --checkpoint checkpoint_epoch_3.pt --split validation --json
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Evaluate a checkpoint of a run on one device."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Directory of the run."""
+    checkpoint: str = "best"
+    """`best`, `last`, or the name of a file in checkpoints/."""
+    split: Literal["train", "validation", "test"] = "test"
+    """The part of the data to evaluate."""
+    device: Device = "auto"
+    """Where to evaluate; auto takes the best device here."""
+    data_dir: str | None = None
+    """Folder of the data, where it is not the one the run was trained on."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    try:
+        command = tyro.cli(Command, prog="samestep evaluate", args=arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            sys.stdout.write("\n" + _EXAMPLES)
+        raise
+    result = evaluate_run(
+        command.run,
+        command.checkpoint,
+        split=command.split,
+        device=command.device,
+        data_dir=command.data_dir,
+    )
+    if command.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+        return 0
+    console = Console(highlight=False)
+    for name, value in result.items():
+        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+        console.print(f"[bold]{name:<12}[/]{shown}", soft_wrap=True)
+    return 0
