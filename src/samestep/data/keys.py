@@ -15,10 +15,15 @@ _SECOND = 0x94D049BB133111EB
 
 def mix(*parts: int) -> int:
     """Return one well-mixed 63-bit integer of some integers; their order matters."""
-    state = 0
+    mixed = 0
     for part in parts:
-        state = _mix64((state + part * _GOLDEN + _GOLDEN) & _MASK)
-    return state >> 1
+        mixed = mix_next(mixed, part)
+    return mixed
+
+
+def mix_next(mixed: int, part: int) -> int:
+    """Return `mix` with one more part, for a loop in which only the last one varies."""
+    return _mix64((mixed * 2 + part * _GOLDEN + _GOLDEN) & _MASK) >> 1
 
 
 def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.plan import Plan
 from samestep.training.precision import autocast
-from samestep.training.step import EagerStep, StepResult, Trainee, seed_step
+from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.threads import is_small
 from samestep.world import World
 
@@ -95,7 +95,7 @@ class WholeStep(EagerStep):
         whole = block.rows == self._batch_size * self._accumulate
         if block.num_steps != self.steps_per_call or not whole:
             return super().__call__(block, step, lrs, want_norm=want_norm)
-        seed_step(self._settings.seed, step, self._world)
+        self._seed(step)
         shape = (block.num_steps, self._accumulate, self._batch_size)
         inputs, targets = _fold(block.inputs, shape), _fold(block.targets, shape)
         if self._graph is not None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
@@ -22,7 +22,7 @@ from samestep.world import World
 _PROGRESS_EVERY_S = 0.2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Position:
     """Where the training stands: saved in each checkpoint, and resuming goes on from it."""
 
@@ -94,8 +94,9 @@ def _steps(job: Job) -> Iterator[Record]:
     plan, settings = job.plan, job.settings
     window = Window(job.world, job.loss_sum)
     clock = _Clock(job.position)
+    position = job.position
     for piece in _pieces(job):
-        before = job.position.step
+        before = position.step
         after = before + piece.num_steps
         lrs = [learning_rate(plan, settings, step) for step in range(before, after)]
         logged = [s for s in range(before + 1, after + 1) if s % settings.log_every == 0]
@@ -105,18 +106,15 @@ def _steps(job: Job) -> Iterator[Record]:
             clock.leave_out(note["seconds"])
             yield note
         window.add(before, result.losses, piece.global_size)
-        job.position = replace(
-            job.position,
-            step=after,
-            step_in_epoch=job.position.step_in_epoch + piece.num_steps,
-            samples=job.position.samples + piece.num_steps * piece.global_size,
-        )
+        position.step = after
+        position.step_in_epoch += piece.num_steps
+        position.samples += piece.num_steps * piece.global_size
         if logged or window.full:
             losses = window.read(logged, lrs[-1])
             yield from _step_records(job, clock, logged, losses, result, lrs)
         if clock.shows():
-            yield {"event": "progress", "step": after, "samples": job.position.samples,
-                   **clock.rate(job.position)}  # fmt: skip
+            yield {"event": "progress", "step": after, "samples": position.samples,
+                   **clock.rate(position)}  # fmt: skip
         yield from _between_steps(job, window, clock, lrs[-1])
         if job.stop_reason:
             return
@@ -136,6 +134,12 @@ def _pieces(job: Job) -> Iterator[Block]:
         global_batch=job.plan.global_batch_size,
         drop_last=settings.drop_last,
     ):
+        if most == 1:
+            for piece in block.singles():
+                if job.position.step >= job.plan.total_steps:
+                    return
+                yield piece
+            continue
         start = 0
         while start < block.num_steps:
             step = job.position.step
@@ -200,34 +204,33 @@ def _between_steps(job: Job, window: Window, clock: "_Clock", lr: float) -> Iter
 
 def _end_of_epoch(job: Job) -> Iterator[Record]:
     """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
-    settings, plan, before = job.settings, job.plan, job.position
+    settings, plan, position = job.settings, job.plan, job.position
     whole = _epoch_is_full(job)
-    number = before.epoch + 1
-    samples = min(before.step_in_epoch * plan.global_batch_size, plan.num_samples)
+    number = position.epoch + 1
+    samples = min(position.step_in_epoch * plan.global_batch_size, plan.num_samples)
     total = float(job.world.reduce(torch.tensor(job.loss_sum, dtype=torch.float64)))
-    seconds = before.seconds - before.epoch_started_s
+    seconds = position.seconds - position.epoch_started_s
     yield {
         "event": "epoch",
         "epoch": number,
-        "step": before.step,
+        "step": position.step,
         "loss": total / samples,
         "samples": samples,
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),
     }
-    last = before.step >= plan.total_steps
+    last = position.step >= plan.total_steps
     metric = None
     if job.validation is not None and (last or number % settings.eval_every_epochs == 0):
         record, metric = _evaluate(job, job.validation)
         yield record
         _stop_early(job)
     if whole:
-        job.position = replace(
-            before, epoch=number, step_in_epoch=0, epoch_started_s=before.seconds
-        )
+        position.epoch, position.step_in_epoch = number, 0
+        position.epoch_started_s = position.seconds
         job.loss_sum = 0.0
     if last or job.stop_reason or number % settings.checkpoint_every_epochs == 0:
-        name = f"checkpoint_epoch_{number}.pt" if whole else f"checkpoint_step_{before.step}.pt"
+        name = f"checkpoint_epoch_{number}.pt" if whole else f"checkpoint_step_{position.step}.pt"
         yield from _save(job, name, metric)
 
 
@@ -268,7 +271,7 @@ def _settle(job: Job, window: Window, clock: "_Clock") -> None:
     """Bring the job's own account up to date with what the steps gathered."""
     window.read([], 0.0)
     job.loss_sum = window.loss_sum
-    job.position = replace(job.position, seconds=clock.seconds())
+    job.position.seconds = clock.seconds()
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.batches import Block, narrow
-from samestep.data.keys import mix
+from samestep.data.keys import mix, mix_next
 from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.optimizer import set_lr
 from samestep.training.parallel import without_sync
-from samestep.training.precision import autocast
+from samestep.training.precision import autocast, autocast_dtype
 from samestep.world import World
 
 
@@ -46,6 +46,8 @@ class EagerStep:
     def __init__(self, trainee: Trainee, settings: Settings, world: World, batch_size: int) -> None:
         self._trainee, self._world, self._batch_size = trainee, world, batch_size
         self._settings = settings
+        self._casts = autocast_dtype(settings.precision) is not None
+        self._rank_seed = mix(settings.seed, world.rank)
         self.notes: list[Record] = []
         """Records of what was compiled, for the loop to yield."""
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
@@ -60,7 +62,7 @@ class EagerStep:
             want_norm: whether the gradient norm is needed also where nothing is clipped.
         """
         trainee, scaler = self._trainee, self._trainee.scaler
-        seed_step(self._settings.seed, step, self._world)
+        self._seed(step)
         for parameter in self._parameters:
             parameter.grad = None
         loss = self._backward(block)
@@ -99,7 +101,10 @@ class EagerStep:
 
     def _micro_step(self, inputs: Any, targets: Any, weight: float) -> Tensor:
         trainee = self._trainee
-        with autocast(self._settings.precision, self._world.device):
+        if self._casts:
+            with autocast(self._settings.precision, self._world.device):
+                loss = trainee.loss(trainee.wrapped(inputs), targets)
+        else:
             loss = trainee.loss(trainee.wrapped(inputs), targets)
         if weight != 1.0:
             loss = loss * weight
@@ -115,14 +120,13 @@ class EagerStep:
             return None
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
+    def _seed(self, step: int) -> None:
+        """Seed torch's generator for a step, so that dropout resumes exactly.
 
-def seed_step(seed: int, step: int, world: World) -> None:
-    """Seed torch's generator of the device for a step, so that dropout resumes exactly.
-
-    Ranks draw different numbers, since they hold different samples.
-    """
-    drawn = mix(seed, step, world.rank)
-    if world.device.type == "cpu":
-        torch.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
-    else:
-        torch.manual_seed(drawn)
+        Ranks draw different numbers, since they hold different samples.
+        """
+        drawn = mix_next(self._rank_seed, step)
+        if self._world.device.type == "cpu":
+            torch.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
+        else:
+            torch.manual_seed(drawn)

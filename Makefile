@@ -1,0 +1,37 @@
+# Everything starts from these: a fresh machine needs Python ≥ 3.11, git and make.
+PYTHON ?= python3
+VENV ?= .venv
+# One exact version: an open range would let pip choose a build for other hardware.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: train test lint bench clean help
+help: ## show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV)/.ready-bench: $(VENV)/.ready
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	touch $@
+
+train: $(VENV)/.ready ## set up, train the spiral recipe, show the result
+	$(BIN)/samestep train spiral
+
+test: $(VENV)/.ready lint ## set up, lint, run every test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks/results/
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
