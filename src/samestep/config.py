@@ -170,21 +170,44 @@ def finish(
     own = {field.name for field in fields(Settings)}
     flags = {name: getattr(settings, name) for name in given if name in own}
     merged = merge_layers(start.settings_layer, flags)
+    run_dir = str(merged.get("run_dir") or "")
+    if resume and start.run is None and run_dir and is_run(Path(run_dir)):
+        _check_repeated(draft(run_dir), start, merged, options)
     if start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
         changed = sorted(_changes(start, merged, options) - MAY_CHANGE)
         if resume and changed:
-            raise UserError(
-                f"--{changed[0].replace('_', '-')} cannot change when a run is resumed: it would "
-                "be another training. Leave it out, or start a new run without --resume. These "
-                f"may change: {', '.join(sorted(MAY_CHANGE))}."
-            )
+            raise _cannot_change(changed[0])
     return Request(
         recipe=start.recipe,
         source=start.source,
         options=options,
         settings=Settings(**merged),  # type: ignore[arg-type]
         resume=resume,
+    )
+
+
+def _check_repeated(
+    run: Draft, start: Draft, merged: dict[str, object], options: Any
+) -> None:
+    """Check that a command that goes on in its --run-dir asks for the training that is there."""
+    if run.recipe.name != start.recipe.name:
+        raise UserError(
+            f"{run.run} holds a run of recipe {run.recipe.name}, not of {start.recipe.name}. "
+            "Choose another --run-dir."
+        )
+    # The sizes in the run's file are those that were derived; the checkpoint checks them.
+    derived = {"batch_size", "global_batch_size", "accumulate"}
+    changed = sorted(_changes(run, merged, options) - MAY_CHANGE - derived)
+    if changed:
+        raise _cannot_change(changed[0])
+
+
+def _cannot_change(name: str) -> UserError:
+    return UserError(
+        f"--{name.replace('_', '-')} cannot change when a run is resumed: it would be another "
+        "training. Leave it out, or start a new run without --resume. These may change: "
+        f"{', '.join(sorted(MAY_CHANGE))}."
     )
 
 

@@ -20,8 +20,9 @@ def start_ranks(num_ranks: int, arguments: list[str], started_at: float) -> int:
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C ends all at once. If a
     rank fails, the agent ends the others, and the first failure is printed.
     """
-    # The agent's own accounts of a failure are for its developers; ours follows.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL + 1)
+    # The agent's own accounts of a failure are for its developers; ours follows. This process
+    # does nothing else, so nothing else is silenced.
+    logging.disable(logging.CRITICAL)
     os.environ[PARENT] = str(os.getpid())
     os.environ[STARTED_AT] = str(started_at)
     # The ranks choose their threads themselves; torchrun would set 1 with a warning.
@@ -57,7 +58,9 @@ def _report(error: ChildFailedError) -> int:
         return failure.exitcode  # stopped as it was asked to: nothing failed
     table = failure.error_file_data.get("message") if failure.error_file_data else None
     if isinstance(table, dict) and "errorCode" in table:
-        print_error(table["message"])
+        unforeseen = int(table["errorCode"]) == 1  # a mistake is the same on every rank
+        prefix = f"[rank {rank}] " if rank and unforeseen else ""
+        print_error(prefix + table["message"])
         return int(table["errorCode"])
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name

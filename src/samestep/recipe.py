@@ -142,12 +142,14 @@ def _from_file(path: Path) -> Recipe:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {error.text}") from error
+        text = (error.text or "").strip()
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {text}") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        line = next((f.lineno for f in reversed(frames) if Path(f.filename) == path), "?")
+        own = path.resolve()  # frames name the file by its absolute path
+        line = next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == own), "?")
         raise UserError(
             f"{path}:{line}: {type(error).__name__}: {error}. The recipe file could not be run."
         ) from error

@@ -335,7 +335,7 @@ def _result(
         "test": test,
         "best": {"metric": watch.metric, "value": watch.best, "epoch": watch.best_epoch},
         "training_seconds": position.seconds,
-        "samples_per_s": position.samples / max(position.seconds, 1e-9),
+        "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
         "seconds_to_first_step": first_step_s,
         "device": str(job.world.device),
         "backend": job.world.backend,

@@ -105,6 +105,8 @@ class Settings:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise UserError(f"--{flag_name(name)} is {value}; it must be 0 or more.")
+        if self.seed >= 2**63:
+            raise UserError(f"--seed is {self.seed}; it must be below 2^63.")
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
                 f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the global batch size "

@@ -177,6 +177,7 @@ def find_world(
     """Return the world that the environment describes, not joined yet, and how it was launched."""
     launch = detect_launch(environment)
     chosen = choose_device(device, launch.local_rank)
+    connects = choose_backend(backend, chosen)  # also for one rank: what cannot be is refused
     notes = [launch.note] if launch.note else []
     if chosen.type == "mps" and launch.world_size > 1:
         notes.append("All ranks share the one Apple GPU of this machine: no parallelism is gained.")
@@ -188,7 +189,7 @@ def find_world(
         node=launch.node,
         num_nodes=launch.num_nodes,
         device=chosen,
-        backend=choose_backend(backend, chosen) if launch.world_size > 1 else "none",
+        backend=connects if launch.world_size > 1 else "none",
         launcher=launch.launcher,
         notes=tuple(notes),
     )

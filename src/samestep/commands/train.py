@@ -1,6 +1,7 @@
 """`samestep train`: a recipe, a recipe file or a run, on whatever this is started on."""
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -48,7 +49,11 @@ def main(arguments: list[str]) -> int:
     log = RankLog(rank_of())
     try:
         return _train(arguments, log)
-    except SystemExit:
+    except BrokenPipeError:
+        raise  # the reader of the output has left, as `head` does
+    except SystemExit as stop:
+        if not stop.code:
+            sys.stdout.write("\n" + _EXAMPLES)
         if log.rank != 0:
             time.sleep(2.0)  # a launcher ends all ranks with the first: let rank 0 speak
         raise
@@ -111,12 +116,13 @@ def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
 
 def _config_of(flags: list[str]) -> Path | None:
     """Return the TOML file among the flags: it decides what the other flags' defaults are."""
-    for place, flag in enumerate(flags):
-        if flag == "--config" and place + 1 < len(flags):
-            return Path(flags[place + 1])
+    config = None  # the last one counts, as for every flag
+    for flag, following in itertools.pairwise([*flags, ""]):
+        if flag == "--config" and following:
+            config = Path(following)
         if flag.startswith("--config="):
-            return Path(flag.removeprefix("--config="))
-    return None
+            config = Path(flag.removeprefix("--config="))
+    return config
 
 
 def _given(flags: list[str]) -> set[str]:

@@ -118,6 +118,7 @@ def _steps(job: Job) -> Iterator[Record]:
         yield from _between_steps(job, window, clock, lrs[-1])
         if job.stop_reason:
             return
+    window.read([], learning_rate(plan, settings, job.position.step - 1))
     _settle(job, window, clock)
 
 

@@ -1,0 +1,200 @@
+"""A tiny recipe of an odd size, and what two runs of it are compared by.
+
+131 training samples and a global batch of 12: the last global batch of an epoch is incomplete, and
+no world size divides the data. An epoch has 11 steps, a run 66, with a checkpoint every 4.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep import read_records
+from tests.faults import Fault, command_line
+from tests.ranks import TIMEOUT_S, Ranks, start_ranks
+
+RECIPE = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+pace = Path(__file__).with_suffix(".pace")  # seconds a step: gives a test time to strike
+seconds = float(pace.read_text()) if pace.exists() else 0.0
+
+@dataclass(frozen=True)
+class Options:
+    hidden: int = 16
+    samples: int = 131
+
+def data(options):
+    generator = torch.Generator().manual_seed(7)
+    n = options.samples
+    x = torch.randn(n + 78, 8, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    return Splits(train=(x[:n], y[:n]), validation=(x[n:n + 37], y[n:n + 37]),
+                  test=(x[n + 37:], y[n + 37:]))
+
+def model(options):
+    return nn.Sequential(nn.Linear(8, options.hidden), nn.Tanh(), nn.Linear(options.hidden, 2))
+
+def loss(outputs, targets):
+    time.sleep(seconds)
+    return nn.functional.cross_entropy(outputs, targets)
+
+recipe = Recipe(model=model, data=data, loss=loss, options=Options, settings={
+    "epochs": 6, "global_batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1,
+    "checkpoint_every_steps": 4,
+})
+"""
+STEPS_PER_EPOCH, STEPS = 11, 66
+
+# What differs from run to run: the clock, and nothing else.
+_OF_THE_CLOCK = {"seconds", "samples_per_s", "train_seconds", "time"}
+_outputs = itertools.count()
+
+
+def write_recipe(folder: Path, text: str = RECIPE, name: str = "tiny.py") -> Path:
+    """Write the recipe into a folder and return its path."""
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def set_pace(recipe: Path, seconds: float) -> None:
+    """Let each step of the recipe take at least this long, from the next start on."""
+    recipe.with_suffix(".pace").write_text(str(seconds))
+
+
+def start(
+    target: Path, *flags: str, faults: tuple[Fault, ...] = (), world_size: int = 1, folder: Path
+) -> Ranks:
+    """Start `samestep train TARGET` on N ranks, with faults planted in them."""
+    arguments = ["train", str(target), *flags]
+    output = folder / f"output-{next(_outputs)}"
+    return start_ranks(command_line, world_size, output, arguments, faults)
+
+
+def train(
+    target: Path, *flags: str, faults: tuple[Fault, ...] = (), world_size: int = 1, folder: Path
+) -> Ranks:
+    """Run `samestep train TARGET` to its end, which must be a good one."""
+    ranks = start(target, *flags, faults=faults, world_size=world_size, folder=folder)
+    assert ranks.wait() == [0] * world_size, ranks.output()
+    return ranks
+
+
+def resume(run: Path, *flags: str, world_size: int = 1, folder: Path) -> Ranks:
+    """Go on with a run to its end, which must be a good one."""
+    return train(run, "--resume", *flags, world_size=world_size, folder=folder)
+
+
+def until(condition: Callable[[], bool], ranks: Ranks | None = None) -> None:
+    """Wait until something has happened; fail if a rank ends before, or if it takes too long."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        if ranks is not None:
+            codes = [process.exitcode for process in ranks.processes]
+            assert codes == [None] * len(codes) or condition(), f"{codes}\n{ranks.output()}"
+        time.sleep(0.001)
+
+
+def num_records(run: Path) -> int:
+    """Return how many whole records a run has written so far."""
+    file = run / "events.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def all_records(run: Path) -> list[dict[str, Any]]:
+    """Return every whole record in the file, the superseded ones too."""
+    return [json.loads(line) for line in (run / "events.jsonl").read_bytes().split(b"\n")[:-1]]
+
+
+def account(run: Path) -> list[dict[str, Any]]:
+    """Return what a run says of its training, without what the clock says."""
+    return [
+        {key: value for key, value in record.items() if key not in _OF_THE_CLOCK}
+        for record in read_records(run)
+        if record["event"] in ("step", "epoch", "evaluation")
+    ]
+
+
+def assert_same_training(run: Path, reference: Path, tolerance: float = 1e-12) -> None:
+    """Compare all records and the final weights of two runs; tolerance 0 means every bit."""
+    ours, theirs = account(run), account(reference)
+    assert [_name(r) for r in ours] == [_name(r) for r in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            equal = value == other[key] or (
+                isinstance(value, float)
+                and math.isclose(value, other[key], rel_tol=tolerance, abs_tol=tolerance)
+            )
+            assert equal, (one, other)
+    mine, its = last_state(run), last_state(reference)
+    assert mine["position"]["step"] == its["position"]["step"]
+    _assert_close(mine["model"], its["model"], tolerance)
+    _assert_close(mine["optimizer"]["state"], its["optimizer"]["state"], tolerance)
+
+
+def _name(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record["event"], record["step"], record["epoch"], record.get("split")
+
+
+def _assert_close(one: Any, other: Any, tolerance: float) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_close(one[key], other[key], tolerance)
+    else:
+        assert float((one - other).abs().max()) <= tolerance
+
+
+def read_index(run: Path) -> dict[str, Any]:
+    """Return the index of a run's checkpoints as any reader of JSON sees it."""
+    table: dict[str, Any] = json.loads((run / "checkpoints" / "index.json").read_text())
+    return table
+
+
+def sha256(path: Path) -> str:
+    """Return a file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def last_state(run: Path) -> dict[str, Any]:
+    """Return the content of a run's last checkpoint."""
+    path = run / "checkpoints" / read_index(run)["last"]["path"]
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state
+
+
+def newest_announced(run: Path) -> int:
+    """Check that every announced checkpoint is whole and known; return the newest one's step.
+
+    Announced is what the index names and what a `checkpoint` record tells. Of a step that was
+    announced twice, the later one counts.
+    """
+    if not (run / "checkpoints" / "index.json").exists():
+        assert not [r for r in all_records(run) if r["event"] == "checkpoint"]
+        return 0
+    known = {entry["step"]: entry for entry in read_index(run)["checkpoints"]}
+    for entry in known.values():
+        assert sha256(run / "checkpoints" / entry["path"]) == entry["sha256"], entry
+    told = {r["step"]: r for r in all_records(run) if r["event"] == "checkpoint"}
+    assert told.keys() <= known.keys()
+    return max(known)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file under a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

@@ -1,0 +1,233 @@
+"""Nothing is lost, whatever kills the job: tried with real SIGKILLs, in training and in writing.
+
+Each is followed by a resume on another number of ranks, which must end where the uninterrupted
+run ended. The draws are printed; SAMESTEP_TEST_SEED draws others.
+"""
+
+import itertools
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults import POINTS, Fault
+from tests.ranks import Ranks
+from tests.tiny import (
+    STEPS,
+    all_records,
+    assert_same_training,
+    newest_announced,
+    num_records,
+    read_index,
+    resume,
+    set_pace,
+    start,
+    train,
+    until,
+    write_recipe,
+)
+
+SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
+WRITING = [
+    "before the checkpoint",
+    *(f"within the checkpoint: {num_bytes}" for num_bytes in (0, 4096, 12_000)),
+    "before the checkpoint's sync",
+    "after the checkpoint's sync",
+    "before the checkpoint's name",
+    "after the checkpoint's name",
+    "within the index",
+    "before the index's sync",
+    "before the index's name",
+    "after the index's name",
+    "before the record",
+    "within the record",
+    "after the record",
+]
+OTHER_WORLD = {1: 2, 2: 3, 3: 1}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(write_recipe(folder), "--run-dir", str(folder / "run"), folder=folder)
+    return folder / "run"
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return write_recipe(tmp_path)
+
+
+def a_fault(point: str, nth: int) -> Fault:
+    name, _, num_bytes = point.partition(": ")
+    return Fault(name, nth, num_bytes=int(num_bytes or 0))
+
+
+def assert_killed(ranks: Ranks) -> None:
+    """Wait for rank 0 to kill itself, then end the others as a scheduler ends a job."""
+    ranks.processes[0].join(60)
+    assert ranks.processes[0].exitcode == -signal.SIGKILL, ranks.output()
+    ranks.kill()
+    ranks.wait()
+
+
+def assert_resumes(run: Path, folder: Path, world_size: int, *flags: str) -> None:
+    """Resume to the end, and check that it went on from the newest announced checkpoint."""
+    announced = newest_announced(run)
+    before = num_records(run)
+    resume(run, *flags, world_size=world_size, folder=folder)
+    resumed = [r for r in all_records(run)[before:] if r["event"] == "resume"]
+    assert [(r["step"], r["problems"]) for r in resumed] == ([(announced, [])] if announced else [])
+    assert newest_announced(run) == STEPS
+    assert not list(run.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("place", "point"), [*enumerate(WRITING)], ids=WRITING)
+def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
+    uninterrupted, recipe, tmp_path, place, point
+):
+    draw = random.Random(f"{SEED}-{point}")
+    world_size = 1 + place % 3
+    fault = a_fault(point, draw.randint(1, 12))
+    print(f"seed {SEED}: {fault} at world size {world_size}")
+    run = tmp_path / "run"
+    assert_killed(
+        start(recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size,
+              folder=tmp_path)
+    )  # fmt: skip
+    if "within" in point or "sync" in point or "before the checkpoint's name" in point:
+        torn = list((run / "checkpoints").glob(".*.tmp"))
+        assert len(torn) == ("record" not in point)  # it struck where it should
+    assert_resumes(run, tmp_path, OTHER_WORLD[world_size])
+    assert_same_training(run, uninterrupted)
+
+
+@pytest.mark.parametrize("point", ["before a deletion", "after a deletion"])
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_those_that_are_kept(
+    uninterrupted, recipe, tmp_path, point
+):
+    nth = random.Random(f"{SEED}-{point}").randint(1, 8)
+    print(f"seed {SEED}: {point} {nth}")
+    run = tmp_path / "run"
+    flags = ("--run-dir", str(run), "--keep-top-k", "1")
+    assert_killed(start(recipe, *flags, faults=(Fault(point, nth),), folder=tmp_path))
+    index = read_index(run)
+    for name in ("last", "best"):
+        assert index[name] is None or (run / "checkpoints" / index[name]["path"]).exists()
+    newest = max(entry["step"] for entry in index["checkpoints"])
+    resume(run, world_size=2, folder=tmp_path)
+    (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
+    assert resumed["step"] == newest
+    assert_same_training(run, uninterrupted)
+
+
+@pytest.mark.parametrize("first_world", [1, 2, 3])
+def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
+    uninterrupted, recipe, tmp_path, first_world
+):
+    """The kill comes from outside, whatever the ranks are doing just then."""
+    draw = random.Random(f"{SEED}-{first_world}")
+    run, world_size = tmp_path / "run", first_world
+    set_pace(recipe, 0.01)
+    target, flags = recipe, ("--run-dir", str(run))
+    for _ in range(3):
+        more = draw.randint(5, 16)
+        ranks = start(target, *flags, world_size=world_size, folder=tmp_path)
+        wanted = num_records(run) + more
+        until(lambda wanted=wanted: num_records(run) >= wanted, ranks)
+        ranks.kill()
+        assert ranks.wait() == [-signal.SIGKILL] * world_size
+        print(f"seed {SEED}: killed at record {num_records(run)} at world size {world_size}")
+        newest_announced(run)
+        target, flags = run, ("--resume",)
+        world_size = OTHER_WORLD[world_size]
+    set_pace(recipe, 0)
+    assert_resumes(run, tmp_path, world_size)
+    assert_same_training(run, uninterrupted)
+
+
+def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe, tmp_path):
+    """One run directory, one command that is repeated, and a fault in each attempt."""
+    draw = random.Random(SEED)
+    run, world_sizes = tmp_path / "run", itertools.cycle([1, 2, 3])
+    for world_size in itertools.islice(world_sizes, 9):
+        point = draw.choice(["after a step", "before an evaluation", *WRITING])
+        nth = {"after a step": draw.randint(1, 6), "before an evaluation": 1}.get(
+            point, draw.randint(1, 2)
+        )
+        print(f"seed {SEED}: {point}, visit {nth}, at world size {world_size}")
+        announced = newest_announced(run) if run.exists() else 0
+        assert_killed(
+            start(recipe, "--run-dir", str(run), "--resume", faults=(a_fault(point, nth),),
+                  world_size=world_size, folder=tmp_path)
+        )  # fmt: skip
+        assert newest_announced(run) >= announced
+    assert_resumes(run, tmp_path, next(world_sizes))
+    assert_same_training(run, uninterrupted)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_one_of_two_ranks_is_killed_the_other_ends_by_itself_within_seconds(
+    uninterrupted, recipe, tmp_path, killed
+):
+    nth = random.Random(f"{SEED}-{killed}").randint(5, 60)
+    print(f"seed {SEED}: rank {killed} after step {nth}")
+    run = tmp_path / "run"
+    fault = Fault("after a step", nth, rank=killed)
+    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), world_size=2, folder=tmp_path)
+    ranks.processes[killed].join(60)
+    began = time.monotonic()
+    ranks.processes[1 - killed].join(60)
+    took = time.monotonic() - began
+    codes = ranks.wait()
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] == 1, ranks.output()
+    assert took < 15
+    assert f"Rank {1 - killed} lost contact with another rank" in ranks.output()
+    assert_resumes(run, tmp_path, 3)
+    assert_same_training(run, uninterrupted)
+
+
+def test_a_kill_between_an_evaluation_and_its_checkpoint_leaves_one_record_of_each(
+    uninterrupted, recipe, tmp_path
+):
+    """A stop at the end of an epoch is resumed at the same step as the epoch's checkpoint."""
+    run = tmp_path / "run"
+    stop = Fault("after a step", 11, signum=signal.SIGTERM)
+    stopped = start(recipe, "--run-dir", str(run), faults=(stop,), folder=tmp_path)
+    assert stopped.wait() == [128 + signal.SIGTERM], stopped.output()
+    assert read_index(run)["last"]["path"] == "checkpoint_step_11.pt"
+    fault = Fault("before the checkpoint")
+    assert_killed(start(run, "--resume", faults=(fault,), world_size=2, folder=tmp_path))
+    assert [r["event"] for r in all_records(run)][-2:] == ["epoch", "evaluation"]
+    assert_resumes(run, tmp_path, 3)
+    assert_same_training(run, uninterrupted)
+
+
+@pytest.mark.parametrize("point", ["before the test's record", "after the test's record"])
+def test_a_kill_at_the_very_end_leaves_one_evaluation_of_the_test_set(
+    uninterrupted, recipe, tmp_path, point
+):
+    run = tmp_path / "run"
+    fault = Fault(point)
+    assert_killed(start(recipe, "--run-dir", str(run), faults=(fault,), folder=tmp_path))
+    assert_resumes(run, tmp_path, 2)
+    assert_same_training(run, uninterrupted)
+
+
+def test_a_torn_last_record_is_cut_away_and_the_ones_before_stay(recipe, tmp_path):
+    run = tmp_path / "run"
+    train(recipe, "--run-dir", str(run), "--max-steps", "9", folder=tmp_path)
+    whole = (run / "events.jsonl").read_bytes()
+    (run / "events.jsonl").write_bytes(whole + b'{"event": "step", "step": 10, "lo')
+    resume(run, "--max-steps", "13", folder=tmp_path)
+    assert (run / "events.jsonl").read_bytes().startswith(whole)
+    assert len(all_records(run)) > whole.count(b"\n")
+    assert [r["step"] for r in all_records(run) if r["event"] == "step"] == [*range(1, 14)]
+
+
+def test_every_point_of_writing_is_one_that_can_be_struck():
+    assert {p.partition(":")[0] for p in WRITING} <= {*POINTS, "within the checkpoint"}
