@@ -109,7 +109,7 @@ def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
 
 def _sync(name: str, *, after: bool) -> Callable[[Strike], None]:
     def fits(descriptor: int) -> bool:
-        return os.readlink(f"/proc/self/fd/{descriptor}").endswith(name)
+        return Path(f"/proc/self/fd/{descriptor}").readlink().name.endswith(name)
 
     return lambda strike: _wrap(os, "fsync", strike, after=after, when=fits)
 

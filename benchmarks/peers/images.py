@@ -1,5 +1,8 @@
 """Hold the data sets over IDX files that the peers load: per sample, and per batch."""
 
+import contextlib
+import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,18 +14,29 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
-def usual(image: Image.Image) -> Tensor:
-    """Do the tensor work of torchvision's ToTensor and Normalize, without their type checks.
+def torchvision_transform() -> Callable[[Image.Image], Tensor]:
+    """Return ToTensor and Normalize, as torchvision's documentation composes them for MNIST.
 
-    torchvision copies the image, reorders it, and normalises out of place with a mean and a
-    deviation that it makes tensors of, and checks, for each sample.
+    A torchvision built for CUDA lacks its compiled operators beside a CPU build of torch, and
+    then fails at import where it describes them. No transform uses them, so names that are missing
+    are declared first.
     """
-    pixels = torch.from_numpy(np.array(image, copy=True)).view(image.height, image.width, 1)
-    tensor = pixels.permute(2, 0, 1).contiguous().float().div(255)
-    mean, deviation = torch.as_tensor([MEAN]), torch.as_tensor([STD])
-    if not (deviation != 0).all():
-        raise ValueError("a deviation of zero")
-    return tensor.clone().sub_(mean.view(-1, 1, 1)).div_(deviation.view(-1, 1, 1))
+    package = importlib.util.find_spec("torchvision")
+    if package is None or package.origin is None:
+        raise SystemExit("this peer needs torchvision: see TORCHVISION in the Makefile")
+    described = Path(package.origin).with_name("_meta_registrations.py").read_text()
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in set(re.findall(r'"(?:torchvision::)?([a-z_0-9]+)"', described)):
+        with contextlib.suppress(RuntimeError):  # a working build has it already
+            library.define(f"{name}(Tensor a) -> Tensor")
+    _keep.append(library)
+    from torchvision import transforms
+
+    normalise = transforms.Normalize((MEAN,), (STD,))
+    return transforms.Compose([transforms.ToTensor(), normalise])
+
+
+_keep: list[torch.library.Library] = []  # a library that is collected takes its names along
 
 
 def lean(image: Image.Image) -> Tensor:
@@ -34,10 +48,10 @@ class Images(Dataset[tuple[Tensor, int]]):
     """One sample at a time through a PIL image, as torchvision's MNIST does it."""
 
     def __init__(
-        self, data_dir: Path | None, transform: Callable[[Image.Image], Tensor] = usual
+        self, data_dir: Path | None, transform: Callable[[Image.Image], Tensor] | None = None
     ) -> None:
         self.images, self.labels = train_files(data_dir)
-        self.transform = transform
+        self.transform = transform or torchvision_transform()
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -14,7 +14,7 @@ import msgspec
 import tomli_w
 
 from samestep.errors import UserError
-from samestep.recipe import Recipe, find_recipe, nearest
+from samestep.recipe import Recipe, find_recipe, nearest, recipe_names
 from samestep.run import is_run
 from samestep.settings import Settings, as_table, merge_layers
 from samestep.training.plan import Plan
@@ -78,8 +78,9 @@ def draft(target: str, config: Path | None = None) -> Draft:
     Raises:
         UserError: the target is none of these, or a TOML file has an unknown or ill-typed key.
     """
-    run = Path(target) if is_run(Path(target)) else None
-    if run is None and Path(target).is_dir():
+    named_recipe = target in recipe_names()  # a folder of data may well be called mnist
+    run = Path(target) if not named_recipe and is_run(Path(target)) else None
+    if run is None and not named_recipe and Path(target).is_dir():
         raise UserError(f"{target} is a directory without settings.toml, so it holds no run.")
     tables = [(path, read_toml(path)) for path in
               (run / "settings.toml" if run else None, config) if path]  # fmt: skip
@@ -187,9 +188,7 @@ def finish(
     )
 
 
-def _check_repeated(
-    run: Draft, start: Draft, merged: dict[str, object], options: Any
-) -> None:
+def _check_repeated(run: Draft, start: Draft, merged: dict[str, object], options: Any) -> None:
     """Check that a command that goes on in its --run-dir asks for the training that is there."""
     if run.recipe.name != start.recipe.name:
         raise UserError(

@@ -5,6 +5,7 @@ first one. Ranks that something else started print it themselves: rank 0 at once
 only if nobody has ended it by then.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -55,7 +56,8 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
     code = 2 if isinstance(error, UserError) else 1
     message = str(error) if code == 2 else _describe(error, path)
     if path is not None:
-        with path.open("a") as file:
+        # On a full disk the log takes nothing more; the message must reach the user all the same.
+        with contextlib.suppress(OSError), path.open("a") as file:
             file.write("".join(traceback.format_exception(error)) if code == 1 else message + "\n")
     if _is_lost_peer(error):
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.

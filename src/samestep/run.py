@@ -61,12 +61,16 @@ class Run:
             UserError: it could not be written.
         """
         line = json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
+        rest = memoryview(line.encode())
+        end = self._events.seek(0, os.SEEK_END)
         try:
             # One write a line: a killed process leaves whole lines, or one torn at the very end.
-            self._events.write(line.encode())
+            while rest:
+                rest = rest[self._events.write(rest) :]  # a disk that gets full takes a part
             if record["event"] in ("checkpoint", "stop"):
                 os.fsync(self._events.fileno())
         except OSError as error:
+            self._events.truncate(end)  # else the next record would follow a torn one
             raise cannot_write(self.path / "events.jsonl", error) from error
 
     def write_result(self, result: Mapping[str, Any]) -> None:
@@ -190,7 +194,24 @@ def read_records(path: Path) -> Iterator[Record]:
     records: list[Record] = []
     for line in lines[:-1]:  # what follows the last newline was torn off by a kill
         record = json.loads(line)
+        if record["event"] == "start" and not record["resumed"]:
+            records = []  # killed before its first checkpoint, and begun anew
         if record["event"] == "resume":
-            records = [r for r in records if r.get("step", 0) <= record["step"]]
+            records = _up_to_checkpoint(records, record)
         records.append(record)
     yield from records
+
+
+def _up_to_checkpoint(records: list[Record], resume: Record) -> list[Record]:
+    """Leave out what a resumed run does again: all that came after its checkpoint.
+
+    The end of an epoch has the same step as a checkpoint that a signal caused right before it, so
+    the step alone does not tell. Where a kill came between the checkpoint and its record, nothing
+    came after it.
+    """
+    kept = [r for r in records if r.get("step", 0) <= resume["step"]]
+    path = f"checkpoints/{resume['checkpoint']}"
+    saved = [i for i, r in enumerate(kept) if r["event"] == "checkpoint" and r["path"] == path]
+    after = saved[-1] + 1 if saved else len(kept)
+    again = ("step", "epoch", "evaluation", "checkpoint")
+    return kept[:after] + [r for r in kept[after:] if r["event"] not in again]

@@ -69,7 +69,7 @@ class Screen:
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
             "batch": f"{plan['global_batch_size']} samples a step = {parts}",
             "length": f"{_count(plan['epochs'], 'epoch')}, {plan['total_steps']:,} steps",
-            "lr": f"{plan['lr']:.4g}",
+            "lr": _lr(plan),
             "run": plan["run_dir"],
         }
         for note in plan["notes"]:
@@ -156,6 +156,13 @@ class Screen:
 
 
 _NOT_METRICS = {"event", "split", "epoch", "step", "samples", "checkpoint"}
+
+
+def _lr(plan: Record) -> str:
+    if plan["lr_scaling"] == "none":
+        return f"{plan['lr']:.4g}"
+    ratio = plan["lr"] / plan["base_lr"]
+    return f"{plan['lr']:.4g} = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
 
 
 def _count(number: int, noun: str) -> str:

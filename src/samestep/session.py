@@ -18,7 +18,7 @@ from samestep.data.batches import Source, open_source
 from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.recipe import Splits
-from samestep.run import Record, Run, is_run, new_run_path, usable_cores, versions
+from samestep.run import Record, Run, is_run, new_run_path, read_records, usable_cores, versions
 from samestep.training import checkpoint
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.evaluate import evaluate
@@ -73,12 +73,14 @@ def run_session(
     job, splits, threads = _build(request, world, received)
     run = _open(path, world)
     begin(path)
+    begun = False
     try:
-        job.save = _saver(request, path, run, world)
         resumed = _resume(request, job, path, world)
+        job.save = _saver(request, path, job.position.step, world)
         emit = _emitter(run, show)
         if run is not None:
             _describe(run, request, job, threads)
+        begun = True
         emit(_start_record(request, job, path, threads, resumed))
         if resumed is not None:
             emit({"event": "resume", "step": job.position.step, "checkpoint": resumed[0],
@@ -86,7 +88,7 @@ def run_session(
         first_step_s = _drive(job, emit, started_at)
         return _finish(request, job, splits, path, run, emit, first_step_s)
     except Exception as error:
-        if run is not None:
+        if run is not None and begun:  # what was refused leaves the run as it was
             job.stop_reason = f"failed: {error}"
             _leave_why(run, request, job)
         raise
@@ -120,7 +122,7 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
     dtype = data_dtype(settings.precision)
     torch.manual_seed(settings.seed)
     seed_rank(settings.seed, world.rank)
-    splits = world.on_every(lambda: recipe.load_data(request.options))
+    splits = _load_data(request, world)
 
     def source(data: Any) -> Source:
         return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
@@ -161,6 +163,18 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
     return job, splits, threads
 
 
+def _load_data(request: Request, world: World) -> Splits:
+    """Load the data on every rank; where it may be downloaded, once a node and then by the rest."""
+
+    def load() -> Splits:
+        return request.recipe.load_data(request.options)
+
+    if not getattr(request.options, "download", False):
+        return world.on_every(load)
+    first = world.on_every(lambda: load() if world.local_rank == 0 else None)
+    return world.on_every(lambda: first or load())
+
+
 def _watch(request: Request) -> Watch:
     names = ["loss", *request.recipe.metrics]
     default = "accuracy" if "accuracy" in names else "loss"
@@ -186,10 +200,12 @@ def _open(path: Path, world: World) -> Run | None:
 
 
 def _saver(
-    request: Request, path: Path, run: Run | None, world: World
+    request: Request, path: Path, step: int, world: World
 ) -> Callable[[Job, str, float | None], Record]:
+    """Return what saves a job that goes on from this step."""
     folder = path / "checkpoints"
-    index = checkpoint.read_index(folder) if run is not None else checkpoint.Index()
+    # Those of later steps were passed over as damaged, and their steps are trained again.
+    index = world.on_main(lambda: checkpoint.read_index(folder).up_to(step))
 
     def save(job: Job, name: str, metric: float | None) -> Record:
         nonlocal index
@@ -227,6 +243,11 @@ def _resume(request: Request, job: Job, path: Path, world: World) -> tuple[str, 
 
 def _newest(path: Path) -> tuple[checkpoint.Entry, list[str]] | None:
     found = checkpoint.load_newest(path / "checkpoints")
+    if found is None and any(r["event"] == "checkpoint" for r in read_records(path)):
+        raise UserError(
+            f"{path / 'checkpoints' / 'index.json'} names no checkpoint, though the run announced "
+            "some. Restore it from a backup, or start a new run."
+        )
     return (found[0], found[2]) if found else None
 
 
@@ -267,6 +288,8 @@ def _start_record(request: Request, job: Job, path: Path, threads: int, resumed:
         "backend": world.backend,
         "launcher": world.launcher,
         "num_nodes": world.num_nodes,
+        "lr_scaling": job.settings.lr_scaling,
+        "base_lr": job.settings.lr,
         "precision": job.settings.precision,
         "threads": threads,
         "parameters": sum(p.numel() for p in job.trainee.model.parameters()),

@@ -28,9 +28,7 @@ class Epoch:
 
     @property
     def steps(self) -> range:
-        return range(
-            steps_per_epoch(self.num_samples, self.global_batch, drop_last=self.drop_last)
-        )
+        return range(steps_per_epoch(self.num_samples, self.global_batch, drop_last=self.drop_last))
 
     @property
     def order(self) -> list[int]:

@@ -187,7 +187,8 @@ class MemorySource:
         mine = share(range(self.num_samples), self._world.rank, self._world.world_size)
         for start in range(mine.start, mine.stop, batch_size):
             rows = slice(start, min(start + batch_size, mine.stop))
-            inputs = self._inputs[rows].to(self._world.device)
+            # A copy, since the recipe's transform may work in place.
+            inputs = self._inputs[rows].to(self._world.device, copy=True)
             yield self._finish(inputs), self._targets[rows].to(self._world.device)
 
     def _gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +268,7 @@ class LoaderSource:
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
         for inputs, targets in self._loader:
-            yield self._place(inputs), self._place(targets)
+            yield self._place(inputs), self._cast(self._place(targets))
 
     def _place(self, tree: Any) -> Any:
         return torch.utils._pytree.tree_map(  # noqa: SLF001
@@ -277,8 +278,11 @@ class LoaderSource:
     def _finish(self, inputs: Any) -> Any:
         if self._recipe.transform is not None:
             inputs = self._recipe.transform(inputs)
+        return self._cast(inputs)
+
+    def _cast(self, tree: Any) -> Any:
         return torch.utils._pytree.tree_map(  # noqa: SLF001
-            lambda leaf: leaf.to(self._dtype) if leaf.is_floating_point() else leaf, inputs
+            lambda leaf: leaf.to(self._dtype) if leaf.is_floating_point() else leaf, tree
         )
 
 
@@ -334,6 +338,12 @@ def open_source(
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = (data.tensors[0], data.tensors[1])
     if isinstance(data, tuple):
+        if [isinstance(part, Tensor) for part in data] != [True, True]:
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise UserError(
+                f"The recipe's data is a tuple of {len(data)} ({kinds}); it must be (inputs, "
+                "targets), both tensors. torch.from_numpy makes one of a NumPy array."
+            )
         source: Source = MemorySource(data, recipe, world, seed=seed, dtype=dtype)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         source = LoaderSource(data, recipe, world, seed=seed, dtype=dtype, num_workers=num_workers)

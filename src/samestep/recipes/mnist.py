@@ -85,8 +85,7 @@ def data(options: MnistOptions) -> Splits:
     """Read the files; the images stay as they are stored, (samples, 28, 28) uint8."""
     folder = Path(options.data_dir)
     if options.download:
-        # One rank of a node fetches; the others wait at the folder's lock, then find the files.
-        download("mnist", folder)
+        download("mnist", folder)  # files that are there and right are kept
     images, labels = _read(folder, "train")
     validation, train = split_indices(
         len(images), (options.validation_fraction,), options.split_seed

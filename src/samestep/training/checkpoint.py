@@ -7,12 +7,11 @@ leaves the index, and every file it names, as they were.
 import hashlib
 import io
 import json
-import pickle
-import zipfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import msgspec
 import torch
 
 from samestep.errors import UserError
@@ -62,6 +61,10 @@ class Index:
         """Return the index with one more checkpoint; one of the same name or step is replaced."""
         others = [e for e in self.checkpoints if e.path != entry.path and e.step != entry.step]
         return replace(self, checkpoints=(*others, entry))
+
+    def up_to(self, step: int) -> "Index":
+        """Return the index without the checkpoints of later steps."""
+        return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.step <= step))
 
     def prune(self, keep_top_k: int | None) -> "Index":
         """Return the index with only the best k and the last."""
@@ -137,12 +140,10 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / "index.json"
     try:
-        table = json.loads(path.read_text())
-        entries = tuple(Entry(**entry) for entry in table["checkpoints"])
-        return Index(checkpoints=entries, monitor=table["monitor"], mode=table["mode"])
+        return msgspec.json.decode(path.read_bytes(), type=Index)
     except FileNotFoundError:
         return Index()
-    except (ValueError, KeyError, TypeError) as error:
+    except msgspec.MsgspecError as error:
         raise UserError(
             f"{path} is damaged ({error}). It names the checkpoints beside it; restore it from a "
             "backup, or start a new run."
@@ -178,7 +179,7 @@ def load(folder: Path, entry: Entry) -> dict[str, Any]:
         )
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile, EOFError) as error:
+    except Exception as error:  # what it raises depends on what stands in the file
         raise UserError(f"{path} is no checkpoint that can be loaded safely: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path} is no checkpoint of this version of samestep.")

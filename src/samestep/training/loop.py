@@ -15,7 +15,7 @@ from samestep.settings import Settings
 from samestep.training.evaluate import evaluate
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.step import EagerStep, StepResult, Trainee
-from samestep.training.stopping import Agreement, Watch
+from samestep.training.stopping import NOTHING, Agreed, Agreement, Watch
 from samestep.training.window import Window
 from samestep.world import World
 
@@ -94,7 +94,7 @@ def _steps(job: Job) -> Iterator[Record]:
     plan, settings = job.plan, job.settings
     window = Window(job.world, job.loss_sum)
     clock = _Clock(job.position)
-    position = job.position
+    position, dues = job.position, _dues(settings)
     for piece in _pieces(job):
         before = position.step
         after = before + piece.num_steps
@@ -115,9 +115,11 @@ def _steps(job: Job) -> Iterator[Record]:
         if clock.shows():
             yield {"event": "progress", "step": after, "samples": position.samples,
                    **clock.rate(position)}  # fmt: skip
-        yield from _between_steps(job, window, clock, lrs[-1])
-        if job.stop_reason:
-            return
+        agreed = job.agreement.after(after)
+        if agreed is not NOTHING or any(after % due == 0 for due in dues):
+            yield from _between_steps(job, agreed, window, clock, lrs[-1])
+            if job.stop_reason:
+                return
     window.read([], learning_rate(plan, settings, job.position.step - 1))
     _settle(job, window, clock)
 
@@ -128,7 +130,7 @@ def _pieces(job: Job) -> Iterator[Block]:
     The cuts depend on the position alone, so a resumed run groups its steps as if never stopped.
     """
     settings, most = job.settings, job.step.steps_per_call
-    dues = [d for d in (settings.eval_every_steps, settings.checkpoint_every_steps) if d]
+    dues = _dues(settings)
     for block in job.train.blocks(
         job.position.epoch,
         job.position.step_in_epoch,
@@ -178,10 +180,16 @@ def _step_records(
         clock.mark(position)
 
 
-def _between_steps(job: Job, window: Window, clock: "_Clock", lr: float) -> Iterator[Record]:
+def _dues(settings: Settings) -> list[int]:
+    """Return after how many steps each something falls due within an epoch."""
+    return [n for n in (settings.eval_every_steps, settings.checkpoint_every_steps) if n]
+
+
+def _between_steps(
+    job: Job, agreed: Agreed, window: Window, clock: "_Clock", lr: float
+) -> Iterator[Record]:
     """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
     settings, position = job.settings, job.position
-    agreed = job.agreement.after(position.step)
     # What the end of the epoch does anyway is left to it, unless the job has to stop now.
     ends = _epoch_is_full(job) or position.step >= job.plan.total_steps
     evaluates = _due(settings.eval_every_steps, position.step) and not ends

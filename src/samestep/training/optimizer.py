@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from samestep.settings import Settings
 
@@ -29,3 +32,54 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+class Update:
+    """An optimizer's step by torch's functional form of it, with the same numbers and state.
+
+    `optimizer.step()` looks up every parameter's state and group anew at each call: 13 µs, a
+    twentieth of a small model's step. Here that is done once, after the first ordinary step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        (self._group,) = optimizer.param_groups
+        self._state: dict[str, list[Tensor]] = {}
+
+    def __call__(self, lr: float) -> None:
+        """Take one step at a learning rate."""
+        parameters = self._group["params"]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not self._state or len(gradients) < len(parameters) or not self._group["fused"]:
+            set_lr(self._optimizer, lr)
+            self._optimizer.step()
+            self._look_up(parameters)
+        elif isinstance(self._optimizer, torch.optim.SGD):
+            self._sgd(parameters, gradients, lr)
+        else:
+            self._adam(parameters, gradients, lr)
+
+    def _look_up(self, parameters: list[nn.Parameter]) -> None:
+        states = [self._optimizer.state[p] for p in parameters]
+        if all(states):
+            self._state = {name: [s[name] for s in states] for name in states[0]}
+
+    @torch.no_grad()
+    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
+        group, state = self._group, self._state
+        function = adamw if isinstance(self._optimizer, torch.optim.AdamW) else adam
+        beta1, beta2 = group["betas"]
+        function(
+            parameters, gradients, state["exp_avg"], state["exp_avg_sq"], [], state["step"],
+            fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr,
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _sgd(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
+        group = self._group
+        buffers: list[Tensor | None] = [*self._state["momentum_buffer"]]
+        sgd(
+            parameters, gradients, buffers, fused=True, lr=lr, momentum=group["momentum"],
+            weight_decay=group["weight_decay"], dampening=0.0, nesterov=False, maximize=False,
+        )  # fmt: skip

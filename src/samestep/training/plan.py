@@ -88,14 +88,14 @@ def _batch_sizes(settings: Settings, world_size: int, *, resumed: bool) -> tuple
         per_rank = -(-total // world_size)
         batch = min(batch or per_rank, per_rank)
         return total, batch, -(-per_rank // batch)
-    per_rank = _divide(total, world_size, f"{world_size} ranks")
     if batch is None:
         accumulate = settings.accumulate or 1
-        batch = _divide(
-            total, world_size * accumulate, f"{world_size} ranks × {accumulate} micro-steps"
-        )
-        return total, batch, accumulate
-    batch = min(batch, per_rank)
+        unit = f"{world_size} ranks"
+        if accumulate > 1:
+            unit += f" × {accumulate} micro-steps"
+        return total, _divide(total, world_size * accumulate, unit), accumulate
+    if batch * world_size >= total:
+        batch = _divide(total, world_size, f"{world_size} ranks")
     accumulate = _divide(total, batch * world_size, f"batch size {batch} × {world_size} ranks")
     if settings.accumulate not in (None, accumulate):
         raise UserError(

@@ -11,7 +11,7 @@ from samestep.data.batches import Block, narrow
 from samestep.data.keys import mix, mix_next
 from samestep.run import Record
 from samestep.settings import Settings
-from samestep.training.optimizer import set_lr
+from samestep.training.optimizer import Update, set_lr
 from samestep.training.parallel import without_sync
 from samestep.training.precision import autocast, autocast_dtype
 from samestep.world import World
@@ -47,6 +47,7 @@ class EagerStep:
         self._trainee, self._world, self._batch_size = trainee, world, batch_size
         self._settings = settings
         self._casts = autocast_dtype(settings.precision) is not None
+        self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
         self.notes: list[Record] = []
         """Records of what was compiled, for the loop to yield."""
@@ -69,10 +70,10 @@ class EagerStep:
         if scaler is not None:
             scaler.unscale_(trainee.optimizer)
         norm = self._clip(want_norm=want_norm)
-        set_lr(trainee.optimizer, lrs[0])
         if scaler is None:
-            trainee.optimizer.step()
+            self._update(lrs[0])
         else:
+            set_lr(trainee.optimizer, lrs[0])
             scaler.step(trainee.optimizer)
             scaler.update()
         return StepResult([loss], None if norm is None else [norm])

@@ -77,10 +77,10 @@ class Agreement:
         if self._world.world_size == 1:
             signum = self._received.signum
             if signum == 0 and self._save_every_s == float("inf"):
-                return _NOTHING
+                return NOTHING
             return Agreed(signum, self._due())
         if step < self._next_step:
-            return _NOTHING
+            return NOTHING
         now = time.perf_counter()
         per_step = (now - self._met_at) / max(1, step - self._met_step)
         steps = max(1, min(10_000, int(_AGREE_EVERY_S / max(per_step, 1e-9))))
@@ -95,7 +95,7 @@ class Agreement:
         return time.perf_counter() - self._saved_at >= self._save_every_s
 
 
-_NOTHING = Agreed()
+NOTHING = Agreed()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Window:
         if not self._sizes:
             return []
         # The one place where the host waits for the device.
-        local = torch.stack(self._losses).to(torch.float64).tolist()
+        local = torch.stack(self._losses).cpu().to(torch.float64).tolist()
         first = self._first_step + 1
         for loss, size in zip(local, self._sizes, strict=True):
             self.loss_sum += loss * size

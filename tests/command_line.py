@@ -1,0 +1,103 @@
+"""Run the command line on ranks as a launcher does, and look at what it said and left."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import TIMEOUT_S, Ranks, start_ranks
+
+# Trains in hundredths of a second; its loss can be told to go wrong.
+RECIPE = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+def data():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(90, 4, generator=generator)
+    y = (x[:, 0] > 0).long()
+    return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
+
+def model():
+    return nn.Linear(4, 2)
+
+recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 10})
+"""
+
+
+def start(
+    *arguments: str, world_size: int = 1, folder: Path, environment: dict[str, str] | None = None
+) -> Ranks:
+    """Start the command line on N ranks, with more variables in their environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"output-{len(list(folder.iterdir()))}"
+    return start_ranks(_command_line, world_size, place, list(arguments), environment or {})
+
+
+def run(
+    *arguments: str, world_size: int = 1, folder: Path, environment: dict[str, str] | None = None
+) -> Ranks:
+    """Run the command line to its good end."""
+    ranks = start(*arguments, world_size=world_size, folder=folder, environment=environment)
+    assert ranks.wait() == [0] * world_size, ranks.output()
+    return ranks
+
+
+def end_with_first_failure(ranks: Ranks) -> int:
+    """Stop all ranks when one has failed, as torchrun does; return the failed rank's exit code."""
+    until = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < until:
+        codes = [process.exitcode for process in ranks.processes]
+        failed = [code for code in codes if code]
+        if failed or None not in codes:
+            break
+        time.sleep(0.01)
+    for process in ranks.processes:
+        process.terminate()
+    ranks.wait()
+    return failed[0] if failed else 0
+
+
+def refusal(
+    *arguments: str, world_size: int = 1, folder: Path, environment: dict[str, str] | None = None
+) -> str:
+    """Run a command that has to be refused; return the one message, its white space made single.
+
+    It is one message, not a traceback, shown by one rank; the exit code is 2.
+    """
+    ranks = start(*arguments, world_size=world_size, folder=folder, environment=environment)
+    code = end_with_first_failure(ranks)
+    text = ranks.output()
+    assert code == 2, text
+    assert "Traceback" not in text
+    messages = re.findall(r"^samestep: |^╭─", text, re.MULTILINE)
+    assert len(messages) == 1, text
+    assert ranks.printed(0).strip(), "rank 0 is the one that speaks"
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+
+def tree(folder: Path) -> set[Path]:
+    """Return everything below a folder."""
+    return set(folder.rglob("*"))
+
+
+def read_json(path: Path) -> Any:
+    """Return a JSON file's value; NaN and infinity, which JSON does not have, are refused."""
+    return json.loads(path.read_text(), parse_constant=_refuse)
+
+
+def _refuse(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def _command_line(arguments: list[str], environment: dict[str, str]) -> None:
+    import sys
+
+    os.environ.update(environment)
+    from samestep.cli import main
+
+    sys.argv = ["samestep", *arguments]
+    sys.exit(main(arguments))

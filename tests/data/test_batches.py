@@ -1,0 +1,457 @@
+"""Batches: the same samples from memory and from a DataLoader, on any ranks, with any workers."""
+
+import multiprocessing
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from samestep import Recipe, UserError, uniform
+from samestep.data.batches import Block, LoaderSource, MemorySource, open_source
+from samestep.data.order import epoch_order, steps_per_epoch
+from samestep.world import World
+from tests.ranks import run_ranks
+
+SEED = 11
+WORLD_SIZES = (1, 2, 3)
+
+
+class Listed(Dataset):
+    """The same samples as a pair of tensors, one at a time."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index]
+
+
+class Noisy(Dataset):
+    """Samples that differ at each reading, from the generators that data sets commonly use."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]  # noqa: NPY002
+        return torch.tensor([index, *drawn, float(torch.randn(()))]), index
+
+
+def samples(num):
+    """Return inputs (num, 2) uint8 that show the sample's number, and it as the target."""
+    numbers = torch.arange(num)
+    return torch.stack([numbers, 255 - numbers], dim=1).to(torch.uint8), numbers
+
+
+def recipe(**parts):
+    return Recipe(model=nn.Identity, data=lambda: None, **parts)
+
+
+def source(data, rank=0, world_size=1, *, seed=SEED, dtype=torch.float32, num_workers=0, **parts):
+    world = World(rank=rank, world_size=world_size)
+    return open_source(
+        data, recipe(**parts), world, seed=seed, dtype=dtype, num_workers=num_workers
+    )
+
+
+def steps_of(one, epoch=0, first_step=0, *, global_batch=4, drop_last=False):
+    """Return a rank's rows of each step: {step: (inputs, targets, weight, global size)}."""
+    taken = {}
+    for block in one.blocks(epoch, first_step, global_batch=global_batch, drop_last=drop_last):
+        for k in range(block.num_steps):
+            part = block.part(k, 1)
+            assert len(part.targets) == part.rows
+            assert part.first_step not in taken
+            taken[part.first_step] = (part.inputs, part.targets, part.weight, part.global_size)
+    return taken
+
+
+def together(data, world_size, epoch=0, first_step=0, *, global_batch=4, drop_last=False, **how):
+    """Return the inputs and targets of each step over all ranks, stand-ins left out."""
+    ranks = [
+        steps_of(
+            source(data, rank, world_size, **how),
+            epoch, first_step, global_batch=global_batch, drop_last=drop_last,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    assert all(list(rank) == list(ranks[0]) for rank in ranks), "ranks must take the same steps"
+    for step in ranks[0]:
+        counted = sum(len(rank[step][1]) for rank in ranks if rank[step][2])
+        assert {rank[step][3] for rank in ranks} == {counted}
+    return {
+        step: tuple(torch.cat([rank[step][k] for rank in ranks if rank[step][2]]) for k in (0, 1))
+        for step in ranks[0]
+    }
+
+
+def same(one, other):
+    assert list(one) == list(other)
+    return all(torch.equal(one[k][0], other[k][0]) and torch.equal(one[k][1], other[k][1])
+               for k in one)  # fmt: skip
+
+
+arguments = st.fixed_dictionaries(
+    {
+        "num_samples": st.integers(1, 50),
+        "global_batch": st.integers(1, 20),
+        "epoch": st.integers(0, 5),
+        "first_step": st.integers(0, 12),
+        "drop_last": st.booleans(),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda pair: Listed(*pair)], ids=["memory", "loader"])
+@given(arguments, st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_ranks_together_read_the_order_from_any_step_on(kind, given, world_size):
+    num, batch = given["num_samples"], given["global_batch"]
+    data = samples(num)
+    taken = together(
+        kind(data), world_size, given["epoch"], given["first_step"],
+        global_batch=batch, drop_last=given["drop_last"], seed=given["seed"],
+    )  # fmt: skip
+    order = epoch_order(num, given["seed"], given["epoch"])
+    last = steps_per_epoch(num, batch, drop_last=given["drop_last"])
+    assert list(taken) == list(range(given["first_step"], last))
+    for step, (inputs, targets) in taken.items():
+        expected = order[step * batch : (step + 1) * batch]
+        assert torch.equal(targets, expected)
+        assert torch.equal(inputs, data[0][expected])
+
+
+def _with_workers():
+    """Read with 0 and 2 workers as ranks of 1, 2 and 3; return what all ranks read together."""
+    data = samples(23)
+    taken = {}
+    for workers in (0, 2):
+        for world_size in WORLD_SIZES:
+            ranks = [
+                source(Listed(*data), rank, world_size, num_workers=workers)
+                for rank in range(world_size)
+            ]
+            for epoch, first_step in ((0, 0), (1, 3), (2, 4)):  # one loader, several epochs
+                each = [steps_of(rank, epoch, first_step, global_batch=5) for rank in ranks]
+                taken[workers, world_size, epoch] = {
+                    step: tuple(torch.cat([one[step][k] for one in each]) for k in (0, 1))
+                    for step in each[0]
+                }
+    return taken
+
+
+def test_workers_and_ranks_change_nothing_about_what_is_read(tmp_path):
+    (taken,) = run_ranks(_with_workers, 1, tmp_path)
+    for (_workers, _world_size, epoch), steps in taken.items():
+        first = {0: 0, 1: 3, 2: 4}[epoch]
+        assert same(steps, together(samples(23), 1, epoch, first, global_batch=5))
+
+
+def _drawn(data, workers, world_size, **parts):
+    taken = together(data, world_size, 3, 1, global_batch=5, num_workers=workers, **parts)
+    return {
+        int(number): row
+        for inputs, targets in taken.values()
+        for row, number in zip(inputs, targets, strict=True)
+    }
+
+
+def _draw_with_workers():
+    # As Linux starts them by default; the test above starts them as other systems do.
+    multiprocessing.set_start_method("fork", force=True)
+    return {
+        (workers, world_size): (
+            _drawn(Noisy(), workers, world_size),
+            _augmented(workers, world_size),
+        )
+        for workers in (0, 2)
+        for world_size in WORLD_SIZES
+    }
+
+
+def _augmented(workers, world_size):
+    return _drawn(Listed(*samples(23)), workers, world_size, augment=_shift)
+
+
+def _shift(inputs, keys):
+    return inputs.float() + uniform(keys, 2)
+
+
+def test_what_is_drawn_for_a_sample_is_the_same_on_any_ranks_and_with_any_workers(tmp_path):
+    """Drawn by the recipe's augment, and by a data set from torch, random and numpy."""
+    (drawn,) = run_ranks(_draw_with_workers, 1, tmp_path)
+    noisy, augmented = drawn[0, 1]
+    assert len(noisy) == 18
+    for other_noisy, other_augmented in drawn.values():
+        assert other_noisy.keys() == noisy.keys()
+        assert all(torch.equal(other_noisy[number], noisy[number]) for number in noisy)
+        assert all(torch.equal(other_augmented[number], augmented[number]) for number in noisy)
+
+
+@given(arguments, st.integers(1, 4))
+@settings(deadline=None, max_examples=40)
+def test_augmentation_belongs_to_seed_epoch_and_sample_in_memory_and_loaded(given, world_size):
+    num, batch = given["num_samples"], given["global_batch"]
+    for data in (samples(num), Listed(*samples(num))):
+        taken = together(
+            data, world_size, given["epoch"], given["first_step"], global_batch=batch,
+            drop_last=given["drop_last"], seed=given["seed"], augment=_shift,
+        )  # fmt: skip
+        whole = together(
+            samples(num), 1, given["epoch"], global_batch=num, seed=given["seed"], augment=_shift
+        )
+        inputs, targets = whole[0]
+        expected = dict(zip(targets.tolist(), inputs, strict=True))
+        for step_inputs, step_targets in taken.values():
+            for row, number in zip(step_inputs, step_targets.tolist(), strict=True):
+                assert torch.equal(row, expected[number])
+
+
+@pytest.mark.parametrize("data", [samples(23), Listed(*samples(23))], ids=["memory", "loader"])
+def test_augmentation_differs_by_sample_epoch_and_seed(data):
+    def drawn(epoch, seed):
+        taken = together(data, 1, epoch, global_batch=23, seed=seed, augment=_shift)
+        inputs, targets = taken[0]
+        return (inputs - samples(23)[0][targets])[targets.argsort()]
+
+    here = drawn(0, 1)
+    assert len(here[:, 0].unique()) > 20
+    assert not torch.isclose(here, drawn(1, 1)).all(1).any()
+    assert not torch.isclose(here, drawn(0, 2)).all(1).any()
+
+
+def test_a_data_set_draws_anew_in_another_epoch_and_for_another_seed():
+    def drawn(epoch, seed):
+        inputs, targets = together(Noisy(), 1, epoch, global_batch=23, seed=seed)[0]
+        return inputs[targets.argsort(), 1:]
+
+    here = drawn(0, 1)
+    assert all(len(column.unique()) == 23 for column in here.T)
+    for other in (drawn(1, 1), drawn(0, 2)):
+        assert not (here == other).any()
+
+
+@pytest.mark.parametrize("data", [samples(9), Listed(*samples(9))], ids=["memory", "loader"])
+def test_stored_bytes_stay_bytes_until_the_transform(data):
+    seen = []
+
+    def transform(inputs):
+        seen.append(inputs.dtype)
+        return inputs.float() / 255
+
+    one = source(data, transform=transform, dtype=torch.float64)
+    for inputs, _targets, _weight, _size in steps_of(one).values():
+        assert inputs.dtype == torch.float64
+        assert inputs.max() <= 1
+    assert [inputs.dtype for inputs, _ in one.evaluation(4)] == [torch.float64] * 3
+    assert set(seen) == {torch.uint8}
+
+
+@pytest.mark.parametrize("data", [samples(9), Listed(*samples(9))], ids=["memory", "loader"])
+def test_bytes_reach_the_model_as_bytes_where_nothing_transforms_them(data):
+    one = source(data)
+    assert {inputs.dtype for inputs, *_ in steps_of(one).values()} == {torch.uint8}
+    assert {inputs.dtype for inputs, _ in one.evaluation(4)} == {torch.uint8}
+
+
+def test_bytes_are_held_as_bytes():
+    inputs, targets = samples(9)
+    one = source((inputs, targets))
+    assert one._inputs.dtype == torch.uint8
+    assert one._inputs.data_ptr() == inputs.data_ptr(), "on the CPU they need not be copied either"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [tuple, lambda pair: Listed(*pair)], ids=["memory", "loader"])
+def test_floating_point_inputs_and_targets_take_the_type_of_the_model(kind, dtype):
+    """Else a regression on float64 targets fails in the backward of a float32 model."""
+    data = kind((torch.rand(9, 2, dtype=torch.float64), torch.rand(9, dtype=torch.float64)))
+    one = source(data, dtype=dtype)
+    for inputs, targets, *_ in steps_of(one).values():
+        assert inputs.dtype == targets.dtype == dtype
+    for inputs, targets in one.evaluation(4):
+        assert inputs.dtype == targets.dtype == dtype
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda pair: Listed(*pair)], ids=["memory", "loader"])
+def test_a_transform_in_place_leaves_the_data_as_it_is(kind):
+    inputs = torch.rand(9, 2)
+    one = source(kind((inputs, torch.arange(9))), transform=lambda rows: rows.mul_(2))
+    before = inputs.clone()
+    for _ in range(2):
+        read = torch.cat([rows for rows, _ in one.evaluation(4)])
+        assert torch.equal(read, 2 * before)
+        trained = steps_of(one, global_batch=9)[0]
+        assert torch.equal(trained[0], 2 * before[trained[1]])
+    assert torch.equal(inputs, before)
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda pair: Listed(*pair)], ids=["memory", "loader"])
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 20))
+@settings(deadline=None, max_examples=60)
+def test_an_evaluation_reads_each_sample_once_also_on_more_ranks_than_samples(
+    kind, num, world_size, batch_size
+):
+    data = kind(samples(num))
+    read = []
+    for rank in range(world_size):
+        for inputs, targets in source(data, rank, world_size, augment=_shift).evaluation(
+            batch_size
+        ):
+            assert 0 < len(targets) <= batch_size
+            assert torch.equal(inputs, samples(num)[0][targets]), "evaluations are not augmented"
+            read += targets.tolist()
+    assert sorted(read) == list(range(num))
+
+
+def test_an_evaluation_between_two_epochs_does_not_disturb_the_loader():
+    one = source(Listed(*samples(23)))
+    blocks = one.blocks(0, 0, global_batch=5, drop_last=False)
+    next(blocks)
+    blocks.close()
+    assert sum(len(targets) for _, targets in one.evaluation(4)) == 23
+    assert same(
+        {step: rows[:2] for step, rows in steps_of(one, 1, global_batch=5).items()},
+        together(samples(23), 1, 1, global_batch=5),
+    )
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda pair: Listed(*pair)], ids=["memory", "loader"])
+@pytest.mark.parametrize(("num", "global_batch"), [(7, 3), (8, 2)])
+def test_a_rank_without_a_share_stands_in_with_weight_0(kind, num, global_batch):
+    """It must take part in the step's collectives, so it gets rows, but they do not count."""
+    for rank in range(4):
+        one = source(kind(samples(num)), rank, 4)
+        for step, taken in steps_of(one, global_batch=global_batch).items():
+            _inputs, targets, weight, global_size = taken
+            size = min(global_batch, num - step * global_batch)
+            assert global_size == size
+            assert weight == (1.0 if rank < size else 0.0)
+            assert len(targets) == (1 if rank < size else size)
+
+
+@given(st.integers(1, 700), st.integers(1, 9), st.integers(0, 80), st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_a_resumed_epoch_has_the_same_blocks_from_there_on(
+    num, global_batch, first_step, world_size
+):
+    """Compiled steps are grouped by block, and rounding depends on the grouping."""
+
+    def ends(start):
+        one = source((torch.zeros(num, 4096), torch.arange(num)), 0, world_size)
+        blocks = one.blocks(0, start, global_batch=global_batch, drop_last=False)
+        return [(block.first_step, block.num_steps) for block in blocks]
+
+    whole = ends(0)
+    expected = [
+        (max(start, first_step), start + count - max(start, first_step))
+        for start, count in whole
+        if start + count > first_step
+    ]
+    assert ends(first_step) == expected
+    assert all(count & (count - 1) == 0 for _, count in whole[:-2])
+
+
+def test_one_gather_serves_several_steps_of_small_samples():
+    blocks = list(source(samples(200)).blocks(0, 0, global_batch=2, drop_last=False))
+    assert [block.num_steps for block in blocks] == [64, 36]
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.data())
+@settings(deadline=None)
+def test_a_part_of_a_block_holds_the_rows_of_its_steps(num_steps, rows, data):
+    inputs = {"x": torch.arange(num_steps * rows), "y": torch.arange(num_steps * rows)[:, None]}
+    targets = torch.arange(num_steps * rows) * 10
+    block = Block(7, num_steps, inputs, targets, rows, 1.0, 3 * rows)
+    start = data.draw(st.integers(0, num_steps - 1))
+    count = data.draw(st.integers(1, num_steps - start))
+    part = block.part(start, count)
+    expected = torch.arange(start * rows, (start + count) * rows)
+    assert (part.first_step, part.num_steps) == (7 + start, count)
+    assert (part.rows, part.weight, part.global_size) == (rows, 1.0, 3 * rows)
+    assert torch.equal(part.inputs["x"], expected)
+    assert torch.equal(part.inputs["y"], expected[:, None])
+    assert torch.equal(part.targets, expected * 10)
+    assert part.targets.untyped_storage().data_ptr() == targets.untyped_storage().data_ptr()
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.booleans())
+@settings(deadline=None)
+def test_a_block_falls_into_its_single_steps(num_steps, rows, tree):
+    inputs = torch.arange(num_steps * rows * 2).view(-1, 2)
+    block = Block(
+        7, num_steps, {"x": inputs, "y": [inputs]} if tree else inputs,
+        torch.arange(num_steps * rows), rows, 0.0, 3 * rows,
+    )  # fmt: skip
+    singles = list(block.singles())
+    parts = [block.part(k, 1) for k in range(num_steps)]
+    for single, part in zip(singles, parts, strict=True):
+        assert (single.first_step, single.num_steps) == (part.first_step, 1)
+        assert (single.rows, single.weight, single.global_size) == (rows, 0.0, 3 * rows)
+        assert torch.equal(single.targets, part.targets)
+        leaves = single.inputs["y"][0] if tree else single.inputs
+        assert torch.equal(leaves, part.inputs["y"][0] if tree else part.inputs)
+
+
+class Mapped(Listed):
+    def __getitem__(self, index):
+        number, target = super().__getitem__(index)
+        return {"image": number, "size": torch.tensor(0.5, dtype=torch.float64)}, target
+
+
+def test_samples_may_be_trees_of_tensors():
+    one = source(Mapped(*samples(9)))
+    read = [*((x, y) for x, y, *_ in steps_of(one).values()), *one.evaluation(4)]
+    for inputs, targets in read:
+        assert torch.equal(inputs["image"], samples(9)[0][targets])
+        assert inputs["size"].dtype == torch.float32
+        assert len(inputs["size"]) == len(targets)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+WRONG = {
+    "a generator": (lambda: (n for n in range(3)), "generator"),
+    "a number": (lambda: 3, "int"),
+    "an iterable data set": (Stream, "Stream"),
+    "numpy arrays": (lambda: (np.zeros((3, 2)), np.zeros(3)), "ndarray"),
+    "three tensors": (lambda: tuple(torch.zeros(3) for _ in range(3)), "3"),
+}
+
+
+@pytest.mark.parametrize(("make", "what"), WRONG.values(), ids=WRONG.keys())
+def test_data_of_a_wrong_kind_is_named_with_what_is_right(make, what):
+    with pytest.raises(UserError) as caught:
+        source(make())
+    assert what in str(caught.value)
+    assert "(inputs, targets)" in str(caught.value)
+
+
+def test_inputs_and_targets_of_different_number_are_counted():
+    with pytest.raises(UserError, match="9 inputs and 8 targets"):
+        source((torch.zeros(9, 2), torch.zeros(8)))
+
+
+@pytest.mark.parametrize("data", [samples(0), Listed(*samples(0))], ids=["memory", "loader"])
+def test_data_without_samples_is_refused(data):
+    with pytest.raises(UserError, match="no samples"):
+        source(data)
+
+
+def test_a_data_set_of_two_tensors_is_held_in_memory():
+    assert isinstance(source(TensorDataset(*samples(5))), MemorySource)
+    assert isinstance(source(samples(5)), MemorySource)
+    assert isinstance(source(Listed(*samples(5))), LoaderSource)
+    assert isinstance(source([(torch.zeros(2), 0), (torch.ones(2), 1)]), LoaderSource)

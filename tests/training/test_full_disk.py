@@ -1,0 +1,140 @@
+"""A disk that is full: one message, nothing lost, and the run goes on once there is room."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from samestep import UserError
+from samestep.run import Run
+from tests.tiny import (
+    all_records,
+    assert_same_training,
+    files,
+    newest_announced,
+    resume,
+    start,
+    train,
+    write_recipe,
+)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 256 KiB, in memory."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"no mount is permitted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(write_recipe(folder), "--run-dir", str(folder / "run"), folder=folder)
+    return folder / "run"
+
+
+def grow(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+
+
+def fill(path: Path, leave: int = 0) -> None:
+    """Fill the disk with a file, all but some bytes."""
+    with path.open("wb", buffering=0) as file:
+        free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
+        file.write(b"\0" * (free - leave))
+
+
+def refused(*args, world_size: int = 1, folder: Path) -> str:
+    ranks = start(*args, world_size=world_size, folder=folder)
+    assert ranks.wait() == [2] * world_size, ranks.output()
+    printed = ranks.printed(0)
+    assert printed.count("samestep: ") == 1, printed
+    assert "Traceback" not in printed
+    return printed
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_disk_that_fills_up_ends_the_run_with_one_message_and_nothing_is_lost(
+    disk, uninterrupted, tmp_path, world_size
+):
+    recipe, run = write_recipe(tmp_path), disk / "run"
+    said = refused(recipe, "--run-dir", str(run), world_size=world_size, folder=tmp_path)
+    assert "The disk is full" in said
+    assert str(run) in said
+    announced = newest_announced(run)
+    assert announced > 0
+    assert not list(run.rglob("*.tmp"))
+    grow(disk)
+    resume(run, world_size=3 - world_size, folder=tmp_path)
+    (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
+    assert (resumed["step"], resumed["problems"]) == (announced, [])
+    assert_same_training(run, uninterrupted)
+
+
+def test_once_something_is_deleted_from_the_full_disk_the_run_goes_on(
+    disk, uninterrupted, tmp_path
+):
+    recipe, run, other = write_recipe(tmp_path), disk / "run", disk / "other"
+    fill(other, leave=100_000)
+    said = refused(recipe, "--run-dir", str(run), folder=tmp_path)
+    assert "The disk is full" in said
+    announced = newest_announced(run)
+    assert announced > 0
+    other.unlink()
+    resume(run, "--keep-top-k", "1", folder=tmp_path)
+    (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
+    assert resumed["step"] == announced
+    assert_same_training(run, uninterrupted)
+
+
+def test_where_the_records_themselves_fill_the_disk_there_is_one_message_too(
+    disk, uninterrupted, tmp_path
+):
+    """Then not even the log takes another line."""
+    recipe, run, other = write_recipe(tmp_path), disk / "run", disk / "other"
+    fill(other, leave=28_000)
+    flags = ("--checkpoint-every-steps", "1000", "--checkpoint-every-epochs", "100")
+    said = refused(recipe, "--run-dir", str(run), *flags, folder=tmp_path)
+    assert "The disk is full" in said
+    assert "events.jsonl" in said
+    assert not (run / "checkpoints" / "index.json").exists()
+    grow(disk)
+    often = ("--checkpoint-every-steps", "4", "--checkpoint-every-epochs", "1")
+    resume(run, *often, folder=tmp_path)
+    assert_same_training(run, uninterrupted)
+
+
+def test_on_a_disk_that_was_full_before_nothing_is_begun(disk, tmp_path):
+    fill(disk / "other")
+    said = refused(write_recipe(tmp_path), "--run-dir", str(disk / "run"), folder=tmp_path)
+    assert "The disk is full" in said
+    assert all(not content for content in files(disk / "run").values())
+
+
+def test_a_record_that_does_not_fit_leaves_only_whole_lines(disk):
+    """A full disk takes the first part of a line: it must not stay in the middle of the file."""
+    run = Run(disk / "run")
+    record = {"event": "step", "text": "x" * 700}
+    fill(disk / "other", leave=8192)
+    written = 0
+    with pytest.raises(UserError, match="The disk is full"):  # noqa: PT012 - which one is open
+        while written < 100:
+            run.append(record)
+            written += 1
+    assert all_records(disk / "run") == [record] * written
+    assert (disk / "run" / "events.jsonl").read_bytes().endswith(b"\n")
+    (disk / "other").unlink()
+    run.append(record)
+    run.close()
+    assert all_records(disk / "run") == [record] * (written + 1)

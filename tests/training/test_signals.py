@@ -1,0 +1,273 @@
+"""A signal stops a run after its step, with a checkpoint; the resumed run is the uninterrupted one.
+
+The second half does so through the real command with --nproc: signals to the parent, and kills.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults import Fault
+from tests.tiny import (
+    STEPS,
+    all_records,
+    assert_same_training,
+    newest_announced,
+    num_records,
+    read_index,
+    resume,
+    set_pace,
+    start,
+    train,
+    until,
+    write_recipe,
+)
+
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[int, Path]:
+    """An uninterrupted run for each world size."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    recipe = write_recipe(folder)
+    for world_size in (1, 2):
+        train(recipe, "--run-dir", str(folder / f"run{world_size}"), world_size=world_size,
+              folder=folder)  # fmt: skip
+    return {world_size: folder / f"run{world_size}" for world_size in (1, 2)}
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return write_recipe(tmp_path)
+
+
+def assert_stopped(run: Path, signum: int, printed: str) -> int:
+    """Check what a run says that a signal stopped; return its step."""
+    stop = all_records(run)[-1]
+    assert (stop["event"], stop["reason"]) == ("stop", signal.Signals(signum).name)
+    assert read_index(run)["last"]["step"] == stop["step"] == newest_announced(run)
+    assert f"Go on from here with: samestep train {run} --resume" in printed
+    return stop["step"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "signum", "rank"),
+    [(1, TERM, 0), (1, USR1, 0), (1, INT, 0), (2, TERM, 1), (2, USR1, None), (2, INT, 0)],
+)
+def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit(
+    uninterrupted, recipe, tmp_path, world_size, signum, rank
+):
+    nth = random.Random(f"{SEED}-{world_size}-{signum}").randint(1, 20)
+    print(f"seed {SEED}: {signum} to rank {rank} after step {nth}")
+    run = tmp_path / "run"
+    set_pace(recipe, 0.02)  # several ranks agree twice a second: after 25 steps at most
+    fault = Fault("after a step", nth, signum=signum, rank=rank)
+    ranks = start(recipe, "--run-dir", str(run), faults=(fault,),
+                  world_size=world_size, folder=tmp_path)  # fmt: skip
+    assert ranks.wait() == [128 + signum] * world_size, ranks.output()
+    step = assert_stopped(run, signum, ranks.printed(0))
+    # One process acts after the very step; several at the next step that they agreed to meet at.
+    assert step == nth if world_size == 1 else nth <= step <= nth + 26
+    set_pace(recipe, 0)
+    resume(run, world_size=world_size, folder=tmp_path)
+    (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
+    assert resumed["step"] == step
+    assert_same_training(run, uninterrupted[world_size], tolerance=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "point", ["before an evaluation", "before the checkpoint", "after the checkpoint's name",
+              "within the index", "within the record"],
+)  # fmt: skip
+def test_a_signal_during_an_evaluation_or_a_checkpoint_lets_it_finish(
+    uninterrupted, recipe, tmp_path, world_size, point
+):
+    run = tmp_path / "run"
+    set_pace(recipe, 0.02)
+    fault = Fault(point, 1, signum=TERM)
+    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size,
+                  folder=tmp_path)  # fmt: skip
+    assert ranks.wait() == [128 + TERM] * world_size, ranks.output()
+    step = assert_stopped(run, TERM, ranks.printed(0))
+    if world_size == 1:
+        assert step == {"before an evaluation": 12}.get(point, 5)
+    set_pace(recipe, 0)
+    resume(run, world_size=3 - world_size, folder=tmp_path)
+    assert_same_training(run, uninterrupted[1])
+
+
+def test_a_signal_after_the_last_step_lets_the_run_complete(uninterrupted, recipe, tmp_path):
+    run = tmp_path / "run"
+    fault = Fault("before an evaluation", 6, signum=TERM)
+    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), folder=tmp_path)
+    assert ranks.wait() == [0], ranks.output()
+    assert "completed" in ranks.printed(0)
+    assert_same_training(run, uninterrupted[1], tolerance=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_second_interrupt_ends_the_rank_at_once(recipe, tmp_path, world_size):
+    run = tmp_path / "run"
+    fault = Fault("after a step", 9, signum=INT, times=2, rank=None)
+    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size,
+                  folder=tmp_path)  # fmt: skip
+    assert ranks.wait(20) == [130] * world_size, ranks.output()
+    assert [r["event"] for r in all_records(run)][-1] != "stop"
+    assert newest_announced(run) == 8
+    resume(run, folder=tmp_path)
+
+
+def test_stopping_again_and_again_is_the_same_run(uninterrupted, recipe, tmp_path):
+    run, draw = tmp_path / "run", random.Random(SEED)
+    for _ in range(5):
+        nth = draw.randint(1, 12)
+        print(f"seed {SEED}: after step {nth} of this attempt")
+        fault = Fault("after a step", nth, signum=USR1)
+        ranks = start(recipe, "--run-dir", str(run), "--resume", faults=(fault,), folder=tmp_path)
+        assert ranks.wait() == [128 + USR1], ranks.output()
+    resume(run, folder=tmp_path)
+    assert_same_training(run, uninterrupted[1], tolerance=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
+    uninterrupted, recipe, tmp_path, world_size
+):
+    run = tmp_path / "run"
+    set_pace(recipe, 0.05)
+    first = start(recipe, "--run-dir", str(run), folder=tmp_path)
+    until(lambda: num_records(run) > 3 and (run / "settings.toml").exists(), first)
+    second = start(run, "--resume", world_size=world_size, folder=tmp_path)
+    assert second.wait() == [2] * world_size, second.output()
+    assert f"is being written by process {first.processes[0].pid} on " in second.printed(0)
+    assert second.printed(0).count("samestep: ") == 1
+    first.kill()
+    first.wait()
+    set_pace(recipe, 0)
+    resume(run, folder=tmp_path)
+    assert_same_training(run, uninterrupted[1])
+
+
+# Through the real command.
+
+
+def start_command(recipe: Path, run: Path) -> subprocess.Popen[str]:
+    """Start `python -m samestep train RECIPE --nproc 2` as a user does, and let it take steps."""
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "samestep", "train", str(recipe), "--run-dir", str(run),
+         "--nproc", "2", "--max-steps", "2000"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while num_records(run) < 6 or not (run / "checkpoints" / "index.json").exists():
+        assert parent.poll() is None, parent.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return parent
+
+
+@contextlib.contextmanager
+def command(recipe: Path, run: Path):
+    """End whatever a failed test leaves of the command, by its process group."""
+    parent = start_command(recipe, run)
+    try:
+        yield parent
+    finally:
+        for pid in [*children(parent.pid), parent.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        parent.communicate()
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that one has started and that still run, in the order of their ids."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
+            if int(ppid) == pid and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def rank_pids(parent: int) -> dict[int, int]:
+    found = {}
+    for pid in children(parent):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {int(v.partition(b"=")[2]): pid for v in variables if v.startswith(b"RANK=")}
+    assert sorted(found) == [0, 1]
+    return found
+
+
+@pytest.mark.parametrize("signum", [TERM, USR1, INT])
+def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
+    uninterrupted, recipe, tmp_path, signum
+):
+    run = tmp_path / "run"
+    set_pace(recipe, 0.02)
+    with command(recipe, run) as parent:
+        ranks = rank_pids(parent.pid)
+        parent.send_signal(signum)
+        printed = parent.communicate(timeout=60)[0]
+    assert parent.returncode == 128 + signum, printed
+    step = assert_stopped(run, signum, printed)
+    assert "Traceback" not in printed
+    assert not [pid for pid in ranks.values() if runs(pid)]
+    set_pace(recipe, 0)
+    resume(run, "--max-steps", str(max(step, STEPS)), world_size=2, folder=tmp_path)
+    assert step <= STEPS
+    assert_same_training(run, uninterrupted[2], tolerance=0)
+
+
+def test_killing_the_command_ends_its_ranks(uninterrupted, recipe, tmp_path):
+    """Else they would train on, unseen, and hold the run."""
+    run = tmp_path / "run"
+    set_pace(recipe, 0.02)
+    with command(recipe, run) as parent:
+        ranks = rank_pids(parent.pid)
+        parent.kill()
+        parent.wait()
+        until(lambda: not any(runs(pid) for pid in ranks.values()))
+    assert newest_announced(run) > 0
+    set_pace(recipe, 0)
+    resume(run, "--max-steps", str(STEPS), folder=tmp_path)
+    assert_same_training(run, uninterrupted[1])
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(
+    uninterrupted, recipe, tmp_path, killed
+):
+    run = tmp_path / "run"
+    set_pace(recipe, 0.02)
+    with command(recipe, run) as parent:
+        ranks = rank_pids(parent.pid)
+        os.kill(ranks[killed], signal.SIGKILL)
+        began = time.monotonic()
+        printed = parent.communicate(timeout=60)[0]
+        took = time.monotonic() - began
+    assert parent.returncode == 1, printed
+    assert took < 15
+    assert printed.count("samestep: ") == 1
+    assert f"Rank {killed} was killed by SIGKILL" in printed
+    assert "Traceback" not in printed
+    assert not [pid for pid in ranks.values() if runs(pid)]
+    set_pace(recipe, 0)
+    resume(run, "--max-steps", str(STEPS), folder=tmp_path)
+    assert_same_training(run, uninterrupted[1])
