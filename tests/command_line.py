@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import TIMEOUT_S, Ranks, start_ranks
+from tests.ranks import TIMEOUT_S, Ranks, run_ranks, start_ranks
+
+AGENT_LOOKS_EVERY_S = 0.3
 
 # Trains in hundredths of a second; its loss can be told to go wrong.
 RECIPE = """
@@ -47,7 +50,7 @@ def run(
 
 
 def end_with_first_failure(ranks: Ranks) -> int:
-    """Stop all ranks when one has failed, as torchrun does; return the failed rank's exit code."""
+    """Stop all ranks once one has failed, as torchrun does; return the failed rank's exit code."""
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         codes = [process.exitcode for process in ranks.processes]
@@ -55,6 +58,8 @@ def end_with_first_failure(ranks: Ranks) -> int:
         if failed or None not in codes:
             break
         time.sleep(0.01)
+    if len(ranks.processes) > 1:
+        time.sleep(AGENT_LOOKS_EVERY_S)  # what a rank prints by then is seen by the user
     for process in ranks.processes:
         process.terminate()
     ranks.wait()
@@ -79,6 +84,29 @@ def refusal(
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
 
 
+def files_written(*arguments: str, world_size: int, folder: Path) -> list[set[Path]]:
+    """Run the command line on N ranks; return what each opened for writing, or renamed."""
+    return run_ranks(_watched, world_size, folder, list(arguments))
+
+
+def _watched(arguments: list[str]) -> set[Path]:
+    from samestep.cli import main
+
+    written: set[Path] = set()
+
+    def note(event: str, details: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(details[2], int) and details[2] & _WRITES
+        if (writes or event == "os.rename") and isinstance(details[0], str | Path):
+            written.add(Path(details[0]).absolute())
+
+    sys.addaudithook(note)
+    assert main(arguments) == 0
+    return set(written)
+
+
+_WRITES = os.O_WRONLY | os.O_RDWR
+
+
 def tree(folder: Path) -> set[Path]:
     """Return everything below a folder."""
     return set(folder.rglob("*"))
@@ -94,8 +122,6 @@ def _refuse(name: str) -> None:
 
 
 def _command_line(arguments: list[str], environment: dict[str, str]) -> None:
-    import sys
-
     os.environ.update(environment)
     from samestep.cli import main
 

@@ -25,6 +25,7 @@ ROWS = [
     ["training.compiled", "training.loop"],
     ["training.state"],
     ["config", "process_group", "ranks", "screen"],
+    ["outcome"],
     ["session", "evaluation"],
     ["commands"],
     ["cli"],

@@ -113,3 +113,5 @@ def die_with_parent() -> None:
     if os.environ.get(PARENT) and sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
+            os._exit(1)

@@ -27,6 +27,8 @@ def start_ranks(num_ranks: int, arguments: list[str], started_at: float) -> int:
     os.environ[STARTED_AT] = str(started_at)
     # The ranks choose their threads themselves; torchrun would set 1 with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A stop may first have to write a checkpoint; the agent's own patience is 30 s.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
         config = LaunchConfig(
             min_nodes=1,

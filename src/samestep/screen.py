@@ -118,6 +118,8 @@ class Screen:
         if "accuracy" in values:
             self._accuracy = f"accuracy {values['accuracy']:.4f}"
         text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        for problem in record.get("problems", []):
+            self._print(f"[yellow]passed over[/] {problem}")
         if record["split"] == "validation":
             self._flush_epoch(f"  validation: {text}", at_step=record["step"])
 
@@ -155,7 +157,7 @@ class Screen:
             self._print(f"\nGo on from here with: samestep train {path} --resume")
 
 
-_NOT_METRICS = {"event", "split", "epoch", "step", "samples", "checkpoint"}
+_NOT_METRICS = {"event", "split", "epoch", "step", "samples", "checkpoint", "problems"}
 
 
 def _lr(plan: Record) -> str:

@@ -3,10 +3,9 @@
 This is where settings, recipe and world meet. What is shown on the screen is the caller's.
 """
 
-import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,34 +16,23 @@ from samestep.config import Request, to_toml
 from samestep.data.batches import Source, open_source
 from samestep.errors import UserError
 from samestep.files import write_text
+from samestep.outcome import Outcome, finish_run, leave_why
 from samestep.recipe import Splits
 from samestep.run import Record, Run, is_run, new_run_path, read_records, usable_cores, versions
 from samestep.training import checkpoint
 from samestep.training.compiled import make_step, what_compiles
-from samestep.training.evaluate import evaluate
-from samestep.training.loop import Job, evaluation_batch, train
+from samestep.training.loop import Job, train
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
-from samestep.training.state import capture, load_model, restore, seed_rank
+from samestep.training.state import capture, restore, seed_rank
 from samestep.training.step import Trainee
 from samestep.training.stopping import Agreement, Received, Watch
 from samestep.training.threads import choose_threads
 from samestep.world import World
 
 Show = Callable[[Record], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How an execution ended."""
-
-    path: Path
-    status: str
-    """"completed" or "stopped"."""
-    signum: int
-    """The signal that stopped it, or 0."""
 
 
 def run_session(
@@ -86,22 +74,15 @@ def run_session(
             emit({"event": "resume", "step": job.position.step, "checkpoint": resumed[0],
                   "world_size": world.world_size, "problems": resumed[1]})  # fmt: skip
         first_step_s = _drive(job, emit, started_at)
-        return _finish(request, job, splits, path, run, emit, first_step_s)
+        return finish_run(request, job, splits, path, run, emit, first_step_s)
     except Exception as error:
         if run is not None and begun:  # what was refused leaves the run as it was
             job.stop_reason = f"failed: {error}"
-            _leave_why(run, request, job)
+            leave_why(run, request, job)
         raise
     finally:
         if run is not None:
             run.close()
-
-
-def _leave_why(run: Run, request: Request, job: Job) -> None:
-    """Write down why the run failed, as far as the disk still allows."""
-    with contextlib.suppress(UserError):
-        run.append({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
-        run.write_result(_result(request, job, "failed", None, None))
 
 
 def _choose_path(request: Request) -> Path:
@@ -152,7 +133,14 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         plan=plan,
         world=world,
         trainee=trainee,
-        step=make_step(compiles, trainee, settings, world, plan),
+        step=make_step(
+            compiles,
+            trainee,
+            settings,
+            world,
+            plan,
+            train_source.steps_per_block(plan.global_batch_size),
+        ),
         train=train_source,
         validation=source(splits.validation) if splits.validation is not None else None,
         metrics=recipe.metrics,
@@ -306,61 +294,3 @@ def _drive(job: Job, emit: Show, started_at: float) -> float | None:
             first_step_s = time.time() - started_at
         emit(record)
     return first_step_s
-
-
-def _finish(
-    request: Request, job: Job, splits: Splits, path: Path, run: Run | None, emit: Show,
-    first_step_s: float | None,
-) -> Outcome:  # fmt: skip
-    """Evaluate the best checkpoint on the test set, and write the result."""
-    status = "stopped" if job.signum else "completed"
-    test = None
-    if status == "completed" and splits.test is not None:
-        test = _test(request, job, splits.test, path)
-        emit({"event": "evaluation", "split": "test", "epoch": job.position.epoch,
-              "step": job.position.step, **test})  # fmt: skip
-    emit({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
-    if run is not None:
-        run.write_result(_result(request, job, status, test, first_step_s))
-    return Outcome(path=path, status=status, signum=job.signum)
-
-
-def _test(request: Request, job: Job, data: Any, path: Path) -> dict[str, Any]:
-    world, settings = job.world, job.settings
-    folder = path / "checkpoints"
-    best = world.on_main(lambda: checkpoint.read_index(folder).best)
-    if best is not None:
-        state = world.on_every(lambda: checkpoint.load(folder, best))
-        load_model(job.trainee.model, state)
-    source = open_source(data, request.recipe, world, seed=settings.seed,
-                         dtype=data_dtype(settings.precision),
-                         num_workers=settings.num_workers)  # fmt: skip
-    values = evaluate(
-        job.trainee.model, source, job.trainee.loss, job.metrics, world=world,
-        batch_size=evaluation_batch(job.plan.batch_size), precision=settings.precision,
-    )  # fmt: skip
-    return {**values, "checkpoint": best.path if best else "last"}
-
-
-def _result(
-    request: Request, job: Job, status: str, test: dict[str, Any] | None,
-    first_step_s: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    position, plan, watch = job.position, job.plan, job.watch
-    return {
-        "recipe": request.recipe.name,
-        "status": status,
-        "reason": job.stop_reason,
-        "world_size": plan.world_size,
-        "global_batch_size": plan.global_batch_size,
-        "epochs": position.epoch,
-        "steps": position.step,
-        "test": test,
-        "best": {"metric": watch.metric, "value": watch.best, "epoch": watch.best_epoch},
-        "training_seconds": position.seconds,
-        "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
-        "seconds_to_first_step": first_step_s,
-        "device": str(job.world.device),
-        "backend": job.world.backend,
-        "versions": versions(),
-    }

@@ -1,6 +1,9 @@
 """What a run leaves in its directory, and how it is started, repeated and continued."""
 
 import dataclasses
+import hashlib
+import itertools
+import json
 import re
 import tomllib
 import typing
@@ -14,17 +17,17 @@ from samestep.config import to_toml
 from samestep.recipes.spiral import SpiralOptions
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
-from tests.command_line import RECIPE, read_json, run
+from tests.command_line import RECIPE, files_written, read_json, refusal, run
 from tests.idx_files import write_mnist
 
 PLANTED = "hunter2-the-planted-secret"
-SECRETS = {
-    name: PLANTED
-    for name in (
+SECRETS = dict.fromkeys(
+    (
         *("WANDB_API_KEY", "COMET_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "PATH_TO_ME"),
         *("SLURM_JWT", "NCCL_TOKEN", "TORCH_SECRET", "PYTORCH_API_KEY", "SLURM_JOB_CREDENTIALS"),
-    )
-}
+    ),
+    PLANTED,
+)
 
 
 @pytest.fixture
@@ -44,6 +47,10 @@ def train(here: Path, *arguments: str, **more) -> str:
 
 def records(path: Path, event: str) -> list[dict]:
     return [record for record in read_records(path) if record["event"] == event]
+
+
+def saved_settings(path: Path) -> dict:
+    return tomllib.loads((path / "settings.toml").read_text())
 
 
 def losses(path: Path) -> list[float]:
@@ -95,13 +102,14 @@ def test_the_result_says_how_the_run_ended(here):
 
 
 def test_the_times_of_a_run_are_plausible(here):
-    train(here, "small.py", "--run-dir", "run")
+    train(here, "small.py", "--run-dir", "run", "--log-every", "1")
     result = read_json(here / "run" / "result.json")
     assert 0 < result["training_seconds"] < result["seconds_to_first_step"] + 30
     assert 0 < result["seconds_to_first_step"] < 60
     assert result["samples_per_s"] == pytest.approx(120 / result["training_seconds"], rel=1e-6)
     steps = records(here / "run", "step")
-    assert all(a["seconds"] < b["seconds"] for a, b in zip(steps, steps[1:], strict=False))
+    assert len(steps) == 12
+    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(steps))
 
 
 EVENTS = {
@@ -127,9 +135,7 @@ def test_every_record_names_its_event_first_and_has_its_fields(here):
         assert all(names <= record.keys() for record in of_event), event
 
 
-@pytest.mark.parametrize(
-    ("log_every", "logged"), [(1, list(range(1, 13))), (5, [5, 10]), (50, [])]
-)
+@pytest.mark.parametrize(("log_every", "logged"), [(1, list(range(1, 13))), (5, [5, 10]), (50, [])])
 def test_a_step_is_recorded_at_each_interval_with_the_samples_so_far(here, log_every, logged):
     train(here, "small.py", "--run-dir", "run", "--log-every", str(log_every))
     steps = records(here / "run", "step")
@@ -139,8 +145,6 @@ def test_a_step_is_recorded_at_each_interval_with_the_samples_so_far(here, log_e
 
 
 def test_checkpoint_records_and_the_index_give_the_hash_of_each_file(here):
-    import hashlib
-
     train(here, "small.py", "--run-dir", "run")
     announced = {record["path"]: record["sha256"] for record in records(here / "run", "checkpoint")}
     assert len(announced) == 2
@@ -184,32 +188,370 @@ def test_what_another_rank_prints_goes_to_its_log(here):
     assert sorted(log.splitlines()) == ["import on 1", "model on 1"]
 
 
-WATCHED = """
-import builtins, os, sys
-from pathlib import Path
+def test_another_rank_writes_no_file_but_its_log(here):
+    written = files_written("train", "small.py", "--run-dir", "run", world_size=2,
+                            folder=here.parent / "outputs")  # fmt: skip
+    in_run = [{path.name for path in paths if here in path.parents} for paths in written]
+    assert {"events.jsonl", ".settings.toml.tmp", ".result.json.tmp"} <= in_run[0]
+    assert in_run[1] == {"rank-1.log"}
 
-log = Path(os.environ["OPENED"]) / os.environ["RANK"]
 
-def note(event, arguments):
-    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & 3
-    if writes or event in ("os.mkdir", "os.rename", "os.remove"):
-        with_fd = os.open(log, os.O_RDONLY | os.O_CREAT)  # read-only for the hook: no recursion
-        os.close(with_fd)
-        seen.append(str(arguments[0]))
+# --- settings: recipe defaults < TOML < flags
 
-seen = []
-sys.addaudithook(note)
 
-import atexit, json
-atexit.register(lambda: None)
-""" + RECIPE.replace(
-    "    return nn.Linear(4, 2)",
-    "    return nn.Linear(4, 2)\n\n"
-    "def loss(outputs, targets):\n"
-    "    mine = list(seen)\n"
-    "    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)\n"
-    "    os.write(descriptor, json.dumps(mine).encode())\n"
-    "    os.close(descriptor)\n"
-    "    del seen[len(mine):]\n"
-    "    return nn.functional.cross_entropy(outputs, targets)\n",
-).replace("recipe = Recipe(", "recipe = Recipe(loss=loss, ")
+SETTINGS = {
+    "run_dir": "elsewhere", "epochs": 7, "max_steps": 9, "batch_size": 16,
+    "global_batch_size": 48, "accumulate": 2, "drop_last": True, "optimizer": "adamw", "lr": 0.25,
+    "momentum": 0.5, "weight_decay": 0.125, "lr_scaling": "sqrt", "base_batch_size": 8,
+    "warmup_steps": 3, "schedule": "cosine", "clip_norm": 0.75, "precision": "bf16", "seed": 7,
+    "device": "cpu", "backend": "gloo", "compile": "on", "threads": 2, "num_workers": 1,
+    "log_every": 4, "eval_every_epochs": 3, "eval_every_steps": 11, "checkpoint_every_epochs": 5,
+    "checkpoint_every_steps": 6, "checkpoint_every_minutes": 0.5, "keep_top_k": 2,
+    "monitor": "loss", "mode": "max", "patience": 4, "min_delta": 0.0625,
+}  # fmt: skip
+OPTIONS = {
+    "num_samples": 1001, "noise": 0.5, "data_seed": 3, "hidden_dims": (8, 4), "dropout": 0.25,
+}  # fmt: skip
+# What cannot stand alone.
+NEEDED = {"momentum": {"optimizer": "sgd"}, "lr_scaling": {"base_batch_size": 8}}
+# Where the run lies is not written into it; what follows from the batch sizes neither.
+NOT_IN_FILE = {"run_dir", "accumulate"}
+
+
+def as_flags(table: dict) -> list[str]:
+    """Return a table as it is typed on the command line."""
+    flags = []
+    for name, value in table.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [flag, str(value)]
+    return flags
+
+
+def write_toml(path: Path, table: dict) -> str:
+    """Write a table of settings and options, without help of samestep's own writer."""
+
+    def text(value: object) -> str:
+        if isinstance(value, bool):
+            return str(value).lower()
+        return str(list(value)) if isinstance(value, tuple) else repr(value)
+
+    path.write_text("".join(f"{name} = {text(value)}\n" for name, value in table.items()))
+    return str(path)
+
+
+def resolved(flags: list[str]) -> dict:
+    """Return the settings and options that `samestep train spiral` makes of some flags."""
+    _, request = parse("spiral", flags)
+    saved = tomllib.loads(
+        to_toml(request, make_plan(request.settings, 7000, 1, resumed=request.resume))
+    )
+    saved |= saved.pop("options")
+    values = {**dataclasses.asdict(request.settings), **dataclasses.asdict(request.options)}
+    for name in set(saved) - {"recipe", "batch_size", "global_batch_size"}:
+        assert saved[name] == (list(v) if isinstance(v := values[name], tuple) else v)
+    assert saved.keys() >= {k for k, v in values.items() if v is not None} - NOT_IN_FILE
+    return values
+
+
+def test_the_examples_here_cover_every_setting_and_option():
+    assert SETTINGS.keys() == {field.name for field in dataclasses.fields(Settings)}
+    assert OPTIONS.keys() == {field.name for field in dataclasses.fields(SpiralOptions)}
+    defaults = {**vars(Settings()), **vars(SpiralOptions())}
+    same = [name for name, value in (SETTINGS | OPTIONS).items() if defaults[name] == value]
+    assert not same
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *OPTIONS])
+def test_a_setting_comes_from_a_toml_file_or_a_flag_and_is_saved(here, name):
+    table = {name: (SETTINGS | OPTIONS)[name], **NEEDED.get(name, {})}
+    by_flag = resolved(as_flags(table))
+    by_toml = resolved(["--config", write_toml(here / "my.toml", table)])
+    assert by_flag == by_toml
+    assert {key: by_flag[key] for key in table} == table
+    assert by_flag != resolved([])
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *OPTIONS])
+def test_a_flag_beats_the_toml_file(here, name):
+    others = {name: (SETTINGS | OPTIONS)[name], **NEEDED.get(name, {})}
+    hints = typing.get_type_hints(Settings) | typing.get_type_hints(SpiralOptions)
+    wanted = OTHER_VALUES.get(name) or other_value(hints[name], others[name])
+    config = write_toml(here / "my.toml", others)
+    assert resolved(["--config", config, *as_flags({name: wanted})])[name] == wanted
+
+
+OTHER_VALUES = {"run_dir": "third", "monitor": "accuracy", "hidden_dims": (5,), "dropout": 0.5}
+
+
+def other_value(kind: object, value: object) -> object:
+    """Return another valid value of a setting's type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2
+    return next(choice for choice in typing.get_args(kind) if choice != value)
+
+
+def test_a_setting_of_the_recipe_beats_the_default_and_loses_to_both_others(here):
+    assert Settings().epochs is None
+    assert resolved([])["epochs"] == 30
+    config = write_toml(here / "my.toml", {"epochs": 4})
+    assert resolved(["--config", config])["epochs"] == 4
+    assert resolved(["--config", config, "--epochs", "5"])["epochs"] == 5
+    assert resolved(["--epochs=5", f"--config={config}"])["epochs"] == 5
+
+
+def test_the_global_batch_size_replaces_a_batch_size_of_a_lower_layer(here):
+    config = write_toml(here / "my.toml", {"batch_size": 10, "accumulate": 4})
+    values = resolved(["--config", config, "--global-batch-size", "70"])
+    assert (values["batch_size"], values["accumulate"]) == (None, None)
+    assert values["global_batch_size"] == 70
+    assert resolved(["--max-steps", "5"])["epochs"] is None
+
+
+def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
+    table = {**SETTINGS, **OPTIONS, **NEEDED["momentum"], "compile": "off", "num_workers": 0,
+             "global_batch_size": 32, "batch_size": 16, "accumulate": 2}  # fmt: skip
+    del table["run_dir"]
+    config = write_toml(here / "all.toml", table)
+    train(here, "spiral", "--run-dir", "one", "--config", config)
+    train(here, "spiral", "--run-dir", "two", *as_flags(table))
+    assert saved_settings(here / "one") == saved_settings(here / "two")
+    assert len(losses(here / "one")) == 2
+    assert losses(here / "one") == losses(here / "two")
+    saved = saved_settings(here / "one")
+    assert saved["recipe"] == "spiral"
+    assert saved["options"]["hidden_dims"] == [8, 4]
+
+
+# --- the directory of a run as the target
+
+
+def test_a_run_starts_another_one_from_its_settings(here):
+    flags = ["--lr", "0.125", "--seed", "5", "--log-every", "1", "--batch-size", "8"]
+    train(here, "small.py", "--run-dir", "first", *flags)
+    train(here, "first")
+    (second,) = (here / "runs").iterdir()
+    assert losses(here / "first") == losses(second)
+    assert saved_settings(second) == saved_settings(here / "first")
+    train(here, "first", "--run-dir", "third", "--lr", "0.25")
+    assert losses(here / "third") != losses(second)
+
+
+def test_a_run_of_accumulated_steps_starts_another_one_that_accumulates(here):
+    flags = ["--accumulate", "3", "--batch-size", "5", "--log-every", "1"]
+    train(here, "small.py", "--run-dir", "first", *flags)
+    train(here, "first", "--run-dir", "second")
+    plans = [records(here / name, "start")[0] for name in ("first", "second")]
+    for name in ("global_batch_size", "batch_size", "accumulate"):
+        assert plans[0][name] == plans[1][name]
+    assert losses(here / "first") == losses(here / "second")
+
+
+def test_resuming_a_finished_run_says_so_and_keeps_its_result(here):
+    train(here, "small.py", "--run-dir", "run")
+    before = read_json(here / "run" / "result.json")
+    checkpoints = {p: p.read_bytes() for p in (here / "run" / "checkpoints").iterdir()}
+    printed = train(here, "run", "--resume")
+    assert "from checkpoint_epoch_2.pt, step 12" in printed
+    assert "completed (finished)" in printed
+    after = read_json(here / "run" / "result.json")
+    for name in ("status", "steps", "epochs", "test", "best", "training_seconds"):
+        assert after[name] == before[name], name
+    assert checkpoints == {p: p.read_bytes() for p in (here / "run" / "checkpoints").iterdir()}
+
+
+@pytest.mark.parametrize("command", ["run --resume", "small.py --run-dir run --resume"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_finished_run_goes_on_for_more_epochs_as_if_it_had_never_stopped(
+    here, command, world_size
+):
+    flags = ["--log-every", "1", "--global-batch-size", "10"]
+    train(here, "small.py", "--run-dir", "whole", "--epochs", "4", *flags)
+    train(here, "small.py", "--run-dir", "run", "--epochs", "2", *flags)
+    more = flags if command.startswith("small") else []
+    train(here, *command.split(), "--epochs", "4", *more, world_size=world_size)
+    assert losses(here / "run") == pytest.approx(losses(here / "whole"), rel=1e-5)
+    assert len(losses(here / "run")) == 24
+    result = read_json(here / "run" / "result.json")
+    assert (result["epochs"], result["steps"], result["world_size"]) == (4, 24, world_size)
+    assert saved_settings(here / "run")["epochs"] == 4
+
+
+def test_one_command_begins_a_run_and_goes_on_with_it_when_it_is_repeated(here):
+    """What a job script does that is queued again."""
+    command = ["small.py", "--run-dir", "run", "--resume"]
+    train(here, *command)
+    assert [r["event"] for r in records(here / "run", "resume")] == []
+    train(here, *command)
+    (resume,) = records(here / "run", "resume")
+    assert resume["step"] == 12
+
+
+# --- recipes
+
+
+USERS_OWN = """\
+import torch
+from torch import nn
+
+from samestep import Recipe, Splits
+
+
+def data():
+    x = torch.rand(200, 2) * 2 - 1
+    y = (x.norm(dim=1) < 0.7).long()
+    return Splits(train=(x[:160], y[:160]), validation=(x[160:], y[160:]))
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+recipe = Recipe(model=model, data=data, settings={"epochs": 5, "batch_size": 16, "lr": 0.03})
+"""
+
+
+def test_a_file_of_twenty_lines_is_a_recipe(here):
+    assert len(USERS_OWN.splitlines()) <= 20
+    (here / "mine.py").write_text(USERS_OWN)
+    printed = train(here, "mine.py", "--run-dir", "run", "--lr", "0.02", world_size=2)
+    assert "82 parameters, 160 training samples" in printed
+    result = read_json(here / "run" / "result.json")
+    assert result["recipe"] == "mine"
+    assert result["best"]["value"] > 0.6
+    assert result["test"] is None, "it has no test data"
+    saved = saved_settings(here / "run")
+    assert saved["recipe"] == str(here / "mine.py")
+    assert saved["lr"] == 0.02
+
+
+def test_a_recipe_file_may_import_its_neighbour(here):
+    (here / "sub").mkdir()
+    (here / "sub" / "parts_of_mine.py").write_text("from torch import nn\nWIDTH = 2\n")
+    (here / "sub" / "mine.py").write_text(
+        "from parts_of_mine import WIDTH\n" + RECIPE.replace("Linear(4, 2)", "Linear(4, WIDTH)")
+    )
+    train(here, "sub/mine.py", "--run-dir", "run")
+    assert read_json(here / "run" / "result.json")["status"] == "completed"
+
+
+def test_spiral_reaches_its_accuracy_in_its_default_epochs(here):
+    train(here, "spiral", "--run-dir", "run")
+    result = read_json(here / "run" / "result.json")
+    assert result["test"]["accuracy"] >= 0.97
+    assert result["test"]["samples"] == 1500
+    assert result["epochs"] == 30
+
+
+@pytest.mark.parametrize("num_samples", [7, 101, 1003])
+def test_spiral_works_for_odd_numbers_of_samples(here, num_samples):
+    """Ranks that do not divide it included; every sample of the test set counts once."""
+    flags = ["--num-samples", str(num_samples), "--epochs", "1"]
+    train(here, "spiral", "--run-dir", "run", *flags, world_size=3)
+    result = read_json(here / "run" / "result.json")
+    sizes = [int(num_samples * 0.7), int(num_samples * 0.15)]
+    assert result["test"]["samples"] == num_samples - sum(sizes)
+    (epoch,) = records(here / "run", "epoch")
+    assert epoch["samples"] == sizes[0]
+    assert result["steps"] == -(-sizes[0] // 96)
+
+
+@pytest.mark.parametrize("model", ["simple", "convnet"])
+@pytest.mark.parametrize("place", ["", "raw", "MNIST/raw"])
+def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, place):
+    write_mnist(here / "images" / place)
+    train(here, "mnist", "--data-dir", "images", "--model", model, "--epochs", "2",
+          "--batch-size", "16", "--lr", "0.003", "--run-dir", "run", world_size=2)  # fmt: skip
+    result = read_json(here / "run" / "result.json")
+    assert result["test"]["samples"] == 40
+    # Each digit lights up its own row: guessing gives 0.1.
+    assert result["test"]["accuracy"] > 0.3
+
+
+# --- checkpoints and early stopping
+
+
+def test_only_the_best_and_the_last_checkpoints_are_kept(here):
+    train(here, "small.py", "--run-dir", "run", "--epochs", "6", "--keep-top-k", "2",
+          "--monitor", "loss", "--lr", "0.3")  # fmt: skip
+    values = {
+        f"checkpoint_epoch_{r['epoch']}.pt": r["loss"]
+        for r in records(here / "run", "evaluation")
+        if r["split"] == "validation"
+    }
+    wanted = {*sorted(values, key=values.__getitem__)[:2], "checkpoint_epoch_6.pt"}
+    kept = {path.name for path in (here / "run" / "checkpoints").glob("*.pt")}
+    assert kept == wanted
+    index = read_json(here / "run" / "checkpoints" / "index.json")
+    assert {entry["path"] for entry in index["checkpoints"]} == wanted
+    assert index["best"]["path"] == min(values, key=values.__getitem__)
+
+
+def test_training_stops_early_without_improvement(here):
+    train(here, "small.py", "--run-dir", "run", "--epochs", "50", "--patience", "2",
+          "--min-delta", "10", "--monitor", "loss", world_size=2)  # fmt: skip
+    result = read_json(here / "run" / "result.json")
+    assert (result["epochs"], result["reason"]) == (3, "early stopping")
+    assert result["status"] == "completed"
+
+
+# --- evaluate
+
+
+@pytest.fixture
+def trained(here) -> Path:
+    """A run of three epochs on two ranks."""
+    train(here, "spiral", "--num-samples", "501", "--epochs", "3", "--run-dir", "run",
+          "--lr", "0.01", world_size=2)  # fmt: skip
+    return here / "run"
+
+
+def evaluate(here: Path, *arguments: str) -> dict:
+    ranks = run("evaluate", "run", *arguments, "--json", folder=here.parent / "outputs")
+    return json.loads(ranks.printed(0))
+
+
+def test_one_process_evaluates_as_the_ranks_did(here, trained):
+    result = read_json(trained / "result.json")
+    found = evaluate(here)
+    assert found["samples"] == result["test"]["samples"] == 76
+    assert found["checkpoint"] == result["test"]["checkpoint"]
+    for name in ("loss", "accuracy"):
+        assert found[name] == pytest.approx(result["test"][name], abs=1e-6)
+
+
+def test_each_checkpoint_is_evaluated_by_its_name(here, trained):
+    by_epoch = {r["epoch"]: r for r in records(trained, "evaluation") if r["split"] == "validation"}
+    for name, epoch in (("last", 3), ("checkpoint_epoch_1.pt", 1), ("checkpoint_epoch_2", 2)):
+        found = evaluate(here, "--checkpoint", name, "--split", "validation")
+        assert found["loss"] == pytest.approx(by_epoch[epoch]["loss"], abs=1e-6)
+        assert found["samples"] == 75
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("run --checkpoint nope", "It has: best, last, checkpoint_epoch_1.pt"),
+        ("nowhere", "nowhere holds no run"),
+        (".", "holds no run"),
+        ("run --split everything", "everything"),
+        ("run --device mps", "--device mps"),
+        ("run --data-dir x", "--data-dir: recipe spiral reads no folder"),
+        ("", "RUN"),
+    ],
+)
+def test_a_wrong_evaluation_is_refused(here, trained, arguments, says):
+    assert says in refusal("evaluate", *arguments.split(), folder=here.parent / "outputs")
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(here, trained):
+    path = trained / "checkpoints" / "checkpoint_epoch_3.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    message = refusal("evaluate", "run", "--checkpoint", "last", folder=here.parent / "outputs")
+    assert "checkpoint_epoch_3.pt is damaged" in message

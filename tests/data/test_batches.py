@@ -362,8 +362,22 @@ def test_a_resumed_epoch_has_the_same_blocks_from_there_on(
 
 
 def test_one_gather_serves_several_steps_of_small_samples():
-    blocks = list(source(samples(200)).blocks(0, 0, global_batch=2, drop_last=False))
+    one = source(samples(200))
+    blocks = list(one.blocks(0, 0, global_batch=2, drop_last=False))
     assert [block.num_steps for block in blocks] == [64, 36]
+    assert one.steps_per_block(2) == 64
+
+
+@given(st.integers(1, 9000), st.integers(1, 3), st.integers(1, 100))
+@settings(deadline=None, max_examples=60)
+def test_a_block_holds_as_many_steps_as_are_said_but_at_the_end(width, world_size, global_batch):
+    data = torch.zeros(500, width, dtype=torch.uint8), torch.arange(500)
+    one = source(data, 0, world_size)
+    most = one.steps_per_block(global_batch)
+    counts = [b.num_steps for b in one.blocks(0, 0, global_batch=global_batch, drop_last=True)]
+    assert all(count == most for count in counts[:-1])
+    assert counts[-1] <= most
+    assert source(Listed(*data), 0, world_size).steps_per_block(global_batch) == 1
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.data())

@@ -218,6 +218,15 @@ def test_a_kill_at_the_very_end_leaves_one_evaluation_of_the_test_set(
     assert_same_training(run, uninterrupted)
 
 
+def test_a_torn_temporary_file_is_removed_though_its_name_never_comes_again(recipe, tmp_path):
+    run = tmp_path / "run"
+    fault = Fault("within the checkpoint", 2, num_bytes=4096)
+    assert_killed(start(recipe, "--run-dir", str(run), faults=(fault,), folder=tmp_path))
+    assert [p.name for p in run.rglob("*.tmp")] == [".checkpoint_step_8.pt.tmp"]
+    resume(run, "--checkpoint-every-steps", "1000", folder=tmp_path)
+    assert not list(run.rglob("*.tmp"))
+
+
 def test_a_torn_last_record_is_cut_away_and_the_ones_before_stay(recipe, tmp_path):
     run = tmp_path / "run"
     train(recipe, "--run-dir", str(run), "--max-steps", "9", folder=tmp_path)

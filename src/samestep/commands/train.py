@@ -21,7 +21,7 @@ from samestep.screen import Screen
 from samestep.session import run_session
 from samestep.settings import Settings
 from samestep.training.stopping import catch_signals
-from samestep.world import find_world, join, leave
+from samestep.world import abandon, find_world, join, leave
 
 _EXAMPLES = """\
 examples:
@@ -58,7 +58,9 @@ def main(arguments: list[str]) -> int:
             time.sleep(2.0)  # a launcher ends all ranks with the first: let rank 0 speak
         raise
     except Exception as error:
-        return report(error, log)
+        code = report(error, log)
+        abandon(code)
+        return code
 
 
 def _train(arguments: list[str], log: RankLog) -> int:

@@ -89,6 +89,9 @@ class Source(Protocol):
 
     num_samples: int
 
+    def steps_per_block(self, global_batch: int) -> int:
+        """Return the most steps that a block holds: a power of two."""
+
     def blocks(
         self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool
     ) -> Iterator[Block]:
@@ -160,15 +163,19 @@ class MemorySource:
         row = max(1, self._inputs[:1].numel() * 4)  # bytes of a sample as float32
         self._rows_per_gather = max(1, _BYTES_PER_GATHER // row)
 
+    def steps_per_block(self, global_batch: int) -> int:
+        """Return the most steps that a block holds: a power of two."""
+        rows = -(-global_batch // self._world.world_size)
+        limit = min(max(1, self._rows_per_gather // rows), _STEPS_PER_GATHER)
+        # A power of two, so that compiled groups of steps never straddle two blocks.
+        return 1 << (limit.bit_length() - 1)
+
     def blocks(
         self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool
     ) -> Iterator[Block]:
         """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
         order = epoch_order(self.num_samples, self._seed, epoch).to(self._inputs.device)
-        rows = -(-global_batch // self._world.world_size)
-        limit = self._rows_per_gather // rows
-        # A power of two, so that compiled groups of steps never straddle two blocks.
-        limit = 1 << min(max(1, limit).bit_length() - 1, _STEPS_PER_GATHER.bit_length() - 1)
+        limit = self.steps_per_block(global_batch)
         for span in _spans(
             order, first_step, limit, global_batch=global_batch, drop_last=drop_last,
             world=self._world,
@@ -236,6 +243,10 @@ class LoaderSource:
             pin_memory=world.device.type == "cuda",
             worker_init_fn=_ignore_stop_signals,
         )
+
+    def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - as every source has it
+        """Return the most steps that a block holds: the loader's batches are steps."""
+        return 1
 
     def blocks(
         self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool

@@ -53,11 +53,12 @@ def what_compiles(settings: Settings, world: World, model: nn.Module) -> Compile
 
 
 def make_step(
-    compiles: Compiles, trainee: Trainee, settings: Settings, world: World, plan: Plan
-) -> EagerStep:
+    compiles: Compiles, trainee: Trainee, settings: Settings, world: World, plan: Plan,
+    steps_per_block: int,
+) -> EagerStep:  # fmt: skip
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
     if compiles == "step":
-        return WholeStep(trainee, settings, world, plan)
+        return WholeStep(trainee, settings, world, plan, steps_per_block)
     kind = ModelStep if compiles == "model" else EagerStep
     return kind(trainee, settings, world, plan.batch_size)
 
@@ -84,9 +85,12 @@ class ModelStep(EagerStep):
 class WholeStep(EagerStep):
     """Compile whole steps; an incomplete batch, and what is left of a group, run eagerly."""
 
-    def __init__(self, trainee: Trainee, settings: Settings, world: World, plan: Plan) -> None:
+    def __init__(
+        self, trainee: Trainee, settings: Settings, world: World, plan: Plan, steps_per_block: int
+    ) -> None:
         super().__init__(trainee, settings, world, plan.batch_size)
-        self.steps_per_call = _STEPS_PER_GRAPH if is_small(trainee.model) else 1
+        if is_small(trainee.model):
+            self.steps_per_call = _steps_per_graph(settings, plan, steps_per_block)
         self._accumulate = plan.accumulate
         self._graph: _Graph | None = None
 
@@ -106,6 +110,18 @@ class WholeStep(EagerStep):
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
         self.notes.append(_note(what, block.num_steps, time.perf_counter() - before))
         return result
+
+
+def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:
+    """Return how many steps there are in a row, at most, with nothing due between them.
+
+    A larger group would never be full, and every step would run eagerly. A power of two, as the
+    steps of a block are.
+    """
+    full_steps = plan.num_samples // plan.global_batch_size
+    dues = (settings.eval_every_steps, settings.checkpoint_every_steps)
+    limits = (full_steps, plan.total_steps, *(due for due in dues if due))
+    return 1 << (max(1, min(_STEPS_PER_GRAPH, steps_per_block, *limits)).bit_length() - 1)
 
 
 def _note(what: str, steps: int, seconds: float) -> Record:

@@ -76,6 +76,9 @@ def train(job: Job) -> Iterator[Record]:
     """
     job.trainee.model.train()
     job.agreement.start(job.position.step)
+    _stop_early(job)  # a resumed run may have stopped for that reason
+    if job.stop_reason:
+        return
     while job.position.step < job.plan.total_steps or _epoch_is_full(job):
         yield from _steps(job)
         if not job.stop_reason:

@@ -11,6 +11,7 @@ from samestep.data.keys import mix
 from samestep.errors import UserError
 from samestep.training.checkpoint import FORMAT
 from samestep.training.loop import Job, Position
+from samestep.training.optimizer import set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.stopping import Watch
 
@@ -19,6 +20,8 @@ def capture(job: Job, recipe: str) -> dict[str, Any]:
     """Return the state of a job. All ranks call it; each adds what only it knows."""
     scaler = job.trainee.scaler
     plan = job.plan
+    next_lr = learning_rate(plan, job.settings, job.position.step)
+    set_lr(job.trainee.optimizer, next_lr)  # the steps do not keep it up to date
     ranks = job.world.gather({"rng": _rng_state(), "loss_sum": job.loss_sum})
     return {
         "format": FORMAT,
@@ -30,7 +33,7 @@ def capture(job: Job, recipe: str) -> dict[str, Any]:
             "schedule": job.settings.schedule,
             "warmup_steps": job.settings.warmup_steps,
             "total_steps": plan.total_steps,
-            "next_lr": learning_rate(plan, job.settings, job.position.step),
+            "next_lr": next_lr,
         },
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(job.position),

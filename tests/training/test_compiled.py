@@ -1,0 +1,217 @@
+"""Compiled steps take the eager trajectory, for every optimizer, and say what was compiled.
+
+All compiled runs share one process: compiling is slow, and importing the compiler is half of it.
+"""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from samestep import Settings, read_records
+from samestep.training.compiled import _steps_per_graph
+from samestep.training.plan import make_plan
+from tests import tiny
+from tests.ranks import run_ranks, start_ranks
+
+# A sleep cannot be compiled; and with nothing due by steps, a graph may hold as many as it likes.
+SMALL = tiny.RECIPE.replace("    time.sleep(seconds)\n", "").replace(
+    '    "checkpoint_every_steps": 4,\n', ""
+)
+# BatchNorm has buffers that the graph must bring up to date; one layer is frozen.
+FROZEN = """
+def frozen(options):
+    net = model(options)
+    net[0].requires_grad_(False)
+    return net
+
+def loss("""
+NORMALISED = (
+    SMALL.replace("nn.Tanh()", "nn.BatchNorm1d(options.hidden), nn.Tanh()")
+    .replace("\ndef loss(", FROZEN)
+    .replace("Recipe(model=model", "Recipe(model=frozen")
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    flags: str
+    steps_per_graph: int
+    tolerance: float = 1e-12
+    recipe: str = "tiny.py"
+
+
+CASES = {
+    "adam": Case("--weight-decay 0.1 --clip-norm 0.05 --lr 0.03", 4),
+    "adamw": Case(
+        "--precision fp32 --optimizer adamw --weight-decay 0.2 --schedule cosine --warmup-steps 9",
+        2, tolerance=1e-5, recipe="normalised.py",
+    ),
+    "sgd": Case(
+        "--optimizer sgd --momentum 0.9 --weight-decay 0.1 --clip-norm 0.3 --lr 0.1 "
+        "--batch-size 6 --accumulate 2",
+        2,
+    ),
+    "plain sgd, a step a graph": Case("--optimizer sgd --lr 0.1", 1),
+}  # fmt: skip
+
+
+def _train_all(folder, cases):
+    """Train each case eagerly and compiled, and the first also switching twice between them."""
+    # No pool of compiling processes, which would outlive this one's need of them.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    from torch._dynamo.utils import counters
+
+    from samestep.cli import main
+    from samestep.training import compiled
+
+    graphs = {}
+    for number, (name, case) in enumerate(cases.items()):
+        compiled._STEPS_PER_GRAPH = case.steps_per_graph
+        flags = case.flags.split()
+        target = str(folder / case.recipe)
+        torch._dynamo.reset()
+        counters.clear()
+        for kind in ("off", "on"):
+            run = str(folder / f"{name} {kind}")
+            assert main(["train", target, "--run-dir", run, "--compile", kind, *flags]) == 0
+        graphs[name] = counters["stats"]["unique_graphs"]
+        if number == 0:
+            run = str(folder / "switching")
+            start = ["train", target, "--run-dir", run, "--max-steps", "15", *flags]
+            assert main([*start, "--compile", "on"]) == 0
+            for last, kind in (("30", "off"), ("66", "on")):
+                resume = ["train", run, "--resume", "--max-steps", last, "--compile", kind]
+                assert main(resume) == 0
+    return graphs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of all runs, and how many graphs each compiled run made."""
+    folder = tmp_path_factory.mktemp("compiled")
+    tiny.write_recipe(folder, SMALL)
+    tiny.write_recipe(folder, NORMALISED, "normalised.py")
+    (graphs,) = run_ranks(_train_all, 1, folder / "output", folder, CASES)
+    return folder, graphs
+
+
+def assert_close(one, other, tolerance):
+    for ours, theirs in zip(tiny.account(one), tiny.account(other), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ("loss", "grad_norm", "lr", "accuracy", "samples", "step", "epoch"):
+            if key in ours:
+                assert ours[key] == pytest.approx(theirs[key], rel=tolerance), (key, ours, theirs)
+    mine, its = tiny.last_state(one), tiny.last_state(other)
+    assert mine["optimizer"]["param_groups"][0]["lr"] == mine["schedule"]["next_lr"]
+    for name, value in its["model"].items():
+        torch.testing.assert_close(mine["model"][name], value, rtol=tolerance, atol=tolerance)
+    assert_same_optimizer(mine["optimizer"], its["optimizer"], tolerance)
+
+
+def assert_same_optimizer(one, other, tolerance):
+    """Same parameters, same kinds of state of the same types, close values."""
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for number, state in other["state"].items():
+        mine = one["state"][number]
+        assert {k: v for k, v in mine.items() if v is not None}.keys() == {
+            k for k, v in state.items() if v is not None
+        }
+        for key, value in state.items():
+            if value is not None:
+                torch.testing.assert_close(mine[key], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_steps_take_the_eager_trajectory(trained, name):
+    """Records, weights, buffers and the optimizer's state; also the steps that run eagerly."""
+    folder, _ = trained
+    assert_close(folder / f"{name} on", folder / f"{name} off", CASES[name].tolerance)
+
+
+def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained):
+    """Their checkpoints are the same, the optimizer's state included."""
+    folder, _ = trained
+
+    def steps(run):
+        return [r for r in tiny.account(run) if r["event"] == "step"]
+
+    for ours, theirs in zip(steps(folder / "switching"), steps(folder / "adam off"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12)
+    compiles = [r["event"] for r in tiny.all_records(folder / "switching")
+                if r["event"] in ("start", "compile")]  # fmt: skip
+    assert compiles == ["start", "compile", "start", "start", "compile"]
+    mine, its = (tiny.last_state(folder / name) for name in ("switching", "adam off"))
+    assert_same_optimizer(mine["optimizer"], its["optimizer"], 1e-12)
+
+
+def test_a_schedule_of_the_learning_rate_does_not_compile_anew(trained):
+    """The rates go in as a tensor; as numbers, each group of steps would be a graph of its own."""
+    _, graphs = trained
+    assert graphs == dict.fromkeys(CASES, 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_records_say_once_what_was_compiled(trained, name):
+    folder, _ = trained
+    notes = [r for r in read_records(folder / f"{name} on") if r["event"] == "compile"]
+    assert len(notes) == 1
+    assert notes[0]["steps_per_graph"] == CASES[name].steps_per_graph
+    assert "optimizer" in notes[0]["what"]
+    assert notes[0]["seconds"] > 0
+    assert not [r for r in read_records(folder / f"{name} off") if r["event"] == "compile"]
+
+
+def test_the_seconds_of_compiling_do_not_count_as_training(trained):
+    folder, _ = trained
+    records = list(read_records(folder / "adam on"))
+    compiling = next(r["seconds"] for r in records if r["event"] == "compile")
+    training = [r["seconds"] for r in records if r["event"] == "step"][-1]
+    assert training < compiling / 2
+
+
+def _train_on_two_ranks(arguments):
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    from samestep.cli import main
+
+    raise SystemExit(main(arguments))
+
+
+def test_on_several_ranks_the_model_is_compiled_and_the_steps_are_the_same(tmp_path):
+    recipe = tiny.write_recipe(tmp_path, SMALL)
+    flags = ["--max-steps", "24", "--clip-norm", "0.05"]
+    tiny.train(recipe, "--run-dir", str(tmp_path / "eager"), *flags, folder=tmp_path)
+    run = tmp_path / "run"
+    arguments = ["train", str(recipe), "--run-dir", str(run), "--compile", "on", *flags]
+    ranks = start_ranks(_train_on_two_ranks, 2, tmp_path / "output", arguments)
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert_close(run, tmp_path / "eager", 1e-12)
+    (note,) = [r for r in read_records(run) if r["event"] == "compile"]
+    assert note["steps_per_graph"] == 0
+    assert "model's forward and backward" in note["what"]
+    assert "not compiled" in note["what"]
+
+
+@pytest.mark.parametrize(
+    ("told", "num_samples", "steps_per_block", "expected"),
+    [
+        ({}, 1000, 64, 8),
+        ({}, 1000, 4, 4),  # larger samples: a gather holds fewer steps
+        ({}, 1000, 1, 1),  # a DataLoader yields steps one by one
+        ({}, 59, 64, 4),  # five full steps an epoch, and an incomplete one
+        ({}, 7, 64, 1),
+        ({"max_steps": 3}, 1000, 64, 2),
+        ({"eval_every_steps": 5}, 1000, 64, 4),
+        ({"eval_every_steps": 50, "checkpoint_every_steps": 1}, 1000, 64, 1),
+    ],
+)
+def test_a_graph_holds_no_more_steps_than_there_are_in_a_row(
+    told, num_samples, steps_per_block, expected
+):
+    """Else no group of steps would ever be full, and --compile on would compile nothing."""
+    settings = Settings(batch_size=10, epochs=None if "max_steps" in told else 5, **told)
+    plan = make_plan(settings, num_samples, 1, resumed=False)
+    assert _steps_per_graph(settings, plan, steps_per_block) == expected
