@@ -14,7 +14,9 @@ def data() -> Splits:
     x = torch.randn(3000, 8, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] * x[:, 1] > 0).long()
     return Splits(
-        train=(x[:2000], y[:2000]), validation=(x[2000:2500], y[2000:2500]), test=(x[2500:], y[2500:])
+        train=(x[:2000], y[:2000]),
+        validation=(x[2000:2500], y[2000:2500]),
+        test=(x[2500:], y[2500:]),
     )
 
 

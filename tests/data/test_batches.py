@@ -12,7 +12,10 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from samestep import Recipe, UserError, uniform
-from samestep.data.batches import Block, LoaderSource, MemorySource, open_source
+from samestep.data.batches import open_source
+from samestep.data.blocks import Block
+from samestep.data.loader import LoaderSource
+from samestep.data.memory import MemorySource
 from samestep.data.order import epoch_order, steps_per_epoch
 from samestep.world import World
 from tests.ranks import run_ranks

@@ -29,6 +29,10 @@ def losses(run):
     return [r["loss"] for r in read_records(run) if r["event"] == "step"]
 
 
+def norms(run):
+    return [r["grad_norm"] for r in read_records(run) if r["event"] == "step"]
+
+
 def numbers(run):
     """Return every number of the records that training makes; one that JSON has not is None."""
     return [
@@ -49,6 +53,7 @@ def test_half_precisions_train_as_single_precision_does_but_for_rounding(
     assert all(value is not None and math.isfinite(value) for value in numbers(half))
     single = train(recipe, tmp_path, "single", "--precision", "fp32", *WHOLE)
     assert losses(half) == pytest.approx(losses(single), rel=tolerance)
+    assert norms(half) == pytest.approx(norms(single), rel=2 * tolerance), "as if never scaled"
     assert losses(half) != pytest.approx(losses(single), rel=1e-6), "it computed in fp32"
     weights = tiny.last_state(half)["model"]
     assert {value.dtype for value in weights.values()} == {torch.float32}
@@ -103,10 +108,6 @@ def test_a_step_whose_gradient_overflows_is_left_out_and_the_scale_halved(tmp_pa
     assert 0 < skipped < 20
     assert state["scaler"]["scale"] == 65536 / 2**skipped
     assert all(bool(value.isfinite().all()) for value in state["model"].values())
-
-
-def norms(run):
-    return [r["grad_norm"] for r in read_records(run) if r["event"] == "step"]
 
 
 def test_what_a_device_cannot_do_is_refused():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from samestep.data.batches import Block
+from samestep.data.blocks import Block
 from samestep.errors import UserError
 from samestep.run import Record
 from samestep.settings import Settings

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.data.batches import Block, Source
+from samestep.data.batches import Source
+from samestep.data.blocks import Block
 from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.evaluate import evaluate

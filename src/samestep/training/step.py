@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.batches import Block, narrow
+from samestep.data.blocks import Block, narrow
 from samestep.data.keys import mix, mix_next
 from samestep.run import Record
 from samestep.settings import Settings

@@ -1,0 +1,126 @@
+"""Samples read one by one through PyTorch's DataLoader and its workers."""
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from samestep.data.blocks import Block, spans
+from samestep.data.keys import mix, sample_keys
+from samestep.data.order import epoch_order, share
+from samestep.recipe import Recipe
+from samestep.world import World
+
+
+class LoaderSource:
+    """A map-style data set read through a DataLoader, in the same order as data in memory."""
+
+    def __init__(
+        self, dataset: Dataset[Any], recipe: Recipe, world: World, *, seed: int,
+        dtype: torch.dtype, num_workers: int,
+    ) -> None:  # fmt: skip
+        self.num_samples = len(dataset)  # type: ignore[arg-type]
+        self._recipe, self._world, self._seed, self._dtype = recipe, world, seed, dtype
+        self._plan: list[list[tuple[int, int]]] = []
+        self._loader = DataLoader(
+            _Keyed(dataset, seed),
+            batch_sampler=_Plan(self._plan),
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=world.device.type == "cuda",
+            worker_init_fn=_ignore_stop_signals,
+        )
+
+    def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - as every source has it
+        """Return the most steps that a block holds: the loader's batches are steps."""
+        return 1
+
+    def blocks(
+        self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool
+    ) -> Iterator[Block]:
+        """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
+        order = epoch_order(self.num_samples, self._seed, epoch)
+        parts = list(
+            spans(order, first_step, 1, global_batch=global_batch, drop_last=drop_last,
+                   world=self._world)
+        )  # fmt: skip
+        self._plan[:] = [[(epoch, index) for index in span.indices.tolist()] for span in parts]
+        for span, (inputs, targets) in zip(parts, self._batches(), strict=True):
+            if self._recipe.augment is not None:
+                keys = sample_keys(self._seed, epoch, span.indices.to(self._world.device))
+                inputs = self._recipe.augment(inputs, keys)  # noqa: PLW2901
+            yield Block(
+                span.first_step, 1, self._finish(inputs), targets, span.rows, span.weight,
+                span.global_size,
+            )  # fmt: skip
+
+    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+        """Yield this rank's share of all samples once, as batches of inputs and targets."""
+        mine = share(range(self.num_samples), self._world.rank, self._world.world_size)
+        self._plan[:] = [
+            [(0, index) for index in mine[start : start + batch_size]]
+            for start in range(0, len(mine), batch_size)
+        ]
+        for inputs, targets in self._batches():
+            yield self._finish(inputs), targets
+
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
+        for inputs, targets in self._loader:
+            yield self._place(inputs), self._cast(self._place(targets))
+
+    def _place(self, tree: Any) -> Any:
+        return torch.utils._pytree.tree_map(  # noqa: SLF001
+            lambda leaf: leaf.to(self._world.device, non_blocking=True), tree
+        )
+
+    def _finish(self, inputs: Any) -> Any:
+        if self._recipe.transform is not None:
+            inputs = self._recipe.transform(inputs)
+        return self._cast(inputs)
+
+    def _cast(self, tree: Any) -> Any:
+        return torch.utils._pytree.tree_map(  # noqa: SLF001
+            lambda leaf: leaf.to(self._dtype) if leaf.is_floating_point() else leaf, tree
+        )
+
+
+class _Plan:
+    """The batches that a DataLoader reads next: the list is replaced before each pass."""
+
+    def __init__(self, batches: list[list[tuple[int, int]]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(list(self._batches))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class _Keyed(Dataset[Any]):
+    """A data set whose random augmentation depends on (seed, epoch, sample), not on the worker."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        import random  # noqa: PLC0415
+
+        import numpy as np  # noqa: PLC0415
+
+        epoch, index = key
+        drawn = mix(self._seed, epoch, index)
+        torch.default_generator.manual_seed(drawn)
+        random.seed(drawn)
+        np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
+        return self._dataset[index]
+
+
+def _ignore_stop_signals(_worker: int) -> None:
+    # A stop is the ranks' to handle: their workers serve until the step is done.
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
