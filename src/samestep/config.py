@@ -38,6 +38,9 @@ MAY_CHANGE = frozenset(
     }
 )
 
+# What the file of a run holds as it was derived, not as it was asked for.
+_DERIVED = ("batch_size", "global_batch_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -86,6 +89,12 @@ def draft(target: str, config: Path | None = None) -> Draft:
               (run / "settings.toml" if run else None, config) if path]  # fmt: skip
     named = [str(table.pop("recipe")) for _, table in tables if "recipe" in table]
     source = named[0] if run and named else target
+    for path, _ in tables[1 if run else 0 :]:
+        if named and named[-1] != source:
+            raise UserError(
+                f"{path} is for recipe {named[-1]!r}, and {source!r} was asked for. Name that "
+                "recipe, or take the key `recipe` out of the file."
+            )
     recipe = find_recipe(source)
     if source.endswith(".py"):
         source = str(Path(source).resolve())
@@ -173,7 +182,10 @@ def finish(
     merged = merge_layers(start.settings_layer, flags)
     run_dir = str(merged.get("run_dir") or "")
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
-        _check_repeated(draft(run_dir), start, merged, options)
+        run = draft(run_dir)
+        _check_repeated(run, start, merged, options)
+        merged.pop("accumulate", None)
+        merged |= {size: run.settings_layer[size] for size in _DERIVED}
     if start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
         changed = sorted(_changes(start, merged, options) - MAY_CHANGE)
@@ -195,9 +207,8 @@ def _check_repeated(run: Draft, start: Draft, merged: dict[str, object], options
             f"{run.run} holds a run of recipe {run.recipe.name}, not of {start.recipe.name}. "
             "Choose another --run-dir."
         )
-    # The sizes in the run's file are those that were derived; the checkpoint checks them.
-    derived = {"batch_size", "global_batch_size", "accumulate"}
-    changed = sorted(_changes(run, merged, options) - MAY_CHANGE - derived)
+    # The command gives sizes for its own number of ranks; those of the run are kept.
+    changed = sorted(_changes(run, merged, options) - MAY_CHANGE - {*_DERIVED, "accumulate"})
     if changed:
         raise _cannot_change(changed[0])
 
@@ -226,7 +237,9 @@ def to_toml(request: Request, plan: Plan) -> str:
     table = as_table(request.settings)
     table.pop("run_dir", None)  # it is where the file lies
     table.pop("accumulate", None)  # it follows from the two batch sizes on any number of ranks
-    table |= {"batch_size": plan.batch_size, "global_batch_size": plan.global_batch_size}
+    # The batch size is the most that fits a rank: resuming on more ranks does not lower it.
+    table.setdefault("batch_size", plan.batch_size)
+    table["global_batch_size"] = plan.global_batch_size
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
         document["options"] = {

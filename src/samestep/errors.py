@@ -6,3 +6,8 @@ class UserError(Exception):
 
     The message is all that the user sees, so it says what is wrong, where, and what to do.
     """
+
+    def __init__(self, message: str, *, on_all_ranks: bool = False) -> None:
+        super().__init__(message)
+        self.on_all_ranks = on_all_ranks
+        """Whether every rank raises it by agreement, so that rank 0 alone needs to tell."""

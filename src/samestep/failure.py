@@ -29,7 +29,7 @@ STARTED_AT = "SAMESTEP_STARTED_AT"
 _GRACE_S = 3.0
 # What a rank meets when another one is gone: never the cause, so never shown first.
 _LOST_PEER = re.compile(
-    r"closed by peer|connection (reset|refused|was closed)|broken pipe|socket|gloo|nccl",
+    r"closed by peer|connection (reset|refused|was closed)|broken pipe|gloo|nccl",
     re.IGNORECASE,
 )
 
@@ -68,6 +68,8 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         return code
     if rank != 0 and not _is_lost_peer(error):
         time.sleep(_GRACE_S)
+        if getattr(error, "on_all_ranks", False):
+            return code
     print_error(f"[rank {rank}] {message}" if rank else message, log.terminal if log else 2)
     return code
 

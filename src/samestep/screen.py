@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
 from samestep.run import Record
 
@@ -51,8 +50,8 @@ class Screen:
         if handler is not None:
             handler(record)
 
-    def _print(self, text: object = "") -> None:
-        self._console.print(text, soft_wrap=not isinstance(text, Table))
+    def _print(self, text: str = "") -> None:
+        self._console.print(text, soft_wrap=True)
         if not self._console.is_terminal:
             sys.stdout.flush()  # whoever reads the log of a running job sees each line
 
@@ -68,7 +67,7 @@ class Screen:
             f"{plan['num_samples']:,} training samples",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
             "batch": f"{plan['global_batch_size']} samples a step = {parts}",
-            "length": f"{_count(plan['epochs'], 'epoch')}, {plan['total_steps']:,} steps",
+            "length": f"{_count(plan['epochs'], 'epoch')}, {_count(plan['total_steps'], 'step')}",
             "lr": _lr(plan),
             "run": plan["run_dir"],
         }
@@ -136,23 +135,25 @@ class Screen:
 
     def result(self, path: Path, result: dict[str, Any]) -> None:
         """Show how the run ended."""
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        rows: dict[str, str] = {}
         best, test = result["best"], result["test"]
-        table.add_row("status", f"{result['status']} ({result['reason']})")
-        table.add_row("trained", f"{result['epochs']} epochs, {result['steps']:,} steps, "
-                      f"{_duration(result['training_seconds'])}, "
-                      f"{_short(result['samples_per_s'])} samples/s")  # fmt: skip
+        rows["status"] = f"{result['status']} ({result['reason']})"
+        rows["trained"] = (
+            f"{_count(result['epochs'], 'epoch')}, {_count(result['steps'], 'step')}, "
+            f"{_duration(result['training_seconds'])}, {_short(result['samples_per_s'])} samples/s"
+        )
         if best["value"] is not None:
-            table.add_row(
-                "best", f"{best['metric']} {best['value']:.4f} on validation, epoch {best['epoch']}"
+            rows["best"] = (
+                f"{best['metric']} {best['value']:.4f} on validation, epoch {best['epoch']}"
             )
         if test:
             values = {k: v for k, v in test.items() if k not in _NOT_METRICS}
-            table.add_row("test", "  ".join(f"{k} {v:.4f}" for k, v in values.items())
-                          + f"  ({test['samples']:,} samples, {test['checkpoint']})")  # fmt: skip
-        table.add_row("run", str(path))
+            shown = "  ".join(f"{k} {v:.4f}" for k, v in values.items())
+            rows["test"] = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
+        rows["run"] = str(path)
         self._print()
-        self._print(table)
+        for name, value in rows.items():
+            self._print(f"[bold]{name:<9}[/]{value}")
         if result["status"] == "stopped":
             self._print(f"\nGo on from here with: samestep train {path} --resume")
 
@@ -168,7 +169,7 @@ def _lr(plan: Record) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _short(number: float) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from samestep.config import Request, to_toml
 from samestep.data.batches import Source, open_source
+from samestep.data.memory import MemorySource
 from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.outcome import Outcome, finish_run, leave_why
@@ -145,7 +146,7 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         validation=source(splits.validation) if splits.validation is not None else None,
         metrics=recipe.metrics,
         agreement=Agreement(world, received, settings.checkpoint_every_minutes),
-        watch=_watch(request),
+        watch=_watch(request, splits),
         save=lambda _job, _name, _metric: {},
     )
     return job, splits, threads
@@ -163,8 +164,12 @@ def _load_data(request: Request, world: World) -> Splits:
     return world.on_every(lambda: first or load())
 
 
-def _watch(request: Request) -> Watch:
+def _watch(request: Request, splits: Splits) -> Watch:
     names = ["loss", *request.recipe.metrics]
+    if splits.validation is None:
+        for name in ("patience", "monitor"):
+            if getattr(request.settings, name) is not None:
+                raise UserError(f"--{name} needs validation data, and the recipe has none.")
     default = "accuracy" if "accuracy" in names else "loss"
     metric = request.settings.monitor or default
     if metric not in names:
@@ -282,8 +287,20 @@ def _start_record(request: Request, job: Job, path: Path, threads: int, resumed:
         "threads": threads,
         "parameters": sum(p.numel() for p in job.trainee.model.parameters()),
         "resumed": resumed is not None,
-        "notes": list(world.notes),
+        "notes": [*world.notes, *_notes(job, resumed=resumed is not None)],
     }
+
+
+def _notes(job: Job, *, resumed: bool) -> list[str]:
+    """Say which settings have no effect here, and where there is nothing left to do."""
+    notes = []
+    if job.settings.num_workers and isinstance(job.train, MemorySource):
+        notes.append("--num-workers has no effect: the data is held in memory.")
+    if job.settings.keep_top_k and job.validation is None:
+        notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
+    if resumed and job.position.step >= job.plan.total_steps:
+        notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")
+    return notes
 
 
 def _drive(job: Job, emit: Show, started_at: float) -> float | None:

@@ -105,6 +105,8 @@ class Settings:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise UserError(f"--{flag_name(name)} is {value}; it must be 0 or more.")
+        if self.threads is not None and self.threads > 1024:
+            raise UserError(f"--threads is {self.threads}; it must be 1024 or less.")
         if self.seed >= 2**63:
             raise UserError(f"--seed is {self.seed}; it must be below 2^63.")
         if self.lr_scaling != "none" and self.base_batch_size is None:

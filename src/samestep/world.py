@@ -92,7 +92,7 @@ class World:
                 outcome = (None, str(error))
         value, message = self.broadcast(outcome)
         if message is not None:
-            raise UserError(message)
+            raise UserError(message, on_all_ranks=True)
         return value  # type: ignore[no-any-return]
 
     def on_every(self, function: Callable[[], T]) -> T:
@@ -107,7 +107,7 @@ class World:
         if failures:
             rank, text = failures[0]
             alone = len(failures) < self.world_size
-            raise UserError(f"[rank {rank}] {text}" if alone else text)
+            raise UserError(f"[rank {rank}] {text}" if alone else text, on_all_ranks=True)
         return value  # type: ignore[return-value]
 
 

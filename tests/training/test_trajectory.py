@@ -113,19 +113,22 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def stop_and_resume(recipe: Path, folder: Path, before: int, after: int) -> Path:
+def stop_and_resume(
+    recipe: Path, folder: Path, before: int, after: int, *flags: str, nth: int = 15
+) -> Path:
     """Stop a run by SIGTERM to one rank within its second epoch or later, and go on with it."""
     run = folder / "run"
     if before > 1:
         tiny.set_pace(recipe, 0.02)  # so that the ranks meet before the run is over
-    fault = Fault("after a step", nth=15, signum=signal.SIGTERM, rank=before - 1)
+    fault = Fault("after a step", nth=nth, signum=signal.SIGTERM, rank=before - 1)
     stopped = tiny.start(
-        recipe, "--run-dir", str(run), faults=(fault,), world_size=before, folder=folder
+        recipe, "--run-dir", str(run), *flags, faults=(fault,), world_size=before, folder=folder
     )
     assert stopped.wait() == [128 + signal.SIGTERM] * before, stopped.output()
     *_, last = tiny.all_records(run)
     assert last["event"] == "stop"
-    assert 15 <= last["step"] < tiny.STEPS
+    assert nth <= last["step"]
+    assert last["reason"] == "SIGTERM"
     tiny.set_pace(recipe, 0)
     tiny.resume(run, world_size=after, folder=folder)
     return run
@@ -291,6 +294,22 @@ def test_early_stopping_ends_after_the_same_evaluation_on_any_ranks(recipe, tmp_
     losses = [r["loss"] for r in one if r.get("split") == "validation"]
     assert 3 <= len(losses) < 30
     assert len(losses) == first_stop(losses, patience=2, min_delta=0.01)
+
+
+def test_early_stopping_counts_on_over_a_resume(tmp_path):
+    """The evaluations before the stop count, so the run ends where it would have ended."""
+    recipe = tiny.write_recipe(tmp_path)
+    patient = ("--monitor", "loss", "--patience", "2", "--min-delta", "0.01", "--epochs", "20")
+    whole = tmp_path / "whole"
+    tiny.train(recipe, "--run-dir", str(whole), *patient, folder=tmp_path)
+    *_, stop = tiny.all_records(whole)
+    assert stop["reason"] == "early stopping"
+    # Stop in the last epoch, when all evaluations but the one that ends the run have been.
+    within = stop["step"] - 3
+    run = stop_and_resume(recipe, tmp_path, 1, 2, *patient, nth=within)
+    tiny.assert_same_training(run, whole)
+    *_, last = tiny.all_records(run)
+    assert last["reason"] == "early stopping"
 
 
 def first_stop(losses, patience, min_delta):

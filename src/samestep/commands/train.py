@@ -94,8 +94,8 @@ def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
     kinds: list[tuple[str, Any]] = [("command", Command), ("settings", Settings)]
     defaults: dict[str, Any] = {"command": Command(), "settings": start.settings()}
     if start.recipe.options:
-        kinds.append(("options", start.recipe.options))
-        defaults["options"] = start.options()
+        kinds.append(("recipe", start.recipe.options))
+        defaults["recipe"] = start.options()
     form = dataclasses.make_dataclass("Train", kinds, frozen=True)
     form.__doc__ = f"Train {start.recipe.name}: the same step on one process and on many."
     parsed = tyro.cli(
@@ -108,7 +108,7 @@ def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
     request = finish(
         start,
         parsed.settings,
-        getattr(parsed, "options", None),
+        getattr(parsed, "recipe", None),
         given=_given(flags),
         resume=parsed.command.resume,
     )

@@ -61,6 +61,7 @@ class Window:
             raise UserError(
                 f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g}). Training "
                 "stopped; the last good checkpoint is kept. Try a smaller --lr, --warmup-steps, "
-                "--clip-norm 1, or a wider --precision."
+                "--clip-norm 1, or a wider --precision.",
+                on_all_ranks=True,
             )
         return losses

@@ -1,0 +1,86 @@
+"""What a step draws at random depends on the seed, the step and the rank, and on nothing else."""
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Settings
+from samestep.data.batches import Block
+from samestep.training.optimizer import make_optimizer
+from samestep.training.step import EagerStep, Trainee
+from samestep.world import World
+
+
+class Drawing(nn.Module):
+    """A model that keeps what it drew, as dropout would."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.drawn = []
+
+    def forward(self, inputs):
+        self.drawn.append(float(torch.rand(())))
+        return inputs * self.weight
+
+
+def steps_of(rank=0, seed=1, batch_size=4, **told):
+    """Return a model, and a function that takes its n-th step."""
+    settings = Settings(optimizer="sgd", seed=seed, **told)
+    model = Drawing()
+    optimizer = make_optimizer(model.parameters(), settings, 0.5, torch.device("cpu"))
+    trainee = Trainee(
+        model=model, wrapped=model, optimizer=optimizer, scaler=None,
+        loss=lambda outputs, targets: (outputs - targets).square().mean(),
+    )  # fmt: skip
+    step = EagerStep(trainee, settings, World(rank=rank), batch_size)
+    block = Block(0, 1, torch.arange(4.0), torch.zeros(4), 4, 1.0, 4)
+    return model, lambda number: step(block, number, [0.5], want_norm=True)
+
+
+def drawn_at(number, **how):
+    model, take = steps_of(**how)
+    take(number)
+    return model.drawn
+
+
+def test_every_step_rank_and_seed_draws_its_own_numbers():
+    drawn = {
+        drawn_at(number, rank=rank, seed=seed)[0]
+        for number in range(10)
+        for rank in range(4)
+        for seed in range(3)
+    }
+    assert len(drawn) == 120
+
+
+def test_a_step_draws_the_same_whatever_was_drawn_before():
+    """So a resumed run draws what the uninterrupted one did, also on other data and workers."""
+    torch.manual_seed(1)
+    first = drawn_at(7)
+    torch.manual_seed(2)
+    torch.rand(100)
+    assert drawn_at(7) == first
+
+
+def test_each_micro_step_draws_anew():
+    assert len(set(drawn_at(0, batch_size=1))) == 4
+
+
+@pytest.mark.parametrize("batch_size", [4, 3, 2, 1])
+def test_a_step_of_any_micro_steps_is_gradient_descent_on_the_mean(batch_size):
+    """Loss w² mean(x²) = 3.5 w²: gradient 7 at w = 1, so the step of 0.5 leads to -2.5."""
+    model, take = steps_of(batch_size=batch_size)
+    result = take(0)
+    assert float(result.losses[0]) == pytest.approx(3.5)
+    assert float(result.grad_norms[0]) == pytest.approx(7)
+    assert float(model.weight) == pytest.approx(-2.5)
+
+
+def test_clipping_scales_the_gradient_down_to_the_norm_and_never_up():
+    model, take = steps_of(clip_norm=2.0)
+    assert float(take(0).grad_norms[0]) == pytest.approx(7)
+    assert float(model.weight) == pytest.approx(0, abs=1e-6)
+    model, take = steps_of(clip_norm=100.0)
+    take(0)
+    assert float(model.weight) == pytest.approx(-2.5)
