@@ -74,13 +74,13 @@ def test_a_step_of_any_micro_steps_is_gradient_descent_on_the_mean(batch_size):
     result = take(0)
     assert float(result.losses[0]) == pytest.approx(3.5)
     assert float(result.grad_norms[0]) == pytest.approx(7)
-    assert float(model.weight) == pytest.approx(-2.5)
+    assert model.weight.item() == pytest.approx(-2.5)
 
 
 def test_clipping_scales_the_gradient_down_to_the_norm_and_never_up():
     model, take = steps_of(clip_norm=2.0)
     assert float(take(0).grad_norms[0]) == pytest.approx(7)
-    assert float(model.weight) == pytest.approx(0, abs=1e-6)
+    assert model.weight.item() == pytest.approx(0, abs=1e-6)
     model, take = steps_of(clip_norm=100.0)
     take(0)
-    assert float(model.weight) == pytest.approx(-2.5)
+    assert model.weight.item() == pytest.approx(-2.5)

@@ -415,10 +415,10 @@ def _no_gradient_sync():
 
 def _same_data_on_every_rank():
     """Forget the DistributedSampler."""
-    from samestep.data import batches
+    from samestep.data import blocks
 
-    original = batches.share
-    batches.share = lambda positions, rank, world_size: original(positions, 0, world_size)
+    original = blocks.share
+    blocks.share = lambda positions, rank, world_size: original(positions, 0, world_size)
 
 
 def _sync_of_the_first_micro_step_alone():
@@ -447,11 +447,11 @@ def _micro_steps_not_averaged():
 
 def _order_seeded_by_rank():
     """Let each rank shuffle for itself, as with `seed + rank`."""
-    from samestep.data import batches
+    from samestep.data import memory
 
-    original = batches.epoch_order
+    original = memory.epoch_order
     rank = int(os.environ["RANK"])
-    batches.epoch_order = lambda num, seed, epoch: original(num, seed + rank, epoch)
+    memory.epoch_order = lambda num, seed, epoch: original(num, seed + rank, epoch)
 
 
 BUGS = [
