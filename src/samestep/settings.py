@@ -53,7 +53,7 @@ class Settings:
     warmup_steps: int = 0
     """Steps of a linear ramp up to the learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up, by step; cosine ends at 0 with the last step."""
+    """Learning rate after the warm-up, by step; cosine falls to 0 by the end."""
     clip_norm: float | None = None
     """Clip the gradient to this norm."""
 

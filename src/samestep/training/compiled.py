@@ -4,9 +4,10 @@ A small model spends its time between the operations, not in them. Compiling for
 backward, clipping and update together, for several steps at once, removes what lies between.
 """
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -74,7 +75,8 @@ class ModelStep(EagerStep):
             with torch.compiler.set_stance("force_eager"):
                 return super().__call__(block, step, lrs, want_norm=want_norm)
         before = time.perf_counter()
-        result = super().__call__(block, step, lrs, want_norm=want_norm)
+        with explained() if self._first else contextlib.nullcontext():
+            result = super().__call__(block, step, lrs, want_norm=want_norm)
         if self._first:
             self._first = False
             what = "the model's forward and backward; optimizer and all-reduce are not compiled"
@@ -106,7 +108,8 @@ class WholeStep(EagerStep):
             return self._graph.run(inputs, targets, lrs)
         before = time.perf_counter()
         self._graph = _Graph(self._trainee, self._settings, self._world.device)
-        result = self._graph.run(inputs, targets, lrs)
+        with explained():
+            result = self._graph.run(inputs, targets, lrs)
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
         self.notes.append(_note(what, block.num_steps, time.perf_counter() - before))
         return result
@@ -122,6 +125,22 @@ def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> in
     dues = (settings.eval_every_steps, settings.checkpoint_every_steps)
     limits = (full_steps, plan.total_steps, *(due for due in dues if due))
     return 1 << (max(1, min(_STEPS_PER_GRAPH, steps_per_block, *limits)).bit_length() - 1)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn what the compiler cannot do into a `UserError`; errors of the model itself pass."""
+    try:
+        yield
+    except Exception as error:
+        origin = type(error).__module__
+        if not origin.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise UserError(
+            f"--compile on: this model or loss cannot be compiled ({type(error).__name__}: "
+            f"{reason.strip()}). Use --compile off, or take out what depends on values of tensors."
+        ) from error
 
 
 def _note(what: str, steps: int, seconds: float) -> Record:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.data.blocks import Block, narrow
 from samestep.data.keys import mix, mix_next
+from samestep.errors import UserError
 from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.optimizer import Update, set_lr
@@ -51,6 +52,7 @@ class EagerStep:
         self._rank_seed = mix(settings.seed, world.rank)
         self.notes: list[Record] = []
         """Records of what was compiled, for the loop to yield."""
+        self._unchecked = world.world_size > 1
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
@@ -67,6 +69,8 @@ class EagerStep:
         for parameter in self._parameters:
             parameter.grad = None
         loss = self._backward(block)
+        if self._unchecked:
+            self._check_used()
         if scaler is not None:
             scaler.unscale_(trainee.optimizer)
         norm = self._clip(want_norm=want_norm)
@@ -99,6 +103,23 @@ class EagerStep:
             total = loss if total is None else total + loss
         assert total is not None
         return total / world_size if world_size > 1 else total
+
+    def _check_used(self) -> None:
+        """Check, after the first backward, that DDP will not wait for a gradient that never comes.
+
+        Raises:
+            UserError: the loss does not depend on a parameter that is to be trained.
+        """
+        self._unchecked = False
+        named = self._trainee.model.named_parameters()
+        unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        if unused:
+            raise UserError(
+                f"The loss does not depend on {', '.join(unused[:3])}"
+                f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}, so ranks would wait "
+                "for a gradient that never comes. Use these parameters in forward, or freeze them "
+                "with requires_grad_(False)."
+            )
 
     def _micro_step(self, inputs: Any, targets: Any, weight: float) -> Tensor:
         trainee = self._trainee
