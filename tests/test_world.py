@@ -87,14 +87,18 @@ def test_nccl_is_refused_for_a_single_process_too():
         find_world("cpu", "nccl", environment={})
 
 
-@pytest.mark.parametrize(("world_size", "warned"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("wanted", "world_size", "device", "warned"),
+    [("auto", 1, "mps", False), ("auto", 2, "cpu", True), ("mps", 2, "mps", True)],
+)
 def test_several_ranks_on_one_apple_gpu_are_told_that_nothing_is_gained(
-    monkeypatch, world_size, warned
+    monkeypatch, wanted, world_size, device, warned
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    world, _ = find_world(environment=launch_environment(0, world_size, 29500))
-    assert world.device.type == "mps"
+    world, _ = find_world(wanted, environment=launch_environment(0, world_size, 29500))
+    assert world.device.type == device
+    assert world.backend == ("gloo" if world_size > 1 else "none")
     assert any("one Apple GPU" in note for note in world.notes) == warned
 
 

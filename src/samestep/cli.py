@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise UserError(f"There is no verb {verb!r}.{hint} The verbs are: {', '.join(VERBS)}.")
         code: int = importlib.import_module(f"samestep.commands.{verb}").main(rest)
-    except UserError as error:
-        from samestep.failure import report  # noqa: PLC0415 - only when something has failed
-
-        return report(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # Python flushes once more at its end; there must be something to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        from samestep.failure import report  # noqa: PLC0415 - only when something has failed
+
+        return report(error)
     return code

@@ -42,6 +42,10 @@ MAY_CHANGE = frozenset(
 _DERIVED = ("batch_size", "global_batch_size")
 
 
+RECIPE_COPY = "recipe.py"
+"""A user's recipe file as it was when the run began, in the run's directory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What the user asked for: a recipe with its options, the settings, and whether to resume."""
@@ -95,7 +99,7 @@ def draft(target: str, config: Path | None = None) -> Draft:
                 f"{path} is for recipe {named[-1]!r}, and {source!r} was asked for. Name that "
                 "recipe, or take the key `recipe` out of the file."
             )
-    recipe = find_recipe(source)
+    recipe = _recipe_of_run(run, source) if run else find_recipe(source)
     if source.endswith(".py"):
         source = str(Path(source).resolve())
     layers: list[dict[str, object]] = [dict(recipe.settings)]
@@ -111,6 +115,14 @@ def draft(target: str, config: Path | None = None) -> Draft:
         options_layer=options,
         run=run,
     )
+
+
+def _recipe_of_run(run: Path, source: str) -> Recipe:
+    """Return a run's recipe: its file where it was, or the copy that the run keeps."""
+    kept = run / RECIPE_COPY
+    if source.endswith(".py") and not Path(source).is_file() and kept.is_file():
+        return dataclasses.replace(find_recipe(str(kept)), name=Path(source).stem)
+    return find_recipe(source)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -1,5 +1,12 @@
 """The one error that a user's mistake raises; the command line turns it into exit code 2."""
 
+import re
+
+# What a rank meets when another one is gone: an effect, never the cause.
+LOST_PEER = re.compile(
+    r"closed by peer|connection (reset|refused|was closed)|broken pipe|gloo|nccl", re.IGNORECASE
+)
+
 
 class UserError(Exception):
     """A mistake in what the user asked for or in where they asked for it.

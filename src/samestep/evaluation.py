@@ -14,7 +14,7 @@ from samestep.training import checkpoint
 from samestep.training.evaluate import evaluate
 from samestep.training.loop import evaluation_batch
 from samestep.training.precision import check_precision, data_dtype
-from samestep.training.state import check_recipe, load_model
+from samestep.training.state import check_recipe, load_model, seed_alike
 from samestep.training.threads import choose_threads
 from samestep.world import Device, World, choose_device
 
@@ -41,7 +41,7 @@ def evaluate_run(
     """
     if not is_run(path):
         raise UserError(f"{path} holds no run: there is no settings.toml in it.")
-    start = draft(str(path))
+    start = draft(str(path.resolve()))  # a run may be called like a recipe
     options = _with_data_dir(start.options(), data_dir, start.recipe.name)
     request = Request(recipe=start.recipe, source=start.source, options=options,
                       settings=start.settings())  # fmt: skip
@@ -52,13 +52,14 @@ def evaluate_run(
     settings, recipe = request.settings, request.recipe
     check_precision(settings.precision, world.device)
     dtype = data_dtype(settings.precision)
-    torch.manual_seed(settings.seed)
+    seed_alike(settings.seed)
     data = getattr(recipe.load_data(options), split)
     if data is None:
         raise UserError(f"Recipe {recipe.name} has no {split} data.")
+    seed_alike(settings.seed)
     model = recipe.build_model(options).to(device=world.device, dtype=dtype)
     load_model(model, state)
-    torch.set_num_threads(choose_threads(settings.threads, model, usable_cores(), 1))
+    torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     source = open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
                          num_workers=settings.num_workers)  # fmt: skip
     values = evaluate(

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from samestep.errors import UserError
+from samestep.errors import LOST_PEER, UserError
 from samestep.rank_log import RankLog
 
 PARENT = "SAMESTEP_PARENT"
@@ -27,11 +26,6 @@ STARTED_AT = "SAMESTEP_STARTED_AT"
 
 # A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all.
 _GRACE_S = 3.0
-# What a rank meets when another one is gone: never the cause, so never shown first.
-_LOST_PEER = re.compile(
-    r"closed by peer|connection (reset|refused|was closed)|broken pipe|gloo|nccl",
-    re.IGNORECASE,
-)
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
@@ -94,7 +88,7 @@ def _describe(error: BaseException, log: Path | None) -> str:
 def _is_lost_peer(error: BaseException) -> bool:
     name = type(error).__name__
     return name.startswith("Dist") or (
-        isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+        isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
     )
 
 

@@ -54,7 +54,11 @@ def finish_run(
               "step": job.position.step, **test, "problems": problems})  # fmt: skip
     emit({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
     if run is not None:
-        run.write_result(_result(request, job, status, test, first_step_s))
+        result = _result(request, job, status, test, first_step_s)
+        best = checkpoint.read_index(run.checkpoints).best
+        if best is not None:  # an evaluation may have been better where nothing was saved
+            result["best"] = {"metric": job.watch.metric, "value": best.metric, "epoch": best.epoch}
+        run.write_result(result)
     return Outcome(path=path, status=status, signum=job.signum)
 
 

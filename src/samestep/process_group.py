@@ -7,6 +7,7 @@
 The same script then runs alone, under torchrun, under srun and under mpirun.
 """
 
+import warnings
 from typing import Literal
 
 import torch
@@ -40,6 +41,9 @@ def setup_distributed(
     world, launch = find_world(device, backend)
     join(world, launch, timeout_s)
     _current = world
+    if world.is_main:
+        for note in world.notes:
+            warnings.warn(note, stacklevel=2)
     return world.rank, world.local_rank, world.world_size
 
 

@@ -6,6 +6,7 @@ A recipe says what to train in plain PyTorch. It knows nothing of ranks, devices
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 import traceback
@@ -79,6 +80,12 @@ class Recipe:
                     f"The recipe's settings name {key!r}, which is no setting. "
                     f"{nearest(key, known)}The settings are: {', '.join(sorted(known))}."
                 )
+        for key in ("model", "data"):
+            if isinstance(getattr(self, key), nn.Module) or not callable(getattr(self, key)):
+                raise UserError(
+                    f"Recipe({key}=…) takes a function that builds it, not "
+                    f"{type(getattr(self, key)).__name__}: write a function and pass its name."
+                )
         if self.options is not None:
             if not is_dataclass(self.options):
                 raise UserError("The recipe's options must be a dataclass, each field a default.")
@@ -91,11 +98,39 @@ class Recipe:
 
     def build_model(self, options: object) -> nn.Module:
         """Return the model that these options describe."""
-        return self.model(options) if self.options else self.model()
+        model = self._call("model", options)
+        if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+            raise UserError(
+                f"The recipe's model() returned {type(model).__name__}; it must be an nn.Module "
+                "with parameters to train."
+            )
+        return model
 
     def load_data(self, options: object) -> Splits:
         """Return the data that these options describe."""
-        return self.data(options) if self.options else self.data()
+        data = self._call("data", options)
+        if not isinstance(data, Splits):
+            raise UserError(
+                f"The recipe's data() returned {type(data).__name__}; it must be "
+                "Splits(train=…, validation=…, test=…)."
+            )
+        return data
+
+    def _call(self, name: str, options: object) -> Any:
+        """Call `model` or `data`; what its code gets wrong is told with the line it is in."""
+        function = getattr(self, name)
+        try:
+            return function(options) if self.options else function()
+        except UserError:
+            raise
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)[1:]
+            own = [f for f in frames if "site-packages" not in f.filename] or frames
+            where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+            raise UserError(
+                f"The recipe's {name}() failed: {type(error).__name__}: {error}{where}. It is "
+                f"called with {'the options' if self.options else 'no arguments'}."
+            ) from error
 
 
 def nearest(name: str, names: set[str] | list[str]) -> str:
@@ -119,6 +154,11 @@ def find_recipe(name: str) -> Recipe:
     if name.endswith(".py"):
         return _from_file(Path(name))
     if name not in recipe_names():
+        if "/" in name or os.sep in name:
+            raise UserError(
+                f"There is no run at {name}: no settings.toml is in it. Give the directory of a "
+                f"run, a recipe file ending in .py, or a recipe: {', '.join(recipe_names())}."
+            )
         raise UserError(
             f"There is no recipe {name!r}. {nearest(name, recipe_names())}"
             f"The recipes are: {', '.join(recipe_names())}; "

@@ -22,10 +22,10 @@ Record = dict[str, Any]
 
 # What is recorded of the environment. Everything else may hold a secret.
 _ALLOWED = re.compile(
-    r"(NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|SLURM|OMP|MKL|CUDA|OMPI_COMM_WORLD|PMI)_[A-Z0-9_]+"
+    r"(?!SLURM_SPANK)(NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|SLURM|OMP|MKL|CUDA|OMPI_COMM_WORLD|PMI)_[A-Z0-9_]+"
     r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|JWT")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|JWT")
 
 
 def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
@@ -51,7 +51,7 @@ class Run:
             self._events = _open_events(path / "events.jsonl")
         except OSError as error:
             raise cannot_write(path, error) from error
-        for torn in [*path.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
+        for torn in self.checkpoints.glob(".*.tmp"):
             torn.unlink(missing_ok=True)
 
     def append(self, record: Record) -> None:
@@ -146,8 +146,8 @@ def describe_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "cores_usable": usable_cores(),
-        "command": sys.argv,
+        "cores_usable": len(usable_cores()),
+        "command": _without_secrets(sys.argv),
         "variables": {
             name: value
             for name, value in sorted(environment.items())
@@ -156,11 +156,23 @@ def describe_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
+def _without_secrets(command: list[str]) -> list[str]:
+    """Return a command without the values of flags that are named like a secret."""
+    shown: list[str] = []
+    hides_next = False
+    for word in command:
+        name, equals, _value = word.partition("=")
+        secret = name.startswith("-") and bool(_SECRET.search(name.upper()))
+        shown.append("…" if hides_next else f"{name}=…" if secret and equals else word)
+        hides_next = secret and not equals
+    return shown
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def versions() -> dict[str, str]:

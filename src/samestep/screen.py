@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from samestep.run import Record
@@ -61,7 +62,9 @@ class Screen:
         nodes = f" on {_count(plan['num_nodes'], 'node')}" if plan["num_nodes"] > 1 else ""
         backend = f", {plan['backend']}" if plan["world_size"] > 1 else ""
         threads = f", {_count(plan['threads'], 'thread')} each" if plan["device"] == "cpu" else ""
-        parts = f"{plan['batch_size']} × {ranks} × {_count(plan['accumulate'], 'micro-step')}"
+        uneven = plan["batch_size"] * plan["world_size"] * plan["accumulate"]
+        most = "" if uneven == plan["global_batch_size"] else "at most "
+        parts = f"{most}{plan['batch_size']} × {ranks} × {_count(plan['accumulate'], 'micro-step')}"
         rows = {
             plan["recipe"]: f"{plan['parameters']:,} parameters, "
             f"{plan['num_samples']:,} training samples",
@@ -72,14 +75,14 @@ class Screen:
             "run": plan["run_dir"],
         }
         for note in plan["notes"]:
-            self._print(f"[yellow]note[/]    {note}")
+            self._print(f"[yellow]note[/]    {escape(note)}")
         for name, value in rows.items():
-            self._print(f"[bold]{name:<8}[/]{value}")
+            self._print(f"[bold]{escape(name):<7}[/] {escape(value)}")
         self._bar.update(self._task, total=plan["total_steps"], visible=True)
 
     def _show_resume(self, record: Record) -> None:
         for problem in record["problems"]:
-            self._print(f"[yellow]passed over[/] {problem}")
+            self._print(f"[yellow]passed over[/] {escape(problem)}")
         self._print(f"[bold]resume  [/]from {record['checkpoint']}, step {record['step']:,}")
 
     def _show_compile(self, record: Record) -> None:
@@ -111,14 +114,17 @@ class Screen:
 
     def _show_epoch(self, record: Record) -> None:
         self._epoch = record
+        if self._console.is_terminal:
+            self._bar.update(self._task, numbers="evaluating")
+            self._bar.refresh()
 
     def _show_evaluation(self, record: Record) -> None:
         values = {k: v for k, v in record.items() if k not in _NOT_METRICS and v is not None}
         if "accuracy" in values:
-            self._accuracy = f"accuracy {values['accuracy']:.4f}"
-        text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self._accuracy = f"val. accuracy {values['accuracy']:.4f}"
+        text = escape("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
         for problem in record.get("problems", []):
-            self._print(f"[yellow]passed over[/] {problem}")
+            self._print(f"[yellow]passed over[/] {escape(problem)}")
         if record["split"] == "validation":
             self._flush_epoch(f"  validation: {text}", at_step=record["step"])
 
@@ -153,9 +159,9 @@ class Screen:
         rows["run"] = str(path)
         self._print()
         for name, value in rows.items():
-            self._print(f"[bold]{name:<9}[/]{value}")
+            self._print(f"[bold]{name:<9}[/]{escape(value)}")
         if result["status"] == "stopped":
-            self._print(f"\nGo on from here with: samestep train {path} --resume")
+            self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
 
 
 _NOT_METRICS = {"event", "split", "epoch", "step", "samples", "checkpoint", "problems"}

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from samestep.config import Request, to_toml
+from samestep.config import RECIPE_COPY, Request, to_toml
 from samestep.data.batches import Source, open_source
 from samestep.data.memory import MemorySource
 from samestep.errors import UserError
@@ -27,7 +27,7 @@ from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
-from samestep.training.state import capture, restore, seed_rank
+from samestep.training.state import capture, restore, seed_alike, seed_rank
 from samestep.training.step import Trainee
 from samestep.training.stopping import Agreement, Received, Watch
 from samestep.training.threads import choose_threads
@@ -61,7 +61,7 @@ def run_session(
     path = world.on_main(lambda: _choose_path(request))
     job, splits, threads = _build(request, world, received)
     run = _open(path, world)
-    begin(path)
+    world.on_every(lambda: _begin(begin, path))
     begun = False
     try:
         resumed = _resume(request, job, path, world)
@@ -102,8 +102,7 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
     settings, recipe = request.settings, request.recipe
     check_precision(settings.precision, world.device)
     dtype = data_dtype(settings.precision)
-    torch.manual_seed(settings.seed)
-    seed_rank(settings.seed, world.rank)
+    seed_alike(settings.seed)
     splits = _load_data(request, world)
 
     def source(data: Any) -> Source:
@@ -111,10 +110,17 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
                            num_workers=settings.num_workers)  # fmt: skip
 
     train_source = source(splits.train)
-    plan = make_plan(settings, train_source.num_samples, world.world_size, resumed=request.resume)
-    torch.manual_seed(settings.seed)
-    model = recipe.build_model(request.options).to(device=world.device, dtype=dtype)
-    threads = choose_threads(settings.threads, model, usable_cores(), world.local_world_size)
+    num_samples = _agree_on_size(train_source, world)
+    plan = world.on_every(
+        lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
+    )
+    seed_alike(settings.seed)
+    model = world.on_every(lambda: recipe.build_model(request.options))
+    model.to(device=world.device, dtype=dtype)
+    seed_rank(settings.seed, world.rank)
+    cores = usable_cores()
+    neighbours = world.gather((world.node, cores)).count((world.node, cores))
+    threads = choose_threads(settings.threads, model, len(cores), neighbours)
     torch.set_num_threads(threads)
     compiles = what_compiles(settings, world, model)
     # Inside of what connects the ranks: DDP's own code breaks a graph that begins outside of it.
@@ -152,6 +158,18 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
     return job, splits, threads
 
 
+def _agree_on_size(source: Source, world: World) -> int:
+    """Return the number of training samples, once all ranks have the same."""
+    sizes = world.gather(source.num_samples)
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
+            "samestep shares it out.",
+            on_all_ranks=True,
+        )
+    return sizes[0]
+
+
 def _load_data(request: Request, world: World) -> Splits:
     """Load the data on every rank; where it may be downloaded, once a node and then by the rest."""
 
@@ -178,6 +196,16 @@ def _watch(request: Request, splits: Splits) -> Watch:
     if mode == "auto":
         mode = "min" if metric == "loss" else "max"
     return Watch(metric=metric, mode=mode)
+
+
+def _begin(begin: Callable[[Path], None], path: Path) -> None:
+    try:
+        begin(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be used here: {error.strerror}. The run directory must be on a file "
+            "system that all nodes share; choose it with --run-dir."
+        ) from error
 
 
 def _open(path: Path, world: World) -> Run | None:
@@ -258,6 +286,9 @@ def _emitter(run: Run | None, show: Show) -> Show:
 def _describe(run: Run, request: Request, job: Job, threads: int) -> None:
     world = job.world
     write_text(run.path / "settings.toml", to_toml(request, job.plan))
+    kept = run.path / RECIPE_COPY
+    if request.source.endswith(".py") and not kept.exists():
+        write_text(kept, Path(request.source).read_text(encoding="utf-8"))
     run.write_environment({
         "versions": versions(),
         "world_size": world.world_size,
@@ -287,17 +318,21 @@ def _start_record(request: Request, job: Job, path: Path, threads: int, resumed:
         "threads": threads,
         "parameters": sum(p.numel() for p in job.trainee.model.parameters()),
         "resumed": resumed is not None,
-        "notes": [*world.notes, *_notes(job, resumed=resumed is not None)],
+        "notes": [*world.notes, *_notes(request, job, path, resumed=resumed is not None)],
     }
 
 
-def _notes(job: Job, *, resumed: bool) -> list[str]:
+def _notes(request: Request, job: Job, path: Path, *, resumed: bool) -> list[str]:
     """Say which settings have no effect here, and where there is nothing left to do."""
     notes = []
     if job.settings.num_workers and isinstance(job.train, MemorySource):
         notes.append("--num-workers has no effect: the data is held in memory.")
     if job.settings.keep_top_k and job.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
+    kept = path / RECIPE_COPY
+    source = Path(request.source)
+    if kept.is_file() and source.is_file() and kept.read_bytes() != source.read_bytes():
+        notes.append(f"{source} has changed since the run began; {kept} is how it was.")
     if resumed and job.position.step >= job.plan.total_steps:
         notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")
     return notes

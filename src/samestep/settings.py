@@ -154,6 +154,8 @@ def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
                 merged.pop(other, None)
         if layer.get("global_batch_size") is not None and layer.get("accumulate") is None:
             merged.pop("accumulate", None)
+        if layer.get("optimizer", "sgd") != "sgd" and "momentum" not in layer:
+            merged.pop("momentum", None)  # it was meant for the optimizer of a layer below
         merged.update(layer)
     return merged
 

@@ -5,6 +5,7 @@ input, so that one path of code serves a laptop and a cluster.
 """
 
 import datetime as dt
+import gc
 import os
 import socket
 import sys
@@ -69,6 +70,11 @@ class World:
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # type: ignore[no-any-return]
+
+    def take_from_main(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with rank 0's, on every rank."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank."""
@@ -181,6 +187,9 @@ def find_world(
     notes = [launch.note] if launch.note else []
     if chosen.type == "mps" and launch.world_size > 1:
         notes.append("All ranks share the one Apple GPU of this machine: no parallelism is gained.")
+        if device == "auto":  # and Gloo cannot reduce what lies on it
+            notes.append("The ranks train on the CPU; --device mps insists.")
+            chosen = torch.device("cpu")
     world = World(
         rank=launch.rank,
         local_rank=launch.local_rank,
@@ -246,6 +255,7 @@ def leave(world: World) -> None:
     here would hold up the others for ever.
     """
     if world.world_size > 1:
+        gc.collect()  # a DDP model is part of a cycle, and must go before the group does
         dist.barrier()
         dist.destroy_process_group()
 

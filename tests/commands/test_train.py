@@ -394,10 +394,17 @@ def test_a_port_that_is_taken_is_named(here):
 
 def test_an_error_that_was_not_foreseen_says_where_it_arose(here):
     """Exit code 1; what is no mistake of the user's keeps its traceback, here in the log."""
-    (here / "bug.py").write_text(RECIPE.replace("nn.Linear(4, 2)", "nn.Linear(5, 2)"))
+    bug = (
+        "\n\ndef loss(outputs, targets):\n    if len(seen) == 3:\n        raise KeyError('lost')\n"
+    )
+    bug += "    seen.append(1)\n    return nn.functional.cross_entropy(outputs, targets)\n\n"
+    bug += "seen = []\n"
+    text = RECIPE.replace("\nrecipe = Recipe(", f"{bug}\nrecipe = Recipe(loss=loss, ")
+    (here / "bug.py").write_text(text)
     ranks = start("train", "bug.py", "--run-dir", "run", folder=here.parent / "outputs")
     assert ranks.wait() == [1]
-    assert "samestep: RuntimeError: mat1 and mat2 shapes" in ranks.printed(0)
+    assert "samestep: KeyError: 'lost'\n  at " in ranks.printed(0)
+    assert "bug.py:" in ranks.printed(0)
     assert "Traceback" not in ranks.printed(0)
     assert "Traceback" in (here / "run" / "rank-0.log").read_text()
     assert read_json(here / "run" / "result.json")["status"] == "failed"

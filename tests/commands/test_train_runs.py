@@ -68,6 +68,7 @@ def test_a_run_leaves_these_files_and_no_other(here, world_size):
     logs = {f"rank-{rank}.log" for rank in range(1, world_size)}
     assert left == checkpoints | logs | {
         *("settings.toml", "environment.json", "events.jsonl", "result.json", "run.lock"),
+        "recipe.py",
         *("checkpoints", "checkpoints/index.json"),
     }
 

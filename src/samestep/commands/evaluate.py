@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from samestep.evaluation import evaluate_run
 from samestep.world import Device
@@ -58,5 +59,5 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False)
     for name, value in result.items():
         shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-        console.print(f"[bold]{name:<12}[/]{shown}", soft_wrap=True)
+        console.print(f"[bold]{name:<12}[/]{escape(shown)}", soft_wrap=True)
     return 0

@@ -14,6 +14,7 @@ from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
 
 # Mean and standard deviation of MNIST's training pixels, as everyone normalises them.
+_SPLITS: tuple[Literal["train", "test"], ...] = ("train", "test")
 _MEAN, _STD = 0.1307, 0.3081
 
 
@@ -85,7 +86,7 @@ def data(options: MnistOptions) -> Splits:
     """Read the files; the images stay as they are stored, (samples, 28, 28) uint8."""
     folder = Path(options.data_dir)
     if options.download:
-        download("mnist", folder)  # files that are there and right are kept
+        _fetch(folder)
     images, labels = _read(folder, "train")
     validation, train = split_indices(
         len(images), (options.validation_fraction,), options.split_seed
@@ -95,6 +96,15 @@ def data(options: MnistOptions) -> Splits:
         validation=(images[validation], labels[validation]),
         test=_read(folder, "test"),
     )
+
+
+def _fetch(folder: Path) -> None:
+    """Download MNIST unless files of these names are there: they may be another data set's."""
+    try:
+        for split in _SPLITS:
+            read_images_and_labels(folder, split)
+    except UserError:
+        download("mnist", folder)
 
 
 def _read(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,10 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / "index.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Index)
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
+        if any(Path(entry.path).name != entry.path for entry in index.checkpoints):
+            raise msgspec.ValidationError("it names a file outside of the folder")
+        return index  # noqa: TRY300 - the checks belong together
     except FileNotFoundError:
         return Index()
     except msgspec.MsgspecError as error:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.batches import Source
+from samestep.errors import UserError
 from samestep.settings import Precision
 from samestep.training.precision import autocast
 from samestep.world import World
@@ -43,14 +44,21 @@ def evaluate(
     sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=home)
     was_training = model.training
     model.eval()
-    with torch.inference_mode():
+    with torch.no_grad():
         for inputs, targets in source.evaluation(batch_size):
             with autocast(precision, world.device):
                 outputs = model(inputs)
                 batch_loss = loss(outputs, targets)
             values = [metric(outputs, targets) for metric in metrics.values()]
+            for name, value in zip(metrics, values, strict=True):
+                if value.dim() != 1:
+                    raise UserError(
+                        f"The recipe's metric {name!r} returned shape {tuple(value.shape)}; it "
+                        "must be one value a sample, (batch,): sums and counts are reduced here.",
+                        on_all_ranks=True,
+                    )
             count = len(values[0]) if values else len(_first(targets))
-            sums[0] += batch_loss.to(home, torch.float64) * count
+            sums[0] += batch_loss.to(home).to(torch.float64) * count
             for place, value in enumerate(values, start=1):
                 sums[place] += value.to(home).sum(dtype=torch.float64)
             sums[-1] += count

@@ -1,5 +1,6 @@
 """The training loop: it yields records, and whoever calls it does with them what it likes."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from samestep.data.batches import Source
 from samestep.data.blocks import Block
+from samestep.errors import UserError
 from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.evaluate import evaluate
+from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.stopping import NOTHING, Agreed, Agreement, Watch
-from samestep.training.window import Window
+from samestep.training.window import REMEDIES, Window
 from samestep.world import World
 
 _PROGRESS_EVERY_S = 0.2
@@ -59,7 +62,6 @@ class Job:
     position: Position = field(default_factory=Position)
     loss_sum: float = 0.0
     """This rank's part of the sum of the sample losses of the running epoch."""
-    saved_step: int = -1
     stop_reason: str = ""
     signum: int = 0
 
@@ -234,7 +236,13 @@ def _end_of_epoch(job: Job) -> Iterator[Record]:
     }
     last = position.step >= plan.total_steps
     metric = None
-    if job.validation is not None and (last or number % settings.eval_every_epochs == 0):
+    evaluates = number % settings.eval_every_epochs == 0 or _due(
+        settings.eval_every_steps, position.step
+    )
+    saves = number % settings.checkpoint_every_epochs == 0 or _due(
+        settings.checkpoint_every_steps, position.step
+    )
+    if job.validation is not None and (last or evaluates):
         record, metric = _evaluate(job, job.validation)
         yield record
         _stop_early(job)
@@ -242,12 +250,13 @@ def _end_of_epoch(job: Job) -> Iterator[Record]:
         position.epoch, position.step_in_epoch = number, 0
         position.epoch_started_s = position.seconds
         job.loss_sum = 0.0
-    if last or job.stop_reason or number % settings.checkpoint_every_epochs == 0:
+    if last or job.stop_reason or saves:
         name = f"checkpoint_epoch_{number}.pt" if whole else f"checkpoint_step_{position.step}.pt"
         yield from _save(job, name, metric)
 
 
 def _evaluate(job: Job, source: Source) -> tuple[Record, float]:
+    share_buffers(job.trainee.model, job.world)
     values = evaluate(
         job.trainee.model,
         source,
@@ -257,11 +266,22 @@ def _evaluate(job: Job, source: Source) -> tuple[Record, float]:
         batch_size=evaluation_batch(job.plan.batch_size),
         precision=job.settings.precision,
     )
+    if not math.isfinite(values["loss"]):
+        raise _diverged(job, "The validation loss is NaN or infinite")
     epoch = job.position.epoch + 1
     job.watch = job.watch.after(values[job.watch.metric], epoch, job.settings.min_delta)
     record = {"event": "evaluation", "split": "validation", "epoch": epoch,
               "step": job.position.step, **values}  # fmt: skip
     return record, values[job.watch.metric]
+
+
+def _diverged(job: Job, what: str) -> UserError:
+    lr = learning_rate(job.plan, job.settings, job.position.step - 1)
+    return UserError(
+        f"{what} after step {job.position.step} (learning rate {lr:.3g}). Training stopped; the "
+        f"last good checkpoint is kept. {REMEDIES}",
+        on_all_ranks=True,
+    )
 
 
 def evaluation_batch(batch_size: int) -> int:
@@ -276,6 +296,10 @@ def _stop_early(job: Job) -> None:
 
 
 def _save(job: Job, name: str, metric: float | None) -> Iterator[Record]:
+    # A gradient can overflow in the very last step, whose own loss was still finite.
+    checks = [p.detach().isfinite().all() for p in job.trainee.model.parameters()]
+    if checks and not bool(torch.stack(checks).all()):
+        raise _diverged(job, "A weight is NaN or infinite")
     job.agreement.saved()
     yield job.save(job, name, metric)
 

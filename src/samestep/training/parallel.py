@@ -20,6 +20,16 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     )
 
 
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's buffers, as DDP does before each forward.
+
+    BatchNorm's statistics are those of each rank's samples; without this an evaluation would be of
+    as many models as there are ranks.
+    """
+    for buffer in model.buffers():
+        world.take_from_main(buffer)
+
+
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return the context of a micro-step that is not the last of its step: gradients add up."""
     if isinstance(wrapped, DistributedDataParallel):

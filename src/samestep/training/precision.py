@@ -42,5 +42,9 @@ def check_precision(precision: Precision, device: torch.device) -> None:
     """
     if device.type == "mps" and precision == "fp64":
         raise UserError("--precision fp64: Apple GPUs have no float64. Use --device cpu.")
-    if device.type == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported():
+    if (
+        device.type == "cuda"
+        and precision == "bf16"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise UserError("--precision bf16: this GPU has no bfloat16. Use fp16 or fp32.")

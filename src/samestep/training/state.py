@@ -73,7 +73,6 @@ def restore(job: Job, recipe: str, state: dict[str, Any]) -> None:
         job.trainee.scaler.load_state_dict(state["scaler"])
     job.position = Position(**state["position"])
     job.watch = Watch(**state["watch"])
-    job.saved_step = job.position.step
     world = job.world
     if len(state["rng"]) == world.world_size:
         _set_rng_state(state["rng"][world.rank])
@@ -117,9 +116,18 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
     model.load_state_dict(saved)
 
 
+def seed_alike(seed: int) -> None:
+    """Seed every global generator the same on all ranks: for making the data and the model."""
+    torch.manual_seed(seed)
+    _seed_others(seed)
+
+
 def seed_rank(seed: int, rank: int) -> None:
     """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
-    drawn = mix(seed, rank)
+    _seed_others(mix(seed, rank))
+
+
+def _seed_others(drawn: int) -> None:
     random.seed(drawn)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(drawn & 0xFFFFFFFF)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.data.blocks import Block, narrow
 from samestep.data.keys import mix, mix_next
-from samestep.errors import UserError
+from samestep.errors import LOST_PEER, UserError
 from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.optimizer import Update, set_lr
@@ -52,6 +52,7 @@ class EagerStep:
         self._rank_seed = mix(settings.seed, world.rank)
         self.notes: list[Record] = []
         """Records of what was compiled, for the loop to yield."""
+        self._first = True
         self._unchecked = world.world_size > 1
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
@@ -123,7 +124,9 @@ class EagerStep:
 
     def _micro_step(self, inputs: Any, targets: Any, weight: float) -> Tensor:
         trainee = self._trainee
-        if self._casts:
+        if self._first:
+            loss = self._first_loss(inputs, targets)
+        elif self._casts:
             with autocast(self._settings.precision, self._world.device):
                 loss = trainee.loss(trainee.wrapped(inputs), targets)
         else:
@@ -132,6 +135,34 @@ class EagerStep:
             loss = loss * weight
         (loss if trainee.scaler is None else trainee.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _first_loss(self, inputs: Any, targets: Any) -> Tensor:
+        """Return the loss of the first batch, where what does not fit together shows itself.
+
+        Raises:
+            UserError: model, data and loss do not fit, or the loss is not a scalar.
+        """
+        self._first = False
+        trainee = self._trainee
+        try:
+            with autocast(self._settings.precision, self._world.device):
+                loss = trainee.loss(trainee.wrapped(inputs), targets)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if self._world.world_size > 1 and LOST_PEER.search(str(error)):
+                raise
+            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            raise UserError(
+                "The recipe's model or loss failed on the first batch, with inputs "
+                f"{_describe(inputs)} and targets {_describe(targets)} on this rank: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if loss.dim() != 0:
+            raise UserError(
+                f"The recipe's loss returned shape {tuple(loss.shape)}; it must be a scalar, the "
+                "mean over the samples of the batch."
+            )
+        return loss
 
     def _clip(self, *, want_norm: bool) -> Tensor | None:
         if self._settings.clip_norm is not None:
@@ -152,3 +183,11 @@ class EagerStep:
             torch.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
         else:
             torch.manual_seed(drawn)
+
+
+def _describe(tree: Any) -> str:
+    """Return shapes and types of the tensors of a tree, for a message."""
+    leaves = torch.utils._pytree.tree_leaves(tree)  # noqa: SLF001
+    return ", ".join(
+        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves
+    )

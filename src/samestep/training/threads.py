@@ -6,16 +6,16 @@ from torch import nn
 _SMALL_PARAMETERS = 1_000_000
 
 
-def choose_threads(wanted: int | None, model: nn.Module, cores: int, local_world_size: int) -> int:
+def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours: int) -> int:
     """Return the threads of one rank.
 
     A small model without convolutions computes on one thread: it is as fast, and a busy neighbour
     on the machine then slows it little, where two threads that wait for each other slow down
-    many times over. Others share the cores of the node evenly.
+    many times over. Others share their cores evenly with the ranks that have the same ones.
     """
     if wanted is not None:
         return wanted
-    return 1 if is_small(model) else max(1, cores // local_world_size)
+    return 1 if is_small(model) else max(1, cores // neighbours)
 
 
 def is_small(model: nn.Module) -> bool:

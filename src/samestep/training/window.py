@@ -10,6 +10,7 @@ from samestep.errors import UserError
 from samestep.world import World
 
 _LONGEST = 1024
+REMEDIES = "Try a smaller --lr, --warmup-steps, --clip-norm 1, or a wider --precision."
 
 
 class Window:
@@ -60,8 +61,7 @@ class Window:
             step = -int(self._world.reduce(latest, "max"))
             raise UserError(
                 f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g}). Training "
-                "stopped; the last good checkpoint is kept. Try a smaller --lr, --warmup-steps, "
-                "--clip-norm 1, or a wider --precision.",
+                f"stopped; earlier checkpoints are kept. {REMEDIES}",
                 on_all_ranks=True,
             )
         return losses
