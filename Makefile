@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # One exact version: an open range would let pip choose a build for other hardware.
 TORCH ?= torch==2.13.0
-# The benchmarks' peers use torchvision; without its dependencies, lest it brings another torch.
+# The benchmarks' peers use torchvision: without its dependencies, lest it brings another torch, and
+# in a folder of its own, since beside a CPU build of torch it breaks whatever imports it.
 TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
 
@@ -19,7 +20,7 @@ $(VENV)/.ready: pyproject.toml
 
 $(VENV)/.ready-bench: $(VENV)/.ready
 	$(BIN)/pip install --quiet --editable '.[bench]'
-	$(BIN)/pip install --quiet --no-deps "$(TORCHVISION)"
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchvision "$(TORCHVISION)"
 	touch $@
 
 train: $(VENV)/.ready ## set up, train the spiral recipe, show the result

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def torchvision_transform() -> Callable[[Image.Image], Tensor]:
     then fails at import where it describes them. No transform uses them, so names that are missing
     are declared first.
     """
+    sys.path.append(str(Path(sys.prefix) / "torchvision"))  # where `make bench` puts it
     package = importlib.util.find_spec("torchvision")
     if package is None or package.origin is None:
         raise SystemExit("this peer needs torchvision: see TORCHVISION in the Makefile")
