@@ -67,7 +67,7 @@ def make_step(
 class ModelStep(EagerStep):
     """Steps of a model whose forward and backward are compiled; the rest is as it was."""
 
-    _first = True
+    _to_compile = True
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take one step; odd sizes run uncompiled rather than compile another graph."""
@@ -75,10 +75,10 @@ class ModelStep(EagerStep):
             with torch.compiler.set_stance("force_eager"):
                 return super().__call__(block, step, lrs, want_norm=want_norm)
         before = time.perf_counter()
-        with explained() if self._first else contextlib.nullcontext():
+        with explained() if self._to_compile else contextlib.nullcontext():
             result = super().__call__(block, step, lrs, want_norm=want_norm)
-        if self._first:
-            self._first = False
+        if self._to_compile:
+            self._to_compile = False
             what = "the model's forward and backward; optimizer and all-reduce are not compiled"
             self.notes.append(_note(what, 0, time.perf_counter() - before))
         return result
