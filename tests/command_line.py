@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,13 @@ def run(
 
 def end_with_first_failure(ranks: Ranks) -> int:
     """Stop all ranks once one has failed, as torchrun does; return the failed rank's exit code."""
-    until = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < until:
-        codes = [process.exitcode for process in ranks.processes]
-        failed = [code for code in codes if code]
-        if failed or None not in codes:
-            break
-        time.sleep(0.01)
+    failed: list[int] = []
+    while not failed and (running := [p for p in ranks.processes if p.exitcode is None]):
+        assert wait([process.sentinel for process in running], TIMEOUT_S), ranks.output()
+        failed = [process.exitcode for process in ranks.processes if process.exitcode]
     if len(ranks.processes) > 1:
-        time.sleep(AGENT_LOOKS_EVERY_S)  # what a rank prints by then is seen by the user
+        # Not for an event: what a rank prints until the agent looks is what its user sees.
+        time.sleep(AGENT_LOOKS_EVERY_S)
     for process in ranks.processes:
         process.terminate()
     ranks.wait()

@@ -106,7 +106,7 @@ def until(condition: Callable[[], bool], ranks: Ranks | None = None) -> None:
         if ranks is not None:
             codes = [process.exitcode for process in ranks.processes]
             assert codes == [None] * len(codes) or condition(), f"{codes}\n{ranks.output()}"
-        time.sleep(0.001)
+        time.sleep(0.001)  # another process's files change without an event to await
 
 
 def num_records(run: Path) -> int:

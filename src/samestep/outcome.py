@@ -23,8 +23,6 @@ class Outcome:
     """How an execution ended."""
 
     path: Path
-    status: str
-    """"completed" or "stopped"."""
     signum: int
     """The signal that stopped it, or 0."""
 
@@ -59,7 +57,7 @@ def finish_run(
         if best is not None:  # an evaluation may have been better where nothing was saved
             result["best"] = {"metric": job.watch.metric, "value": best.metric, "epoch": best.epoch}
         run.write_result(result)
-    return Outcome(path=path, status=status, signum=job.signum)
+    return Outcome(path=path, signum=job.signum)
 
 
 def _test(request: Request, job: Job, data: Any, path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -168,11 +168,9 @@ def start_command(recipe: Path, run: Path) -> subprocess.Popen[str]:
          "--nproc", "2", "--max-steps", "2000"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while num_records(run) < 6 or not (run / "checkpoints" / "index.json").exists():
-        assert parent.poll() is None, parent.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    index = run / "checkpoints" / "index.json"
+    until(lambda: parent.poll() is not None or (num_records(run) >= 6 and index.exists()))
+    assert parent.poll() is None, parent.communicate()[0]
     return parent
 
 
