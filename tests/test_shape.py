@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 # A module may import modules of its own row and of the rows above it, never of a row below.
 ROWS = [
     ["errors", "version"],
-    ["launch", "files", "settings", "rank_log"],
+    ["early", "launch", "files", "settings", "rank_log"],
     ["world", "run", "recipe", "failure"],
     ["data"],
     ["recipes"],
@@ -27,6 +27,7 @@ ROWS = [
     ["config", "process_group", "ranks", "screen"],
     ["outcome"],
     ["session", "evaluation"],
+    ["slurm"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -44,7 +45,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 
-PACKAGES = {"commands", "data", "recipes", "training"}
+PACKAGES = {"commands", "data", "recipes", "slurm", "training"}
 
 
 def modules() -> dict[str, ast.Module]:

@@ -14,6 +14,7 @@ VERBS = {
     "train": "train a recipe, a recipe file, or go on with a run",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "data": "download data sets, verified by hash",
+    "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",
 }
 
 _HELP = """\
@@ -49,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     # Threads that spin while they wait take the core from the one they wait for as soon as
     # anything else runs here: measured with one neighbour, a step took 4 to 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if verb == "train":
+        from samestep.early import hold_warning  # noqa: PLC0415 - other verbs end by it at once
+
+        hold_warning()
     try:
         if verb not in VERBS:
             import difflib  # noqa: PLC0415

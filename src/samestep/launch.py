@@ -82,6 +82,13 @@ def detect_launch(environment: Environment) -> Launch:
     return Launch()
 
 
+def binds_gpus(environment: Environment) -> bool:
+    """Whether Slurm shows each task GPUs of its own (`--gpus-per-task`, `--gpu-bind`)."""
+    bound = environment.get("SLURM_GPU_BIND_TYPE") or environment.get("SLURM_GPU_BIND") or "none"
+    per_task = any(environment.get(f"SLURM_{n}") for n in ("GPUS_PER_TASK", "NTASKS_PER_GPU"))
+    return per_task or "none" not in bound
+
+
 def expand_node_list(node_list: str) -> list[str]:
     """Write out Slurm's short form of host names: `gpu[01-02],login` is gpu01, gpu02, login."""
     malformed = UserError(

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from samestep.early import held_warning
 from samestep.failure import PARENT, STARTED_AT, print_error
 
 
@@ -23,6 +24,8 @@ def start_ranks(num_ranks: int, arguments: list[str], started_at: float) -> int:
     # The agent's own accounts of a failure are for its developers; ours follows. This process
     # does nothing else, so nothing else is silenced.
     logging.disable(logging.CRITICAL)
+    if held_warning():
+        return 128 + held_warning()  # no rank has begun, so none has to be told
     os.environ[PARENT] = str(os.getpid())
     os.environ[STARTED_AT] = str(started_at)
     # The ranks choose their threads themselves; torchrun would set 1 with a warning.

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import UserError
-from samestep.launch import Launch, detect_launch
+from samestep.launch import Launch, binds_gpus, detect_launch
 
 T = TypeVar("T")
+Store = dist.Store
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
 
@@ -76,6 +77,22 @@ class World:
         if self.world_size > 1:
             dist.broadcast(tensor, src=0)
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with its sum over all ranks: an all-reduce and nothing else."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+
+    def exchange(self, tensor: Tensor, partner: int) -> Tensor:
+        """Return the tensor that another rank gives for this one; both call it, same shape."""
+        received = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, partner),
+            dist.P2POp(dist.irecv, received, partner),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank."""
         if self.world_size == 1:
@@ -118,7 +135,12 @@ class World:
 
 
 def choose_device(
-    wanted: Device, local_rank: int, *, cuda: int | None = None, mps: bool | None = None
+    wanted: Device,
+    local_rank: int,
+    *,
+    cuda: int | None = None,
+    mps: bool | None = None,
+    one_each: bool = False,
 ) -> torch.device:
     """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU.
 
@@ -127,6 +149,7 @@ def choose_device(
         local_rank: this process among those of its node.
         cuda: number of CUDA devices here; asked of torch if not given.
         mps: whether Apple's GPU is here; asked of torch if not given.
+        one_each: whether the launcher shows each rank a GPU of its own, which is then number 0.
 
     Raises:
         UserError: the device asked for is absent, or the node has fewer GPUs than ranks.
@@ -149,6 +172,8 @@ def choose_device(
     if wanted == "mps" and not has_mps:
         raise UserError("--device mps: there is no Apple GPU here. Use --device auto or cpu.")
     if wanted == "cuda" or (wanted == "auto" and num_gpus):
+        if one_each and num_gpus == 1:
+            return torch.device("cuda", 0)
         if local_rank >= num_gpus:
             raise UserError(
                 f"Local rank {local_rank} has no GPU: {num_gpus} visible on this node. Start as "
@@ -182,7 +207,8 @@ def find_world(
 ) -> tuple[World, Launch]:
     """Return the world that the environment describes, not joined yet, and how it was launched."""
     launch = detect_launch(environment)
-    chosen = choose_device(device, launch.local_rank)
+    one_each = launch.launcher == "srun" and binds_gpus(environment)
+    chosen = choose_device(device, launch.local_rank, one_each=one_each)
     connects = choose_backend(backend, chosen)  # also for one rank: what cannot be is refused
     notes = [launch.note] if launch.note else []
     if chosen.type == "mps" and launch.world_size > 1:
@@ -205,13 +231,42 @@ def find_world(
     return world, launch
 
 
-def join(world: World, launch: Launch, timeout_s: float = 600.0) -> None:
+def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun's agent listens behind the master address, so that rank 0 must not."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(launch: Launch, timeout_s: float) -> Store:
+    """Return the key-value store behind the master address, which rank 0, or an agent, serves.
+
+    With it ranks can talk before they join, and find out who is missing.
+
+    Raises:
+        RuntimeError: it could not be served, or not be reached in time.
+    """
+    store = dist.TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        world_size=launch.world_size,
+        is_master=launch.rank == 0 and not agent_serves(),
+        timeout=dt.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    # Under torchrun it holds others' keys, and this job may have been started anew.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"samestep/{attempt}", store)
+
+
+def join(
+    world: World, launch: Launch, timeout_s: float = 600.0, store: Store | None = None
+) -> None:
     """Connect this rank with the others; at world size 1 there is nothing to do.
 
     Args:
         world: this rank, as `find_world` returned it.
         launch: where rank 0 listens.
         timeout_s: seconds that a collective waits for the slowest rank.
+        store: what `open_store` returned, if this rank has already opened it.
 
     Raises:
         UserError: the port is taken, or rank 0 cannot be reached.
@@ -227,7 +282,8 @@ def join(world: World, launch: Launch, timeout_s: float = 600.0) -> None:
     try:
         dist.init_process_group(
             backend,
-            init_method="env://",
+            init_method="env://" if store is None else None,
+            store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=dt.timedelta(seconds=timeout_s),

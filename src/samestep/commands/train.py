@@ -171,7 +171,9 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
             request, world, received=received, show=screen.show, begin=log.move_to,
             started_at=started_at,
         )  # fmt: skip
-    leave(world)
+    # Before the ranks part: a launcher may end all with the first that leaves with a signal's code.
     if world.is_main:
         screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
+        sys.stdout.flush()
+    leave(world)
     return 128 + outcome.signum if outcome.signum else 0

@@ -10,6 +10,7 @@ from types import FrameType
 
 import torch
 
+from samestep.early import held_warning
 from samestep.world import World
 
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -27,7 +28,7 @@ class Received:
 @contextmanager
 def catch_signals() -> Iterator[Received]:
     """Turn SIGTERM, SIGUSR1 and the first SIGINT into a request; a second SIGINT ends at once."""
-    received = Received()
+    received = Received(held_warning())
 
     def remember(signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGINT and received.signum == signal.SIGINT:

@@ -1,0 +1,97 @@
+"""`samestep slurm logs`: rank 0's screen, or any rank's log, also while it grows."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from samestep.errors import UserError
+from samestep.slurm.queue import Queued, find, find_job
+
+_EXAMPLES = """
+examples:
+  samestep slurm logs 1234 --follow
+  samestep slurm logs runs/ID --rank 3
+"""
+_LOOK_EVERY_S = 0.5
+_ASK_EVERY_S = 5.0  # Slurm's controller serves everybody
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Show what a job printed."""
+
+    job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
+    """The job's number, or the run directory."""
+    rank: int = 0
+    """Whose output; rank 0's is the job's log."""
+    follow: Annotated[bool, FlagCreatePairsOff] = False
+    """Go on showing until the job has ended."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    try:
+        command = tyro.cli(Command, prog="samestep slurm logs", args=arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            sys.stdout.write(_EXAMPLES)
+        raise
+    job, run = find(command.job)
+    path, prefix = _file(command.rank, job, run)
+    waits = job is not None and not job.ended
+    if not path.is_file() and not (waits and command.follow):
+        if job is not None and job.state in ("PENDING", "CONFIGURING"):
+            sys.stdout.write(f"Job {job.job} is pending ({job.reason}): it has no log yet.\n")
+            return 0
+        raise UserError(f"There is no log {path}.{_ranks(run)}")
+    _show(path, prefix, job if command.follow else None)
+    return 0
+
+
+def _file(rank: int, job: Queued | None, run: Path | None) -> tuple[Path, str]:
+    """Return a rank's log file, and what its lines begin with if it is shared with others."""
+    log = job.log if job else None
+    if log is None and run is not None:
+        log = max(run.glob("slurm-*.out"), key=lambda p: p.stat().st_mtime, default=None)
+    if rank == 0 and log is not None:
+        return log, ""
+    if run is None:
+        raise UserError("This job was not submitted by samestep: it has one log for all ranks.")
+    own = run / f"rank-{rank}.log"
+    # srun labels the lines of a user's script, whose ranks share the job's log.
+    is_script = not own.is_file() and not (run / "settings.toml").is_file()
+    return (log, f"{rank}: ") if is_script and log is not None and log.is_file() else (own, "")
+
+
+def _ranks(run: Path | None) -> str:
+    found = sorted(run.glob("rank-*.log")) if run else []
+    return f" The run has {', '.join(path.name for path in found)}." if found else ""
+
+
+def _show(path: Path, prefix: str, job: Queued | None) -> None:
+    """Print a file; with a job, go on until that has ended."""
+    asked = time.monotonic()
+    position = 0
+    while True:
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(position)
+                text = file.read()
+                position = file.tell()
+            lines = text.decode(errors="replace").splitlines(keepends=True)
+            sys.stdout.write("".join(line.removeprefix(prefix) for line in lines
+                                     if line.startswith(prefix)))  # fmt: skip
+            sys.stdout.flush()
+        if job is None:
+            return
+        if time.monotonic() - asked > _ASK_EVERY_S or job.state == "PENDING":
+            asked = time.monotonic()
+            now = find_job(job.job)
+            job = now if now is not None and not now.ended else None  # read once more, then end
+        else:
+            time.sleep(_LOOK_EVERY_S)

@@ -1,0 +1,143 @@
+"""`samestep slurm status`: the queue's state and the training's, side by side."""
+
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from samestep.slurm.progress import Progress, read_progress
+from samestep.slurm.queue import Queued, find, my_jobs
+
+_EXAMPLES = """
+examples:
+  samestep slurm status
+  samestep slurm status 1234 --json
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Show jobs: what the queue says and how far the training has come."""
+
+    job: Annotated[Positional[str | None], arg(metavar="JOB|RUN")] = None
+    """A job's number or a run directory; without it, all your jobs that samestep submitted."""
+    json: Annotated[bool, FlagCreatePairsOff] = False
+    """Print JSON."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    try:
+        command = tyro.cli(Command, prog="samestep slurm status", args=arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            sys.stdout.write(_EXAMPLES)
+        raise
+    pairs: list[tuple[Queued | None, Path | None]]
+    pairs = [find(command.job)] if command.job else [(job, job.run) for job in my_jobs()]
+    rows = [(job, run, read_progress(run) if run else None) for job, run in pairs]
+    if command.json:
+        table = [_json(*row) for row in rows]
+        sys.stdout.write(json.dumps(table[0] if command.job else table, indent=2) + "\n")
+    elif command.job:
+        for name, value in details(*rows[0]).items():
+            Console(highlight=False).print(f"[bold]{name:<8}[/] {escape(value)}", soft_wrap=True)
+    elif not rows:
+        sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
+    else:
+        Console().print(_table(rows))
+    return 0
+
+
+def details(job: Queued | None, run: Path | None, progress: Progress | None) -> dict[str, str]:
+    """Return what is told of one job, name by name."""
+    rows: dict[str, str] = {}
+    if job is not None:
+        waits = f" ({job.reason})" if job.state == "PENDING" else ""
+        nodes = f" on {job.nodes}" if job.nodes else ""
+        rows["job"] = f"{job.job}, {job.name}: {job.state}{waits}{nodes}"
+        if job.state == "PENDING" and job.starts_at not in ("Unknown", "N/A"):
+            rows["starts"] = job.starts_at
+        limit = _duration(job.limit_s) if job.limit_s else "no limit"
+        rows["time"] = f"{_duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
+    else:
+        rows["job"] = "Slurm knows it no more (it forgets a job some minutes after its end)"
+    if progress is None:
+        rows["training"] = "has not begun"
+    else:
+        rows |= _training(job, progress)
+    if run is not None:
+        rows["run"] = str(run)
+    return rows
+
+
+def _training(job: Queued | None, progress: Progress) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    if progress.total_steps:
+        loss = f", loss {progress.loss:.4f}" if progress.loss is not None else ""
+        rows["training"] = (
+            f"epoch {progress.epoch}/{progress.epochs}, "
+            f"step {progress.step:,}/{progress.total_steps:,}{loss}"
+        )
+        if progress.checkpoint_step is not None:
+            rows["saved"] = f"step {progress.checkpoint_step:,}"
+    if progress.status:
+        rows["ended"] = f"{progress.status} ({progress.why})"
+    elif progress.eta_s is not None:
+        rows["ETA"] = _duration(progress.eta_s) + _against_limit(job, progress.eta_s)
+    return rows
+
+
+def _against_limit(job: Queued | None, eta_s: float) -> str:
+    if job is None or job.limit_s is None:
+        return ""
+    left = max(0, job.limit_s - job.elapsed_s)
+    if eta_s <= left:
+        return f", within the {_duration(left)} that are left"
+    more = math.ceil((eta_s - left) / job.limit_s)
+    return f"; {_duration(left)} left, so {more} more start{'s' * (more > 1)}"
+
+
+def _table(rows: list[tuple[Queued | None, Path | None, Progress | None]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("job", "name", "state", "time", "step", "loss", "ETA", "starts"):
+        is_text = name in ("name", "state")
+        table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
+    for job, _run, progress in rows:
+        if job is None:
+            continue
+        p = progress or Progress()
+        percent = f" {p.step / p.total_steps:.0%}" if p.total_steps else ""
+        table.add_row(
+            str(job.job), escape(job.name), job.state, _duration(job.elapsed_s),
+            f"{p.step:,}{percent}", "" if p.loss is None else f"{p.loss:.4f}",
+            "" if p.eta_s is None or job.ended else _duration(p.eta_s), str(p.starts),
+        )  # fmt: skip
+    return table
+
+
+def _json(job: Queued | None, run: Path | None, progress: Progress | None) -> dict[str, object]:
+    queue = dataclasses.asdict(job) if job else None
+    if queue:
+        queue = {k: str(v) if isinstance(v, Path) else v for k, v in queue.items()}
+    return {
+        "queue": queue,
+        "training": dataclasses.asdict(progress) if progress else None,
+        "run": str(run) if run else None,
+    }
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,49 @@
+"""`samestep slurm verdict`: what job scripts ask once their ranks have ended."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional
+
+from samestep.slurm.queue import find_job
+from samestep.slurm.tools import has_slurm
+from samestep.slurm.verdict import decide, read_ending, read_restarts, settle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Say how a start of a job ended: one word on standard output, one line for the log."""
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The run directory."""
+    code: int
+    """Exit code of srun."""
+    told: str = ""
+    """The signal that came to the script."""
+    since: float = 0.0
+    """When this start began, in seconds since the epoch."""
+    kind: str = "recipe"
+    """recipe or script."""
+    restarts: int = 2
+    """Restarts in a row without a newer checkpoint after which the job gives up."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    command = tyro.cli(Command, prog="samestep slurm verdict", args=arguments)
+    number = int(os.environ.get("SLURM_JOB_ID", "0"))
+    job = find_job(number) if number and has_slurm() else None
+    ending = read_ending(
+        command.run, code=command.code, told=command.told, kind=command.kind,
+        since=command.since, log=job.log if job else None,
+    )  # fmt: skip
+    verdict = decide(ending, read_restarts(command.run, number), command.restarts)
+    settle(command.run, verdict, ending)
+    sys.stderr.write(f"samestep: {verdict.text}\n")
+    sys.stderr.flush()
+    sys.stdout.write(f"{verdict.word}\n")
+    return 0

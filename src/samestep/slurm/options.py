@@ -1,0 +1,177 @@
+"""What a user can say of a job: a frozen dataclass whose fields are flags and keys of `[slurm]`."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from tyro.conf import UseAppendAction
+
+from samestep.errors import UserError
+
+Words = Annotated[tuple[str, ...], UseAppendAction]
+
+# The forms of sbatch's --time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
+_TIME = re.compile(
+    r"(?:(?P<days>[0-9]+)-(?P<dhours>[0-9]+)(?::(?P<dminutes>[0-9]+)(?::(?P<dseconds>[0-9]+))?)?"
+    r"|(?:(?P<hours>[0-9]+):)?(?P<minutes>[0-9]+):(?P<seconds>[0-9]+)|(?P<only>[0-9]+))"
+)
+_AFTER = re.compile(r"(?P<job>[0-9]+(?:_[0-9]+)?)(?::(?P<how>ok|notok|any))?")
+_MEMORY = re.compile(r"[0-9]+[KMGT]?")
+_ENV = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|JWT", re.IGNORECASE)
+_SHORTEST_WARNING_S = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What a job asks of Slurm and how its ranks start."""
+
+    job_name: str | None = None
+    """Name in the queue; by default the recipe's or the script's."""
+    partition: str | None = None
+    """Partition; by default the cluster's own."""
+    account: str | None = None
+    """Account that pays for the job."""
+    qos: str | None = None
+    """Quality of service."""
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int = 0
+    """GPUs on each node; 0 asks for none."""
+    ntasks_per_node: int | None = None
+    """Ranks on each node; by default one for each GPU, or one."""
+    cpus_per_task: int | None = None
+    """Cores of each rank; by default what the cluster gives."""
+    mem: str | None = None
+    """Memory of each node: a number and K, M, G or T."""
+    time: str | None = None
+    """Time limit: minutes, HH:MM:SS or D-HH:MM:SS."""
+    output: str | None = None
+    """Log file, `%j` in it is the job's number; by default slurm-%j.out in the run directory."""
+    requeue: bool = True
+    """Go on by itself after the time limit, preemption or a failed node."""
+    signal_s: int = 120
+    """Seconds ahead of the time limit at which the ranks are told to save and end; Slurm may be up
+    to 60 s early."""
+    restarts: int = 2
+    """Restarts in a row without a newer checkpoint after which the job gives up."""
+    after: Words = ()
+    """Job that must have ended first: JOB, JOB:ok, JOB:notok or JOB:any. Repeatable."""
+    module: Words = ()
+    """Environment module to load. Repeatable."""
+    venv: str | None = None
+    """Virtual environment to enter; by default the one that this command runs in."""
+    conda: str | None = None
+    """Conda environment to enter, in place of a virtual environment."""
+    container: str | None = None
+    """Apptainer image in which the ranks run; samestep must be installed in it."""
+    env: Words = ()
+    """NAME=VALUE to set for the ranks. Repeatable."""
+    interface: str | None = None
+    """Network interface of the ranks' traffic, such as ib0."""
+    launcher: Literal["srun", "torchrun"] = "srun"
+    """What starts the ranks: srun each one, or one torchrun a node."""
+    max_restarts: int = 1
+    """Restarts of all ranks within one start of the job, with --launcher torchrun."""
+    sbatch: Words = ()
+    """One more option for sbatch as it stands, such as --sbatch=--constraint=a100. Repeatable."""
+
+    def __post_init__(self) -> None:
+        """Check what sbatch would refuse, and what it would take and misunderstand."""
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ntasks_per_node", 1),
+                            ("cpus_per_task", 1), ("restarts", 0), ("max_restarts", 0),
+                            ("signal_s", _SHORTEST_WARNING_S)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{_flag(name)} is {value}; it must be {least} or more.")
+        if self.time is not None:
+            limit_s = seconds(self.time)
+            if limit_s <= self.signal_s:
+                raise UserError(
+                    f"--time {self.time} is no longer than --signal-s {self.signal_s}: the ranks "
+                    "would be told to end before they begin. Ask for more time or warn later."
+                )
+        if self.mem is not None and not _MEMORY.fullmatch(self.mem):
+            raise UserError(
+                f"--mem {self.mem} should be a whole number with K, M, G or T, such as 64G."
+            )
+        if sum(place is not None for place in (self.venv, self.conda, self.container)) > 1:
+            raise UserError("Give one of --venv, --conda and --container, not several.")
+        self._check_words()
+
+    def _check_words(self) -> None:
+        for after in self.after:
+            dependency(after)
+        for assignment in self.env:
+            _check_assignment(assignment)
+        for option in self.sbatch:
+            if not option.startswith("-") or "\n" in option:
+                raise UserError(f"--sbatch {option!r} should be one option, such as --exclusive.")
+        for name in ("job_name", "partition", "account", "qos", "output", "interface"):
+            if "\n" in (getattr(self, name) or ""):
+                raise UserError(f"{_flag(name)} must be one line.")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks run on each node."""
+        return self.ntasks_per_node or self.gpus_per_node or 1
+
+
+def seconds(time: str) -> int:
+    """Return a time limit in seconds, from any form that sbatch's manual allows.
+
+    Raises:
+        UserError: it has none of these forms, or is zero.
+    """
+    match = _TIME.fullmatch(time)
+    found = (
+        {name: int(value) for name, value in match.groupdict().items() if value} if match else {}
+    )
+    total = (
+        found.get("days", 0) * 86400
+        + (found.get("dhours", 0) + found.get("hours", 0)) * 3600
+        + (found.get("dminutes", 0) + found.get("minutes", 0) + found.get("only", 0)) * 60
+        + found.get("dseconds", 0) + found.get("seconds", 0)
+    )  # fmt: skip
+    if total == 0:
+        raise UserError(
+            f"--time {time} cannot be read as a time limit. Write minutes (90), HH:MM:SS "
+            "(01:30:00), D-HH (2-12) or D-HH:MM:SS (2-12:00:00)."
+        )
+    return total
+
+
+def dependency(after: str) -> str:
+    """Return what sbatch calls a dependency: `12:notok` is afternotok:12.
+
+    Raises:
+        UserError: it is none.
+    """
+    match = _AFTER.fullmatch(after)
+    if match is None:
+        raise UserError(
+            f"--after {after} should be a job's number, or with :ok, :notok or :any behind it."
+        )
+    return f"after{match['how'] or 'ok'}:{match['job']}"
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """Return the name and the value of NAME=VALUE."""
+    match = _ENV.fullmatch(text)
+    assert match is not None
+    return match["name"], match["value"]
+
+
+def _check_assignment(text: str) -> None:
+    match = _ENV.fullmatch(text)
+    if match is None:
+        raise UserError(f"--env {text!r} should be NAME=VALUE.")
+    if _SECRET.search(match["name"]):
+        raise UserError(
+            f"--env {match['name']}=… looks like a secret, and the script is a file that others "
+            "may read. Export it in the shell that submits: Slurm passes the environment on."
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

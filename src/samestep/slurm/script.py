@@ -1,0 +1,283 @@
+"""The job script: text from a pure function of a frozen dataclass."""
+
+import shlex
+from dataclasses import dataclass, field
+from typing import Literal
+
+from samestep.slurm.options import JobOptions, assignment, dependency
+
+MARK = "samestep:"
+"""What a job's comment begins with; the run directory follows."""
+
+# Ranks import PyTorch for seconds before they can listen, and Slurm may warn right at the start.
+_LISTEN_S = 20
+_PORTS = (12000, 18000)  # first, how many; below 32768, from where Linux hands out ports itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that a job script says."""
+
+    options: JobOptions
+    name: str
+    """Name in the queue."""
+    title: str
+    """What it does, for the first comment."""
+    run: str
+    """Absolute path of the run directory."""
+    folder: str
+    """Absolute path of the directory that the command was typed in."""
+    command: tuple[str, ...]
+    """What each rank runs: words after the interpreter, such as ("-m", "samestep", …)."""
+    kind: Literal["recipe", "script"]
+    """Whether it is samestep's own training, or any script of the user's."""
+    python: str = "python"
+    """The interpreter, where no environment is entered that has its own."""
+    venv: str | None = None
+    """Absolute path of the virtual environment to enter."""
+    own: tuple[str, ...] = field(default=("samestep",))
+    """How the script calls samestep itself."""
+
+
+def write_script(job: Job) -> str:
+    """Return the text of the job script."""
+    parts = [_head(job), _signals(job), _place(job), _meet(), _start(job), _end(job)]
+    return "\n".join(parts)
+
+
+def _head(job: Job) -> str:
+    options = job.options
+    lines = {
+        "job-name": job.name,
+        "comment": MARK + job.run,
+        "chdir": job.folder,
+        "output": options.output or f"{job.run}/slurm-%j.out",
+        "open-mode": "append",
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "nodes": options.nodes,
+        "ntasks-per-node": 1 if options.launcher == "torchrun" else options.ranks_per_node,
+        "cpus-per-task": _cpus_per_task(options),
+        "gpus-per-node": options.gpus_per_node or None,
+        "mem": options.mem,
+        "time": options.time,
+        "signal": f"B:USR1@{options.signal_s}",
+        "dependency": ",".join(map(dependency, options.after)) or None,
+    }
+    directives = [f"#SBATCH --{k}={_in_directive(str(v))}" for k, v in lines.items() if v]
+    if options.after:
+        directives.append("#SBATCH --kill-on-invalid-dep=yes")
+    directives.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
+    directives += [f"#SBATCH {option}" for option in options.sbatch]
+    return "\n".join([
+        "#!/usr/bin/env bash",
+        f"# {job.title}",
+        "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
+        *directives,
+        "",
+    ])  # fmt: skip
+
+
+def _cpus_per_task(options: JobOptions) -> int | None:
+    if options.cpus_per_task is None or options.launcher == "srun":
+        return options.cpus_per_task
+    return options.cpus_per_task * options.ranks_per_node  # one torchrun has the cores of its ranks
+
+
+def _in_directive(value: str) -> str:
+    """Quote as sbatch reads it: a value with a space stands in double quotes."""
+    if not any(character in value for character in " \t\"'\\"):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _signals(job: Job) -> str:
+    listen_s = min(_LISTEN_S, job.options.signal_s // 2)
+    return f"""\
+run={shlex.quote(job.run)}  # the same over all restarts
+
+# Slurm sends USR1 ahead of the time limit, `samestep slurm cancel` sends USR2, and TERM says that
+# Slurm itself ends the job. The ranks are told; they finish their step, save, and end together.
+told='' step='' since=$(date +%s)
+running() {{ kill -0 "$step" 2>/dev/null; }}
+pass_on() {{
+  # Slurm may warn in the first second; the ranks must have come far enough to listen.
+  while ((SECONDS < began + {listen_s})) && running; do sleep 1; done
+  kill -s "$1" "$step" 2>/dev/null
+}}
+trap 'told=USR1; [[ -z $step ]] || pass_on USR1' USR1
+trap 'told=USR2; [[ -z $step ]] || pass_on TERM' USR2
+trap 'told=${{told:-TERM}}; [[ -z $step ]] || kill -s TERM "$step" 2>/dev/null' TERM
+"""
+
+
+def _place(job: Job) -> str:
+    options = job.options
+    lines = ["# The place: modules, environment, variables."]
+    lines += [f"module load {shlex.quote(name)} || exit 2" for name in options.module]
+    if job.venv:
+        activate = shlex.quote(f"{job.venv}/bin/activate")
+        lines += ["# shellcheck disable=SC1091  # it is on the cluster", f". {activate} || exit 2"]
+    if options.conda:
+        lines += [
+            "# shellcheck disable=SC1091  # it is on the cluster",
+            '. "$(conda info --base)/etc/profile.d/conda.sh" || exit 2',
+            f"conda activate {shlex.quote(options.conda)} || exit 2",
+        ]
+    lines.append(f"export SAMESTEP_RUN_DIR={shlex.quote(job.run)}")
+    lines.append(f"export OMP_NUM_THREADS={_threads(options)}  # the cores that a rank really has")
+    if options.interface:
+        name = shlex.quote(options.interface)
+        lines.append(f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}")
+    if options.gpus_per_node:
+        # A lost peer ends the job with a message instead of a hang.
+        lines.append("export TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
+    for name, value in map(assignment, options.env):
+        lines.append(f"export {name}={shlex.quote(value)}")
+    return "\n".join([*lines, ""])
+
+
+def _threads(options: JobOptions) -> str:
+    if options.cpus_per_task:
+        return str(options.cpus_per_task)
+    share = f"SLURM_CPUS_ON_NODE / {options.ranks_per_node}"
+    return f"$(({share} > 0 ? {share} : 1))"
+
+
+def _meet() -> str:
+    first, count = _PORTS
+    return f"""\
+# Where the ranks meet: the first node, by the address at which Slurm itself reaches it.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if [[ -z ${{MASTER_ADDR:-}} ]]; then
+  MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+fi
+export MASTER_ADDR=${{MASTER_ADDR:-$first}}
+export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # another for each job on a node
+"""
+
+
+def _start(job: Job) -> str:
+    options = job.options
+    words = ["srun", "--kill-on-bad-exit=1"]
+    if options.cpus_per_task:  # srun does not take it over from sbatch
+        words.append(f"--cpus-per-task={_cpus_per_task(options)}")
+    if job.kind == "script":
+        words.append("--label")
+    enter = []
+    if options.container:
+        nvidia = ["--nv"] if options.gpus_per_node else []
+        enter = ["apptainer", "exec", *nvidia, options.container]
+    what = _torchrun(job) if options.launcher == "torchrun" else _rank(job)
+    lines = [
+        "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
+        'echo "samestep: job $SLURM_JOB_ID, start $start, on $SLURM_JOB_NODELIST, $(date)"',
+        "began=$SECONDS",
+        *what.comments,
+        " \\\n  ".join([*_wrap(words), *_wrap([*enter, *what.words])]) + " &",
+        "step=$!",
+        "case $told in USR1) pass_on USR1 ;; ?*) pass_on TERM ;; esac  # it came before the ranks",
+        "",
+        "# A signal ends the waiting, not the ranks.",
+        'while running; do wait "$step"; done',
+        'wait "$step"',
+        "code=$?",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _What:
+    comments: list[str]
+    words: list[str]
+    """Each already quoted, or meant for the shell."""
+
+
+_SC2016 = "# shellcheck disable=SC2016  # each task's own shell fills these in"
+
+
+def _rank(job: Job) -> _What:
+    program = [*_python(job), *job.command]
+    if job.kind == "recipe":
+        return _What(["# One task for each rank."], [shlex.quote(w) for w in program])
+    inner = (
+        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+        f'LOCAL_WORLD_SIZE={job.options.ranks_per_node}; exec "$@"'
+    )
+    return _What(
+        ["# One task for each rank, with the variables that torchrun would set.", _SC2016],
+        ["bash", "-c", f"'{inner}'", "rank", *[shlex.quote(w) for w in program]],
+    )
+
+
+def _torchrun(job: Job) -> _What:
+    options = job.options
+    torchrun = (
+        ["torchrun"] if _has_own_python(job) else [*_python(job), "-m", "torch.distributed.run"]
+    )
+    launcher = [
+        *(shlex.quote(word) for word in torchrun),
+        '--nnodes="$SLURM_JOB_NUM_NODES"',
+        f"--nproc-per-node={options.ranks_per_node}",
+        '--rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID"',
+        "--rdzv-backend=c10d",
+        '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
+        f"--max-restarts={options.max_restarts}",
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        f"--shutdown-timeout={options.signal_s}",
+    ]
+    inner = " \\\n    ".join(["exec " + launcher[0], *launcher[1:], '"$@"'])
+    return _What(
+        [
+            "# One torchrun for each node; it starts the ranks, and all again when one fails.",
+            _SC2016,
+        ],
+        ["bash", "-c", f"'{inner}'", "torchrun", *[shlex.quote(w) for w in job.command]],
+    )
+
+
+def _has_own_python(job: Job) -> bool:
+    return bool(job.venv or job.options.conda or job.options.container)
+
+
+def _python(job: Job) -> list[str]:
+    return ["python"] if _has_own_python(job) else [job.python]
+
+
+def _wrap(words: list[str], width: int = 96) -> list[str]:
+    """Join words to lines of at most so many characters; a longer word has a line of its own."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _end(job: Job) -> str:
+    own = " ".join(shlex.quote(word) for word in job.own)
+    lines = [
+        "# Say how it ended, and whether it goes on.",
+        f'verdict=$({own} slurm verdict "$run" --code "$code" --told "$told" \\',
+        f'  --since "$since" --kind {job.kind} --restarts {job.options.restarts})',
+        "case $verdict in",
+        "  completed) code=0 ;;",
+    ]
+    if job.options.requeue:
+        lines += [
+            "  again)",
+            "    trap '' TERM  # the requeue ends this script, and one thing follows it",
+            '    scontrol requeue "$SLURM_JOB_ID" || exit "$code"',
+            "    # Slurm holds a requeued job back for two minutes, unless it is told not to.",
+            "    for _ in {1..20}; do",
+            '      scontrol update JobId="$SLURM_JOB_ID" StartTime=now && break',
+            "      sleep 1",
+            "    done",
+            "    ;;",
+        ]
+    lines += ['  cancelled) scancel "$SLURM_JOB_ID" ;;', "esac", 'exit "$code"', ""]
+    return "\n".join(lines)

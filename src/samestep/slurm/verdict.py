@@ -1,0 +1,175 @@
+"""How one start of a job ended, and whether it goes on: a pure function, and what it reads."""
+
+import json
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from samestep.files import write_text
+from samestep.run import is_run
+
+FILE = "slurm.json"
+"""In the run directory: what the restarts of its job have come to."""
+
+Word = Literal["completed", "again", "failed", "cancelled", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """What the job's script knows of its earlier starts."""
+
+    job: int = 0
+    restarts: int = 0
+    """Times that it asked to be started again."""
+    without_progress: int = 0
+    """How many of the latest in a row had no newer checkpoint."""
+    step: int = -1
+    """Step of the newest checkpoint when it last asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What is known once the ranks of one start have ended."""
+
+    code: int
+    """The exit code of srun."""
+    told: str
+    """The signal that came to the script: USR1, USR2, TERM or nothing."""
+    step: int | None
+    """Step of the newest announced checkpoint; None where the script is the user's own."""
+    stopped: bool
+    """Whether the run itself wrote that a signal stopped it."""
+    why: str
+    """What the ranks said, or what the exit code means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the script does next."""
+
+    word: Word
+    text: str
+    """The last line of the log."""
+    restarts: Restarts
+
+
+def decide(ending: Ending, before: Restarts, limit: int) -> Verdict:
+    """Return what follows: the end, another start, or neither because Slurm ends it anyway."""
+    at = f" at step {ending.step:,}" if ending.step and ending.step > 0 else ""
+    if ending.code == 0:
+        return Verdict(word="completed", text="completed.", restarts=before)
+    if ending.told == "USR2":
+        return Verdict(word="cancelled", text=f"cancelled by you; saved{at}.", restarts=before)
+    if ending.told == "TERM":
+        text = f"Slurm ended this start (preempted, requeued or cancelled); saved{at}."
+        return Verdict(word="ended", text=text, restarts=before)
+    signalled = ending.told == "USR1" or ending.stopped or ending.code in _STOPS
+    if ending.code == _MISTAKE and not signalled:
+        return Verdict(word="failed", text=f"failed: {ending.why}", restarts=before)
+    # A script of the user's shows no progress; one that a warning killed outright saved nothing.
+    progressed = ending.step > before.step if ending.step is not None else (
+        signalled and ending.code not in _STOPS)  # fmt: skip
+    count = 0 if progressed else before.without_progress + 1
+    if count > limit:
+        text = (
+            f"failed: {ending.why} Not started again: there was no newer checkpoint in "
+            f"{count} starts in a row."
+        )
+        return Verdict(word="failed", text=text, restarts=before)
+    restarts = Restarts(
+        job=before.job, restarts=before.restarts + 1, without_progress=count,
+        step=max(before.step, ending.step if ending.step is not None else -1),
+    )  # fmt: skip
+    cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
+    text = f"{cause}; the job goes on from the newest checkpoint (restart {restarts.restarts})."
+    return Verdict(word="again", text=text, restarts=restarts)
+
+
+_MISTAKE = 2
+_STOPS = frozenset({128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGINT})
+
+
+def read_ending(
+    run: Path, *, code: int, told: str, kind: str, since: float, log: Path | None
+) -> Ending:
+    """Read from the run directory how a start ended.
+
+    Args:
+        run: the run directory.
+        code: exit code of srun.
+        told: the signal that came to the script, or "".
+        kind: "recipe" or "script".
+        since: when the start began, in seconds since the epoch.
+        log: the job's log file, if it is known.
+    """
+    result = _json(run / "result.json")
+    index = _json(run / "checkpoints" / "index.json")
+    step = None
+    if kind == "recipe":
+        step = int((index.get("last") or {}).get("step", 0))
+    return Ending(
+        code=code, told=told, step=step,
+        # torchrun hides the ranks' exit codes; what an earlier start left does not count.
+        stopped=result.get("status") == "stopped"
+        and (run / "result.json").stat().st_mtime >= since,
+        why=_why(code, log),
+    )  # fmt: skip
+
+
+def settle(run: Path, verdict: Verdict, ending: Ending) -> None:
+    """Write down what was decided; a failed run gets its why in result.json."""
+    write_text(run / FILE, json.dumps(asdict(verdict.restarts), indent=2) + "\n")
+    result = _json(run / "result.json")
+    if verdict.word == "failed" and (is_run(run) or not result):
+        reason = str(result.get("reason", ""))
+        kept = reason if result.get("status") == "failed" and reason else f"failed: {ending.why}"
+        result |= {"status": "failed", "reason": kept, "exit_code": ending.code}
+        write_text(run / "result.json", json.dumps(result, indent=2) + "\n")
+
+
+def read_restarts(run: Path, job: int) -> Restarts:
+    """Return what is known of the restarts of a job; those of another job do not count."""
+    try:
+        found = msgspec.json.decode((run / FILE).read_bytes(), type=Restarts)
+    except (OSError, msgspec.MsgspecError):
+        return Restarts(job=job)
+    return found if found.job == job else Restarts(job=job)
+
+
+def _why(code: int, log: Path | None) -> str:
+    """Return what the ranks said last in this start, or what the exit code means."""
+    said = _last_message(log) if log is not None else ""
+    if said:
+        return said
+    if code == 128 + signal.SIGKILL:
+        return "a rank was killed by SIGKILL (out of memory?)."
+    if code > 128 and code - 128 in {int(number) for number in signal.Signals}:
+        return f"a rank was ended by {signal.Signals(code - 128).name}."
+    return f"the ranks ended with exit code {code}."
+
+
+def _last_message(log: Path) -> str:
+    """Return samestep's last message in the latest start of a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 65536))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = ""
+    for line in lines:
+        if line.startswith("samestep: "):
+            text = line.removeprefix("samestep: ")
+            found = "" if text.startswith("job ") else text
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
