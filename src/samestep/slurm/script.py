@@ -99,17 +99,17 @@ def _signals(job: Job) -> str:
 run={shlex.quote(job.run)}  # the same over all restarts
 
 # Slurm sends USR1 ahead of the time limit, `samestep slurm cancel` sends USR2, and TERM says that
-# Slurm itself ends the job. The ranks are told; they finish their step, save, and end together.
+# Slurm itself ends the job and has told the ranks. They finish their step, save, end together.
 told='' step='' since=$(date +%s)
 running() {{ kill -0 "$step" 2>/dev/null; }}
 pass_on() {{
   # Slurm may warn in the first second; the ranks must have come far enough to listen.
   while ((SECONDS < began + {listen_s})) && running; do sleep 1; done
-  kill -s "$1" "$step" 2>/dev/null
+  scancel --signal="$1" "$SLURM_JOB_ID"  # the ranks alone, not this script
 }}
 trap 'told=USR1; [[ -z $step ]] || pass_on USR1' USR1
 trap 'told=USR2; [[ -z $step ]] || pass_on TERM' USR2
-trap 'told=${{told:-TERM}}; [[ -z $step ]] || kill -s TERM "$step" 2>/dev/null' TERM
+trap 'told=${{told:-TERM}}' TERM
 """
 
 
@@ -270,13 +270,8 @@ def _end(job: Job) -> str:
     if job.options.requeue:
         lines += [
             "  again)",
-            "    trap '' TERM  # the requeue ends this script, and one thing follows it",
-            '    scontrol requeue "$SLURM_JOB_ID" || exit "$code"',
-            "    # Slurm holds a requeued job back for two minutes, unless it is told not to.",
-            "    for _ in {1..20}; do",
-            '      scontrol update JobId="$SLURM_JOB_ID" StartTime=now && break',
-            "      sleep 1",
-            "    done",
+            "    trap '' TERM  # the requeue ends this script too",
+            '    scontrol requeue "$SLURM_JOB_ID"  # Slurm waits two minutes, then starts it again',
             "    ;;",
         ]
     lines += ['  cancelled) scancel "$SLURM_JOB_ID" ;;', "esac", 'exit "$code"', ""]

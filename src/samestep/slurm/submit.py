@@ -111,6 +111,7 @@ def check_sizes(options: JobOptions) -> None:
     nodes = sum(int(row[1]) for row in mine)
     if options.nodes > nodes:
         raise UserError(f"--nodes {options.nodes}: partition {name} has {nodes} in all.")
+    _check_gpus(options, name, [row[4] for row in mine])
     cores = max(int(row[2].rstrip("+")) for row in mine)
     wanted = options.ranks_per_node * (options.cpus_per_task or 1)
     if wanted > cores:
@@ -119,7 +120,6 @@ def check_sizes(options: JobOptions) -> None:
             f" cores, and the largest node of partition {name} has {cores}. Lower "
             "--ntasks-per-node or --cpus-per-task."
         )
-    _check_gpus(options, name, [row[4] for row in mine])
     limit = mine[0][3]
     if options.time and limit not in ("infinite", "n/a") and seconds(options.time) > seconds(limit):
         raise UserError(f"--time {options.time}: partition {name} allows {limit}.")

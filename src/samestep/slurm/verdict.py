@@ -26,7 +26,7 @@ class Restarts:
     """Times that it asked to be started again."""
     without_progress: int = 0
     """How many of the latest in a row had no newer checkpoint."""
-    step: int = -1
+    step: int = 0
     """Step of the newest checkpoint when it last asked."""
 
 
@@ -81,7 +81,7 @@ def decide(ending: Ending, before: Restarts, limit: int) -> Verdict:
         return Verdict(word="failed", text=text, restarts=before)
     restarts = Restarts(
         job=before.job, restarts=before.restarts + 1, without_progress=count,
-        step=max(before.step, ending.step if ending.step is not None else -1),
+        step=max(before.step, ending.step or 0),
     )  # fmt: skip
     cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
     text = f"{cause}; the job goes on from the newest checkpoint (restart {restarts.restarts})."

@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> int:
         state = f" ({job.state})" if job else ""
         raise UserError(f"{command.job} has already ended{state}: there is nothing to cancel.")
     if command.now or job.run is None or job.state != "RUNNING":
-        call("scancel", str(job.job))
+        kill = ("--full", "--signal=KILL") if job.state == "RUNNING" and command.now else ()
+        call("scancel", *kill, str(job.job))
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
     # To the script alone: it tells the ranks, waits for them, and does not start again.

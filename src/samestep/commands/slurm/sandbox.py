@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
 def _described(now: Status) -> str:
     if not now.is_up and now.num_job_processes == 0 and not any(now.daemons.values()):
         return f"No sandbox is up in {now.folder}."
-    lines = [f"{'up' if now.is_up else 'not up: it is half gone, take it down'}\n"]
+    lines = [f"{'up' if now.is_up else 'half up: take it down'}\n"]
     for name, pid in now.daemons.items():
         runs = f"pid {pid}" if pid else "does not run"
         log = now.folder / "log" / f"{name}.log"

@@ -1,0 +1,243 @@
+"""Bring a sandbox up, look at it, take it down; lose one of its nodes and bring it back."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.errors import UserError
+from samestep.slurm.sandbox import daemons
+from samestep.slurm.sandbox.conf import check_folder, node_names, nodes_of
+from samestep.slurm.sandbox.files import (
+    export_line,
+    is_sandbox,
+    make_folder,
+    remove_files,
+    write_files,
+)
+from samestep.slurm.sandbox.processes import Process, end, find_processes, kill, wait_until
+
+NO_PROGRAMS = (
+    "A sandbox needs programs that are not here: {names}. On Debian or Ubuntu, "
+    "`apt install slurm-wlm munge` installs them; nothing of Slurm needs to be set up or started."
+)
+
+_IDLE_WITHIN_S = 30.0
+_BACK_WITHIN_S = 30.0
+_TERM_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What there is of a sandbox."""
+
+    folder: Path
+    """Holds all its files."""
+
+    daemons: dict[str, int | None]
+    """The process id of each daemon that should run, by its name; None if it does not run."""
+
+    nodes: dict[str, str]
+    """The state of each node, as `sinfo` names it; empty if the controller does not answer."""
+
+    num_job_processes: int
+    """How many processes of jobs there are, slurmstepd's included."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all daemons run and the controller answers."""
+        return bool(self.nodes) and None not in self.daemons.values()
+
+
+def up(folder: Path, *, nodes: int, cpus: int | None = None) -> Status:
+    """Start a Slurm of some nodes, all on this machine, and wait until every node is idle.
+
+    Args:
+        folder: for all its files; it is made, and readable by this user only.
+        nodes: how many, at least 1.
+        cpus: how many each node claims to have; None: the machine's, and at least 4.
+
+    Raises:
+        UserError: it is up already, or something that it needs is not there.
+        DaemonError: it did not come up; nothing is left running.
+    """
+    folder = folder.absolute().resolve()
+    cpus = max(4, os.cpu_count() or 1) if cpus is None else cpus
+    if nodes < 1 or cpus < 1:
+        raise UserError("A sandbox has at least one node (--nodes 1) of one CPU (--cpus 1).")
+    if missing := daemons.missing_programs():
+        raise UserError(NO_PROGRAMS.format(names=", ".join(missing)))
+    check_folder(folder, nodes=nodes)
+    make_folder(folder)
+    with _locked(folder):
+        _refuse_if_up(folder)
+        remove_files(folder)
+        write_files(folder, nodes=nodes, cpus=cpus)
+        try:
+            _start(folder, node_names(nodes))
+        except BaseException:  # also when the user has lost patience
+            _end_all(folder)
+            raise
+        return status(folder)
+
+
+def status(folder: Path) -> Status:
+    """Return what there is of the sandbox in a folder."""
+    folder = folder.absolute().resolve()
+    running = find_processes(folder)
+    by_part = {process.part: process.pid for process in running if process.is_daemon}
+    try:
+        nodes = nodes_of((folder / "slurm.conf").read_text())
+    except OSError:
+        nodes = []
+    expected = ["munged", "slurmctld", *nodes]
+    return Status(
+        folder=folder,
+        daemons={daemon: by_part.get(daemon) for daemon in expected},
+        # Without its controller or munged, Slurm's programs only wait.
+        nodes=daemons.node_states(folder) if by_part.keys() >= set(expected[:2]) else {},
+        num_job_processes=sum(process.is_of_job for process in running),
+    )
+
+
+def down(folder: Path) -> bool:
+    """Cancel all jobs, stop all daemons, and remove the sandbox's files.
+
+    It also clears away what is left of one that crashed.
+
+    Returns:
+        Whether there was anything to take down.
+
+    Raises:
+        UserError: a process could not be ended, or the folder is another user's.
+    """
+    folder = folder.absolute().resolve()
+    try:
+        is_there = folder.is_dir()
+    except PermissionError:
+        raise UserError(f"{folder} cannot be looked into: it is another user's.") from None
+    if not is_there:
+        return _end_all(folder)
+    with _locked(folder):
+        was_there = _end_all(folder)
+        if not is_sandbox(folder):
+            return was_there
+        remove_files(folder)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    return True
+
+
+def kill_node(folder: Path, node: str) -> None:
+    """Lose a node as if its power had failed: SIGKILL to its slurmd and to all that runs on it.
+
+    The controller notices in 15 to 20 s.
+    """
+    folder = folder.absolute().resolve()
+
+    def on_node() -> list[Process]:
+        return [process for process in find_processes(folder) if process.part == node]
+
+    # The daemons first, lest slurmstepd tells the controller how its tasks ended.
+    kill(sorted(on_node(), key=lambda process: not process.name.startswith("slurm")))
+    end(on_node, term_within_s=0)
+
+
+def start_node(folder: Path, node: str) -> None:
+    """Start the slurmd of a node that was lost, and wait until the node can run jobs again.
+
+    One that runs is left alone.
+
+    Raises:
+        UserError: the sandbox has no such node.
+        DaemonError: the node did not come back.
+    """
+    folder = folder.absolute().resolve()
+    now = status(folder)
+    if node not in now.daemons:
+        raise UserError(f"The sandbox in {folder} has no {node!r}, only {', '.join(now.nodes)}.")
+    if now.daemons[node] is not None:
+        return
+    started_at = time.time()
+    daemons.start_slurmd(folder, node)
+
+    def is_back() -> bool:
+        # The state alone may be that of the slurmd before, which the controller has not missed.
+        if daemons.registered_at(folder, node) < int(started_at):
+            return False
+        return daemons.node_states(folder).get(node) in ("idle", "mixed", "allocated")
+
+    if not wait_until(is_back, within_s=_BACK_WITHIN_S):
+        raise daemons.DaemonError(folder, node, f"{node} did not come back")
+
+
+def _start(folder: Path, nodes: list[str]) -> None:
+    daemons.start_munged(folder)
+    daemons.start_slurmctld(folder)
+    for node in nodes:
+        daemons.start_slurmd(folder, node)
+    idle = dict.fromkeys(nodes, "idle")
+    if not wait_until(lambda: daemons.node_states(folder) == idle, within_s=_IDLE_WITHIN_S):
+        states = daemons.node_states(folder)
+        guilty = next((node for node in nodes if states.get(node) != "idle"), "slurmctld")
+        state = states.get(guilty, "unknown")
+        raise daemons.DaemonError(folder, guilty, f"{guilty} is not idle but {state}")
+
+
+def _end_all(folder: Path) -> bool:
+    """End all processes of the sandbox; return whether there were any."""
+    found = find_processes(folder)
+    if not found:
+        return False
+    if {process.part for process in found if process.is_daemon} >= {"munged", "slurmctld"}:
+        # Those who wait for a job hear from Slurm that it is over.
+        jobs = daemons.ask(folder, "squeue", "--noheader", "--format=%A")
+        if jobs and jobs.split():
+            daemons.ask(folder, "scancel", "--quiet", *jobs.split())
+            wait_until(lambda: not _of_jobs(folder), within_s=_TERM_WITHIN_S)
+    if rest := end(lambda: find_processes(folder), term_within_s=_TERM_WITHIN_S):
+        names = ", ".join(f"{process.name} ({process.pid})" for process in rest)
+        raise UserError(f"These processes of the sandbox in {folder} do not end: {names}.")
+    return True
+
+
+def _of_jobs(folder: Path) -> list[Process]:
+    return [process for process in find_processes(folder) if process.is_of_job]
+
+
+def _refuse_if_up(folder: Path) -> None:
+    now = status(folder)
+    if now.is_up:
+        raise UserError(
+            f"A sandbox of {len(now.nodes)} nodes is up already in {folder}. To use it:\n"
+            f"{export_line(folder)}\n"
+            "`samestep slurm sandbox down` takes it down; --dir gives a second one its own folder."
+        )
+    if find_processes(folder):
+        gone = ", ".join(name for name, pid in now.daemons.items() if pid is None)
+        raise UserError(
+            f"The sandbox in {folder} is half up: {gone or 'its controller'} does not run. "
+            "`samestep slurm sandbox down` clears it away; then try again."
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a sandbox's folder while it changes.
+
+    Raises:
+        UserError: another process is at it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(
+            f"Another `samestep slurm sandbox` is at work in {folder}; wait for it to end."
+        ) from None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,177 @@
+"""Start the daemons of a sandbox, and ask Slurm's programs about it."""
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+from datetime import datetime
+from pathlib import Path
+
+from samestep.errors import UserError
+from samestep.slurm.sandbox.processes import MARK, MARK_DAEMON, wait_until
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel")
+_ADMIN_FOLDERS = "/usr/sbin:/usr/local/sbin:/sbin"
+_START_WITHIN_S = 20.0
+_ANSWER_WITHIN_S = 10.0
+_LOG_TAIL_LINES = 15
+
+# Below the ports that Linux gives to outgoing connections (32768 and up), so that a port is still
+# free when its daemon comes to it, and when a killed daemon comes back to it.
+_PORTS = range(12_000, 32_000)
+
+
+class DaemonError(UserError):
+    """A daemon did not come up; the message ends with what it logged."""
+
+    def __init__(self, folder: Path, daemon: str, what: str) -> None:
+        try:
+            lines = log_file(folder, daemon).read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        tail = "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:]) or "  (nothing)"
+        super().__init__(f"The sandbox did not come up: {what}. {daemon} logged last:\n{tail}")
+
+
+def missing_programs() -> list[str]:
+    """Return those of Slurm's and MUNGE's programs that a sandbox needs and that are not here."""
+    return [name for name in _PROGRAMS if _find(name) is None]
+
+
+def log_file(folder: Path, daemon: str) -> Path:
+    """Return where a daemon logs: munged, slurmctld, or a node's slurmd by the node's name."""
+    return folder / "log" / f"{daemon}.log"
+
+
+def start_munged(folder: Path) -> None:
+    """Start the daemon that signs what users and daemons say to each other; wait till it does.
+
+    Raises:
+        DaemonError: it did not come up.
+    """
+    at = folder / "munge"
+    # --force: munged wants a folder that nobody else can write to, up to the root of the disk.
+    _start(
+        folder, "munged", "munged", "--force", f"--socket={at}/socket", f"--key-file={at}/key",
+        f"--log-file={log_file(folder, 'munged')}", f"--pid-file={at}/pid",
+        f"--seed-file={at}/seed", "--origin=127.0.0.1",
+    )  # fmt: skip
+    if not wait_until(lambda: _listens(at / "socket"), within_s=_START_WITHIN_S):
+        raise DaemonError(folder, "munged", "munged does not answer")
+
+
+def start_slurmctld(folder: Path) -> None:
+    """Start the controller and wait until it answers.
+
+    Raises:
+        DaemonError: it did not come up.
+    """
+    _start(folder, "slurmctld", "slurmctld", "-f", f"{folder}/slurm.conf")
+    if not wait_until(
+        lambda: ask(folder, "scontrol", "ping") is not None, within_s=_START_WITHIN_S
+    ):
+        raise DaemonError(folder, "slurmctld", "slurmctld does not answer")
+
+
+def start_slurmd(folder: Path, node: str) -> None:
+    """Start the daemon of one node; it tells the controller of itself.
+
+    Raises:
+        DaemonError: it refused to start.
+    """
+    _start(folder, node, "slurmd", "-N", node, "-f", f"{folder}/slurm.conf")
+
+
+def ask(folder: Path, name: str, *arguments: str) -> str | None:
+    """Return what one of Slurm's programs said of the sandbox; None if it got no answer."""
+    program = _find(name)
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, *arguments], env=environment(folder), capture_output=True, text=True,
+            check=False, timeout=_ANSWER_WITHIN_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    return None if done.returncode else done.stdout
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return this process' environment as seen by the sandbox: no other cluster, job or step."""
+    others = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "PMI")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    return ours | {"SLURM_CONF": f"{folder}/slurm.conf"}
+
+
+def node_states(folder: Path) -> dict[str, str]:
+    """Return the state of each node, as `sinfo` names it; empty if the controller is silent.
+
+    A state that ends in `*` is that of a node whose slurmd does not answer.
+    """
+    said = ask(folder, "sinfo", "--noheader", "--Node", "--partition=debug", "--format=%N %T")
+    return dict(line.split(maxsplit=1) for line in (said or "").splitlines())
+
+
+def registered_at(folder: Path, node: str) -> float:
+    """Return when the slurmd started that last registered as a node, in whole seconds of Unix time.
+
+    It is 0 if none has, or the controller is silent.
+    """
+    said = ask(folder, "scontrol", "show", "node", node) or ""
+    found = re.search(r"SlurmdStartTime=(\d\S+)", said)
+    return datetime.fromisoformat(found[1]).astimezone().timestamp() if found else 0.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on now.
+
+    Raises:
+        UserError: there are not so many.
+    """
+    free: list[int] = []
+    for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as one:
+            try:
+                one.bind(("", port))  # on all addresses, as Slurm's daemons do
+            except OSError:
+                continue
+        free.append(port)
+        if len(free) == count:
+            return free
+    raise UserError(f"There are no {count} free ports between {_PORTS.start} and {_PORTS.stop}.")
+
+
+def _find(name: str) -> str | None:
+    """Return where a program is; daemons are often not on an ordinary user's PATH."""
+    return shutil.which(name) or shutil.which(name, path=_ADMIN_FOLDERS)
+
+
+def _start(folder: Path, daemon: str, name: str, *arguments: str) -> None:
+    program = _find(name)
+    if program is None:
+        raise UserError(f"{name} is not installed. `apt install slurm-wlm munge` brings it.")
+    marks = {MARK: str(folder), MARK_DAEMON: daemon}
+    # It goes on in the background by itself; what it says before that belongs in its log.
+    with log_file(folder, daemon).open("ab") as log:
+        try:
+            code = subprocess.run(
+                [program, *arguments], env=environment(folder) | marks, check=False, cwd=folder,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_START_WITHIN_S,
+                start_new_session=True,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise DaemonError(folder, daemon, f"{name} did not start in time") from None
+    if code:
+        raise DaemonError(folder, daemon, f"{name} stopped with exit code {code}")
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as one:
+        try:
+            one.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,29 @@
+"""A Slurm of two nodes for the tests of this folder: one for all, up in about a second."""
+
+import pytest
+
+from samestep.slurm.sandbox.cluster import down, up
+from tests.cluster.sandbox import RunningSandbox, reason_to_skip
+
+
+@pytest.fixture(scope="session")
+def sandbox(tmp_path_factory):
+    """Give a sandbox of two nodes of four CPUs; whoever kills a node starts it again."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("sandbox").resolve()
+    try:
+        now = up(folder, nodes=2, cpus=4)
+        yield RunningSandbox(folder=folder, nodes=tuple(now.nodes))
+    finally:
+        down(folder)
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """Give a folder for a sandbox of the test's own; what is up in it is taken down."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    folder = (tmp_path / "own").resolve()
+    yield folder
+    down(folder)

@@ -1,0 +1,132 @@
+"""Submit training to the sandbox as a user does, and look at what it left."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.run import read_records
+from tests.cluster.sandbox import FINAL, RunningSandbox, wait_for
+
+# 60 samples, 15 steps an epoch; PACE is the seconds of a step, read anew for each.
+RECIPE = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+PACE = Path(__file__).with_name("pace")
+
+def data():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(80, 4, generator=generator)
+    y = (x[:, 0] > 0).long()
+    return Splits(train=(x[:60], y[:60]), validation=(x[60:], y[60:]))
+
+def model():
+    return nn.Linear(4, 2)
+
+def loss(outputs, targets):
+    if PACE.exists():
+        time.sleep(float(PACE.read_text()))
+    return nn.functional.cross_entropy(outputs, targets)
+
+recipe = Recipe(model=model, data=data, loss=loss,
+                settings={"epochs": 4, "global_batch_size": 4, "log_every": 1, "seed": 3})
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job that `samestep slurm submit` handed in."""
+
+    sandbox: RunningSandbox
+    job: str
+    run: Path
+
+    @property
+    def log(self) -> str:
+        """What the job's log says so far."""
+        path = self.run / f"slurm-{self.job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, state: str, within_s: float = 90.0) -> None:
+        """Wait until the job is in a state; any other end fails."""
+        try:
+            self.sandbox.wait_for_state(self.job, state, within_s=within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from error
+
+    def wait_for_step(self, step: int, within_s: float = 60.0) -> None:
+        """Wait until the training has come to a step."""
+
+        def is_there() -> bool:
+            assert self.sandbox.state(self.job) not in FINAL, self.log
+            return any(r["event"] == "step" and r["step"] >= step for r in self.records())
+
+        wait_for(is_there, within_s=within_s)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the run's records as those of one uninterrupted run."""
+        return list(read_records(self.run)) if (self.run / "events.jsonl").exists() else []
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Return each step's number and loss."""
+        return [(r["step"], r["loss"]) for r in self.records() if r["event"] == "step"]
+
+    def all_records(self) -> list[dict[str, Any]]:
+        """Return every record that any start wrote."""
+        lines = (self.run / "events.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def result(self) -> dict[str, Any]:
+        """Return result.json."""
+        return json.loads((self.run / "result.json").read_text())
+
+    def weights(self) -> bytes:
+        """Return the model of the newest checkpoint, as bytes that can be compared."""
+        import torch
+
+        index = json.loads((self.run / "checkpoints" / "index.json").read_text())
+        path = self.run / "checkpoints" / index["last"]["path"]
+        model = torch.load(path, weights_only=True)["model"]
+        return b"".join(model[name].numpy().tobytes() for name in sorted(model))
+
+
+def write_recipe(folder: Path) -> Path:
+    """Write the recipe of these tests into a folder."""
+    path = folder / "tiny.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def set_pace(folder: Path, seconds: float | None) -> None:
+    """Let each step take this long from now on."""
+    path = folder / "pace"
+    if seconds is None:
+        path.unlink(missing_ok=True)
+    else:
+        path.with_suffix(".new").write_text(str(seconds))
+        path.with_suffix(".new").rename(path)
+
+
+def samestep(
+    sandbox: RunningSandbox, folder: Path, *words: str
+) -> subprocess.CompletedProcess[str]:
+    """Run samestep's command line in a folder, with the sandbox as its cluster."""
+    return subprocess.run(
+        [sys.executable, "-m", "samestep", *words], cwd=folder, env=sandbox.environment,
+        capture_output=True, text=True, check=False, timeout=90,
+    )  # fmt: skip
+
+
+def submit(sandbox: RunningSandbox, folder: Path, *words: str) -> Submitted:
+    """Submit a job; it must be taken."""
+    done = samestep(sandbox, folder, "slurm", "submit", *words)
+    assert done.returncode == 0, done.stderr
+    job, run = re.findall(r"^(?:job|run) +(\S.*)$", done.stdout, re.MULTILINE)
+    return Submitted(sandbox=sandbox, job=job, run=folder / run)

@@ -1,0 +1,138 @@
+"""A submitted job is the same training as the local command, on any nodes and tasks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.run import read_records
+from tests.cluster.jobs import samestep, set_pace, submit, write_recipe
+
+
+def local_losses(folder: Path) -> list[tuple[int, float]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", "train", "tiny.py", "--run-dir", "local"],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = read_records(folder / "local")
+    return [(r["step"], r["loss"]) for r in records if r["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    write_recipe(folder)
+    return local_losses(folder)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "launcher"),
+    [(1, 1, "srun"), (1, 2, "srun"), (2, 1, "srun"), (2, 2, "srun"),
+     (1, 1, "torchrun"), (1, 2, "torchrun"), (2, 1, "torchrun"), (2, 2, "torchrun")],
+)  # fmt: skip
+def test_a_job_completes_with_the_losses_of_the_local_run(
+    sandbox, tmp_path, local, nodes, tasks, launcher
+):
+    write_recipe(tmp_path)
+    job = submit(
+        sandbox, tmp_path, "tiny.py", "--nodes", str(nodes), "--ntasks-per-node", str(tasks),
+        "--launcher", launcher,
+    )  # fmt: skip
+    job.wait("COMPLETED")
+    result = job.result()
+    assert (result["status"], result["world_size"]) == ("completed", nodes * tasks)
+    start = job.records()[0]
+    assert (start["num_nodes"], start["launcher"]) == (nodes, launcher if nodes * tasks > 1 else
+                                                       start["launcher"])  # fmt: skip
+    losses = job.losses()
+    assert [step for step, _ in losses] == [step for step, _ in local]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in local], rel=1e-5)
+    assert job.log.splitlines()[-1] == "samestep: completed."
+    assert job.log.count("epoch 1 ") == 1
+
+
+def test_two_jobs_at_once_on_the_same_nodes_do_not_collide(sandbox, tmp_path, local):
+    write_recipe(tmp_path)
+    set_pace(tmp_path, 0.1)
+    size = ("--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1")
+    jobs = [submit(sandbox, tmp_path, "tiny.py", *size) for _ in range(2)]
+    for job in jobs:
+        job.wait_for_step(1)
+    assert {sandbox.state(job.job) for job in jobs} == {"RUNNING"}
+    set_pace(tmp_path, None)
+    for job in jobs:
+        job.wait("COMPLETED")
+        assert [loss for _, loss in job.losses()] == pytest.approx([v for _, v in local], rel=1e-5)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_any_script_runs_unchanged_with_the_variables_of_torchrun(sandbox, tmp_path, launcher):
+    (tmp_path / "mine.py").write_text(
+        "import os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')\n"
+        "print(*(os.environ[n] for n in names), os.environ['MASTER_ADDR'] != '', *sys.argv[1:])\n"
+    )
+    job = submit(
+        sandbox, tmp_path, "mine.py", "--nodes", "2", "--ntasks-per-node", "2",
+        "--launcher", launcher, "--", "--my-flag", "it's 1",
+    )  # fmt: skip
+    job.wait("COMPLETED")
+    said = sorted(line.split(": ", 1)[1] for line in job.log.splitlines() if "--my-flag" in line)
+    assert said == [f"{rank} 4 {rank % 2} 2 True --my-flag it's 1" for rank in range(4)]
+    if launcher == "srun":
+        shown = samestep(sandbox, tmp_path, "slurm", "logs", job.job, "--rank", "3").stdout
+        assert shown == "3 4 1 2 True --my-flag it's 1\n"
+
+
+def test_a_run_in_a_folder_with_spaces_and_quotes_completes(sandbox, tmp_path):
+    folder = tmp_path / 'it\'s a "place"'
+    folder.mkdir()
+    write_recipe(folder)
+    job = submit(sandbox, folder, "tiny.py", "--", "--epochs", "1")
+    job.wait("COMPLETED")
+    assert job.result()["status"] == "completed"
+
+
+def test_a_job_waits_for_the_one_it_comes_after(sandbox, tmp_path):
+    write_recipe(tmp_path)
+    set_pace(tmp_path, 0.1)
+    first = submit(sandbox, tmp_path, "tiny.py", "--", "--epochs", "1")
+    second = submit(sandbox, tmp_path, "tiny.py", "--after", first.job, "--", "--epochs", "1")
+    assert sandbox.field(second.job, "Reason") == "Dependency"
+    set_pace(tmp_path, None)
+    first.wait("COMPLETED")
+    second.wait("COMPLETED")
+
+
+def refused(sandbox, folder: Path, *words: str) -> str:
+    done = samestep(sandbox, folder, "slurm", *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("samestep: ") == 1
+    return done.stderr
+
+
+def test_what_the_cluster_cannot_give_is_refused_before_it_is_queued(sandbox, tmp_path):
+    write_recipe(tmp_path)
+    for words, says in [
+        (("--partition", "debgu"), "Did you mean 'debug'? The partitions are: debug, urgent."),
+        (("--nodes", "9"), "--nodes 9: partition debug has 2 in all."),
+        (("--ntasks-per-node", "50"), "the largest node of partition debug has 4"),
+        (("--gpus-per-node", "8"), "have no GPUs each"),
+    ]:
+        assert says in refused(sandbox, tmp_path, "submit", "tiny.py", *words)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_what_sbatch_refuses_is_shown_whole_with_the_line_it_means(sandbox, tmp_path):
+    write_recipe(tmp_path)
+    told = refused(sandbox, tmp_path, "submit", "tiny.py", "--after", "999999:any")
+    assert "sbatch: error: Batch job submission failed: Job dependency problem" in told
+    assert "#SBATCH --dependency=afterany:999999" in told
+
+
+def test_a_job_that_nobody_knows_is_refused_by_every_verb(sandbox, tmp_path):
+    for verb in ("status", "logs", "cancel"):
+        assert "Slurm knows no job 999999" in refused(sandbox, tmp_path, verb, "999999")

@@ -1,0 +1,286 @@
+"""The sandbox is a real Slurm: it runs, requeues, preempts, loses nodes, and leaves nothing."""
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.commands.slurm.sandbox import main
+from samestep.errors import UserError
+from samestep.slurm.sandbox import daemons
+from samestep.slurm.sandbox.cluster import down, kill_node, start_node, status, up
+from samestep.slurm.sandbox.processes import find_processes
+from tests.cluster.sandbox import RunningSandbox, wait_for
+
+SAY_WHERE = 'echo "$SLURM_PROCID $SLURMD_NODENAME $MASTER_ADDR"'
+
+
+def test_four_tasks_run_on_two_nodes_that_meet_on_this_machine(sandbox):
+    said = sandbox.run("srun", "-N2", "--ntasks-per-node=2", "bash", "-c", SAY_WHERE)
+    assert sorted(said.splitlines()) == [
+        "0 node1 127.0.0.1", "1 node1 127.0.0.1", "2 node2 127.0.0.1", "3 node2 127.0.0.1",
+    ]  # fmt: skip
+
+
+def test_a_master_address_that_is_set_is_kept(sandbox):
+    said = sandbox.run("srun", "-n1", "bash", "-c", SAY_WHERE, MASTER_ADDR="10.0.0.9")
+    assert said == "0 node1 10.0.0.9\n"
+
+
+def test_the_address_of_a_node_resolves(sandbox):
+    assert "NodeAddr=127.0.0.1" in sandbox.run("scontrol", "show", "node", "node2")
+
+
+def test_a_requeued_job_starts_again_within_seconds(sandbox, tmp_path):
+    job = sandbox.submit(tmp_path, "echo start ${SLURM_RESTART_COUNT-0}; srun sleep 60", "-n4")
+    sandbox.wait_for_state(job, "RUNNING")
+    wait_for((tmp_path / "out").exists)
+    sandbox.run("scontrol", "requeue", job)
+    sandbox.wait_for_state(job, "PENDING")
+    took_s = sandbox.wait_for_state(job, "RUNNING", within_s=30)
+    print(f"requeue: {took_s:.1f} s")
+
+    def starts() -> list[str]:  # Slurm says there too that the job was cancelled to be requeued
+        lines = (tmp_path / "out").read_text().splitlines()
+        return [line for line in lines if line.startswith("start")]
+
+    wait_for(lambda: starts() == ["start 0", "start 1"])
+    sandbox.run("scancel", job)
+    sandbox.wait_for_state(job, "CANCELLED")
+
+
+def test_the_script_is_warned_before_its_time_is_up(sandbox, tmp_path):
+    script = "trap 'echo warned; exit 0' USR1\necho ready\nsleep 300 & wait"
+    job = sandbox.submit(tmp_path, script, "--time=1", "--signal=B:USR1@60")
+    sandbox.wait_for_state(job, "COMPLETED")
+    assert (tmp_path / "out").read_text() == "ready\nwarned\n"
+
+
+def test_an_urgent_job_sends_others_back_to_the_queue(sandbox, tmp_path):
+    usual = sandbox.submit(tmp_path, "exec sleep 300", "-N2", "--exclusive")
+    sandbox.wait_for_state(usual, "RUNNING")
+    sandbox.run("srun", "--partition=urgent", "-N2", "true")
+    assert sandbox.field(usual, "Restarts") == "1"
+    sandbox.wait_for_state(usual, "RUNNING")
+    sandbox.run("scancel", usual)
+    sandbox.wait_for_state(usual, "CANCELLED")
+
+
+def test_a_killed_node_is_noticed_and_its_job_goes_on_when_it_is_back(sandbox, tmp_path):
+    job = sandbox.submit(tmp_path, "exec sleep 300", "-N2")
+    sandbox.wait_for_state(job, "RUNNING")
+    kill_node(sandbox.folder, "node2")
+    assert {process.part for process in find_processes(sandbox.folder)} >= {"node1", "slurmctld"}
+    assert not [p for p in find_processes(sandbox.folder) if p.part == "node2"]
+    try:
+        took_s = wait_for(lambda: "down" in daemons.node_states(sandbox.folder)["node2"])
+        print(f"node down: {took_s:.1f} s")
+        assert not status(sandbox.folder).is_up
+        assert sandbox.state(job) == "PENDING"
+    finally:
+        start_node(sandbox.folder, "node2")
+    sandbox.wait_for_state(job, "RUNNING")
+    sandbox.run("scancel", job)
+    sandbox.wait_for_state(job, "CANCELLED")
+    assert status(sandbox.folder).is_up
+
+
+def test_a_node_that_is_not_there_cannot_be_started(sandbox):
+    with pytest.raises(UserError, match="has no 'node7', only node1, node2"):
+        start_node(sandbox.folder, "node7")
+
+
+def test_after_a_crash_down_leaves_no_process_and_up_works_again(empty, tmp_path):
+    up(empty, nodes=2, cpus=2)
+    own = RunningSandbox(folder=empty, nodes=("node1", "node2"))
+    # One process keeps its environment, one drops it, one leaves its parent too.
+    own.submit(
+        tmp_path,
+        "sleep 30117 &\nenv -i sleep 30227 &\n"
+        "srun setsid bash -c 'trap : TERM; sleep 30337' &\nwait",
+        "-N2", "-n2",
+    )  # fmt: skip
+    wait_for(lambda: _sleepers() >= {"30117", "30227", "30337"})
+    for process in find_processes(empty):
+        if process.name in ("slurmctld", "munged"):
+            os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: status(empty).daemons["munged"] is None)
+    with pytest.raises(UserError, match=r"half up: munged, slurmctld does not run.*sandbox down"):
+        up(empty, nodes=2)
+    assert down(empty)
+    assert not _sleepers() & {"30117", "30227", "30337"}
+    assert not find_processes(empty)
+    assert not empty.exists()
+    assert up(empty, nodes=1).is_up
+
+
+def test_down_spares_processes_that_only_name_the_folder(empty):
+    up(empty, nodes=1)
+    waits = "import sys, time; print(1, flush=True); time.sleep(60)"
+    shell_of_salloc = {"SLURM_CONF": f"{empty}/slurm.conf", "SLURM_JOB_ID": "1"}
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", waits, f"{empty}/slurm.conf"],
+        env=os.environ | shell_of_salloc, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with bystander:
+        assert bystander.stdout.readline() == b"1\n"
+        # A stale file with the id of somebody else's process must not matter.
+        (empty / "state" / "slurmctld.pid").write_text(f"{bystander.pid}\n")
+        down(empty)
+        assert bystander.poll() is None
+        bystander.kill()
+
+
+def test_down_keeps_the_users_own_files(empty):
+    up(empty, nodes=1)
+    (empty / "slurm-1.out").write_text("mine")
+    down(empty)
+    assert [path.name for path in empty.iterdir()] == ["slurm-1.out"]
+
+
+def test_up_refuses_a_folder_with_other_files(empty):
+    empty.mkdir()
+    (empty / "state").mkdir()
+    with pytest.raises(UserError, match="holds files and is no sandbox"):
+        up(empty, nodes=1)
+    assert not down(empty)
+    assert (empty / "state").exists()
+
+
+def test_a_second_up_is_refused_and_shows_the_line(sandbox):
+    with pytest.raises(UserError, match="2 nodes is up already") as caught:
+        up(sandbox.folder, nodes=3)
+    assert f"\nexport SLURM_CONF={sandbox.folder}/slurm.conf\n" in str(caught.value)
+    assert status(sandbox.folder).is_up
+
+
+@pytest.mark.parametrize("numbers", [{"nodes": 0}, {"nodes": 2, "cpus": 0}])
+def test_a_sandbox_without_nodes_or_cpus_is_refused(empty, numbers):
+    with pytest.raises(UserError, match="at least one node"):
+        up(empty, **numbers)
+    assert not empty.exists()
+
+
+def test_missing_programs_are_named_with_what_installs_them(empty, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(daemons, "_ADMIN_FOLDERS", "/nowhere")
+    with pytest.raises(UserError, match=r"munged, slurmctld.*apt install slurm-wlm munge"):
+        up(empty, nodes=1)
+    assert not empty.exists()
+
+
+@pytest.mark.parametrize(("name", "daemon"), [("slurmd", "node1"), ("slurmctld", "slurmctld")])
+def test_a_daemon_that_fails_is_named_with_its_log_and_nothing_runs_on(
+    empty, tmp_path, monkeypatch, name, daemon
+):
+    fake = tmp_path / "bin" / name
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match=f"{name} stopped with exit code 3") as caught:
+        up(empty, nodes=2)
+    assert f"{daemon} logged last:\n  the disk is on fire" in str(caught.value)
+    assert not find_processes(empty)
+
+
+def test_a_node_that_never_comes_is_named_and_nothing_runs_on(empty, tmp_path, monkeypatch):
+    fake = tmp_path / "bin" / "slurmd"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho I would rather not\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("samestep.slurm.sandbox.cluster._IDLE_WITHIN_S", 0.5)
+    with pytest.raises(UserError, match=r"node1 is not idle but .*") as caught:
+        up(empty, nodes=1)
+    assert "I would rather not" in str(caught.value)
+    assert not find_processes(empty)
+
+
+def test_variables_of_another_cluster_do_not_matter(empty, monkeypatch):
+    for name, value in {"CONF": "/nowhere", "JOB_ID": "7", "PROCID": "1", "NTASKS": "9"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert up(empty, nodes=1).is_up
+    assert status(empty).is_up
+
+
+def test_the_command_prints_the_line_alone_if_told_and_its_exit_codes_say_what_is(empty, capsys):
+    at = ["--dir", str(empty)]
+    line = f"export SLURM_CONF={empty}/slurm.conf"
+    assert main(["status", *at]) == 1
+    assert f"No sandbox is up in {empty}" in capsys.readouterr().out
+    assert main(["up", "--nodes", "1", "--quiet", *at]) == 0
+    assert capsys.readouterr().out == f"{line}\n"
+    assert main(["status", *at]) == 0
+    shown = capsys.readouterr().out
+    assert line in shown.splitlines()
+    assert [row.split()[:2] for row in shown.splitlines() if row.startswith("node")] == [
+        ["node1", "idle"]
+    ]
+    assert main(["down", *at]) == 0
+    assert main(["down", *at]) == 0
+    assert f"No sandbox is up in {empty}" in capsys.readouterr().out
+    assert main(["up", "--nodes", "1", *at]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_the_sandbox_of_an_ordinary_user_needs_no_root(tmp_path_factory):
+    if os.getuid():
+        pytest.skip("this user is no root: every other test here shows the same")
+    packages = Path(shutil.__file__).parent  # of the standard library
+    python = Path("/usr/bin/python3.11") if str(packages).startswith("/root") else sys.executable
+    if not Path(python).exists():
+        pytest.skip(f"an ordinary user cannot read {sys.executable}; apt install python3.11")
+    nobody = pwd.getpwnam("nobody")
+    home = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
+    os.chown(home, nobody.pw_uid, nobody.pw_gid)
+    site = Path(pytest.__file__).parent.parent
+    source = Path(daemons.__file__).parents[3]
+    script = f"""
+        set -e
+        cd {home}
+        sandbox() {{
+            {python} -c 'import sys
+from samestep.commands.slurm.sandbox import main
+sys.exit(main(sys.argv[1:]))' "$@"
+        }}
+        trap 'sandbox down >&2' EXIT
+        eval "$(sandbox up --nodes 2 --cpus 4 --quiet)"
+        sandbox status >&2
+        srun -N2 -n4 bash -c 'echo $SLURM_PROCID $(id -un)' | sort
+        sbatch --quiet --wait --output=out --wrap 'srun -N2 -n2 hostname' -N2 -n2
+        wc -l < out
+    """
+    try:
+        done = subprocess.run(
+            ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups",
+             "bash", "-c", script],
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1",
+                 "PYTHONPATH": f"{source}:{site}"},
+            capture_output=True, text=True, check=False, timeout=90,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        ranks = [f"{rank} nobody" for rank in range(4)]
+        assert done.stdout.splitlines() == [*ranks, "2"], done.stderr
+        assert not find_processes(home / ".local/state/samestep/sandbox")
+        assert not (home / ".local/state/samestep/sandbox").exists()
+    finally:
+        shutil.rmtree(home)
+
+
+def _sleepers() -> set[str]:
+    """Return for how long the `sleep`s of this machine sleep."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if Path(os.fsdecode(words[0])).name == "sleep":
+            found.add(os.fsdecode(words[1]))
+    return found

@@ -1,0 +1,239 @@
+"""Whatever ends a start of a job, the next goes on and the training is the uninterrupted one."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from samestep.slurm.sandbox.cluster import kill_node, start_node
+from samestep.slurm.sandbox.processes import find_processes
+from tests.cluster.jobs import Submitted, samestep, set_pace, submit, write_recipe
+from tests.cluster.sandbox import wait_for
+
+TWO = ("--nodes", "2", "--ntasks-per-node", "1")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(sandbox, tmp_path_factory) -> Submitted:
+    """The same job on two nodes that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    write_recipe(folder)
+    job = submit(sandbox, folder, "tiny.py", *TWO)
+    job.wait("COMPLETED")
+    return job
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    set_pace(tmp_path, 0.3)
+    return write_recipe(tmp_path)
+
+
+def assert_nothing_lost(job: Submitted, uninterrupted: Submitted) -> None:
+    """Check that a job which was ended and went on is the uninterrupted one, bit by bit."""
+    assert job.result()["status"] == "completed"
+    assert job.losses() == uninterrupted.losses()
+    assert job.weights() == uninterrupted.weights()
+    # Each start begins at the newest checkpoint that an earlier one announced.
+    announced = 0
+    for record in job.all_records():
+        if record["event"] == "checkpoint":
+            announced = record["step"]
+        if record["event"] == "resume":
+            assert record["step"] == announced
+
+
+def starts(job: Submitted) -> int:
+    return sum(record["event"] == "start" for record in job.all_records())
+
+
+@pytest.mark.timeout(400)
+def test_a_job_that_twice_comes_to_its_time_limit_goes_on_and_completes(
+    sandbox, recipe, tmp_path, uninterrupted
+):
+    # One minute is the shortest limit; Slurm warns up to a minute early, so right at the start.
+    set_pace(tmp_path, 1.2)
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--time", "1", "--signal-s", "40")
+    for restart in (1, 2):
+        wait_for(lambda n=restart: f"(restart {n})" in job.log, within_s=100)
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED", within_s=120)
+    assert starts(job) == 3
+    assert_nothing_lost(job, uninterrupted)
+
+
+def test_a_job_that_an_operator_requeues_goes_on(sandbox, recipe, tmp_path, uninterrupted):
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--", "--checkpoint-every-steps", "2")
+    job.wait_for_step(4)
+    sandbox.run("scontrol", "requeue", job.job)
+    wait_for(lambda: starts(job) == 2)
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED")
+    assert_nothing_lost(job, uninterrupted)
+
+
+def test_a_job_that_a_more_urgent_one_sends_away_goes_on(sandbox, recipe, tmp_path, uninterrupted):
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO)
+    job.wait_for_step(3)
+    sandbox.run("srun", "--partition=urgent", "-N2", "--exclusive", "true")
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED")
+    assert starts(job) == 2
+    assert_nothing_lost(job, uninterrupted)
+
+
+def ranks_of(job: Submitted) -> dict[int, int]:
+    """Return the process id of each rank of a job."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            command = path.with_name("cmdline").read_bytes().split(b"\0")
+            variables = dict(v.split(b"=", 1) for v in path.read_bytes().split(b"\0") if b"=" in v)
+        except OSError:
+            continue
+        mine = variables.get(b"SLURM_JOB_ID") == job.job.encode()
+        if (
+            mine
+            and b"train" in command
+            and b"SLURM_PROCID" in variables
+            and b"srun" not in command[0]
+        ):
+            found[int(variables[b"SLURM_PROCID"])] = int(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_whose_rank_was_killed_goes_on(sandbox, recipe, tmp_path, uninterrupted, rank):
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--", "--checkpoint-every-steps", "2")
+    job.wait_for_step(4)
+    os.kill(ranks_of(job)[rank], signal.SIGKILL)
+    wait_for(lambda: "goes on from the newest checkpoint (restart 1)" in job.log)
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED")
+    assert starts(job) == 2
+    assert_nothing_lost(job, uninterrupted)
+
+
+@pytest.mark.timeout(240)
+def test_a_job_whose_node_was_lost_goes_on(sandbox, recipe, tmp_path, uninterrupted):
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--", "--checkpoint-every-steps", "2")
+    job.wait_for_step(4)
+    kill_node(sandbox.folder, "node2")
+    try:
+        sandbox.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+        wait_for(lambda: sandbox.state(job.job) == "PENDING", within_s=60)
+    finally:
+        start_node(sandbox.folder, "node2")
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED", within_s=120)
+    assert starts(job) == 2
+    assert_nothing_lost(job, uninterrupted)
+
+
+def test_a_warning_while_a_rank_still_imports_is_kept_until_it_can_save(sandbox, recipe, tmp_path):
+    set_pace(tmp_path, None)
+    job = submit(sandbox, tmp_path, "tiny.py")
+    wait_for(lambda: "start 1" in job.log)
+    sandbox.run("scancel", "--batch", "--signal=USR1", job.job)
+    # It may be through before the warning is passed on: either way nothing fails.
+    job.wait("COMPLETED")
+    assert job.result()["status"] == "completed"
+
+
+def test_a_job_that_is_cancelled_saves_first_and_does_not_come_back(sandbox, recipe, tmp_path):
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--time", "30")
+    job.wait_for_step(3)
+    began = time.monotonic()
+    done = samestep(sandbox, tmp_path, "slurm", "cancel", job.job)
+    assert done.returncode == 0, done.stderr
+    job.wait("CANCELLED")
+    print(f"cancelled after {time.monotonic() - began:.1f} s")
+    stop = job.all_records()[-1]
+    assert (stop["event"], stop["reason"]) == ("stop", "SIGTERM")
+    index = json.loads((job.run / "checkpoints" / "index.json").read_text())
+    assert index["last"]["step"] == stop["step"] >= 3
+    assert f"samestep: cancelled by you; saved at step {stop['step']}." in job.log
+    set_pace(tmp_path, None)
+    again = submit(sandbox, tmp_path, str(job.run.relative_to(tmp_path)), *TWO)
+    assert again.run == job.run
+    again.wait("COMPLETED")
+    assert again.result()["status"] == "completed"
+
+
+def test_a_job_that_is_cancelled_at_once_ends_at_once(sandbox, recipe, tmp_path):
+    set_pace(tmp_path, 60)
+    job = submit(sandbox, tmp_path, "tiny.py")
+    wait_for(lambda: "epoch" in job.log or "run   " in job.log)
+    done = samestep(sandbox, tmp_path, "slurm", "cancel", job.job, "--now")
+    assert done.stdout == f"Job {job.job} is cancelled.\n"
+    job.wait("CANCELLED")
+
+
+FAILS = "\n    raise KeyError('lost on the way')\n"
+
+
+def test_a_failure_that_comes_back_is_not_tried_for_ever(sandbox, recipe, tmp_path):
+    recipe.write_text(recipe.read_text().replace("def model():\n", f"def model():{FAILS}"))
+    job = submit(sandbox, tmp_path, "tiny.py")
+    job.wait("FAILED")
+    assert "(restart" not in job.log  # a mistake of the recipe is the same in every start
+    assert "KeyError: 'lost on the way'" in job.log.splitlines()[-1]
+    assert job.result()["status"] == "failed"
+    assert "lost on the way" in job.result()["reason"]
+
+
+def test_a_crash_without_progress_is_tried_again_as_often_as_asked(sandbox, recipe, tmp_path):
+    head = "def loss(outputs, targets):\n"
+    recipe.write_text(recipe.read_text().replace(head, head.rstrip() + FAILS))
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--restarts", "1")
+    job.wait("FAILED", within_s=120)
+    assert starts(job) == 2
+    last = job.log.splitlines()[-1]
+    assert "lost on the way" in last
+    assert "no newer checkpoint in 2 starts in a row" in last
+    assert "lost on the way" in job.result()["reason"]
+
+
+def test_status_and_logs_tell_of_each_state_of_a_job(sandbox, recipe, tmp_path):
+    def told(job: Submitted) -> dict:
+        text = samestep(sandbox, tmp_path, "slurm", "status", job.job, "--json").stdout
+        return json.loads(text)
+
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--time", "20", "--sbatch=--hold")
+    assert told(job)["queue"]["state"] == "PENDING"
+    assert told(job)["training"] is None
+    logs = samestep(sandbox, tmp_path, "slurm", "logs", job.job)
+    assert "is pending" in logs.stdout
+    sandbox.run("scontrol", "release", job.job)
+    job.wait_for_step(3)
+    now = told(job)
+    assert now["queue"]["state"] == "RUNNING"
+    assert now["training"]["step"] >= 3
+    assert now["training"]["total_steps"] == 60
+    assert now["training"]["loss"] > 0
+    assert now["training"]["eta_s"] > 0
+    shown = samestep(sandbox, tmp_path, "slurm", "status", job.job).stdout
+    assert "step " in shown
+    assert "within the" in shown
+    sandbox.run("scontrol", "requeue", job.job)
+    wait_for(lambda: told(job)["queue"]["restarts"] == 1)
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED")
+    assert told(job)["training"]["status"] == "completed"
+    assert told(job)["training"]["starts"] == 2
+    screen = samestep(sandbox, tmp_path, "slurm", "logs", str(job.run)).stdout
+    assert screen == job.log
+    table = samestep(sandbox, tmp_path, "slurm", "status").stdout
+    assert any(job.job in line and "COMPLETED" in line for line in table.splitlines())
+
+
+def test_following_a_log_ends_with_the_job(sandbox, recipe, tmp_path):
+    set_pace(tmp_path, 0.02)
+    job = submit(sandbox, tmp_path, "tiny.py")
+    followed = samestep(sandbox, tmp_path, "slurm", "logs", job.job, "--follow")
+    assert followed.returncode == 0
+    assert followed.stdout.endswith("samestep: completed.\n")
+    assert not [p for p in find_processes(sandbox.folder) if "train" in str(p)]
