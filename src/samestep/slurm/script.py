@@ -169,7 +169,7 @@ def _start(job: Job) -> str:
     enter = []
     if options.container:
         nvidia = ["--nv"] if options.gpus_per_node else []
-        enter = ["apptainer", "exec", *nvidia, options.container]
+        enter = ["apptainer", "exec", *nvidia, shlex.quote(options.container)]
     what = _torchrun(job) if options.launcher == "torchrun" else _rank(job)
     lines = [
         "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
@@ -235,7 +235,7 @@ def _torchrun(job: Job) -> _What:
             "# One torchrun for each node; it starts the ranks, and all again when one fails.",
             _SC2016,
         ],
-        ["bash", "-c", f"'{inner}'", "torchrun", *[shlex.quote(w) for w in job.command]],
+        ["bash", "-c", shlex.quote(inner), "torchrun", *[shlex.quote(w) for w in job.command]],
     )
 
 

@@ -58,13 +58,16 @@ class Verdict:
 
 def decide(ending: Ending, before: Restarts, limit: int) -> Verdict:
     """Return what follows: the end, another start, or neither because Slurm ends it anyway."""
-    at = f" at step {ending.step:,}" if ending.step and ending.step > 0 else ""
+    at = f" at step {ending.step:,}" if ending.step else ""
+    saved = (
+        f"saved{at}" if at else "nothing is saved" if ending.step == 0 else "its ranks were told"
+    )
     if ending.code == 0:
         return Verdict(word="completed", text="completed.", restarts=before)
     if ending.told == "USR2":
-        return Verdict(word="cancelled", text=f"cancelled by you; saved{at}.", restarts=before)
+        return Verdict(word="cancelled", text=f"cancelled by you; {saved}.", restarts=before)
     if ending.told == "TERM":
-        text = f"Slurm ended this start (preempted, requeued or cancelled); saved{at}."
+        text = f"Slurm ended this start (preempted, requeued or cancelled); {saved}."
         return Verdict(word="ended", text=text, restarts=before)
     signalled = ending.told == "USR1" or ending.stopped or ending.code in _STOPS
     if ending.code == _MISTAKE and not signalled:

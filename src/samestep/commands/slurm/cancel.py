@@ -1,5 +1,6 @@
 """`samestep slurm cancel`: save a checkpoint, then stop."""
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,7 +10,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.errors import UserError
 from samestep.slurm.queue import find
-from samestep.slurm.tools import call
+from samestep.slurm.tools import ToolError, call
 
 _EXAMPLES = """
 examples:
@@ -40,13 +41,18 @@ def main(arguments: list[str]) -> int:
     if job is None or job.ended:
         state = f" ({job.state})" if job else ""
         raise UserError(f"{command.job} has already ended{state}: there is nothing to cancel.")
-    if command.now or job.run is None or job.state != "RUNNING":
-        kill = ("--full", "--signal=KILL") if job.state == "RUNNING" and command.now else ()
-        call("scancel", *kill, str(job.job))
+    if job.run is None or job.state != "RUNNING":
+        call("scancel", str(job.job))
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
     # To the script alone: it tells the ranks, waits for them, and does not start again.
     call("scancel", "--batch", "--signal=USR2", str(job.job))
-    sys.stdout.write(f"Job {job.job} saves and stops; go on later with: "
-                     f"samestep slurm submit {run}\n")  # fmt: skip
+    if command.now:  # plain scancel would leave the ranks half a minute
+        with contextlib.suppress(ToolError):  # the ranks may have ended by themselves
+            call("scancel", "--signal=KILL", f"{job.job}.0")
+        sys.stdout.write(f"Job {job.job} is cancelled.\n")
+        return 0
+    sys.stdout.write(
+        f"Job {job.job} saves and stops; go on later with: samestep slurm submit {run}\n"
+    )
     return 0
