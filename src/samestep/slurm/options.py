@@ -165,7 +165,8 @@ def assignment(text: str) -> tuple[str, str]:
 def _check_assignment(text: str) -> None:
     match = _ENV.fullmatch(text)
     if match is None:
-        raise UserError(f"--env {text!r} should be NAME=VALUE.")
+        name, _, _value = text.partition("=")  # the value may be a secret
+        raise UserError(f"--env {name!r} should be NAME=VALUE, the name of letters, digits and _.")
     if _SECRET.search(match["name"]):
         raise UserError(
             f"--env {match['name']}=… looks like a secret, and the script is a file that others "

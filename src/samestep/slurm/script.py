@@ -41,7 +41,7 @@ class Job:
 
 def write_script(job: Job) -> str:
     """Return the text of the job script."""
-    parts = [_head(job), _signals(job), _place(job), _meet(), _start(job), _end(job)]
+    parts = [_head(job), _signals(job), _place(job), _meet(job), _start(job), _end(job)]
     return "\n".join(parts)
 
 
@@ -146,17 +146,19 @@ def _threads(options: JobOptions) -> str:
     return f"$(({share} > 0 ? {share} : 1))"
 
 
-def _meet() -> str:
+def _meet(job: Job) -> str:
     first, count = _PORTS
-    return f"""\
-# Where the ranks meet: the first node, by the address at which Slurm itself reaches it.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-if [[ -z ${{MASTER_ADDR:-}} ]]; then
-  MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-fi
-export MASTER_ADDR=${{MASTER_ADDR:-$first}}
-export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # another for each job on a node
-"""
+    lines = [
+        "# Where the ranks meet: the first node, by the address at which Slurm itself reaches it.",
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        """address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')""",
+        "export MASTER_ADDR=${address:-$first}",
+        f"export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # another for each job on a node",
+        "",
+    ]
+    if "MASTER_ADDR" in dict(map(assignment, job.options.env)):
+        del lines[1:4]
+    return "\n".join(lines)
 
 
 def _start(job: Job) -> str:

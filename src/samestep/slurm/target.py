@@ -62,10 +62,11 @@ def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Take --run-dir out of the training's flags: the job has it in one place."""
     found, rest, words = None, [], iter(arguments)
     for word in words:
-        if word == "--run-dir":
-            found = next(words, None)
-        elif word.startswith("--run-dir="):
-            found = word.removeprefix("--run-dir=")
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == "--run-dir":  # both are read as the same flag
+            found = value if equals else next(words, "")
+            if not found:
+                raise UserError("--run-dir needs a directory behind it.")
         else:
             rest.append(word)
     return found, rest
