@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samestep.slurm.options import JobOptions
 from samestep.slurm.script import Job, write_script
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "scripts"
 
 
 def job(options: JobOptions, **more) -> Job:

@@ -153,7 +153,7 @@ def _meet(job: Job) -> str:
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         """address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')""",
         "export MASTER_ADDR=${address:-$first}",
-        f"export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # another for each job on a node",
+        f"export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # its own for each job",
         "",
     ]
     if "MASTER_ADDR" in dict(map(assignment, job.options.env)):
