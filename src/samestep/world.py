@@ -11,17 +11,19 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
 from samestep.errors import UserError
 from samestep.launch import Launch, binds_gpus, detect_launch
 
 T = TypeVar("T")
-Store = dist.Store
+Store: TypeAlias = _Store
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
 
@@ -244,7 +246,7 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
     Raises:
         RuntimeError: it could not be served, or not be reached in time.
     """
-    store = dist.TCPStore(
+    store = TCPStore(
         launch.master_addr,
         launch.master_port,
         world_size=launch.world_size,
@@ -254,7 +256,7 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
     )
     # Under torchrun it holds others' keys, and this job may have been started anew.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"samestep/{attempt}", store)
+    return PrefixStore(f"samestep/{attempt}", store)
 
 
 def join(
