@@ -60,9 +60,17 @@ def read_progress(run: Path) -> Progress | None:
         eta_s=eta,
         starts=len(starts),
         # What an earlier start left does not speak for one that runs now.
-        status=result.get("status", "") if records[-1]["event"] == "stop" else "",
+        status=result.get("status", "") if _is_last(run, records, result) else "",
         why=str(result.get("reason", "")),
     )
+
+
+def _is_last(run: Path, records: list[dict[str, Any]], result: dict[str, Any]) -> bool:
+    """Whether the result speaks of the latest start: after a stop, or after a kill without one."""
+    if records[-1]["event"] == "stop":
+        return True
+    written = (run / "result.json").stat().st_mtime if result.get("status") == "failed" else 0.0
+    return written > (run / "events.jsonl").stat().st_mtime
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""What `scontrol -o show job` prints, read: the lines have the form that a real Slurm gave them."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.slurm.queue import parse_job
+
+_TIMES = (
+    "SubmitTime=2026-11-21T14:46:53 EligibleTime=2026-11-21T14:46:53 "
+    "AccrueTime=2026-11-21T14:46:53 StartTime={start} EndTime={end} Deadline=N/A "
+    "PreemptEligibleTime=2026-11-21T14:46:53 PreemptTime=None SuspendTime=None SecsPreSuspend=0 "
+    "LastSchedEval=2026-11-21T14:46:53 Scheduler=Main "
+)
+_SIZES = (
+    "NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=1,node=1,billing=1 "
+    "Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* MinCPUsNode=1 MinMemoryNode=0 "
+    "MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK Contiguous=0 "
+    "Licenses=(null) Network=(null) "
+)
+_HEAD = (
+    "UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=4294901740 Nice=0 Account=(null) "
+    "QOS=(null) "
+)
+PENDING = (
+    "JobId=7 JobName=spiral " + _HEAD + "JobState=PENDING Reason=Dependency "
+    "Dependency=afterok:6(unfulfilled) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 "
+    "RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A "
+    + _TIMES.format(start="Unknown", end="Unknown")
+    + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=node9 ExcNodeList=node8 NodeList= "
+    + _SIZES + "Command=/home/ada/runs/a/job.sbatch WorkDir=/home/ada "
+    "Comment=samestep:/home/ada/runs/a StdErr=/home/ada/runs/a/slurm-7.out StdIn=/dev/null "
+    "StdOut=/home/ada/runs/a/slurm-7.out Power= "
+)  # fmt: skip
+RUNNING = (
+    "JobId=19 JobName=my first job " + _HEAD + "JobState=RUNNING Reason=None Dependency=(null) "
+    "Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=1-02:03:04 "
+    "TimeLimit=2-00:00:00 TimeMin=N/A "
+    + _TIMES.format(start="2026-11-21T14:46:53", end="2026-11-23T14:46:53")
+    + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
+    "NodeList=node[1-2] BatchHost=node1 " + _SIZES
+    + "Command=/home/ada/it's here/runs/b/job.sbatch WorkDir=/home/ada/it's here "
+    "Comment=samestep:/home/ada/it's here/runs/b StdErr=/home/ada/it's here/runs/b/slurm-19.out "
+    "StdIn=/dev/null StdOut=/home/ada/it's here/runs/b/slurm-19.out Power= "
+)  # fmt: skip
+COMPLETED = (
+    "JobId=20 JobName=job.sh " + _HEAD + "JobState=COMPLETED Reason=None Dependency=(null) "
+    "Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:15 RunTime=00:00:11 TimeLimit=00:01:00 "
+    "TimeMin=N/A " + _TIMES.format(start="2026-11-21T14:46:53", end="2026-11-21T14:47:04")
+    + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
+    "NodeList=node1 BatchHost=node1 " + _SIZES + "Command=/home/ada/job.sh WorkDir=/home/ada "
+    "StdErr=/dev/null StdIn=/dev/null StdOut=/dev/null Power= "
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("none", ["", "(null)"])
+def test_a_pending_job_has_a_reason_and_neither_nodes_nor_limit(none):
+    job = parse_job(PENDING.replace(" NodeList= ", f" NodeList={none} "))
+    assert (job.job, job.name, job.user, job.state) == (7, "spiral", "ada", "PENDING")
+    assert (job.reason, job.nodes, job.starts_at) == ("Dependency", "", "Unknown")
+    assert (job.elapsed_s, job.limit_s, job.restarts) == (0, None, 0)
+    assert job.run == Path("/home/ada/runs/a")
+    assert not job.ended
+
+
+def test_a_running_job_is_read_with_the_spaces_of_its_name_and_its_paths():
+    job = parse_job(RUNNING)
+    assert (job.name, job.nodes, job.restarts) == ("my first job", "node[1-2]", 2)
+    assert job.elapsed_s == ((24 + 2) * 60 + 3) * 60 + 4
+    assert job.limit_s == 2 * 86400
+    assert job.run == Path("/home/ada/it's here/runs/b")
+    assert job.log == Path("/home/ada/it's here/runs/b/slurm-19.out")
+
+
+def test_a_completed_job_of_somebody_elses_making_has_no_run_and_no_log():
+    job = parse_job(COMPLETED)
+    assert (job.state, job.ended, job.exit_code) == ("COMPLETED", True, "0:15")
+    assert (job.elapsed_s, job.limit_s) == (11, 60)
+    assert (job.run, job.log) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("state", "ended"),
+    [("COMPLETING", False), ("SUSPENDED", False), ("TIMEOUT", True), ("NODE_FAIL", True)],
+)
+def test_a_job_has_ended_in_the_states_that_are_final(state, ended):
+    assert parse_job(RUNNING.replace("JobState=RUNNING", f"JobState={state}")).ended is ended
