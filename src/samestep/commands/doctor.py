@@ -1,0 +1,113 @@
+"""`samestep doctor`: what this machine, or every node of an allocation, lacks for training."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from samestep.doctor.bounded import still_waiting
+from samestep.doctor.check import worst
+from samestep.doctor.diagnosis import diagnose
+from samestep.doctor.report import as_json, show
+from samestep.doctor.together import CutOffError, Request
+from samestep.errors import UserError
+from samestep.failure import print_error, rank_of, report
+from samestep.launch import detect_launch
+from samestep.rank_log import RankLog
+from samestep.world import Backend, Device, abandon
+
+_EXAMPLES = """\
+examples:
+  samestep doctor
+  srun --nodes=2 --ntasks-per-node=4 samestep doctor --run-dir /shared/runs
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Doctor:
+    """Check this machine; started on several ranks, check every node and what lies between."""
+
+    target: Annotated[Positional[Path | None], arg(metavar="[RECIPE.py]")] = None
+    """A recipe file, which must be the same for every rank."""
+    run_dir: Annotated[Path, arg(metavar="DIR")] = Path("runs")
+    """Where runs will be written; the directory of a run gives its checkpoints' size and more."""
+    num_workers: int | None = None
+    """Loader workers per rank in training; by default the run's, or 0."""
+    json: Annotated[bool, FlagCreatePairsOff] = False
+    """Print one JSON object in place of the table."""
+    timeout_s: float = 30.0
+    """Seconds to wait for the other ranks."""
+    budget_s: float = 20.0
+    """Seconds that the all-reduce's measurements may take."""
+    device: Device = "auto"
+    """Where training will be; auto takes the best device here."""
+    backend: Backend = "auto"
+    """What connects the ranks; auto chooses by platform and device."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb: 0 if nothing is red, 1 if something is, 2 for a mistake in the command."""
+    log = RankLog(rank_of())
+    try:
+        code = _doctor(_parse(arguments), log)
+    except BrokenPipeError:
+        raise  # the reader of the output has left, as `head` does
+    except SystemExit:
+        if log.rank != 0:
+            time.sleep(2.0)  # a launcher ends all ranks with the first: let rank 0 speak
+        raise
+    except Exception as error:
+        code = report(error, log)
+    abandon(code)  # connected still: another rank has failed
+    if still_waiting():  # PyTorch may abort where a thread of its is still connecting
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _parse(arguments: list[str]) -> _Doctor:
+    try:
+        command = tyro.cli(_Doctor, prog="samestep doctor", args=arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            sys.stdout.write("\n" + _EXAMPLES)
+        raise
+    for name, value in (("timeout-s", command.timeout_s), ("budget-s", command.budget_s)):
+        if not 0 < value < float("inf"):
+            raise UserError(f"--{name} is {value}; it must be greater than 0.")
+    if command.num_workers is not None and command.num_workers < 0:
+        raise UserError(f"--num-workers is {command.num_workers}; it must be 0 or more.")
+    return command
+
+
+def _doctor(command: _Doctor, log: RankLog) -> int:
+    try:
+        found = diagnose(
+            Request(
+                recipe=command.target,
+                run_dir=command.run_dir,
+                num_workers=command.num_workers,
+                timeout_s=command.timeout_s,
+                budget_s=command.budget_s,
+                device=command.device,
+                backend=command.backend,
+            )
+        )
+    except CutOffError as error:
+        # Mostly it is so for the whole node, and one line from each is enough.
+        if str(error) and detect_launch(os.environ).local_rank == 0:
+            print_error(str(error), log.terminal)
+        return 1
+    if found is None:
+        return 0
+    if command.json:
+        print(as_json(found))  # noqa: T201
+    else:
+        show(found, Console(highlight=False))
+    return 1 if worst(found.findings) == "red" else 0

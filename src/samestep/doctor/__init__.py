@@ -1,0 +1,1 @@
+"""Doctor: what this machine, or every node of an allocation, lacks for training."""

@@ -1,0 +1,1 @@
+"""Whether it is well: pure functions of the facts, each one row of the table."""

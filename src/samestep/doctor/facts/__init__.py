@@ -1,0 +1,1 @@
+"""What is so here: read once, as frozen dataclasses that travel between ranks as JSON."""

@@ -1,0 +1,144 @@
+"""Doctor between two hosts: network namespaces joined by a cable, which `tc` makes slow."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.test_two_hosts import ADDRESSES, NAMES, Hosts, ip
+
+PORT = 29502
+WITHIN_S = 90
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Give two hosts whose names lead to their addresses."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        pytest.skip("making network namespaces takes root")
+    for program in ("ip", "tc", "unshare"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed: apt install iproute2 util-linux")
+    both = Hosts(tmp_path)
+    try:
+        both.connect()
+        both.write_names(own_name_is_loopback=False)
+        yield both
+    finally:
+        both.remove()
+
+
+def start(hosts: Hosts, host: int, *options: str, **more: str) -> subprocess.Popen[str]:
+    """Start one rank on one host, as a launcher would."""
+    place = {
+        "RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return subprocess.Popen(
+        [
+            *("ip", "netns", "exec", hosts.namespace(host), "unshare", "--uts"),
+            *("sh", "-c", f'hostname {NAMES[host]} && exec "$@"', "sh"),
+            *(sys.executable, "-m", "samestep", "doctor", "--json", *options),
+        ],
+        cwd=hosts.folder, env=os.environ | place | more, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def doctor(hosts: Hosts, *options: str, ranks=(0, 1), **more: str):
+    """Run doctor on both hosts; return rank 0's exit code, rows and all-reduce, and rank 1's end.
+
+    `more` are variables for both.
+    """
+    started = {rank: start(hosts, rank, *options, **more) for rank in ranks}
+    try:
+        ended = {rank: p.communicate(timeout=WITHIN_S) for rank, p in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+    table = json.loads(ended[0][0]) if 0 in ended and ended[0][0] else {"checks": []}
+    rows = {row["name"]: row for row in table["checks"]}
+    codes = {rank: process.returncode for rank, process in started.items()}
+    errors = {rank: output[1] for rank, output in ended.items()}
+    return codes, rows, table, errors
+
+
+def tc(hosts: Hosts, host: int, *arguments: str) -> None:
+    """Change how a host's end of the cable carries what is sent."""
+    subprocess.run(["ip", "netns", "exec", hosts.namespace(host), "tc", *arguments], check=True)
+
+
+def reds(rows) -> set[str]:
+    """Return the names of the red rows; each says what to do."""
+    red = {name for name, row in rows.items() if row["status"] == "red"}
+    assert all(rows[name]["advice"] for name in red)
+    return red
+
+
+def test_two_healthy_hosts_are_green_and_the_cable_is_named(hosts):
+    codes, rows, table, errors = doctor(hosts)
+    assert codes == {0: 0, 1: 0}, (errors, rows)
+    assert reds(rows) == set()
+    assert hosts.interface(1) in rows["interface"]["found"]
+    assert f"{NAMES[0]} (node 0) – {NAMES[1]} (node 1)" in rows["links"]["found"]
+    assert table["all_reduce"][-1]["bytes"] == 256 << 20
+    assert [rank["host"] for rank in table["ranks"]] == list(NAMES)
+    assert list(hosts.folder.iterdir()) == []
+
+
+def test_a_slow_cable_is_red_and_names_its_two_hosts(hosts):
+    for host in (0, 1):
+        tc(hosts, host, "qdisc", "add", "dev", hosts.interface(host), "root", "tbf",
+           "rate", "10mbit", "burst", "32kbit", "latency", "400ms")  # fmt: skip
+    codes, rows, table, errors = doctor(hosts, "--budget-s", "8")
+    assert codes[0] == 1, errors
+    assert reds(rows) == {"links", "all reduce"}
+    assert f"{NAMES[0]} (node 0) – {NAMES[1]} (node 1)" in rows["links"]["found"]
+    assert "up to 1 MiB in the time given" in rows["all reduce"]["found"]
+    assert 0.2e-3 < table["all_reduce"][-1]["bus_gb_s"] < 10e6 / 8 / 1e9  # of 10 Mbit/s
+
+
+def test_hosts_whose_own_names_are_loopback_are_told_to_name_the_interface(hosts):
+    hosts.write_names(own_name_is_loopback=True)
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "8")
+    assert codes[0] == 1, errors
+    assert reds(rows) == {"announced address"}
+    assert f"GLOO_SOCKET_IFNAME={hosts.interface(0)}" in rows["announced address"]["advice"]
+    assert "127.0.1.1" in rows["announced address"]["found"]
+    assert "Traceback" not in errors[0] + errors[1]
+
+
+def test_a_master_address_that_is_loopback_leaves_the_other_host_without_rank_0(hosts):
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "4", MASTER_ADDR="127.0.0.1")
+    assert codes == {0: 1, 1: 1}
+    assert reds(rows) == {"roll call"}
+    assert "rank 1 of 2 never came" in rows["roll call"]["found"]
+    assert errors[1].startswith(f"samestep: [rank 1 on {NAMES[1]}] Rank 0 did not answer")
+
+
+def test_a_cable_that_is_cut_leaves_nobody_hanging(hosts):
+    ip("-n", hosts.namespace(1), "link", "set", hosts.interface(1), "down")
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "4")
+    assert codes == {0: 1, 1: 1}
+    assert reds(rows) == {"roll call"}
+    assert errors[1].count("\n") == 1, errors[1]
+
+
+def test_an_interface_that_leads_nowhere_is_told_in_bounded_time(hosts):
+    for host in (0, 1):
+        inside = ("-n", hosts.namespace(host))
+        ip(*inside, "link", "add", "spare", "type", "veth", "peer", "name", "loose")
+        ip(*inside, "address", "add", f"10.77.6.{host + 1}/24", "dev", "spare")
+        for end in ("spare", "loose"):
+            ip(*inside, "link", "set", end, "up")
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "4", GLOO_SOCKET_IFNAME="spare")
+    assert codes == {0: 1, 1: 1}, errors
+    assert reds(rows) == {"connection"}
+    assert "lost at connecting" in rows["connection"]["found"]
+    assert "GLOO_SOCKET_IFNAME=spare" in rows["interface"]["found"]
+    assert "Traceback" not in errors[0] + errors[1]

@@ -1,0 +1,119 @@
+"""The job scripts of examples/ on a real Slurm: a reader copies the folder and submits them."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.cluster.sandbox import FINAL
+from tests.examples.programs import ROOT, TRAIN_DISTRIBUTED, epochs, run
+from tests.idx_files import write_mnist
+
+RUN_DISTRIBUTED = "mnist_torchrun/run_distributed.slurm"
+# Without dropout, whose masks differ by rank, the steps are equal on any number of ranks.
+SPIRAL = ("--num-samples", "500", "--dropout", "0")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Give a folder that has the examples, as a reader's has, and small data."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    write_mnist(tmp_path / "data" / "mnist")
+    return tmp_path
+
+
+def submit(sandbox, folder, name, *arguments):
+    """Submit a job script of the examples from a folder; return the job's id."""
+    script = folder / "examples" / name
+    told = ("sbatch", "--parsable", f"--chdir={folder}", str(script), *arguments)
+    return sandbox.run(*told).strip()
+
+
+def end(sandbox, folder, job, state="COMPLETED"):
+    """Wait for the end of a job, which must be this one; return what it printed."""
+    try:
+        sandbox.wait_for_state(job, *FINAL, within_s=120)
+    finally:
+        (output,) = folder.glob(f"*-{job}.out")
+        print(output.read_text())  # shown where the test fails
+    assert sandbox.state(job) == state
+    return output.read_text()
+
+
+def last_losses(run_folder):
+    """Return the last epoch's loss in training, and the loss on the test data."""
+    records = [json.loads(line) for line in (run_folder / "events.jsonl").read_text().splitlines()]
+    result = json.loads((run_folder / "result.json").read_text())
+    assert result["status"] == "completed"
+    return [[r["loss"] for r in records if r["event"] == "epoch"][-1], result["test"]["loss"]]
+
+
+def test_the_three_spiral_scripts_train_the_same_on_one_rank_one_node_and_two_nodes(
+    sandbox, folder
+):
+    names = ("one_gpu", "one_node", "several_nodes")
+    told = {name: (*SPIRAL, "--epochs", "2", "--run-dir", f"runs/{name}") for name in names}
+    jobs = {n: submit(sandbox, folder, f"spiral_slurm/{n}.sbatch", *told[n]) for n in names}
+    printed = {name: end(sandbox, folder, job) for name, job in jobs.items()}
+    assert "where   1 rank, " in printed["one_gpu"]
+    assert "where   2 ranks, " in printed["one_node"]
+    assert "where   2 ranks on 2 nodes, " in printed["several_nodes"]
+    alone = last_losses(folder / "runs" / "one_gpu")
+    for name in names[1:]:
+        assert last_losses(folder / "runs" / name) == pytest.approx(alone, abs=1e-5)
+        assert printed[name].count("epoch 1 ") == 1
+
+
+def test_submitted_again_on_more_nodes_a_run_goes_on(sandbox, folder):
+    first = submit(sandbox, folder, "spiral_slurm/one_gpu.sbatch", *SPIRAL, "--epochs", "1")
+    end(sandbox, folder, first)
+    whole = (*SPIRAL, "--epochs", "2", "--run-dir", "runs/whole")
+    jobs = [
+        submit(sandbox, folder, "spiral_slurm/several_nodes.sbatch", *SPIRAL, "--epochs", "2"),
+        submit(sandbox, folder, "spiral_slurm/one_gpu.sbatch", *whole),
+    ]
+    again, _ = [end(sandbox, folder, job) for job in jobs]
+    assert "epoch 2 " in again
+    assert "epoch 1 " not in again
+    expected = last_losses(folder / "runs" / "whole")
+    assert last_losses(folder / "runs" / "spiral") == pytest.approx(expected, abs=1e-5)
+
+
+def test_torchrun_on_two_nodes_trains_as_it_does_on_one_and_goes_on_when_submitted_again(
+    sandbox, folder
+):
+    settings = ("--batch-size", "10")
+    here = run(
+        *(TRAIN_DISTRIBUTED, *settings, "--epochs", "2", "--checkpoint-dir", "here"),
+        folder=folder, world_size=2,
+    )  # fmt: skip
+    assert here.returncode == 0, here.stderr
+    script = folder / "examples" / RUN_DISTRIBUTED
+    printed = end(
+        sandbox, folder, submit(sandbox, folder, RUN_DISTRIBUTED, *settings, "--epochs", "1")
+    )
+    assert printed.count("Starting distributed training on 2 GPUs\n") == 1
+    assert printed.count("Master node: 127.0.0.1\n") == 1
+    assert len(epochs(printed)) == 1
+    # The reader edits: one node, two ranks on it.
+    edited = script.read_text()
+    for before, after in (
+        ("#SBATCH --nodes=2", "#SBATCH --nodes=1"),
+        ("#SBATCH --cpus-per-task=1", "#SBATCH --cpus-per-task=2"),
+        ("\nranks_per_node=${SLURM_GPUS_ON_NODE:-1} ", "\nranks_per_node=2 "),
+    ):
+        assert before in edited
+        edited = edited.replace(before, after)
+    script.write_text(edited)
+    again = end(
+        sandbox, folder, submit(sandbox, folder, RUN_DISTRIBUTED, *settings, "--epochs", "2")
+    )
+    assert "Starting distributed training on 2 GPUs\n" in again
+    assert "Resuming after epoch 1 from checkpoints/checkpoint_epoch_1.pt\n" in again
+    assert epochs(printed) + epochs(again) == epochs(here.stdout)
+
+
+def test_a_mistake_fails_the_job_with_one_message(sandbox, folder):
+    job = submit(sandbox, folder, RUN_DISTRIBUTED, "--data-dir", "nowhere")
+    printed = end(sandbox, folder, job, state="FAILED")
+    assert printed.count("train_distributed.py: nowhere holds no train-images-idx3-ubyte") == 1

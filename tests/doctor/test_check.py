@@ -1,0 +1,60 @@
+"""How checks are run, named and merged."""
+
+import pytest
+
+from samestep.doctor.check import Finding, green, merge, named, red, run_checks, worst, yellow
+
+
+def shared_memory(facts: int) -> Finding:
+    return green(f"{facts} bytes")
+
+
+def breaks(facts: int) -> Finding:
+    raise KeyError(facts)
+
+
+def has_nothing_to_look_at(facts: int) -> None:
+    return None
+
+
+def test_a_finding_has_the_name_of_its_function():
+    (finding,) = run_checks([shared_memory], 7)
+    assert (finding.name, finding.found) == ("shared memory", "7 bytes")
+
+
+def test_a_check_that_breaks_is_a_yellow_row_and_the_others_still_run():
+    findings = run_checks([breaks, has_nothing_to_look_at, shared_memory], 7)
+    assert [(f.name, f.status) for f in findings] == [
+        ("breaks", "yellow"), ("shared memory", "green"),
+    ]  # fmt: skip
+    assert "KeyError: 7" in findings[0].found
+    assert "report" in findings[0].advice
+
+
+@pytest.mark.parametrize("make", [red, yellow])
+def test_a_problem_without_advice_is_a_mistake_of_ours(make):
+    with pytest.raises(AssertionError, match="no advice"):
+        make("slow", "")
+
+
+def test_the_worst_status_is_the_whole_tables():
+    assert worst([]) == "green"
+    assert worst([green("a"), yellow("b", "c"), green("d")]) == "yellow"
+    assert worst([yellow("b", "c"), red("b", "c"), green("d")]) == "red"
+
+
+def test_merging_keeps_the_worst_of_each_check_and_says_who_has_it():
+    fine, slow = named("disk", green("fine")), named("disk", red("full", "empty it"))
+    merged = merge([("rank 0 on a", [fine]), ("rank 1 on a", [slow]), ("rank 2 on b", [slow])])
+    assert merged == [Finding("red", "rank 1 on a and 1 more: full", "empty it", "disk")]
+
+
+def test_merging_names_nobody_where_all_are_the_same():
+    slow = named("disk", yellow("slow", "wait"))
+    for finding in (slow, named("disk", green("fine"))):
+        assert merge([("rank 0 on a", [finding]), ("rank 1 on b", [finding])]) == [finding]
+
+
+def test_merging_counts_only_those_that_looked():
+    slow = named("disk", yellow("slow", "wait"))
+    assert merge([("rank 0 on a", [slow]), ("rank 1 on a", [])]) == [slow]

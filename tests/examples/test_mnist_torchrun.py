@@ -1,0 +1,236 @@
+"""The hand-written DDP script: alone, under torchrun, stopped and resumed, beside samestep."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.programs import TRAIN_DISTRIBUTED, environment, epochs, python, run
+from tests.idx_files import write_mnist
+
+WITHOUT_DROPOUT = str(Path(__file__).parent / "without_dropout.py")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Give a folder with a small data set where the script looks for one."""
+    write_mnist(tmp_path / "data" / "mnist")
+    return tmp_path
+
+
+def train(folder, *arguments, world_size=1):
+    """Run the script to its good end; return what it printed."""
+    done = run(TRAIN_DISTRIBUTED, *arguments, folder=folder, world_size=world_size)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def read_events(run_folder):
+    """Return the records of a run of samestep's."""
+    return [json.loads(line) for line in (run_folder / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_prints_how_it_starts_and_one_line_an_epoch_on_rank_0_alone(folder, world_size):
+    printed = train(folder, "--epochs", "2", "--batch-size", "20", world_size=world_size)
+    first, *_ = lines = printed.splitlines()
+    assert first == f"Starting distributed training on {world_size} GPUs"
+    on_cpu = not torch.cuda.is_available()
+    assert ("No GPU is here, so the ranks compute on CPU cores." in lines) == on_cpu
+    assert "Master node: 127.0.0.1" in lines
+    assert [found[0] for found in epochs(printed)] == [1, 2]
+    assert re.fullmatch(r"Test - Avg Loss: \d\.\d+, Accuracy: \d+\.\d\d%", lines[-1])
+    assert len(lines) == 7 + on_cpu
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert left == {"checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt"}
+
+
+def test_it_learns(folder):
+    printed = train(folder, "--epochs", "4", "--batch-size", "10")
+    assert epochs(printed)[-1][4] > 90
+    assert epochs(printed)[-1][1] < 0.5 * epochs(printed)[0][1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stopped_after_an_epoch_and_started_again_it_prints_what_it_would_have(folder, world_size):
+    batch = ("--batch-size", str(20 // world_size))
+    whole = train(folder, "--epochs", "3", *batch, "--checkpoint-dir", "a", world_size=world_size)
+    train(folder, "--epochs", "1", *batch, "--checkpoint-dir", "b", world_size=world_size)
+    rest = train(folder, "--epochs", "3", *batch, "--checkpoint-dir", "b", world_size=world_size)
+    assert "Resuming after epoch 1 from b/checkpoint_epoch_1.pt" in rest
+    assert epochs(rest) == epochs(whole)[1:]
+    assert rest.splitlines()[-1] == whole.splitlines()[-1]
+
+
+def test_killed_in_an_epoch_it_goes_on_from_the_last_whole_one(folder):
+    whole = train(folder, "--epochs", "12", "--batch-size", "10", "--checkpoint-dir", "a")
+    again = (TRAIN_DISTRIBUTED, "--epochs", "12", "--batch-size", "10", "--checkpoint-dir", "b")
+    with subprocess.Popen(
+        [*python(), *again], cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        while not process.stdout.readline().startswith("Epoch 3 "):
+            assert process.poll() is None
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    rest = train(folder, *again[1:])
+    assert "Resuming after epoch" in rest
+    found = epochs(rest)
+    assert len(found) < 12
+    assert found == epochs(whole)[-len(found) :]
+
+
+def test_a_finished_run_is_measured_again_and_nothing_is_trained(folder):
+    whole = train(folder, "--epochs", "1")
+    again = train(folder, "--epochs", "1")
+    assert "Nothing left to train: --epochs 1, and 1 are done." in again
+    assert not epochs(again)
+    assert again.splitlines()[-1] == whole.splitlines()[-1]
+
+
+def test_resumed_with_another_learning_rate_it_uses_that_one(folder):
+    train(folder, "--epochs", "1", "--lr", "0.001")
+    train(folder, "--epochs", "2", "--lr", "0.0005")
+    saved = torch.load(folder / "checkpoints" / "checkpoint_epoch_2.pt", weights_only=True)
+    assert [group["lr"] for group in saved["optimizer"]["param_groups"]] == [0.0005]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_its_losses_are_those_of_samestep_train_mnist(tmp_path, world_size):
+    # Of 133 images 11 are held out, which two ranks cannot share equally, and 122 are one global
+    # batch, so that the order within an epoch does not matter. Four epochs are four steps.
+    data = str(write_mnist(tmp_path / "data", num_train=133))
+    same = ("--epochs", "4", "--lr", "0.001", "--seed", "42", "--data-dir", data)
+    by_hand = run(
+        WITHOUT_DROPOUT, TRAIN_DISTRIBUTED, *same, "--batch-size", str(122 // world_size),
+        folder=tmp_path, world_size=world_size,
+    )  # fmt: skip
+    assert by_hand.returncode == 0, by_hand.stderr
+    by_samestep = run(
+        *(WITHOUT_DROPOUT, "samestep", "train", "mnist", "--model", "convnet", *same),
+        *("--global-batch-size", "122", "--run-dir", "run", "--device", "cpu"),
+        folder=tmp_path, world_size=world_size,
+    )  # fmt: skip
+    assert by_samestep.returncode == 0, by_samestep.stderr
+    records = read_events(tmp_path / "run")
+    trained = [r for r in records if r["event"] == "epoch"]
+    held_out = [r for r in records if r["event"] == "evaluation" and r["split"] == "validation"]
+    found = epochs(by_hand.stdout)
+    assert len(found) == len(trained) == len(held_out) == 4
+    # The accuracy is printed to a hundredth of a per cent.
+    assert [e[1] for e in found] == pytest.approx([r["loss"] for r in trained], abs=1e-5)
+    assert [e[3] for e in found] == pytest.approx([r["loss"] for r in held_out], abs=1e-5)
+    assert [e[4] for e in found] == pytest.approx([100 * r["accuracy"] for r in held_out], abs=0.01)
+    assert found[3][1] < 0.9 * found[0][1]  # or equal losses would say little
+
+
+def test_with_dropout_and_small_batches_it_learns_as_fast_as_samestep(tmp_path):
+    data = str(write_mnist(tmp_path / "data", num_train=1200))
+    same = ("--epochs", "1", "--batch-size", "50", "--data-dir", data)
+    ((_, loss, *_),) = epochs(train(tmp_path, *same))
+    ours = ("-m", "samestep", "train", "mnist", "--model", "convnet", "--run-dir", "run")
+    done = run(*ours, *same, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = read_events(tmp_path / "run")
+    (expected,) = [r["loss"] for r in records if r["event"] == "epoch"]
+    assert loss == pytest.approx(expected, rel=0.25)
+
+
+def test_it_reads_plain_files_and_those_in_raw(folder):
+    whole = train(folder, "--epochs", "1", "--checkpoint-dir", "a")
+    plain = folder / "plain" / "raw"
+    plain.mkdir(parents=True)
+    for path in (folder / "data" / "mnist").iterdir():
+        (plain / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    told = ("--data-dir", "plain", "--checkpoint-dir", "b")
+    assert epochs(train(folder, "--epochs", "1", *told)) == epochs(whole)
+
+
+# What is wrong → the arguments, and words of the message.
+MISTAKES = {
+    "no data": (["--data-dir", "nowhere"], "nowhere holds no train-images-idx3-ubyte"),
+    "no epochs": (["--epochs", "0"], "argument --epochs: '0' is not a whole number of 1 or more"),
+    "half an image": (["--batch-size", "1.5"], "argument --batch-size: '1.5' is not a whole"),
+    "no rate": (["--lr", "nan"], "argument --lr: 'nan' is not a number above 0"),
+    "no such flag": (["--speed", "9"], "unrecognized arguments: --speed 9"),
+    "a file, not a folder": (["--checkpoint-dir", "taken"], "taken"),
+}
+
+
+def refusal(folder, *arguments, world_size=1, **more):
+    """Run the script where it must refuse; return its one message."""
+    done = run(TRAIN_DISTRIBUTED, *arguments, folder=folder, world_size=world_size, **more)
+    assert done.returncode == (2 if world_size == 1 else 1), done.stderr  # torchrun's own is 1
+    messages = re.findall(r"^train_distributed\.py: .*", done.stderr, re.MULTILINE)
+    assert len(messages) == 1, done.stderr
+    if world_size == 1:
+        assert done.stderr == messages[0] + "\n"
+    assert not epochs(done.stdout)
+    return messages[0]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_one_message_and_exit_code_2(folder, name):
+    (folder / "taken").touch()
+    arguments, words = MISTAKES[name]
+    assert words in refusal(folder, *arguments)
+
+
+@pytest.mark.parametrize("name", ["no data", "no epochs"])
+def test_ranks_that_all_find_a_mistake_say_it_once(folder, name):
+    arguments, words = MISTAKES[name]
+    message = refusal(folder, *arguments, world_size=2)
+    assert words in message
+    assert "[rank" not in message
+
+
+def test_a_damaged_file_is_named(folder):
+    path = folder / "data" / "mnist" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert f"{path.relative_to(folder)} cannot be used" in refusal(folder)
+
+
+def test_files_that_do_not_belong_together_are_refused(folder):
+    write_mnist(folder / "other", num_train=60)
+    labels = "train-labels-idx1-ubyte.gz"
+    shutil.copy(folder / "other" / labels, folder / "data" / "mnist" / labels)
+    assert "(120, 28, 28) with 60 labels" in refusal(folder)
+
+
+class Mischief:
+    """Make a folder when unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.folder),))
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_and_does_not_run(folder):
+    path = folder / "checkpoints" / "checkpoint_epoch_1.pt"
+    path.parent.mkdir()
+    torch.save({"epoch": 1, "model": Mischief(folder / "ran")}, path)
+    assert "checkpoints/checkpoint_epoch_1.pt cannot be loaded" in refusal(folder)
+    assert not (folder / "ran").exists()
+    torch.load(path, weights_only=False)
+    assert (folder / "ran").exists()  # so there was something to refuse
+
+
+def test_a_torn_checkpoint_is_named(folder):
+    train(folder, "--epochs", "1")
+    path = folder / "checkpoints" / "checkpoint_epoch_1.pt"
+    path.write_bytes(path.read_bytes()[:5000])
+    assert "checkpoints/checkpoint_epoch_1.pt cannot be loaded" in refusal(folder)
+
+
+def test_tasks_of_srun_without_torchrun_do_not_each_train_a_model(folder):
+    message = refusal(folder, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
+    assert "srun started several tasks" in message

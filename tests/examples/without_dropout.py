@@ -1,0 +1,16 @@
+"""Run a program with dropout left out: `without_dropout.py FILE_OR_MODULE ARGUMENTS…`.
+
+Two trainers draw different dropout masks, so only without them can their losses be equal.
+"""
+
+import runpy
+import sys
+
+from torch import nn
+
+nn.Dropout.forward = lambda _self, values: values
+del sys.argv[0]
+if sys.argv[0].endswith(".py"):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
