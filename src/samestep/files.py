@@ -1,11 +1,12 @@
 """Write files so that a reader, or a crash at any moment, sees the old one or the new, whole."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from samestep.errors import UserError
 
@@ -39,6 +40,15 @@ def write_text(path: Path, text: str) -> None:
         UserError: as `write_atomically`.
     """
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if the file is absent or no such thing."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def sync_directory(folder: Path) -> None:

@@ -254,8 +254,9 @@ def _with_master(
 ) -> Launch:
     if launch.world_size == 1:
         return launch
-    address = environment.get("MASTER_ADDR") or first_host
-    if address is None and launch.num_nodes > 1:
+    # On one node its name is not needed, and may not resolve.
+    address = environment.get("MASTER_ADDR") or (first_host if launch.num_nodes > 1 else LOOPBACK)
+    if address is None:
         raise UserError(
             f"{launch.launcher} started processes on {launch.num_nodes} nodes without naming the "
             "first. Export MASTER_ADDR (its host name) and MASTER_PORT (a free port on it)."
@@ -266,7 +267,7 @@ def _with_master(
         port = DERIVED_PORTS[(zlib.crc32(job.encode()) + step) % len(DERIVED_PORTS)]
     else:
         port = DEFAULT_PORT
-    return replace(launch, master_addr=address or LOOPBACK, master_port=port)
+    return replace(launch, master_addr=address, master_port=port)
 
 
 def _first(environment: Environment, names: tuple[str, ...]) -> str | None:

@@ -83,5 +83,5 @@ def wait_for(condition: Callable[[], bool], *, within_s: float = WITHIN_S) -> fl
     started = time.monotonic()
     while not condition():
         assert time.monotonic() < started + within_s, f"not within {within_s} s"
-        time.sleep(0.1)
+        time.sleep(0.1)  # Slurm tells nobody of a change: whoever waits asks again
     return time.monotonic() - started

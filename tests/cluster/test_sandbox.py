@@ -121,7 +121,7 @@ def test_after_a_crash_down_leaves_no_process_and_up_works_again(empty, tmp_path
 
 def test_down_spares_processes_that_only_name_the_folder(empty):
     up(empty, nodes=1)
-    waits = "import sys, time; print(1, flush=True); time.sleep(60)"
+    waits = "import signal; print(1, flush=True); signal.pause()"
     shell_of_salloc = {"SLURM_CONF": f"{empty}/slurm.conf", "SLURM_JOB_ID": "1"}
     bystander = subprocess.Popen(
         [sys.executable, "-c", waits, f"{empty}/slurm.conf"],

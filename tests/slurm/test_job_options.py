@@ -44,9 +44,16 @@ def test_what_cannot_be_is_refused_with_the_name_of_its_flag(options, says):
         JobOptions(**options)
 
 
-def test_a_secret_is_refused_and_not_repeated():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"env": ("WANDB_API_KEY=hunter2",)},
+        {"sbatch": ("--export=ALL,A=1,WANDB_API_KEY=hunter2",)},
+    ],
+)
+def test_a_secret_is_refused_and_not_repeated(options):
     with pytest.raises(UserError) as error:
-        JobOptions(env=("WANDB_API_KEY=hunter2",))
+        JobOptions(**options)
     assert "WANDB_API_KEY" in str(error.value)
     assert "hunter2" not in str(error.value)
 

@@ -55,7 +55,7 @@ JOBS = {
     ),
     "quotes": job(
         JobOptions(job_name='my "first" job'),
-        run="/home/it's me/a \"run\"",
+        run="/home/it's me/a \"run\" of 5%",
         folder="/home/it's me",
     ),
 }  # fmt: skip

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from samestep.slurm.verdict import Ending, Restarts, decide, read_ending, read_restarts, settle
 
 
-def ending(code=0, told="", step=0, *, stopped=False, why="it broke.") -> Ending:
-    return Ending(code=code, told=told, step=step, stopped=stopped, why=why)
+def ending(code=0, told="", step=0, *, saved=True, stopped=False) -> Ending:
+    return Ending(code=code, told=told, step=step, saved=saved, stopped=stopped, why="it broke.")
 
 
 @pytest.mark.parametrize(
@@ -75,18 +75,36 @@ def test_a_stop_that_an_earlier_start_left_does_not_count(tmp_path):
     assert (old.stopped, new.stopped) == (False, True)
 
 
-def test_a_failed_job_leaves_why_and_keeps_a_better_reason(tmp_path):
+def test_the_checkpoint_that_a_new_job_found_is_no_progress_of_its_own(tmp_path):
     write(tmp_path, "checkpoints/index.json", {"last": {"step": 12}})
+    at = (tmp_path / "checkpoints" / "index.json").stat().st_mtime
+    idle = read_ending(tmp_path, code=1, told="", kind="recipe", since=at + 1, log=None)
+    assert (idle.step, idle.saved) == (12, False)
+    assert decide(idle, read_restarts(tmp_path, 5), 0).word == "failed"
+    busy = read_ending(tmp_path, code=1, told="", kind="recipe", since=at - 1, log=None)
+    assert decide(busy, read_restarts(tmp_path, 5), 0).word == "again"
+
+
+def test_a_failed_job_leaves_why_in_its_result(tmp_path):
     end = read_ending(tmp_path, code=2, told="", kind="recipe", since=0, log=None)
-    assert end.step == 12
     settle(tmp_path, decide(end, Restarts(job=4), 2), end)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "failed"
     assert result["reason"] == "failed: the ranks ended with exit code 2."
-    write(tmp_path, "result.json", {"status": "failed", "reason": "failed: KeyError"})
+
+
+def test_the_reason_that_the_ranks_left_is_kept_and_one_of_an_earlier_start_is_not(tmp_path):
+    write(tmp_path, "result.json", {"status": "failed", "reason": "failed: KeyError", "steps": 3})
     (tmp_path / "settings.toml").touch()
-    settle(tmp_path, decide(end, Restarts(job=4), 2), end)
-    assert json.loads((tmp_path / "result.json").read_text())["reason"] == "failed: KeyError"
+    at = (tmp_path / "result.json").stat().st_mtime
+    for since, reason in ((at - 1, "failed: KeyError"), (at + 1, "failed: the ranks ended")):
+        end = read_ending(tmp_path, code=2, told="", kind="recipe", since=since, log=None)
+        verdict = decide(end, Restarts(job=4), 2)
+        assert verdict.text.startswith(reason)
+        settle(tmp_path, verdict, end)
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["reason"].startswith(reason)
+        assert result["steps"] == 3
 
 
 def test_the_restarts_of_another_job_do_not_count(tmp_path):

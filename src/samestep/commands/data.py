@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
+from samestep.commands.help import examples
 from samestep.data.catalog import CATALOG, RemoteDataset
 from samestep.data.download import download
 
@@ -46,17 +47,13 @@ def main(arguments: list[str]) -> int:
         UserError: The data set is unknown or could not be downloaded.
         SystemExit: The arguments are wrong (code 2), or help was asked for (code 0).
     """
-    try:
+    with examples(_EXAMPLES):
         command = tyro.cli(
             Annotated[_Get, subcommand(name="get")] | Annotated[_List, subcommand(name="list")],
             prog="samestep data",
             description="Download data sets.",
             args=arguments,
         )
-    except SystemExit as stop:
-        if not stop.code:  # tyro has printed the help and has no place for examples below it
-            print(_EXAMPLES, end="")  # noqa: T201
-        raise
     if isinstance(command, _Get):
         paths = download(command.name, command.data_dir, mirrors=command.mirror)
         print(f"{command.name} is in {command.data_dir}: {len(paths)} files, checked.")  # noqa: T201

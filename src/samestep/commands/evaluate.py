@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from samestep.commands.help import examples
 from samestep.evaluation import evaluate_run
 from samestep.world import Device
 
@@ -40,12 +41,8 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    try:
+    with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep evaluate", args=arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            sys.stdout.write("\n" + _EXAMPLES)
-        raise
     result = evaluate_run(
         command.run,
         command.checkpoint,

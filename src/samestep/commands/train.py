@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from samestep.commands.help import examples
 from samestep.config import Draft, Request, draft, finish
 from samestep.errors import UserError
 from samestep.failure import PARENT, STARTED_AT, die_with_parent, rank_of, report
@@ -48,12 +49,11 @@ def main(arguments: list[str]) -> int:
         return _general_help(arguments)
     log = RankLog(rank_of())
     try:
-        return _train(arguments, log)
+        with examples(_EXAMPLES):
+            return _train(arguments, log)
     except BrokenPipeError:
         raise  # the reader of the output has left, as `head` does
-    except SystemExit as stop:
-        if not stop.code:
-            sys.stdout.write("\n" + _EXAMPLES)
+    except SystemExit:
         if log.rank != 0:
             time.sleep(2.0)  # a launcher ends all ranks with the first: let rank 0 speak
         raise

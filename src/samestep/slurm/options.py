@@ -107,6 +107,9 @@ class JobOptions:
         for option in self.sbatch:
             if not option.startswith("-") or "\n" in option:
                 raise UserError(f"--sbatch {option!r} should be one option, such as --exclusive.")
+            if option.startswith("--export"):
+                for name in re.findall(r"(\w+)=", option.partition("=")[2]):
+                    _refuse_secret(f"--sbatch=--export={name}=…", name)
         for name in ("job_name", "partition", "account", "qos", "output", "interface"):
             if "\n" in (getattr(self, name) or ""):
                 raise UserError(f"{_flag(name)} must be one line.")
@@ -167,10 +170,14 @@ def _check_assignment(text: str) -> None:
     if match is None:
         name, _, _value = text.partition("=")  # the value may be a secret
         raise UserError(f"--env {name!r} should be NAME=VALUE, the name of letters, digits and _.")
-    if _SECRET.search(match["name"]):
+    _refuse_secret(f"--env {match['name']}=…", match["name"])
+
+
+def _refuse_secret(given: str, name: str) -> None:
+    if _SECRET.search(name):
         raise UserError(
-            f"--env {match['name']}=… looks like a secret, and the script is a file that others "
-            "may read. Export it in the shell that submits: Slurm passes the environment on."
+            f"{given} looks like a secret, and the script is a file that others may read. "
+            "Export it in the shell that submits: Slurm passes the environment on."
         )
 
 

@@ -1,11 +1,11 @@
 """How far a run has come, read from its directory."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.files import read_object
 from samestep.run import read_records
 
 
@@ -31,7 +31,7 @@ class Progress:
 
 def read_progress(run: Path) -> Progress | None:
     """Return a run's progress, or None if it has not begun."""
-    result = _json(run / "result.json")
+    result = read_object(run / "result.json")
     try:
         records = list(read_records(run))
     except UserError:
@@ -71,11 +71,3 @@ def _is_last(run: Path, records: list[dict[str, Any]], result: dict[str, Any]) -
         return True
     written = (run / "result.json").stat().st_mtime if result.get("status") == "failed" else 0.0
     return written > (run / "events.jsonl").stat().st_mtime
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return table if isinstance(table, dict) else {}

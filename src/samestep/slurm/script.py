@@ -51,7 +51,7 @@ def _head(job: Job) -> str:
         "job-name": job.name,
         "comment": MARK + job.run,
         "chdir": job.folder,
-        "output": options.output or f"{job.run}/slurm-%j.out",
+        "output": options.output or f"{job.run.replace('%', '%%')}/slurm-%j.out",
         "open-mode": "append",
         "partition": options.partition,
         "account": options.account,
@@ -149,16 +149,17 @@ def _threads(options: JobOptions) -> str:
 def _meet(job: Job) -> str:
     first, count = _PORTS
     lines = [
-        "# Where the ranks meet: the first node, by the address at which Slurm itself reaches it.",
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        """address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')""",
-        "export MASTER_ADDR=${address:-$first}",
-        f"export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # its own for each job",
-        "",
+        "# The addresses at which Slurm itself reaches the nodes; the ranks meet on the first.",
+        'addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |',
+        """  sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')""",
+        'export addresses="${addresses:-$(scontrol show hostnames "$SLURM_JOB_NODELIST")}"',
     ]
-    if "MASTER_ADDR" in dict(map(assignment, job.options.env)):
-        del lines[1:4]
-    return "\n".join(lines)
+    if "MASTER_ADDR" not in dict(map(assignment, job.options.env)):
+        lines.append("export MASTER_ADDR=${addresses%%$'\\n'*}")
+    lines.append(
+        f"export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # its own for each job"
+    )
+    return "\n".join([*lines, ""])
 
 
 def _start(job: Job) -> str:
@@ -227,13 +228,19 @@ def _torchrun(job: Job) -> _What:
         '--rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID"',
         "--rdzv-backend=c10d",
         '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
+        # What it would otherwise look up by the node's own name, which may lead to 127.0.1.1.
+        '--rdzv-conf="is_host=$((SLURM_NODEID == 0))"',
+        '--local-addr="${address[SLURM_NODEID]}"',
         f"--max-restarts={options.max_restarts}",
-        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        f"--shutdown-timeout={options.signal_s}",
     ]
-    inner = " \\\n    ".join(["exec " + launcher[0], *launcher[1:], '"$@"'])
+    start = f"address=($addresses); exec {launcher[0]}"
+    inner = " \\\n    ".join([start, *launcher[1:], '"$@"'])
     return _What(
         [
+            "# torchrun passes the warning on and gives the ranks as long to save (by variables: a",
+            "# PyTorch too old for one of these flags passes over it).",
+            "export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            f"export PET_SHUTDOWN_TIMEOUT={options.signal_s}",
             "# One torchrun for each node; it starts the ranks, and all again when one fails.",
             _SC2016,
         ],

@@ -4,15 +4,18 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from samestep.files import write_text
+from samestep.files import read_object, write_text
 from samestep.run import is_run
 
 FILE = "slurm.json"
 """In the run directory: what the restarts of its job have come to."""
+
+_RESULT = "result.json"
+_INDEX = "checkpoints/index.json"
 
 Word = Literal["completed", "again", "failed", "cancelled", "ended"]
 
@@ -40,6 +43,8 @@ class Ending:
     """The signal that came to the script: USR1, USR2, TERM or nothing."""
     step: int | None
     """Step of the newest announced checkpoint; None where the script is the user's own."""
+    saved: bool
+    """Whether this start announced it."""
     stopped: bool
     """Whether the run itself wrote that a signal stopped it."""
     why: str
@@ -73,13 +78,16 @@ def decide(ending: Ending, before: Restarts, limit: int) -> Verdict:
     if ending.code == _MISTAKE and not signalled:
         return Verdict(word="failed", text=f"failed: {ending.why}", restarts=before)
     # A script of the user's shows no progress; one that a warning killed outright saved nothing.
-    progressed = ending.step > before.step if ending.step is not None else (
-        signalled and ending.code not in _STOPS)  # fmt: skip
+    progressed = (
+        signalled and ending.code not in _STOPS
+        if ending.step is None
+        else ending.saved and ending.step > before.step
+    )
     count = 0 if progressed else before.without_progress + 1
     if count > limit:
         text = (
-            f"failed: {ending.why} Not started again: there was no newer checkpoint in "
-            f"{count} starts in a row."
+            f"failed: {ending.why.rstrip('.')}. Not started again: there was no newer checkpoint "
+            f"in {count} starts in a row."
         )
         return Verdict(word="failed", text=text, restarts=before)
     restarts = Restarts(
@@ -108,29 +116,28 @@ def read_ending(
         since: when the start began, in seconds since the epoch.
         log: the job's log file, if it is known.
     """
-    result = _json(run / "result.json")
-    index = _json(run / "checkpoints" / "index.json")
     step = None
     if kind == "recipe":
-        step = int((index.get("last") or {}).get("step", 0))
+        last = read_object(run / _INDEX).get("last") or {}
+        step = int(last.get("step", 0))
+    # torchrun hides the ranks' exit codes; what an earlier start left does not count.
+    result = read_object(run / _RESULT) if _written_since(run / _RESULT, since) else {}
+    status, reason = result.get("status"), str(result.get("reason", ""))
     return Ending(
-        code=code, told=told, step=step,
-        # torchrun hides the ranks' exit codes; what an earlier start left does not count.
-        stopped=result.get("status") == "stopped"
-        and (run / "result.json").stat().st_mtime >= since,
-        why=_why(code, log),
+        code=code, told=told, step=step, saved=_written_since(run / _INDEX, since),
+        stopped=status == "stopped",
+        why=reason.removeprefix("failed: ") if status == "failed" else _why(code, log),
     )  # fmt: skip
 
 
 def settle(run: Path, verdict: Verdict, ending: Ending) -> None:
     """Write down what was decided; a failed run gets its why in result.json."""
     write_text(run / FILE, json.dumps(asdict(verdict.restarts), indent=2) + "\n")
-    result = _json(run / "result.json")
+    result = read_object(run / _RESULT)
     if verdict.word == "failed" and (is_run(run) or not result):
-        reason = str(result.get("reason", ""))
-        kept = reason if result.get("status") == "failed" and reason else f"failed: {ending.why}"
-        result |= {"status": "failed", "reason": kept, "exit_code": ending.code}
-        write_text(run / "result.json", json.dumps(result, indent=2) + "\n")
+        reason = f"failed: {ending.why}"
+        result |= {"status": "failed", "reason": reason, "exit_code": ending.code}
+        write_text(run / _RESULT, json.dumps(result, indent=2) + "\n")
 
 
 def read_restarts(run: Path, job: int) -> Restarts:
@@ -140,6 +147,10 @@ def read_restarts(run: Path, job: int) -> Restarts:
     except (OSError, msgspec.MsgspecError):
         return Restarts(job=job)
     return found if found.job == job else Restarts(job=job)
+
+
+def _written_since(path: Path, since: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= since
 
 
 def _why(code: int, log: Path | None) -> str:
@@ -168,11 +179,3 @@ def _last_message(log: Path) -> str:
             text = line.removeprefix("samestep: ")
             found = "" if text.startswith("job ") else text
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return table if isinstance(table, dict) else {}

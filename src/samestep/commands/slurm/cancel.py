@@ -8,11 +8,12 @@ from typing import Annotated
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from samestep.commands.help import examples
 from samestep.errors import UserError
 from samestep.slurm.queue import find
 from samestep.slurm.tools import ToolError, call
 
-_EXAMPLES = """
+_EXAMPLES = """\
 examples:
   samestep slurm cancel 1234
   samestep slurm cancel runs/ID --now
@@ -31,12 +32,8 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    try:
+    with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep slurm cancel", args=arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            sys.stdout.write(_EXAMPLES)
-        raise
     job, run = find(command.job)
     if job is None or job.ended:
         state = f" ({job.state})" if job else ""

@@ -9,10 +9,11 @@ from typing import Annotated
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from samestep.commands.help import examples
 from samestep.errors import UserError
 from samestep.slurm.queue import Queued, find, find_job
 
-_EXAMPLES = """
+_EXAMPLES = """\
 examples:
   samestep slurm logs 1234 --follow
   samestep slurm logs runs/ID --rank 3
@@ -35,12 +36,8 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    try:
+    with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep slurm logs", args=arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            sys.stdout.write(_EXAMPLES)
-        raise
     job, run = find(command.job)
     path, prefix = _file(command.rank, job, run)
     waits = job is not None and not job.ended

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg, subcommand
 
+from samestep.commands.help import examples
 from samestep.slurm.sandbox.cluster import Status, down, status, up
 from samestep.slurm.sandbox.files import default_folder, export_line
 
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
         UserError: It could not be brought up or taken down.
         SystemExit: The arguments are wrong (code 2), or help was asked for (code 0).
     """
-    try:
+    with examples(_EXAMPLES):
         command = tyro.cli(
             Annotated[_Up, subcommand(name="up")]
             | Annotated[_Status, subcommand(name="status")]
@@ -69,10 +70,6 @@ def main(arguments: list[str]) -> int:
             description="A real Slurm on this one machine, as this user, to learn and to test on.",
             args=arguments,
         )
-    except SystemExit as stop:
-        if not stop.code:  # tyro has printed the help and has no place for examples below it
-            print(_EXAMPLES, end="")  # noqa: T201
-        raise
     folder = (command.dir or default_folder()).absolute().resolve()
     if isinstance(command, _Down):
         there = down(folder)

@@ -15,10 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from samestep.commands.help import examples
 from samestep.slurm.progress import Progress, read_progress
 from samestep.slurm.queue import Queued, find, my_jobs
 
-_EXAMPLES = """
+_EXAMPLES = """\
 examples:
   samestep slurm status
   samestep slurm status 1234 --json
@@ -37,12 +38,8 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    try:
+    with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep slurm status", args=arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            sys.stdout.write(_EXAMPLES)
-        raise
     pairs: list[tuple[Queued | None, Path | None]]
     pairs = [find(command.job)] if command.job else [(job, job.run) for job in my_jobs()]
     rows = [(job, run, read_progress(run) if run else None) for job, run in pairs]
@@ -55,7 +52,9 @@ def main(arguments: list[str]) -> int:
     elif not rows:
         sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
     else:
-        Console().print(_table(rows))
+        console = Console()
+        # Elsewhere than on a terminal nothing is cut: a script may look for a word.
+        console.print(jobs_table(rows), width=None if console.is_terminal else 10_000)
     return 0
 
 
@@ -108,11 +107,16 @@ def _against_limit(job: Queued | None, eta_s: float) -> str:
     return f"; {_duration(left)} left, so {more} more start{'s' * (more > 1)}"
 
 
-def _table(rows: list[tuple[Queued | None, Path | None, Progress | None]]) -> Table:
+def jobs_table(rows: list[tuple[Queued | None, Path | None, Progress | None]]) -> Table:
+    """Return a table of jobs, a line each."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("job", "name", "state", "time", "step", "loss", "ETA", "starts"):
         is_text = name in ("name", "state")
-        table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
+        # Where the terminal is narrow, the name alone is cut short.
+        table.add_column(
+            name, no_wrap=name != "name", overflow="ellipsis",
+            justify="left" if is_text else "right",
+        )  # fmt: skip
     for job, _run, progress in rows:
         if job is None:
             continue

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import FlagCreatePairsOff, arg
 
+from samestep.commands.help import examples
 from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.slurm.options import JobOptions
@@ -17,7 +18,7 @@ from samestep.slurm.script import Job, write_script
 from samestep.slurm.submit import make_folder, make_job, submit, without_resolved
 from samestep.slurm.target import Target, find_target
 
-_EXAMPLES = """
+_EXAMPLES = """\
 examples:
   samestep slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50
   samestep slurm submit train.py --ntasks-per-node 4 --dry-run -- --my-flag 1
@@ -44,18 +45,14 @@ class Command:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(_USAGE + _EXAMPLES)
+        sys.stdout.write(f"{_USAGE}\n{_EXAMPLES}")
         return 0 if arguments else 2
     target, *flags = arguments
     if target.startswith("-"):
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
     cut = flags.index("--") if "--" in flags else len(flags)
-    try:
+    with examples(_EXAMPLES):
         command, options = _parse(target, flags[:cut])
-    except SystemExit as stop:
-        if not stop.code:
-            sys.stdout.write(_EXAMPLES)
-        raise
     found = find_target(target, flags[cut + 1 :], recipe_files())
     _check_training(found)
     job = make_job(found, without_resolved(options), Path.cwd())
