@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 # A module may import modules of its own row and of the rows above it, never of a row below.
 ROWS = [
     ["errors", "version"],
-    ["early", "launch", "files", "settings", "rank_log"],
+    ["address", "early", "launch", "files", "settings", "rank_log"],
     ["world", "run", "recipe", "failure"],
     ["data"],
     ["recipes"],

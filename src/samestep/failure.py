@@ -21,6 +21,11 @@ from samestep.rank_log import RankLog
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
+JOB_RUN = "SAMESTEP_RUN_DIR"
+"""Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
+MISTAKE = ".mistake"
+"""In that directory: what a rank of the latest start had to say of a mistake. The launchers end the
+others in ways that hide the exit code."""
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
 
@@ -53,6 +58,8 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         # On a full disk the log takes nothing more; the message must reach the user all the same.
         with contextlib.suppress(OSError), path.open("a") as file:
             file.write("".join(traceback.format_exception(error)) if code == 1 else message + "\n")
+    if code == 2 and not (rank and getattr(error, "on_all_ranks", False)):
+        _leave_for_job(f"[rank {rank}] {message}" if rank else message)
     if _is_lost_peer(error):
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
         time.sleep(_GRACE_S)
@@ -66,6 +73,13 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
             return code
     print_error(f"[rank {rank}] {message}" if rank else message, log.terminal if log else 2)
     return code
+
+
+def _leave_for_job(message: str) -> None:
+    folder = os.environ.get(JOB_RUN)
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, MISTAKE).write_text(message)
 
 
 def print_error(message: str, descriptor: int = 2) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
+from samestep.address import interface_towards, resolve_master
 from samestep.errors import UserError
 from samestep.launch import Launch, binds_gpus, detect_launch
 
@@ -271,7 +272,7 @@ def join(
         store: what `open_store` returned, if this rank has already opened it.
 
     Raises:
-        UserError: the port is taken, or rank 0 cannot be reached.
+        UserError: the port is taken, or rank 0's address has no meaning here or no answer.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -279,6 +280,11 @@ def join(
         return
     # Both: tensors on the device go by NCCL, what ranks agree on goes by Gloo from the CPU.
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
+    if world.num_nodes > 1:
+        master = resolve_master(launch.master_addr)  # PyTorch would ask for minutes
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(master)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ["MASTER_ADDR"] = launch.master_addr
     os.environ["MASTER_PORT"] = str(launch.master_port)
     try:
@@ -301,8 +307,9 @@ def join(
         reason = str(error).splitlines()[0]
         raise UserError(
             f"Rank {world.rank} of {world.world_size} could not meet the others at {where}: "
-            f"{reason}. Check that every rank was started, that {launch.master_addr} resolves on "
-            "each node, and that no firewall closes the port."
+            f"{reason}. Check that every rank was started, that no firewall closes the port, and "
+            "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
+            "its interface); `samestep doctor`, started the same way, looks for the reason."
         ) from error
 
 

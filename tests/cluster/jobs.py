@@ -11,7 +11,7 @@ from typing import Any
 from samestep.run import read_records
 from tests.cluster.sandbox import FINAL, RunningSandbox, wait_for
 
-# 60 samples, 15 steps an epoch; PACE is the seconds of a step, read anew for each.
+# 120 samples, 30 steps an epoch; PACE is the seconds of a step, read anew for each.
 RECIPE = """
 import os, time
 from pathlib import Path
@@ -23,9 +23,9 @@ PACE = Path(__file__).with_name("pace")
 
 def data():
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(80, 4, generator=generator)
+    x = torch.randn(140, 4, generator=generator)
     y = (x[:, 0] > 0).long()
-    return Splits(train=(x[:60], y[:60]), validation=(x[60:], y[60:]))
+    return Splits(train=(x[:120], y[:120]), validation=(x[120:], y[120:]))
 
 def model():
     return nn.Linear(4, 2)
@@ -36,7 +36,7 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 
 recipe = Recipe(model=model, data=data, loss=loss,
-                settings={"epochs": 4, "global_batch_size": 4, "log_every": 1, "seed": 3})
+                settings={"epochs": 2, "global_batch_size": 4, "log_every": 1, "seed": 3})
 """
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from samestep.slurm.sandbox.cluster import kill_node, start_node
-from samestep.slurm.sandbox.processes import find_processes
 from tests.cluster.jobs import Submitted, samestep, set_pace, submit, write_recipe
 from tests.cluster.sandbox import wait_for
 
@@ -55,7 +54,7 @@ def test_a_job_that_twice_comes_to_its_time_limit_goes_on_and_completes(
     sandbox, recipe, tmp_path, uninterrupted
 ):
     # One minute is the shortest limit; Slurm warns up to a minute early, so right at the start.
-    set_pace(tmp_path, 1.2)
+    set_pace(tmp_path, 2.1)  # an epoch of 30 steps is longer than the limit
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--time", "1", "--signal-s", "40")
     for restart in (1, 2):
         wait_for(lambda n=restart: f"(restart {n})" in job.log, within_s=100)
@@ -134,17 +133,60 @@ def test_a_job_whose_node_was_lost_goes_on(sandbox, recipe, tmp_path, uninterrup
 
 
 def test_a_warning_while_a_rank_still_imports_is_kept_until_it_can_save(sandbox, recipe, tmp_path):
-    set_pace(tmp_path, None)
-    job = submit(sandbox, tmp_path, "tiny.py")
+    job = submit(sandbox, tmp_path, "tiny.py", "--signal-s", "10")
     wait_for(lambda: "start 1" in job.log)
     sandbox.run("scancel", "--batch", "--signal=USR1", job.job)
-    # It may be through before the warning is passed on: either way nothing fails.
+    wait_for(lambda: "(restart 1)" in job.log)
+    assert "stopped (SIGUSR1)" in job.log
+    stop = next(record for record in job.all_records() if record["event"] == "stop")
+    assert 1 <= stop["step"] < 60
+    set_pace(tmp_path, None)
     job.wait("COMPLETED")
-    assert job.result()["status"] == "completed"
+    assert starts(job) == 2
 
 
-def test_a_job_that_is_cancelled_saves_first_and_does_not_come_back(sandbox, recipe, tmp_path):
-    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--time", "30")
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+
+saved = Path(os.environ["SAMESTEP_RUN_DIR"], "steps")
+begin = int(saved.read_text()) if saved.exists() else 0
+
+def save(*_):
+    saved.write_text(str(step))
+    sys.exit(1)
+
+signal.signal(signal.SIGUSR1, save)
+pace = Path("pace")
+print("begins at step", begin, flush=True)
+for step in range(begin + 1, 1001):
+    if pace.exists():
+        time.sleep(float(pace.read_text()))
+print("has done", step, flush=True)
+"""
+
+
+def test_a_script_of_the_users_that_saves_when_warned_goes_on(sandbox, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    set_pace(tmp_path, 0.05)
+    job = submit(sandbox, tmp_path, "mine.py", "--signal-s", "10")
+    wait_for(lambda: "begins at step 0" in job.log)
+    sandbox.run("scancel", "--batch", "--signal=USR1", job.job)
+    wait_for(lambda: "(restart 1)" in job.log)
+    saved = int((job.run / "steps").read_text())
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED")
+    assert f"begins at step {saved}\n" in job.log
+    assert 1 <= saved < 1000
+    assert "has done 1000\n" in job.log
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_job_that_is_cancelled_saves_first_and_does_not_come_back(
+    sandbox, recipe, tmp_path, launcher
+):
+    how = (*TWO, "--time", "30", "--signal-s", "10", "--launcher", launcher)
+    job = submit(sandbox, tmp_path, "tiny.py", *how)
     job.wait_for_step(3)
     began = time.monotonic()
     done = samestep(sandbox, tmp_path, "slurm", "cancel", job.job)
@@ -170,14 +212,16 @@ def test_a_job_that_is_cancelled_at_once_ends_at_once(sandbox, recipe, tmp_path)
     done = samestep(sandbox, tmp_path, "slurm", "cancel", job.job, "--now")
     assert done.stdout == f"Job {job.job} is cancelled.\n"
     job.wait("CANCELLED")
+    assert job.all_records()[-1]["event"] != "stop"  # it did not wait for the step of a minute
 
 
 FAILS = "\n    raise KeyError('lost on the way')\n"
 
 
-def test_a_failure_that_comes_back_is_not_tried_for_ever(sandbox, recipe, tmp_path):
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_mistake_of_the_recipe_ends_the_job_at_once(sandbox, recipe, tmp_path, launcher):
     recipe.write_text(recipe.read_text().replace("def model():\n", f"def model():{FAILS}"))
-    job = submit(sandbox, tmp_path, "tiny.py")
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--launcher", launcher, "--max-restarts", "0")
     job.wait("FAILED")
     assert "(restart" not in job.log  # a mistake of the recipe is the same in every start
     assert "KeyError: 'lost on the way'" in job.log.splitlines()[-1]
@@ -227,7 +271,8 @@ def test_status_and_logs_tell_of_each_state_of_a_job(sandbox, recipe, tmp_path):
     screen = samestep(sandbox, tmp_path, "slurm", "logs", str(job.run)).stdout
     assert screen == job.log
     table = samestep(sandbox, tmp_path, "slurm", "status").stdout
-    assert any(job.job in line and "COMPLETED" in line for line in table.splitlines())
+    mine = next(words for line in table.splitlines() if (words := line.split())[:1] == [job.job])
+    assert "COMPLETED" in mine
 
 
 def test_following_a_log_ends_with_the_job(sandbox, recipe, tmp_path):
@@ -236,4 +281,4 @@ def test_following_a_log_ends_with_the_job(sandbox, recipe, tmp_path):
     followed = samestep(sandbox, tmp_path, "slurm", "logs", job.job, "--follow")
     assert followed.returncode == 0
     assert followed.stdout.endswith("samestep: completed.\n")
-    assert not [p for p in find_processes(sandbox.folder) if "train" in str(p)]
+    assert ranks_of(job) == {}

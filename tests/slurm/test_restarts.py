@@ -1,16 +1,29 @@
 """A job goes on while it makes progress, and gives up with the reason when it does not."""
 
 import json
+import os
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.slurm.verdict import Ending, Restarts, decide, read_ending, read_restarts, settle
+from samestep.failure import MISTAKE
+from samestep.slurm.verdict import (
+    BEGUN,
+    Ending,
+    Restarts,
+    decide,
+    read_ending,
+    read_restarts,
+    settle,
+)
 
 
-def ending(code=0, told="", step=0, *, saved=True, stopped=False) -> Ending:
-    return Ending(code=code, told=told, step=step, saved=saved, stopped=stopped, why="it broke.")
+def ending(code=0, told="", step=0, **more) -> Ending:
+    usual = {"saved": True, "mistake": code == 2, "stopped": False, "why": "it broke."}
+    return Ending(code=code, told=told, step=step, **(usual | more))
 
 
 @pytest.mark.parametrize(
@@ -28,6 +41,9 @@ def ending(code=0, told="", step=0, *, saved=True, stopped=False) -> Ending:
         (ending(143, "TERM", 5), "ended"),
         (ending(1, "", None), "again"),
         (ending(2, "", None), "failed"),
+        # srun ended the other ranks, or torchrun said no more than that one had failed.
+        (ending(143, "", 5, mistake=True), "failed"),
+        (ending(1, "", 5, mistake=True), "failed"),
     ],
 )
 def test_each_ending_has_its_word(case, word):
@@ -52,59 +68,101 @@ def test_a_job_gives_up_after_its_limit_of_starts_without_progress_and_not_befor
         before = verdict.restarts
 
 
-def write(run, name, table):
-    (run / "checkpoints").mkdir(exist_ok=True)
-    (run / name).write_text(json.dumps(table))
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run directory whose job has begun a start ten seconds ago."""
+    (tmp_path / "settings.toml").touch()
+    (tmp_path / BEGUN).touch()
+    os.utime(tmp_path / BEGUN, (time.time() - 10,) * 2)
+    return tmp_path
 
 
-def test_what_the_ranks_said_last_in_this_start_is_the_reason(tmp_path):
-    log = tmp_path / "log"
+def write(run: Path, name: str, table: dict | str, *, before: bool = False) -> None:
+    """Write what a start left: this one, or one before."""
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(table if isinstance(table, str) else json.dumps(table))
+    if before:
+        os.utime(path, (time.time() - 100,) * 2)
+
+
+def read(run: Path, code: int, log: Path | None = None) -> Ending:
+    return read_ending(run, code=code, told="", kind="recipe", log=log)
+
+
+def test_what_the_ranks_said_last_in_this_start_is_the_reason(run):
+    log = run / "log"
     log.write_text("samestep: job 1, start 1\nsamestep: old\nsamestep: job 1, start 2\nx\n")
-    end = read_ending(tmp_path, code=137, told="", kind="recipe", since=0, log=log)
-    assert end.why == "a rank was killed by SIGKILL (out of memory?)."
+    assert read(run, 137, log).why == "a rank was killed by SIGKILL (out of memory?)."
     log.write_text(log.read_text() + "samestep: The disk is full.\nsrun: error\n")
-    end = read_ending(tmp_path, code=2, told="", kind="recipe", since=0, log=log)
-    assert end.why == "The disk is full."
+    assert read(run, 2, log).why == "The disk is full."
 
 
-def test_a_stop_that_an_earlier_start_left_does_not_count(tmp_path):
-    write(tmp_path, "result.json", {"status": "stopped"})
-    at = (tmp_path / "result.json").stat().st_mtime
-    old = read_ending(tmp_path, code=1, told="", kind="recipe", since=at + 1, log=None)
-    new = read_ending(tmp_path, code=1, told="", kind="recipe", since=at - 1, log=None)
-    assert (old.stopped, new.stopped) == (False, True)
+def test_a_stop_that_an_earlier_start_left_does_not_count(run):
+    write(run, "result.json", {"status": "stopped"}, before=True)
+    assert not read(run, 1).stopped
+    write(run, "result.json", {"status": "stopped"})
+    assert read(run, 1).stopped
 
 
-def test_the_checkpoint_that_a_new_job_found_is_no_progress_of_its_own(tmp_path):
-    write(tmp_path, "checkpoints/index.json", {"last": {"step": 12}})
-    at = (tmp_path / "checkpoints" / "index.json").stat().st_mtime
-    idle = read_ending(tmp_path, code=1, told="", kind="recipe", since=at + 1, log=None)
+def test_a_mistake_that_a_rank_left_counts_whatever_the_launcher_made_of_it(run):
+    write(run, MISTAKE, "There is no file data.csv.", before=True)
+    assert not read(run, 143).mistake
+    write(run, MISTAKE, "There is no file data.csv.")
+    verdict = decide(read(run, 143), Restarts(), 2)
+    assert (verdict.word, verdict.text) == ("failed", "failed: There is no file data.csv.")
+
+
+def test_the_checkpoint_that_a_new_job_found_is_no_progress_of_its_own(run):
+    write(run, "checkpoints/index.json", {"last": {"step": 12}}, before=True)
+    idle = read(run, 1)
     assert (idle.step, idle.saved) == (12, False)
-    assert decide(idle, read_restarts(tmp_path, 5), 0).word == "failed"
-    busy = read_ending(tmp_path, code=1, told="", kind="recipe", since=at - 1, log=None)
-    assert decide(busy, read_restarts(tmp_path, 5), 0).word == "again"
+    assert decide(idle, read_restarts(run, 5), 0).word == "failed"
+    write(run, "checkpoints/index.json", {"last": {"step": 12}})
+    assert decide(read(run, 1), read_restarts(run, 5), 0).word == "again"
 
 
-def test_a_failed_job_leaves_why_in_its_result(tmp_path):
-    end = read_ending(tmp_path, code=2, told="", kind="recipe", since=0, log=None)
-    settle(tmp_path, decide(end, Restarts(job=4), 2), end)
-    result = json.loads((tmp_path / "result.json").read_text())
+def test_a_failed_job_leaves_why_in_its_result(run):
+    end = read(run, 2)
+    settle(run, decide(end, Restarts(job=4), 2), end)
+    result = json.loads((run / "result.json").read_text())
     assert result["status"] == "failed"
     assert result["reason"] == "failed: the ranks ended with exit code 2."
 
 
-def test_the_reason_that_the_ranks_left_is_kept_and_one_of_an_earlier_start_is_not(tmp_path):
-    write(tmp_path, "result.json", {"status": "failed", "reason": "failed: KeyError", "steps": 3})
-    (tmp_path / "settings.toml").touch()
-    at = (tmp_path / "result.json").stat().st_mtime
-    for since, reason in ((at - 1, "failed: KeyError"), (at + 1, "failed: the ranks ended")):
-        end = read_ending(tmp_path, code=2, told="", kind="recipe", since=since, log=None)
-        verdict = decide(end, Restarts(job=4), 2)
-        assert verdict.text.startswith(reason)
-        settle(tmp_path, verdict, end)
-        result = json.loads((tmp_path / "result.json").read_text())
-        assert result["reason"].startswith(reason)
-        assert result["steps"] == 3
+@pytest.mark.parametrize(
+    ("before", "reason"), [(False, "failed: KeyError"), (True, "failed: the ranks ended")]
+)
+def test_the_reason_that_this_start_left_is_kept_and_an_earlier_ones_is_not(run, before, reason):
+    left = {"status": "failed", "reason": "failed: KeyError", "steps": 3}
+    write(run, "result.json", left, before=before)
+    end = read(run, 2)
+    verdict = decide(end, Restarts(job=4), 2)
+    assert verdict.text.startswith(reason)
+    settle(run, verdict, end)
+    result = json.loads((run / "result.json").read_text())
+    assert result["reason"].startswith(reason)
+    assert result["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("end", "word", "says"),
+    [
+        (ending(138, "USR1", 5), "ended", "stopped at step 5; hand it in again"),
+        (ending(137, "", 5), "failed", "failed: it broke; hand it in again"),
+        (ending(2, "", 5), "failed", "failed: it broke."),
+        (ending(0, "USR1", 5), "completed", "completed."),
+    ],
+)
+def test_a_job_that_may_not_be_requeued_promises_no_restart(end, word, says):
+    verdict = decide(end, Restarts(), 2, requeue=False)
+    assert verdict.word == word
+    assert verdict.text.startswith(says)
+
+
+def test_a_script_that_was_warned_and_ended_with_0_is_told_how_it_would_go_on():
+    assert "exit with 1, not 0" in decide(ending(0, "USR1", None), Restarts(), 2).text
+    assert decide(ending(1, "USR1", None), Restarts(), 2).word == "again"
 
 
 def test_the_restarts_of_another_job_do_not_count(tmp_path):

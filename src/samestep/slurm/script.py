@@ -1,13 +1,17 @@
 """The job script: text from a pure function of a frozen dataclass."""
 
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Literal
 
 from samestep.slurm.options import JobOptions, assignment, dependency
+from samestep.slurm.verdict import BEGUN
 
 MARK = "samestep:"
 """What a job's comment begins with; the run directory follows."""
+
+_PLAIN = re.compile(r"[\w./:@%+,=-]+")
 
 # Ranks import PyTorch for seconds before they can listen, and Slurm may warn right at the start.
 _LISTEN_S = 20
@@ -80,14 +84,15 @@ def _head(job: Job) -> str:
 
 
 def _cpus_per_task(options: JobOptions) -> int | None:
-    if options.cpus_per_task is None or options.launcher == "srun":
+    if options.launcher == "srun":
         return options.cpus_per_task
-    return options.cpus_per_task * options.ranks_per_node  # one torchrun has the cores of its ranks
+    # One torchrun has the cores of all its ranks.
+    return (options.cpus_per_task or 1) * options.ranks_per_node
 
 
 def _in_directive(value: str) -> str:
-    """Quote as sbatch reads it: a value with a space stands in double quotes."""
-    if not any(character in value for character in " \t\"'\\"):
+    """Quote as sbatch reads it, to which a space is an end and # begins a comment."""
+    if _PLAIN.fullmatch(value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
@@ -100,11 +105,13 @@ run={shlex.quote(job.run)}  # the same over all restarts
 
 # Slurm sends USR1 ahead of the time limit, `samestep slurm cancel` sends USR2, and TERM says that
 # Slurm itself ends the job and has told the ranks. They finish their step, save, end together.
-told='' step='' since=$(date +%s)
+told='' step=''
+touch "$run/{BEGUN}"
 running() {{ kill -0 "$step" 2>/dev/null; }}
+starts() {{ squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; }}
 pass_on() {{
-  # Slurm may warn in the first second; the ranks must have come far enough to listen.
-  while ((SECONDS < began + {listen_s})) && running; do sleep 1; done
+  # Slurm may warn in the first second; the ranks must run, and have come far enough to listen.
+  while running && {{ ((SECONDS < began + {listen_s})) || ! starts; }}; do sleep 1; done
   scancel --signal="$1" "$SLURM_JOB_ID"  # the ranks alone, not this script
 }}
 trap 'told=USR1; [[ -z $step ]] || pass_on USR1' USR1
@@ -116,15 +123,21 @@ trap 'told=${{told:-TERM}}' TERM
 def _place(job: Job) -> str:
     options = job.options
     lines = ["# The place: modules, environment, variables."]
-    lines += [f"module load {shlex.quote(name)} || exit 2" for name in options.module]
+    if options.module or job.venv or options.conda:
+        text = "samestep: failed: $1 did not work on this node."
+        lines.append(f'fail() {{ echo "{text}" >&2; exit 2; }}')
+    lines += [f"module load {shlex.quote(name)} || fail 'module load'" for name in options.module]
     if job.venv:
         activate = shlex.quote(f"{job.venv}/bin/activate")
-        lines += ["# shellcheck disable=SC1091  # it is on the cluster", f". {activate} || exit 2"]
+        lines += [
+            "# shellcheck disable=SC1091  # it is on the cluster",
+            f". {activate} || fail activate",
+        ]
     if options.conda:
         lines += [
             "# shellcheck disable=SC1091  # it is on the cluster",
-            '. "$(conda info --base)/etc/profile.d/conda.sh" || exit 2',
-            f"conda activate {shlex.quote(options.conda)} || exit 2",
+            '. "$(conda info --base)/etc/profile.d/conda.sh" || fail conda.sh',
+            f"conda activate {shlex.quote(options.conda)} || fail 'conda activate'",
         ]
     lines.append(f"export SAMESTEP_RUN_DIR={shlex.quote(job.run)}")
     lines.append(f"export OMP_NUM_THREADS={_threads(options)}  # the cores that a rank really has")
@@ -154,19 +167,20 @@ def _meet(job: Job) -> str:
         """  sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')""",
         'export addresses="${addresses:-$(scontrol show hostnames "$SLURM_JOB_NODELIST")}"',
     ]
-    if "MASTER_ADDR" not in dict(map(assignment, job.options.env)):
+    given = dict(map(assignment, job.options.env))
+    if "MASTER_ADDR" not in given:
         lines.append("export MASTER_ADDR=${addresses%%$'\\n'*}")
-    lines.append(
-        f"export MASTER_PORT=$(({first} + SLURM_JOB_ID % {count}))  # its own for each job"
-    )
+    if "MASTER_PORT" not in given:
+        port = f"{first} + SLURM_JOB_ID % {count}"
+        lines.append(f"export MASTER_PORT=$(({port}))  # its own for each job")
     return "\n".join([*lines, ""])
 
 
 def _start(job: Job) -> str:
     options = job.options
     words = ["srun", "--kill-on-bad-exit=1"]
-    if options.cpus_per_task:  # srun does not take it over from sbatch
-        words.append(f"--cpus-per-task={_cpus_per_task(options)}")
+    if cpus := _cpus_per_task(options):  # srun does not take it over from sbatch
+        words.append(f"--cpus-per-task={cpus}")
     if job.kind == "script":
         words.append("--label")
     enter = []
@@ -269,10 +283,11 @@ def _wrap(words: list[str], width: int = 96) -> list[str]:
 
 def _end(job: Job) -> str:
     own = " ".join(shlex.quote(word) for word in job.own)
+    again = "" if job.options.requeue else " --no-requeue"
     lines = [
         "# Say how it ended, and whether it goes on.",
         f'verdict=$({own} slurm verdict "$run" --code "$code" --told "$told" \\',
-        f'  --since "$since" --kind {job.kind} --restarts {job.options.restarts})',
+        f"  --kind {job.kind} --restarts {job.options.restarts}{again})",
         "case $verdict in",
         "  completed) code=0 ;;",
     ]
@@ -280,7 +295,8 @@ def _end(job: Job) -> str:
         lines += [
             "  again)",
             "    trap '' TERM  # the requeue ends this script too",
-            '    scontrol requeue "$SLURM_JOB_ID"  # Slurm waits two minutes, then starts it again',
+            "    # Slurm waits two minutes, then starts it again. It is asked until it answers.",
+            '    for _ in {1..12}; do scontrol requeue "$SLURM_JOB_ID" && break; sleep 5; done',
             "    ;;",
         ]
     lines += ['  cancelled) scancel "$SLURM_JOB_ID" ;;', "esac", 'exit "$code"', ""]

@@ -8,11 +8,14 @@ from typing import Literal
 
 import msgspec
 
+from samestep.failure import MISTAKE
 from samestep.files import read_object, write_text
 from samestep.run import is_run
 
 FILE = "slurm.json"
 """In the run directory: what the restarts of its job have come to."""
+BEGUN = ".begun"
+"""There too: the job's script touches it at each start, by the clock of the file server."""
 
 _RESULT = "result.json"
 _INDEX = "checkpoints/index.json"
@@ -45,6 +48,8 @@ class Ending:
     """Step of the newest announced checkpoint; None where the script is the user's own."""
     saved: bool
     """Whether this start announced it."""
+    mistake: bool
+    """Whether the next start would fail in the same way: an exit code of 2 says so."""
     stopped: bool
     """Whether the run itself wrote that a signal stopped it."""
     why: str
@@ -61,21 +66,29 @@ class Verdict:
     restarts: Restarts
 
 
-def decide(ending: Ending, before: Restarts, limit: int) -> Verdict:
-    """Return what follows: the end, another start, or neither because Slurm ends it anyway."""
+def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True) -> Verdict:
+    """Return what follows: the end, another start, or neither because Slurm ends it anyway.
+
+    Args:
+        ending: how this start ended.
+        before: what is known of the earlier ones.
+        limit: starts in a row without a newer checkpoint that are allowed.
+        requeue: whether the job may start again at all.
+    """
     at = f" at step {ending.step:,}" if ending.step else ""
     saved = (
         f"saved{at}" if at else "nothing is saved" if ending.step == 0 else "its ranks were told"
     )
     if ending.code == 0:
-        return Verdict(word="completed", text="completed.", restarts=before)
-    if ending.told == "USR2":
-        return Verdict(word="cancelled", text=f"cancelled by you; {saved}.", restarts=before)
-    if ending.told == "TERM":
-        text = f"Slurm ended this start (preempted, requeued or cancelled); {saved}."
-        return Verdict(word="ended", text=text, restarts=before)
-    signalled = ending.told == "USR1" or ending.stopped or ending.code in _STOPS
-    if ending.code == _MISTAKE and not signalled:
+        text = "completed."
+        if ending.told == "USR1" and ending.step is None:
+            text += " It was warned of the time limit: if it is to go on, exit with 1, not 0."
+        return Verdict(word="completed", text=text, restarts=before)
+    if ending.told in _ENDED:
+        word, text = _ENDED[ending.told]
+        return Verdict(word=word, text=f"{text}; {saved}.", restarts=before)
+    signalled = ending.told == "USR1" or ending.stopped
+    if ending.mistake and not signalled:
         return Verdict(word="failed", text=f"failed: {ending.why}", restarts=before)
     # A script of the user's shows no progress; one that a warning killed outright saved nothing.
     progressed = (
@@ -83,6 +96,11 @@ def decide(ending: Ending, before: Restarts, limit: int) -> Verdict:
         if ending.step is None
         else ending.saved and ending.step > before.step
     )
+    cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
+    if not requeue:
+        text = cause if signalled else f"failed: {cause}"
+        text += "; hand it in again to go on (--no-requeue)."
+        return Verdict(word="ended" if signalled else "failed", text=text, restarts=before)
     count = 0 if progressed else before.without_progress + 1
     if count > limit:
         text = (
@@ -94,18 +112,19 @@ def decide(ending: Ending, before: Restarts, limit: int) -> Verdict:
         job=before.job, restarts=before.restarts + 1, without_progress=count,
         step=max(before.step, ending.step or 0),
     )  # fmt: skip
-    cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
     text = f"{cause}; the job goes on from the newest checkpoint (restart {restarts.restarts})."
     return Verdict(word="again", text=text, restarts=restarts)
 
 
+_ENDED: dict[str, tuple[Word, str]] = {
+    "USR2": ("cancelled", "cancelled by you"),
+    "TERM": ("ended", "Slurm ended this start (preempted, requeued or cancelled)"),
+}
 _MISTAKE = 2
 _STOPS = frozenset({128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGINT})
 
 
-def read_ending(
-    run: Path, *, code: int, told: str, kind: str, since: float, log: Path | None
-) -> Ending:
+def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None) -> Ending:
     """Read from the run directory how a start ended.
 
     Args:
@@ -113,20 +132,21 @@ def read_ending(
         code: exit code of srun.
         told: the signal that came to the script, or "".
         kind: "recipe" or "script".
-        since: when the start began, in seconds since the epoch.
         log: the job's log file, if it is known.
     """
     step = None
     if kind == "recipe":
         last = read_object(run / _INDEX).get("last") or {}
         step = int(last.get("step", 0))
-    # torchrun hides the ranks' exit codes; what an earlier start left does not count.
-    result = read_object(run / _RESULT) if _written_since(run / _RESULT, since) else {}
-    status, reason = result.get("status"), str(result.get("reason", ""))
+    # srun and torchrun hide the ranks' exit codes; what an earlier start left does not count.
+    mistake = (run / MISTAKE).read_text() if _is_of_this_start(run, MISTAKE) else ""
+    result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
+    left = str(result.get("reason", "")) if result.get("status") == "failed" else ""
     return Ending(
-        code=code, told=told, step=step, saved=_written_since(run / _INDEX, since),
-        stopped=status == "stopped",
-        why=reason.removeprefix("failed: ") if status == "failed" else _why(code, log),
+        code=code, told=told, step=step, saved=_is_of_this_start(run, _INDEX),
+        mistake=bool(mistake) or code == _MISTAKE,
+        stopped=result.get("status") == "stopped",
+        why=mistake or left.removeprefix("failed: ") or _why(code, log),
     )  # fmt: skip
 
 
@@ -149,8 +169,11 @@ def read_restarts(run: Path, job: int) -> Restarts:
     return found if found.job == job else Restarts(job=job)
 
 
-def _written_since(path: Path, since: float) -> bool:
-    return path.exists() and path.stat().st_mtime >= since
+def _is_of_this_start(run: Path, name: str) -> bool:
+    try:
+        return (run / name).stat().st_mtime_ns >= (run / BEGUN).stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
 
 
 def _why(code: int, log: Path | None) -> str:
