@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.cluster.test_two_hosts import ADDRESSES, NAMES, Hosts, ip
+from tests.cluster.hosts import ADDRESSES, NAMES, Hosts, ip, two_hosts
+from tests.doctor.tables import reds, rows_in
 
 PORT = 29502
 WITHIN_S = 90
@@ -17,18 +17,8 @@ WITHIN_S = 90
 @pytest.fixture
 def hosts(tmp_path):
     """Give two hosts whose names lead to their addresses."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        pytest.skip("making network namespaces takes root")
-    for program in ("ip", "tc", "unshare"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed: apt install iproute2 util-linux")
-    both = Hosts(tmp_path)
-    try:
-        both.connect()
-        both.write_names(own_name_is_loopback=False)
+    with two_hosts(tmp_path, "tc") as both:
         yield both
-    finally:
-        both.remove()
 
 
 def start(hosts: Hosts, host: int, *options: str, **more: str) -> subprocess.Popen[str]:
@@ -39,33 +29,28 @@ def start(hosts: Hosts, host: int, *options: str, **more: str) -> subprocess.Pop
         "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     return subprocess.Popen(
-        [
-            *("ip", "netns", "exec", hosts.namespace(host), "unshare", "--uts"),
-            *("sh", "-c", f'hostname {NAMES[host]} && exec "$@"', "sh"),
-            *(sys.executable, "-m", "samestep", "doctor", "--json", *options),
-        ],
+        [*hosts.enter(host), sys.executable, "-m", "samestep", "doctor", "--json", *options],
         cwd=hosts.folder, env=os.environ | place | more, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def doctor(hosts: Hosts, *options: str, ranks=(0, 1), **more: str):
-    """Run doctor on both hosts; return rank 0's exit code, rows and all-reduce, and rank 1's end.
+def doctor(hosts: Hosts, *options: str, **more: str):
+    """Run doctor on both hosts, with `more` variables.
 
-    `more` are variables for both.
+    Returns:
+        Both exit codes, rank 0's rows by name, its whole table, and what both told by stderr.
     """
-    started = {rank: start(hosts, rank, *options, **more) for rank in ranks}
+    started = [start(hosts, host, *options, **more) for host in (0, 1)]
     try:
-        ended = {rank: p.communicate(timeout=WITHIN_S) for rank, p in started.items()}
+        ended = [process.communicate(timeout=WITHIN_S) for process in started]
     finally:
-        for process in started.values():
+        for process in started:
             process.kill()
             process.wait()
-    table = json.loads(ended[0][0]) if 0 in ended and ended[0][0] else {"checks": []}
-    rows = {row["name"]: row for row in table["checks"]}
-    codes = {rank: process.returncode for rank, process in started.items()}
-    errors = {rank: output[1] for rank, output in ended.items()}
-    return codes, rows, table, errors
+    table = json.loads(ended[0][0])
+    codes = [process.returncode for process in started]
+    return codes, rows_in(table), table, [errors for _, errors in ended]
 
 
 def tc(hosts: Hosts, host: int, *arguments: str) -> None:
@@ -73,16 +58,9 @@ def tc(hosts: Hosts, host: int, *arguments: str) -> None:
     subprocess.run(["ip", "netns", "exec", hosts.namespace(host), "tc", *arguments], check=True)
 
 
-def reds(rows) -> set[str]:
-    """Return the names of the red rows; each says what to do."""
-    red = {name for name, row in rows.items() if row["status"] == "red"}
-    assert all(rows[name]["advice"] for name in red)
-    return red
-
-
 def test_two_healthy_hosts_are_green_and_the_cable_is_named(hosts):
     codes, rows, table, errors = doctor(hosts)
-    assert codes == {0: 0, 1: 0}, (errors, rows)
+    assert codes == [0, 0], (errors, rows)
     assert reds(rows) == set()
     assert hosts.interface(1) in rows["interface"]["found"]
     assert f"{NAMES[0]} (node 0) – {NAMES[1]} (node 1)" in rows["links"]["found"]
@@ -114,8 +92,8 @@ def test_hosts_whose_own_names_are_loopback_are_told_to_name_the_interface(hosts
 
 
 def test_a_master_address_that_is_loopback_leaves_the_other_host_without_rank_0(hosts):
-    codes, rows, _, errors = doctor(hosts, "--timeout-s", "4", MASTER_ADDR="127.0.0.1")
-    assert codes == {0: 1, 1: 1}
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "1", MASTER_ADDR="127.0.0.1")
+    assert codes == [1, 1]
     assert reds(rows) == {"roll call"}
     assert "rank 1 of 2 never came" in rows["roll call"]["found"]
     assert errors[1].startswith(f"samestep: [rank 1 on {NAMES[1]}] Rank 0 did not answer")
@@ -123,8 +101,8 @@ def test_a_master_address_that_is_loopback_leaves_the_other_host_without_rank_0(
 
 def test_a_cable_that_is_cut_leaves_nobody_hanging(hosts):
     ip("-n", hosts.namespace(1), "link", "set", hosts.interface(1), "down")
-    codes, rows, _, errors = doctor(hosts, "--timeout-s", "4")
-    assert codes == {0: 1, 1: 1}
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "1")
+    assert codes == [1, 1]
     assert reds(rows) == {"roll call"}
     assert errors[1].count("\n") == 1, errors[1]
 
@@ -136,8 +114,8 @@ def test_an_interface_that_leads_nowhere_is_told_in_bounded_time(hosts):
         ip(*inside, "address", "add", f"10.77.6.{host + 1}/24", "dev", "spare")
         for end in ("spare", "loose"):
             ip(*inside, "link", "set", end, "up")
-    codes, rows, _, errors = doctor(hosts, "--timeout-s", "4", GLOO_SOCKET_IFNAME="spare")
-    assert codes == {0: 1, 1: 1}, errors
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "3", GLOO_SOCKET_IFNAME="spare")
+    assert codes == [1, 1], errors
     assert reds(rows) == {"connection"}
     assert "lost at connecting" in rows["connection"]["found"]
     assert "GLOO_SOCKET_IFNAME=spare" in rows["interface"]["found"]

@@ -20,7 +20,7 @@ MACHINE = Machine(
     machine_cores=64, cores=tuple(range(16)), shm_bytes=64 * GIB, shm_free_bytes=64 * GIB,
     open_files=65536, processes=65536, offline="",
 )  # fmt: skip
-FOLDER = Folder(path="/shared/runs", base="/shared", free_bytes=1000 * GIB)
+FOLDER = Folder(path="/shared/runs", free_bytes=1000 * GIB)
 SLURM = Slurm(job="7", in_step=True, num_tasks=4, job_nodes=2, most_step_tasks_on_node=2)
 JOB = Job(is_batch=True, requeue=True, time_limit="1-00:00:00", signal="USR1@120")
 

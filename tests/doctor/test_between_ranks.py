@@ -1,9 +1,12 @@
 """Checks of all ranks side by side, on facts that a test makes up."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from samestep.doctor import measure
 from samestep.doctor.check import run_checks, worst
 from samestep.doctor.checks import meeting, network, ranks
 from samestep.doctor.facts.address import (
@@ -78,7 +81,7 @@ FAULTS = {
     ),
     "fewer cores than ranks": (
         ranks.loader_workers, [replace(r, machine=replace(r.machine, cores=(0,))) for r in four()],
-        {}, "yellow", "2 ranks × (1 + 0 workers) on 1 cores",
+        {}, "yellow", "2 ranks × (1 + 0 workers) on 1 cores", "Start fewer ranks",
     ),
     "loopback between hosts": (
         network.interface, four(address={"local": "127.0.0.1", "interface": "lo"}), {}, "red",
@@ -146,6 +149,27 @@ def test_on_one_host_speed_is_not_judged_by_a_networks_measure():
 def test_where_ranks_take_turns_on_a_core_a_slow_one_is_no_fault():
     crowded = [replace(r, machine=replace(r.machine, cores=(0,))) for r in four()]
     says(network.compute(allocation(crowded, matmul_s=(1, 1, 1, 9.0))), "yellow")
+
+
+def test_each_node_is_timed_with_the_next_and_two_nodes_once():
+    assert measure.ring([0]) == []
+    assert measure.ring([0, 4]) == [(0, 4)]
+    assert measure.ring([0, 4, 8]) == [(0, 4), (4, 8), (8, 0)]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "meta")])
+def test_a_link_carries_what_its_backend_can_send(backend, device):
+    """Gloo sends from the CPU alone, also where the ranks train on GPUs (here: on `meta`)."""
+    sent = []
+
+    def exchange(tensor, partner):
+        sent.append((tensor.device.type, partner))
+        raise EOFError  # enough is seen
+
+    world = SimpleNamespace(rank=0, device=torch.device("meta"), backend=backend, exchange=exchange)
+    with pytest.raises(EOFError):
+        measure.link(world, 0, 1)
+    assert sent == [(device, 1)]
 
 
 def test_where_rank_0_could_not_write_sharing_is_not_judged():

@@ -1,8 +1,15 @@
-"""How checks are run, named and merged."""
+"""How checks are run, named and merged; what the handbook says of each."""
+
+import re
+from pathlib import Path
 
 import pytest
 
 from samestep.doctor.check import Finding, green, merge, named, red, run_checks, worst, yellow
+from samestep.doctor.checks import folder, machine, meeting, network, ranks, slurm
+from tests.doctor import test_between_ranks, test_machine, test_slurm
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
 def shared_memory(facts: int) -> Finding:
@@ -58,3 +65,27 @@ def test_merging_names_nobody_where_all_are_the_same():
 def test_merging_counts_only_those_that_looked():
     slow = named("disk", yellow("slow", "wait"))
     assert merge([("rank 0 on a", [slow]), ("rank 1 on a", [])]) == [slow]
+
+
+@pytest.mark.parametrize("rows", [folder, machine, meeting, network, ranks, slurm])
+def test_every_row_stands_in_the_handbook(rows):
+    explained = set(re.findall(r"[a-z ]+", PAGE.read_text().split("| row |")[1].split("## ")[0]))
+    names = {check.__name__.replace("_", " ") for check in rows.CHECKS}
+    assert names <= {words.strip() for words in explained}
+
+
+@pytest.mark.parametrize(
+    ("rows", "faults", "only_tell"),
+    [
+        (machine, test_machine.FAULTS, {machine.samestep}),
+        (slurm, test_slurm.FAULTS, {slurm.launcher}),
+        ((ranks, network), test_between_ranks.FAULTS, set()),
+    ],
+)
+def test_every_check_has_a_planted_fault(rows, faults, only_tell):
+    checks = {
+        check
+        for module in (rows if isinstance(rows, tuple) else (rows,))
+        for check in module.CHECKS
+    }
+    assert {case[0] for case in faults.values()} == checks - only_tell

@@ -1,12 +1,17 @@
 """Facts and checks of the run directory."""
 
 import json
+import os
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from samestep.doctor.check import run_checks, worst
 from samestep.doctor.checks import folder as checks
+from samestep.doctor.facts import folder as facts
 from samestep.doctor.facts.folder import read_folder
 from tests.doctor.situations import FOLDER, says
 
@@ -14,7 +19,6 @@ from tests.doctor.situations import FOLDER, says
 def test_a_folder_that_can_be_written_is_green_and_nothing_is_left_in_it(tmp_path):
     folder = read_folder(tmp_path / "runs" / "deep")
     assert folder.problem == ""
-    assert folder.base == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
     says(checks.run_directory(folder), "green", str(tmp_path))
 
@@ -27,13 +31,39 @@ def test_a_file_in_place_of_the_folder_is_red(tmp_path):
 
 
 def test_a_folder_that_refuses_is_red():
-    says(checks.run_directory(read_folder_of_the_kernel()), "red", "--run-dir")
+    # Nobody, not even root, makes a folder there.
+    says(checks.run_directory(read_folder(Path("/proc/none"))), "red", "--run-dir")
 
 
-def read_folder_of_the_kernel():
-    from pathlib import Path
+@contextmanager
+def as_a_stranger():
+    """Be a user to whom pytest's folders are closed, where this one is root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
-    return read_folder(Path("/proc/none"))  # nobody, not even root, makes a folder there
+
+def test_a_folder_that_this_user_may_not_look_into_is_red_and_its_space_is_not_judged(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    with as_a_stranger():
+        folder = read_folder(closed / "runs")
+    says(checks.run_directory(folder), "red", "Permission denied", "--run-dir")
+    assert checks.free_space(folder) is None
+
+
+def test_a_file_system_that_does_not_answer_is_red_in_bounded_time(tmp_path, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(facts, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(facts.shutil, "disk_usage", lambda _: answer.wait())
+    folder = read_folder(tmp_path)
+    answer.set()
+    says(checks.run_directory(folder), "red", "no answer within 0.05 s")
 
 
 @pytest.fixture

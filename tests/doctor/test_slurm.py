@@ -7,7 +7,7 @@ import pytest
 
 from samestep.doctor.check import run_checks, worst
 from samestep.doctor.checks import slurm as checks
-from samestep.doctor.facts.slurm import read_slurm, seconds, signal_of
+from samestep.doctor.facts.slurm import read_slurm, seconds, signal_of, traps
 from samestep.launch import Launch
 from tests.doctor.situations import FOLDER, JOB, gpus, place, rank, says
 
@@ -30,6 +30,19 @@ def test_a_step_is_read_from_its_variables():
     assert (slurm.most_step_tasks_on_node, slurm.gpus_on_node) == (2, 2)
     assert slurm.hosts == ("node1", "node2")
     assert slurm.gpu_bind == "--gpus-per-task=1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "bound"),
+    [
+        ({"SLURM_NTASKS_PER_GPU": "1"}, "--ntasks-per-gpu=1"),
+        ({"SLURM_GPU_BIND": "single:1"}, "--gpu-bind=single:1"),
+        ({"SLURM_GPU_BIND": "none"}, ""),
+        ({}, ""),
+    ],
+)
+def test_it_is_known_by_which_option_tasks_see_gpus_of_their_own(variables, bound):
+    assert read_slurm({"SLURM_JOB_ID": "7"} | variables).gpu_bind == bound
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,13 @@ def test_the_signal_is_found_in_the_options_of_a_script_and_nowhere_else():
     assert signal_of("#!/bin/bash\n#SBATCH --signal=USR1@120\nsrun x") == "USR1@120"
     assert signal_of("#!/bin/bash\n#SBATCH --signal B:TERM@60\nsrun x") == "B:TERM@60"
     assert signal_of("#!/bin/bash\n#SBATCH --nodes=2\nsrun x\n#SBATCH --signal=USR1@120") == ""
+
+
+def test_a_trap_is_found_by_the_name_of_its_signal_and_in_no_comment():
+    script = "trap 'pass_on USR1' USR1 TERM\n# trap : USR2\n"
+    assert traps(script, "B:USR1@120")
+    assert traps(script, "B:SIGTERM")
+    assert not traps(script, "B:USR2@60")
 
 
 @pytest.mark.parametrize("job", [JOB, None])
@@ -95,8 +115,13 @@ FAULTS = {
     ),
     "idle nodes": (checks.tasks, {"launch": {"num_nodes": 1}}, "yellow", "1 of the job's 2 nodes"),
     "GPUs bound to tasks": (
-        checks.gpu_binding, {"machine": {"gpus": gpus(1)}, "slurm": {"gpu_bind": "single:1"}},
-        "red", "--gpu-bind=none",
+        checks.gpu_binding,
+        {"machine": {"gpus": gpus(1)}, "slurm": {"gpu_bind": "--gpu-bind=single:1"}},
+        "yellow", "--gpu-bind=none",
+    ),
+    "fewer GPUs than ranks": (
+        checks.gpu_binding, {"machine": {"gpus": gpus(1)}}, "red",
+        "1 GPU visible for 2 ranks of a node",
     ),
     "GPUs that PyTorch does not see": (
         checks.gpu_binding, {"slurm": {"gpus_on_node": 2}}, "red", "PyTorch sees none",
@@ -108,7 +133,7 @@ FAULTS = {
         checks.stop_signal, {"job": replace(JOB, signal="")}, "yellow", "--signal=USR1@120",
     ),
     "signal to the script alone": (
-        checks.stop_signal, {"job": replace(JOB, signal="B:USR1@120")}, "yellow", "Without B:",
+        checks.stop_signal, {"job": replace(JOB, signal="B:USR1@120")}, "yellow", "without B:",
     ),
     "late signal": (
         checks.stop_signal, {"job": replace(JOB, signal="USR1@10")}, "yellow", "10 s before",
@@ -134,6 +159,10 @@ def test_what_is_right_is_green():
     one_each = {"slurm": {"most_step_tasks_on_node": 1}, "elastic": True}
     says(checks.torchrun_in_srun(place(**one_each)), "green")
     says(checks.stop_signal(place(job=replace(JOB, signal="TERM"))), "green", "60 s before")
+    passed_on = replace(JOB, signal="B:USR1@120", traps_signal=True)
+    says(checks.stop_signal(place(job=passed_on)), "green", "USR1 120 s", "trap")
+    torchrun = {"slurm": {"num_tasks": 2, "tasks_per_node": 4}, "elastic": True}
+    says(checks.tasks(place(**torchrun)), "green")  # one on each of two nodes
     says(checks.time_limit(place(folder=replace(FOLDER, epoch_s=60.0))), "green", "1,440 of them")
     says(checks.time_limit(place(job=replace(JOB, time_limit="UNLIMITED"))), "green", "none")
     alone = {"launch": vars(ALONE), "slurm": {"in_step": False, "num_tasks": 1}}

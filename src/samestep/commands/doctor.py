@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from samestep.commands.help import examples
 from samestep.doctor.bounded import still_waiting
 from samestep.doctor.check import worst
 from samestep.doctor.diagnosis import diagnose
@@ -18,7 +19,6 @@ from samestep.doctor.report import as_json, show
 from samestep.doctor.together import CutOffError, Request
 from samestep.errors import UserError
 from samestep.failure import print_error, rank_of, report
-from samestep.launch import detect_launch
 from samestep.rank_log import RankLog
 from samestep.world import Backend, Device, abandon
 
@@ -72,12 +72,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> _Doctor:
-    try:
+    with examples(_EXAMPLES):
         command = tyro.cli(_Doctor, prog="samestep doctor", args=arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            sys.stdout.write("\n" + _EXAMPLES)
-        raise
+    if command.target is not None and command.target.suffix != ".py":
+        raise UserError(
+            f"{command.target} is no recipe file, whose name ends in .py. The recipes of samestep "
+            "itself need none: that its source is the same everywhere is always looked at."
+        )
     for name, value in (("timeout-s", command.timeout_s), ("budget-s", command.budget_s)):
         if not 0 < value < float("inf"):
             raise UserError(f"--{name} is {value}; it must be greater than 0.")
@@ -100,8 +101,7 @@ def _doctor(command: _Doctor, log: RankLog) -> int:
             )
         )
     except CutOffError as error:
-        # Mostly it is so for the whole node, and one line from each is enough.
-        if str(error) and detect_launch(os.environ).local_rank == 0:
+        if str(error):
             print_error(str(error), log.terminal)
         return 1
     if found is None:

@@ -9,9 +9,9 @@ from samestep.doctor.checks import folder, machine, network, ranks, slurm
 from samestep.doctor.facts.rank import Rank, read_rank
 from samestep.doctor.facts.slurm import read_job
 from samestep.doctor.measure import AllReduce
-from samestep.doctor.together import Met, Request, follow, lead
+from samestep.doctor.together import CutOffError, Met, Request, follow, lead
 from samestep.errors import UserError
-from samestep.launch import detect_launch
+from samestep.launch import OPEN_MPI, PMI, TORCHRUN, detect_launch
 from samestep.world import World, find_world
 
 
@@ -31,7 +31,7 @@ def diagnose(request: Request, environment: Mapping[str, str] = os.environ) -> R
         The report on rank 0, nothing on the others.
 
     Raises:
-        CutOffError: this rank is not rank 0 and cannot reach it.
+        CutOffError: this rank is not rank 0 and cannot reach it, or cannot know whom to reach.
     """
     try:
         launch = detect_launch(environment)
@@ -55,11 +55,12 @@ def diagnose(request: Request, environment: Mapping[str, str] = os.environ) -> R
     return None
 
 
-def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Report | None:
-    """Tell of a launcher's contradicting variables, from one rank."""
-    numbers = {environment.get(name, "0") for name in ("RANK", "SLURM_PROCID", "PMI_RANK")}
-    if numbers - {"0", ""}:
-        return None
+def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Report:
+    """Tell of a launcher's contradicting variables; in a line if rank 0 prints the table."""
+    names = (TORCHRUN[0], OPEN_MPI[0], PMI[0], "SLURM_PROCID")
+    number = next((environment[name] for name in names if environment.get(name)), "0")
+    if number.isdecimal() and int(number):
+        raise CutOffError(f"[rank {number}] {error}")
     what, _, advice = str(error).partition(". ")
     finding = red(what, advice or "Unset what was exported by hand, and start again.")
     return Report(findings=(named("launcher", finding),))

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,38 +97,32 @@ def products(world: World) -> tuple[float, ...]:
     return tuple(world.gather(statistics.median(times)))
 
 
-def links(world: World, first_ranks: list[int]) -> tuple[Link, ...]:
-    """Measure each node's link to the next, one at a time, so that a slow one is not hidden.
-
-    Args:
-        world: this rank.
-        first_ranks: the first rank of each node.
-    """
-    if len(first_ranks) < 2:
-        return ()
-    ring = list(zip(first_ranks, first_ranks[1:] + first_ranks[:1], strict=True))
-    measured: list[Link] = []
-    for first, second in ring[:1] if len(ring) == 2 else ring:
-        if world.rank in (first, second):
-            partner = second if world.rank == first else first
-            speed = _link(world, partner)
-            if world.rank == first:
-                measured.append(Link(first=first, second=second, gb_s=speed))
-        world.barrier()
-    found = [link for part in world.gather(measured) for link in part]
-    return tuple(sorted(found, key=lambda link: link.first))
+def ring(first_ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Pair the first rank of each node with that of the next, and the last with the first."""
+    pairs = list(zip(first_ranks, [*first_ranks[1:], *first_ranks[:1]], strict=True))
+    return pairs if len(pairs) > 2 else pairs[: len(pairs) - 1]
 
 
-def _link(world: World, partner: int) -> float:
+def link(world: World, first: int, second: int) -> Link:
+    """Measure the link between two ranks while all others wait, lest a slow one hides."""
+    speed = 0.0
+    if world.rank in (first, second):
+        speed = _speed(world, second if world.rank == first else first)
+    return Link(first=first, second=second, gb_s=world.gather(speed)[first])
+
+
+def _speed(world: World, partner: int) -> float:
     """Return the speed of one link in GB/s, after a trial that tells how often it may be used."""
+    # Gloo adds up what lies on a GPU, but sends from the CPU alone.
+    device = world.device if world.backend == "nccl" else torch.device("cpu")
     trial, block = (
-        torch.zeros(size, dtype=torch.uint8, device=world.device)
+        torch.zeros(size, dtype=torch.uint8, device=device)
         for size in (LINK_TRIAL_BYTES, LINK_BYTES)
     )
     world.exchange(trial, partner)  # connects
     seconds = _timed(world, lambda: world.exchange(trial, partner))
     affordable = int(_PER_LINK_S / (seconds * LINK_BYTES / LINK_TRIAL_BYTES))
-    mine = torch.tensor([min(5, max(1, affordable))], device=world.device)
+    mine = torch.tensor([min(5, max(1, affordable))], device=device)
     rounds = min(int(mine), int(world.exchange(mine, partner)))
     times = [_timed(world, lambda: world.exchange(block, partner)) for _ in range(rounds)]
     return LINK_BYTES / statistics.median(times) / 1e9

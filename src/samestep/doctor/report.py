@@ -11,6 +11,7 @@ from rich.text import Text
 from samestep.doctor.check import Finding, worst
 from samestep.doctor.checks.network import size_name
 from samestep.doctor.diagnosis import Report
+from samestep.doctor.facts.rank import Rank
 from samestep.doctor.measure import AllReduce
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
@@ -49,7 +50,7 @@ def _findings(findings: tuple[Finding, ...]) -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for finding in findings:
-        found: Any = Text(finding.found)
+        found: Text | Group = Text(finding.found)
         if finding.advice:
             found = Group(found, _advice(finding))
         status = Text(finding.status, style=_COLOURS[finding.status])
@@ -83,7 +84,7 @@ def _sentence(findings: tuple[Finding, ...]) -> str:
     return f"[{_COLOURS[status]}]{count} {status}:[/] {names}"
 
 
-def _rank(rank: Any) -> dict[str, Any]:
+def _rank(rank: Rank) -> dict[str, Any]:
     launch, here, address = rank.launch, rank.machine, rank.address
     return {
         "rank": launch.rank,

@@ -4,12 +4,14 @@ import secrets
 import time
 from pathlib import Path
 
+from samestep.doctor.bounded import within
 from samestep.doctor.facts.folder import PREFIX, existing
 from samestep.world import World
 
 NFS_WAIT_S = 5.0
 """NFS may remember for some seconds that a file was not there (acregmin, acdirmin: man 5 nfs)."""
 _LOOK_EVERY_S = 0.2
+_MARGIN_S = 1.0
 
 
 def look_for_token(
@@ -22,30 +24,36 @@ def look_for_token(
         not write it.
     """
     path = run_dir.absolute()
-    token = secrets.token_hex(8)
-    base = existing(path)
-    # Where the directory itself is not there yet, it is the same number of folders up for all.
-    levels = len(path.parts) - len(base.parts)
-    file = base / f"{PREFIX}{token}"
+    # Each is bounded: a file system whose server is gone answers never.
+    written = world.broadcast(within(wait_s, lambda: _write(path), None) if world.is_main else None)
+    if written is None:
+        return None
+    token, levels = written
+    places = (path, *path.parents)
+    file = places[min(levels, len(places) - 1)] / f"{PREFIX}{token}"
     try:
-        wrote = world.is_main and _write(file, token)
-        written = world.broadcast((token, levels) if wrote else None)
-        if written is None:
-            return None
-        token, levels = written
-        place = path.parents[levels - 1] if levels else path
-        return tuple(world.gather(_look(place / f"{PREFIX}{token}", token, wait_s)))
+        silent = "gets no answer from its file system"
+        seen = within(wait_s + _MARGIN_S, lambda: _look(file, token, wait_s), silent)
+        return tuple(world.gather(seen))
     finally:
         if world.is_main:
-            file.unlink(missing_ok=True)
+            within(wait_s, lambda: file.unlink(missing_ok=True), None)
 
 
-def _write(file: Path, token: str) -> bool:
+def _write(path: Path) -> tuple[str, int]:
+    """Write a file and return what is in it, and how many folders above the path it lies.
+
+    Where the path itself is not there yet, it is the same number of folders up for all ranks.
+    """
+    token = secrets.token_hex(8)
+    base = existing(path)
+    file = base / f"{PREFIX}{token}"
     try:
         file.write_text(token)
     except OSError:
-        return False
-    return True
+        file.unlink(missing_ok=True)  # on a full disk it is there, and empty
+        raise
+    return token, len(path.parts) - len(base.parts)
 
 
 def _look(file: Path, token: str, wait_s: float) -> str:

@@ -6,8 +6,9 @@ Rank 0 tells the user; only a rank that cannot reach rank 0 has to do that itsel
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -31,11 +32,14 @@ from samestep.doctor.rollcall import (
     noticing_sigterm,
 )
 from samestep.doctor.shared import NFS_WAIT_S, look_for_token
-from samestep.errors import UserError
+from samestep.errors import LOST_PEER, UserError
 from samestep.launch import Launch
 from samestep.world import Backend, Device, Store, World, join, leave, open_store
 
+T = TypeVar("T")
+
 _CONNECT_MARGIN_S = 2.0
+_WATCHDOG_MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,14 @@ class Met:
 
 
 class CutOffError(Exception):
-    """This rank is not rank 0 and cannot reach it: nobody else can tell the user why."""
+    """This rank is not rank 0 and cannot reach it: nobody else can tell the user why.
+
+    Without a message another rank tells.
+    """
+
+
+class _LostError(Exception):
+    """The ranks lost each other; the message says at what."""
 
 
 def lead(request: Request, world: World, me: Rank) -> Met:
@@ -111,18 +122,24 @@ def follow(request: Request, world: World, me: Rank) -> None:
     where = f"{launch.master_addr}:{launch.master_port}"
     for finding in run_checks(meeting.CHECKS, read_meeting(me)):
         if finding.status == "red":
-            raise CutOffError(f"[{me.label}] {finding.name}: {finding.found}. {finding.advice}")
+            raise _cut_off(me, f"{finding.name}: {finding.found}. {finding.advice}")
     try:
         store = _open_store(request, launch)
         orders = answer(store, launch.rank, encode(me), request.timeout_s)
     except (RuntimeError, TimeoutError) as error:
-        raise CutOffError(
-            f"[{me.label}] Rank 0 did not answer at {where} within {request.timeout_s:g} s: "
+        raise _cut_off(
+            me,
+            f"Rank 0 did not answer at {where} within {request.timeout_s:g} s: "
             f"{_first_line(error)}. Check that rank 0 was started and that no firewall closes "
-            "the port between the two nodes."
+            "the port between the two nodes.",
         ) from error
     if orders.join:
         _measure_or_explain(request, world, me, store, orders)
+
+
+def _cut_off(me: Rank, message: str) -> CutOffError:
+    # Mostly it is so for the whole node, and one line from each is enough.
+    return CutOffError(f"[{me.label}] {message}" if me.launch.local_rank == 0 else "")
 
 
 def _open_store(request: Request, launch: Launch) -> Store:
@@ -135,59 +152,80 @@ def _measure_or_explain(
     request: Request, world: World, me: Rank, store: Store, orders: Orders
 ) -> tuple[Measured | None, Finding]:
     """Connect, measure and disconnect; or say at which of these the ranks lost each other."""
-    launch, stage = me.launch, ["connecting"]
+    launch, patience_s = me.launch, request.timeout_s + request.budget_s
     if orders.on_cpu:
         world = replace(world, device=torch.device("cpu"), backend="gloo")
+    # Gloo itself waits five times as long for a host that does not answer. And NCCL, once its
+    # time is over, ends the process before a word is said: so it has more than any stage below.
+    connect = partial(join, world, launch, patience_s + _WATCHDOG_MARGIN_S, store)
     try:
-        # Gloo itself waits five times as long for a host that does not answer.
-        call_within(
-            request.timeout_s + _CONNECT_MARGIN_S,
-            lambda: join(world, launch, request.timeout_s + request.budget_s, store),
-        )
-        if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)  # it counts for one thread
-        measured = _measure(request, world, orders, stage)
-        stage[0] = "disconnecting"
-        leave(world)
-    except (RuntimeError, UserError, TimeoutError) as error:
-        reason = f"{stage[0]}: {_first_line(error)}"
+        _stage("connecting", world, request.timeout_s + _CONNECT_MARGIN_S, connect)
+        measured = _measure(request, world, orders, patience_s)
+        _stage("disconnecting", world, patience_s, partial(leave, world))
+    except _LostError as error:
         if not world.is_main:
             with contextlib.suppress(RuntimeError):  # rank 0 may be gone
-                confess(store, launch.rank, reason)
-            raise CutOffError("") from error  # rank 0 tells
-        told = confessions(store, range(1, launch.world_size))
-        silent = [str(r) for r in range(1, launch.world_size) if r not in told]
-        lost = f" (rank {', '.join(silent)} is silent)" if silent and told else ""
-        return None, red(
-            f"lost at {reason}{lost}",
-            "If the rows below are green, see whether a firewall closes ports between the nodes "
-            "(Gloo and NCCL take any), whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an "
-            "interface between them, and what NCCL_DEBUG=INFO tells; a silent rank may have been "
-            "killed.",
-        )
+                confess(store, launch.rank, str(error))
+            raise CutOffError from error
+        others = range(1, launch.world_size)
+        return None, _lost({0: str(error)} | confessions(store, others), launch.world_size)
     return measured, green(f"{launch.world_size} ranks by {world.backend}")
 
 
-def _measure(request: Request, world: World, orders: Orders, stage: list[str]) -> Measured:
-    """Measure one thing after the other, noting which is under way."""
+def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -> T:
+    """Return a function's value, or say at which stage the ranks lost each other."""
 
-    def note(name: str, function: Callable[[], Any]) -> Any:
-        stage[0] = name
+    def on_device() -> T:
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)  # it counts for one thread
         return function()
 
+    try:
+        return call_within(seconds, on_device)
+    except (RuntimeError, UserError, TimeoutError) as error:
+        raise _LostError(f"{name}: {_first_line(error)}") from error
+
+
+def _lost(told: dict[int, str], world_size: int) -> Finding:
+    """Find the cause in what the ranks told, and who could not even tell."""
+    # Who lost contact with another rank tells of the effect.
+    cause = next((rank for rank in told if not LOST_PEER.search(told[rank])), 0)
+    who = f"rank {cause} " if cause else ""
+    silent = [rank for rank in range(world_size) if rank not in told]
+    missed = f"; {_numbers(silent)} said nothing" if silent else ""
+    return red(
+        f"{who}lost at {told[cause]}{missed}",
+        "If the rows below are green, see whether a firewall closes ports between the nodes "
+        "(Gloo and NCCL take any), whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an "
+        "interface between them, and what NCCL_DEBUG=INFO tells; who said nothing may have been "
+        "killed.",
+    )
+
+
+def _measure(request: Request, world: World, orders: Orders, patience_s: float) -> Measured:
+    """Measure one thing after the other."""
+
+    def stage(name: str, function: Callable[[World], T]) -> T:
+        return _stage(name, world, patience_s, lambda: function(world))
+
     wait_s = min(NFS_WAIT_S, request.timeout_s / 2)
-    clock_s = note("comparing clocks", lambda: measure.clocks(world))
-    unshared = note("looking for a file", lambda: look_for_token(world, request.run_dir, wait_s))
-    matmul_s = note("timing products", lambda: measure.products(world))
-    links = note("timing links", lambda: measure.links(world, list(orders.first_ranks)))
-    sizes, skipped = note(
-        "timing the all-reduce", lambda: measure.all_reduce(world, request.budget_s)
+    clock_s = stage("comparing clocks", measure.clocks)
+    unshared = stage(
+        "looking for a file", lambda world: look_for_token(world, request.run_dir, wait_s)
+    )
+    matmul_s = stage("timing products", measure.products)
+    links = [
+        stage(f"timing ranks {a} and {b}", partial(measure.link, first=a, second=b))
+        for a, b in measure.ring(orders.first_ranks)
+    ]
+    sizes, skipped = stage(
+        "timing the all-reduce", lambda world: measure.all_reduce(world, request.budget_s)
     )
     return Measured(
         clock_s=clock_s,
         unshared=unshared,
         matmul_s=matmul_s,
-        links=links,
+        links=tuple(links),
         all_reduce=sizes,
         skipped_bytes=skipped,
     )

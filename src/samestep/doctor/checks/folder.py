@@ -21,8 +21,10 @@ def run_directory(folder: Folder) -> Finding:
     return green(f"{folder.path} can be written, renaming is atomic")
 
 
-def free_space(folder: Folder) -> Finding:
+def free_space(folder: Folder) -> Finding | None:
     """Whether the checkpoints that the run will keep have room."""
+    if folder.free_bytes is None:
+        return None
     one = folder.checkpoint_bytes or ESTIMATED_CHECKPOINT_BYTES
     count = folder.num_checkpoints or FEW_CHECKPOINTS
     measured = "measured" if folder.checkpoint_bytes else "estimated: no run was named"

@@ -112,24 +112,14 @@ def shared_memory(machine: Machine) -> Finding | None:
 
 def open_files(machine: Machine) -> Finding:
     """Each loader worker and each connection takes several file descriptors."""
-    most = machine.open_files
     advice = "Raise it before training: ulimit -n 65536 (in the job script)."
-    if most is not None and most < TOO_FEW_FILES:
-        return red(f"{most:,} at most", advice)
-    if most is not None and most < FEW_FILES:
-        return yellow(f"{most:,} at most", advice)
-    return green("no limit" if most is None else f"{most:,} at most")
+    return _at_most(machine.open_files, FEW_FILES, TOO_FEW_FILES, advice)
 
 
 def processes(machine: Machine) -> Finding:
     """Ranks, workers and their threads are processes to this limit."""
-    most = machine.processes
     advice = "Raise it: ulimit -u 65536; where that is refused, ask the administrators."
-    if most is not None and most < TOO_FEW_PROCESSES:
-        return red(f"{most:,} at most", advice)
-    if most is not None and most < FEW_PROCESSES:
-        return yellow(f"{most:,} at most", advice)
-    return green("no limit" if most is None else f"{most:,} at most")
+    return _at_most(machine.processes, FEW_PROCESSES, TOO_FEW_PROCESSES, advice)
 
 
 def locked_memory(machine: Machine) -> Finding:
@@ -169,6 +159,15 @@ CHECKS: list[Check[Machine]] = [
 def usable(machine: Machine) -> float:
     """Return the cores that this process can keep busy."""
     return min(len(machine.cores), machine.quota_cores or len(machine.cores))
+
+
+def _at_most(most: int | None, few: int, too_few: int, advice: str) -> Finding:
+    if most is None:
+        return green("no limit")
+    found = f"{most:,} at most"
+    if most < few:
+        return red(found, advice) if most < too_few else yellow(found, advice)
+    return green(found)
 
 
 def _version(text: str) -> tuple[int, ...]:

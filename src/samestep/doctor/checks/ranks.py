@@ -3,10 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from samestep.doctor.check import Check, Finding, green, red, yellow
 from samestep.doctor.facts.rank import Rank
 from samestep.doctor.measure import Measured
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +22,7 @@ class Allocation:
     @property
     def nodes(self) -> dict[int, list[Rank]]:
         """The ranks of each node."""
-        nodes: dict[int, list[Rank]] = {}
-        for rank in self.ranks:
-            nodes.setdefault(rank.launch.node, []).append(rank)
-        return nodes
+        return _by(self.ranks, lambda rank: rank.launch.node)
 
     @property
     def first_ranks(self) -> list[int]:
@@ -32,10 +32,7 @@ class Allocation:
     @property
     def hosts(self) -> dict[str, list[Rank]]:
         """The ranks of each host; a Slurm for tests has several nodes on one."""
-        hosts: dict[str, list[Rank]] = {}
-        for rank in self.ranks:
-            hosts.setdefault(rank.address.place, []).append(rank)
-        return hosts
+        return _by(self.ranks, lambda rank: rank.address.place)
 
     @property
     def spans_hosts(self) -> bool:
@@ -127,21 +124,17 @@ def device(allocation: Allocation) -> Finding:
 
 def loader_workers(allocation: Allocation) -> Finding:
     """Whether each host has a core for every rank and every loader worker."""
-    worst: tuple[float, str, Finding] | None = None
-    for ranks in allocation.hosts.values():
-        workers = ranks[0].num_workers
-        wanted, there = len(ranks) * (1 + workers), cores_together(ranks)
-        plural = "s" if len(ranks) > 1 else ""
-        found = f"{len(ranks)} rank{plural} × (1 + {workers} workers) on {there:.3g} cores"
-        advice = f"Use fewer ranks, or --num-workers {max(0, int(there / len(ranks)) - 1)}."
-        finding = green(found)
-        if wanted > there:
-            where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
-            finding = yellow(where + found, advice)
-        if worst is None or wanted / there > worst[0]:
-            worst = (wanted / there, found, finding)
-    assert worst is not None
-    return worst[2]
+    workers = allocation.ranks[0].num_workers
+    ranks = max(allocation.hosts.values(), key=lambda ranks: len(ranks) / cores_together(ranks))
+    there = cores_together(ranks)
+    plural = "s" if len(ranks) > 1 else ""
+    found = f"{len(ranks)} rank{plural} × (1 + {workers} workers) on {there:.3g} cores"
+    if len(ranks) * (1 + workers) <= there:
+        return green(found)
+    where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
+    fitting = max(0, int(there / len(ranks)) - 1)
+    fewer = f"Use --num-workers {fitting}" if fitting < workers else "Start fewer ranks"
+    return yellow(where + found, f"{fewer}, or ask for more cores (--cpus-per-task).")
 
 
 CHECKS: list[Check[Allocation]] = [
@@ -157,10 +150,17 @@ def sharing(ranks: Sequence[Rank]) -> list[Rank]:
 
 def cores_together(ranks: Sequence[Rank]) -> float:
     """Return the cores that the ranks of one host may use together."""
-    # srun may give each task cores of its own; a control group's quota is for each its own too.
+    # srun may give each task cores of its own; a quota is mostly one container's, for all of them.
     together = float(len({core for rank in ranks for core in rank.machine.cores}))
     quotas = [rank.machine.quota_cores for rank in ranks if rank.machine.quota_cores is not None]
     return min([together, *quotas])
+
+
+def _by(ranks: Sequence[Rank], key: Callable[[Rank], K]) -> dict[K, list[Rank]]:
+    groups: dict[K, list[Rank]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return groups
 
 
 def _version(name: str) -> Callable[[Rank], str]:

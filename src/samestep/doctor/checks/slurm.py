@@ -66,8 +66,9 @@ def tasks(place: Place) -> Finding | None:
     if slurm is None or slurm.num_tasks is None:
         return None
     nodes, each = slurm.job_nodes or 1, slurm.tasks_per_node
-    # Inside a step the number of tasks is the step's own, which srun may have been told.
-    if each and slurm.num_tasks < nodes * each:
+    # Inside a step the number of tasks is the step's own, which srun may have been told; torchrun
+    # needs one on each node, however many the job asked for.
+    if each and slurm.num_tasks < nodes * each and not place.rank.elastic:
         return red(
             f"{slurm.num_tasks} tasks, but {nodes} nodes × {each} tasks per node = {nodes * each}",
             f"Give --ntasks={nodes * each}, or leave --ntasks out and give --nodes and "
@@ -82,7 +83,7 @@ def tasks(place: Place) -> Finding | None:
 
 
 def gpu_binding(place: Place) -> Finding | None:
-    """Each rank takes the GPU with its local rank's number, so it must see all of the node's."""
+    """A rank takes the GPU of its local rank's number, or the only one that Slurm lets it see."""
     slurm, launch, machine = place.rank.slurm, place.rank.launch, place.rank.machine
     if slurm is None:
         return None
@@ -92,13 +93,19 @@ def gpu_binding(place: Place) -> Finding | None:
             f"the job has {slurm.gpus_on_node} GPUs on this node, PyTorch sees none",
             "Ask for them in the step too (srun --gpus-per-node=N); see the row cuda.",
         )
-    if seen and seen < ranks:
-        bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
-        return red(
-            f"{seen} GPU visible for {ranks} ranks of a node{bound}",
-            "Let every rank see all GPUs of its node: --gpus-per-node=N --gpu-bind=none in "
-            "place of --gpus-per-task or --gpu-bind.",
+    see_all = (
+        "Let every rank see all GPUs of its node: --gpus-per-node=N --gpu-bind=none in place of "
+        "--gpus-per-task or --gpu-bind."
+    )
+    if seen == 1 < ranks and slurm.gpu_bind and launch.launcher == "srun":
+        return yellow(
+            f"each rank sees one GPU alone ({slurm.gpu_bind})",
+            f"Training works, but NCCL may not copy from GPU to GPU. {see_all}",
         )
+    if seen and seen < ranks:
+        plural = "s" if seen > 1 else ""
+        bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
+        return red(f"{seen} GPU{plural} visible for {ranks} ranks of a node{bound}", see_all)
     if seen > ranks:
         return yellow(
             f"{seen} GPUs for {ranks} ranks of a node",
@@ -116,13 +123,17 @@ def stop_signal(place: Place) -> Finding | None:
     if not job.signal:
         return yellow("no --signal in the script: SIGTERM comes at the time limit", add)
     name, _, notice = job.signal.partition("@")
-    if name.startswith("B:"):
+    to, _, name = name.rpartition(":")
+    if "B" in to and not job.traps_signal:
         return yellow(
-            f"--signal={job.signal} goes to the script alone", f"{add} (Without B:, to all ranks.)"
+            f"--signal={job.signal} goes to the script alone, which has no trap for it",
+            "Write --signal=USR1@120, without B: it goes to all ranks; or pass it on to them by a "
+            "trap in the script.",
         )
     if notice.isdecimal() and int(notice) < SHORT_NOTICE_S:
         return yellow(f"{name} {notice} s before the limit", add)
-    return green(f"{name} {notice or 60} s before the time limit")
+    by = ", to the script's trap" if "B" in to else ""
+    return green(f"{name} {notice or 60} s before the time limit{by}")
 
 
 def requeue(place: Place) -> Finding | None:

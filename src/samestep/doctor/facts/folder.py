@@ -1,19 +1,22 @@
 """The run directory as one node sees it: can it be written, is there space, what a run told."""
 
-import json
 import shutil
+import stat
 import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.doctor.bounded import call_within
 from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.run import is_run, read_records
 
 PREFIX = ".samestep-doctor-"
 """Begins the name of everything that the doctor writes, and removes again."""
+_ANSWER_S = 15.0
+"""A file system that has not answered by then is one whose server is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +25,10 @@ class Folder:
 
     path: str
     """As it was asked for, made absolute."""
-    base: str
-    """It, or the nearest folder above that exists: what was tried."""
     problem: str = ""
     """Why a file cannot be written there; empty if it can."""
-    free_bytes: int = 0
+    free_bytes: int | None = None
+    """None if the file system does not tell."""
     checkpoint_bytes: int | None = None
     """Size of the newest checkpoint, if this is a run that has one."""
     num_checkpoints: int | None = None
@@ -40,21 +42,34 @@ class Folder:
 def read_folder(path: Path) -> Folder:
     """Read the facts of a run directory; what is written for that is removed again."""
     path = path.absolute()
-    base = existing(path)
-    problem = _try_to_write(path, base)
-    run = _read_run(path) if is_run(path) else {}
-    return Folder(
-        path=str(path),
-        base=str(base),
-        problem=problem,
-        free_bytes=shutil.disk_usage(base).free,
-        **run,
-    )
+    try:
+        return call_within(_ANSWER_S, lambda: _read(path))
+    except OSError as error:  # also if it takes too long
+        return Folder(path=str(path), problem=error.strerror or str(error))
 
 
 def existing(path: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
-    return next(place for place in (path, *path.parents) if place.is_dir())
+    """Return a folder, or the nearest one above it that exists.
+
+    Raises:
+        OSError: this user may not look there.
+    """
+    return next(place for place in (path, *path.parents) if _is_folder(place))
+
+
+def _is_folder(path: Path) -> bool:
+    try:  # `is_dir` differs between versions of Python where this user may not look
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _read(path: Path) -> Folder:
+    base = existing(path)
+    problem = _try_to_write(path, base)
+    run = _read_run(path) if is_run(path) else {}
+    free_bytes = shutil.disk_usage(base).free
+    return Folder(path=str(path), problem=problem, free_bytes=free_bytes, **run)
 
 
 def _try_to_write(path: Path, base: Path) -> str:
@@ -78,17 +93,18 @@ def _try_to_write(path: Path, base: Path) -> str:
 
 def _read_run(path: Path) -> dict[str, Any]:
     """Read what a run tells: its settings, its checkpoints, the time of an epoch."""
-    facts: dict[str, Any] = {}
     try:
         settings = tomllib.loads((path / "settings.toml").read_text())
         seconds = [r["train_seconds"] for r in read_records(path) if r["event"] == "epoch"]
-    except (OSError, UserError, ValueError, KeyError, json.JSONDecodeError):
-        return {}  # a damaged run is told of by whoever resumes it
-    facts["num_workers"] = int(settings.get("num_workers", 0))
-    facts["epoch_s"] = seconds[-1] if seconds else None
-    files = [f.stat() for f in (path / "checkpoints").glob("*.pt")]
+        files = [f.stat() for f in (path / "checkpoints").glob("*.pt")]
+    except (OSError, UserError, ValueError, KeyError):
+        return {}  # a damaged run is told of by whoever resumes it; one that runs may be changing
+    facts: dict[str, Any] = {
+        "num_workers": settings.get("num_workers", 0),
+        "epoch_s": seconds[-1] if seconds else None,
+    }
     if files:
-        facts["checkpoint_bytes"] = max(files, key=lambda stat: stat.st_mtime).st_size
+        facts["checkpoint_bytes"] = max(files, key=lambda file: file.st_mtime).st_size
     if "keep_top_k" in settings:
         facts["num_checkpoints"] = settings["keep_top_k"] + 2  # the last one, and the next
     elif "epochs" in settings:

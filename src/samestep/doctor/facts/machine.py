@@ -185,7 +185,10 @@ def _nccl() -> str:
         return ""
     from torch.cuda import nccl  # noqa: PLC0415 - fails to import in builds without CUDA
 
-    return ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]
+    try:
+        return ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]
+    except AttributeError:
+        return ""  # on Windows torch has CUDA without NCCL
 
 
 def _driver() -> str:

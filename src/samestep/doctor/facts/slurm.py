@@ -12,6 +12,7 @@ from samestep.launch import (
     NODE_LISTS,
     STEP_ID,
     TASKS_ON_NODES,
+    binds_gpus,
     expand_node_list,
 )
 from samestep.slurm.tools import call
@@ -44,7 +45,7 @@ class Slurm:
     gpus_on_node: int | None = None
     """GPUs that the job has on this node."""
     gpu_bind: str = ""
-    """How tasks are bound to GPUs, as it was asked for."""
+    """By which option each task sees GPUs of its own alone; empty if it sees all of its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class Job:
     """As Slurm writes it: 1-02:03:04, or UNLIMITED."""
     signal: str | None = None
     """The script's --signal; empty if it has none, None if the script cannot be read."""
+    traps_signal: bool = False
+    """Whether the script has a trap for it, as one that passes it on."""
 
 
 def read_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
@@ -66,10 +69,6 @@ def read_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
         return None
     step = next((environment[name] for name in STEP_ID if environment.get(name)), "")
     in_step = step.isdecimal() and int(step) <= MAX_SRUN_STEP
-    bound = ("SLURM_GPU_BIND", "SLURM_STEP_GPU_BIND", "SLURM_TASKS_PER_GPU")
-    binding = next((environment[name] for name in bound if environment.get(name)), "")
-    if environment.get("SLURM_GPUS_PER_TASK"):
-        binding = binding or f"--gpus-per-task={environment['SLURM_GPUS_PER_TASK']}"
     return Slurm(
         job=job,
         in_step=in_step,
@@ -80,7 +79,7 @@ def read_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
         tasks_per_node=_number(environment, "SLURM_NTASKS_PER_NODE"),
         most_step_tasks_on_node=_most(environment.get("SLURM_STEP_TASKS_PER_NODE", "")),
         gpus_on_node=_number(environment, "SLURM_GPUS_ON_NODE"),
-        gpu_bind=binding,
+        gpu_bind=_gpu_bind(environment),
     )
 
 
@@ -91,15 +90,17 @@ def read_job(slurm: Slurm) -> Job | None:
     if "TimeLimit" not in fields:
         return None
     is_batch = fields.get("BatchFlag", "0") != "0"
-    script = None
+    script = ""
     if is_batch:
         arguments = ("write", "batch_script", slurm.job, "-")
-        script = within(_CONTROLLER_S, lambda: call("scontrol", *arguments), "") or None
+        script = within(_CONTROLLER_S, lambda: call("scontrol", *arguments), "")
+    signal = signal_of(script) if script else None
     return Job(
         is_batch=is_batch,
         requeue=fields.get("Requeue") == "1",
         time_limit=fields["TimeLimit"],
-        signal=signal_of(script) if script is not None else None,
+        signal=signal,
+        traps_signal=traps(script, signal) if signal else False,
     )
 
 
@@ -108,6 +109,12 @@ def signal_of(script: str) -> str:
     command = _END_OF_OPTIONS.search(script)  # below the first command, options do not count
     match = _SIGNAL.search(script[: command.start()] if command else script)
     return match[1] if match else ""
+
+
+def traps(script: str, signal: str) -> bool:
+    """Whether a script has a trap for the signal that its --signal asks for."""
+    name = signal.partition("@")[0].rpartition(":")[2].removeprefix("SIG")
+    return bool(re.search(rf"^\s*trap\s.*\b(?:SIG)?{re.escape(name)}\b", script, re.MULTILINE))
 
 
 def seconds(limit: str) -> float | None:
@@ -127,6 +134,15 @@ def _hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(expand_node_list(listed))
     except UserError:
         return ()
+
+
+def _gpu_bind(environment: Mapping[str, str]) -> str:
+    if not binds_gpus(environment):
+        return ""
+    options = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND")
+    named = next((name for name in options if environment.get(f"SLURM_{name}")), "GPU_BIND_TYPE")
+    value = environment[f"SLURM_{named}"]
+    return f"--{named.removesuffix('_TYPE').lower().replace('_', '-')}={value}"
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
