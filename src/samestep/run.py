@@ -25,7 +25,11 @@ _ALLOWED = re.compile(
     r"(?!SLURM_SPANK)(NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|SLURM|OMP|MKL|CUDA|OMPI_COMM_WORLD|PMI)_[A-Z0-9_]+"
     r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|JWT")
+# Whole words of a name: TOKENIZERS_PARALLELISM holds none.
+_SECRET = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH|COOKIE|JWT)S?(_|$)",
+    re.IGNORECASE,
+)
 
 
 def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
@@ -151,9 +155,14 @@ def describe_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(environment.items())
-            if _ALLOWED.fullmatch(name) and not _SECRET.search(name)
+            if _ALLOWED.fullmatch(name) and not names_secret(name)
         },
     }
+
+
+def names_secret(name: str) -> bool:
+    """Whether a variable or a flag is named like a secret: WANDB_API_KEY, --hf-token."""
+    return bool(_SECRET.search(re.sub(r"[-.]", "_", name.lstrip("-"))))
 
 
 def _without_secrets(command: list[str]) -> list[str]:
@@ -162,7 +171,7 @@ def _without_secrets(command: list[str]) -> list[str]:
     hides_next = False
     for word in command:
         name, equals, _value = word.partition("=")
-        secret = name.startswith("-") and bool(_SECRET.search(name.upper()))
+        secret = name.startswith("-") and names_secret(name)
         shown.append("…" if hides_next else f"{name}=…" if secret and equals else word)
         hides_next = secret and not equals
     return shown

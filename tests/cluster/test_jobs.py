@@ -1,5 +1,6 @@
 """A submitted job is the same training as the local command, on any nodes and tasks."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,46 @@ def test_a_job_waits_for_the_one_it_comes_after(sandbox, tmp_path):
     set_pace(tmp_path, None)
     first.wait("COMPLETED")
     second.wait("COMPLETED")
+
+
+def test_a_run_in_training_takes_no_second_job_but_one_that_waits_for_it(sandbox, tmp_path):
+    write_recipe(tmp_path)
+    set_pace(tmp_path, 1)
+    first = submit(sandbox, tmp_path, "tiny.py")
+    first.wait_for_step(1)
+    script = (first.run / "job.sbatch").read_text()
+    told = refused(sandbox, tmp_path, "submit", str(first.run))
+    assert f"Job {first.job} of this run has not ended (RUNNING)" in told
+    assert (first.run / "job.sbatch").read_text() == script
+    second = submit(sandbox, tmp_path, str(first.run), "--after", f"{first.job}:any")
+    shown = samestep(sandbox, tmp_path, "slurm", "status", str(first.run), "--json").stdout
+    assert json.loads(shown)["queue"]["job"] == int(second.job)
+    samestep(sandbox, tmp_path, "slurm", "cancel", second.job)
+    set_pace(tmp_path, None)
+    first.wait("COMPLETED")
+
+
+def test_flags_win_over_the_shell_and_the_job_around_it_leaves_no_trace(sandbox, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os\nprint([n for n in ('SLURM_MEM_PER_CPU', 'ROLE_RANK') if n in os.environ])\n"
+    )
+    shell = {
+        "SBATCH_TIMELIMIT": "5", "SBATCH_JOB_NAME": "x", "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_OUTPUT": "/dev/null", "SBATCH_PARTITION": "urgent", "SBATCH_ARRAY_INX": "1-2",
+        "SLURM_MEM_PER_CPU": "1", "ROLE_RANK": "1", "WORLD_SIZE": "7",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", "slurm", "submit", "mine.py", "--time", "10"],
+        cwd=tmp_path, env=sandbox.environment | shell, capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[1]
+    fields = ("TimeLimit", "JobName", "Requeue", "Partition")
+    found = [sandbox.field(job, name) for name in fields]
+    assert found == ["00:10:00", "mine", "1", "urgent"]
+    sandbox.wait_for_state(job, "COMPLETED")
+    assert "0: []\n" in samestep(sandbox, tmp_path, "slurm", "logs", job).stdout
 
 
 def refused(sandbox, folder: Path, *words: str) -> str:

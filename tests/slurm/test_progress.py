@@ -83,6 +83,16 @@ def test_a_run_that_failed_before_it_began_has_its_reason(tmp_path):
     assert read_progress(tmp_path) == Progress(status="failed", why="failed: no such data")
 
 
+@pytest.mark.parametrize("line", ["{torn", "[]", "{}", '"x"', '{"event": "start"}', "\\xff"])
+def test_a_damaged_line_inside_the_records_is_told_and_no_traceback(tmp_path, line):
+    text = f"{json.dumps(START)}\n{line}\n{json.dumps(step(10))}\n"
+    (tmp_path / "events.jsonl").write_bytes(text.encode("latin-1"))
+    (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "reason": "no disk"}))
+    progress = read_progress(tmp_path)
+    assert progress.damage == f"unknown: a line inside {tmp_path / 'events.jsonl'} is damaged"
+    assert (progress.status, progress.why) == ("failed", "no disk")
+
+
 @pytest.mark.parametrize("result", ["", "{", "[1]", "null", "\x00"])
 def test_a_result_that_cannot_be_read_is_left_aside(write, result):
     stop = {"event": "stop", "step": 10, "reason": "finished"}

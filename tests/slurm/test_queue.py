@@ -56,7 +56,8 @@ COMPLETED = (
 @pytest.mark.parametrize("none", ["", "(null)"])
 def test_a_pending_job_has_a_reason_and_neither_nodes_nor_limit(none):
     job = parse_job(PENDING.replace(" NodeList= ", f" NodeList={none} "))
-    assert (job.job, job.name, job.user, job.state) == (7, "spiral", "ada", "PENDING")
+    assert (job.job, job.name, job.state) == (7, "spiral", "PENDING")
+    assert (job.user, job.uid) == ("ada", 1000)
     assert (job.reason, job.nodes, job.starts_at) == ("Dependency", "", "Unknown")
     assert (job.elapsed_s, job.limit_s, job.restarts) == (0, None, 0)
     assert job.run == Path("/home/ada/runs/a")

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from samestep.commands.slurm.status import jobs_table
 from samestep.slurm.progress import Progress
-from samestep.slurm.queue import Queued
+from samestep.slurm.queue import Found, Queued
 
 JOB = Queued(
     job=123456, name="a-name-as-long-as-people-give-them-to-their-experiments", user="me",
@@ -19,7 +19,7 @@ PROGRESS = Progress(step=12_345, total_steps=99_999, loss=2.3456, eta_s=90_000, 
 
 def shown(width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(jobs_table([(JOB, None, PROGRESS)]))
+    console.print(jobs_table([(Found(job=JOB), PROGRESS)]))
     return console.file.getvalue().splitlines()
 
 

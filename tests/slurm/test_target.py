@@ -115,6 +115,15 @@ def test_a_file_that_does_not_exist_is_refused_with_what_there_is():
         find("nowhere.py")
 
 
+def test_a_run_that_has_not_begun_says_how_its_job_is_handed_in_again(here):
+    (here / "my run").mkdir()
+    with pytest.raises(UserError, match="my run is a folder without settings"):
+        find("my run")
+    (here / "my run" / "job.sbatch").touch()
+    with pytest.raises(UserError, match=r"no training has begun .* sbatch 'my run/job.sbatch'"):
+        find("my run")
+
+
 @pytest.mark.parametrize("content", [b"def :\n", b"x = '\xff'\n", b"x\0"])
 def test_a_file_that_is_no_python_is_refused(content):
     Path("mine.py").write_bytes(content)

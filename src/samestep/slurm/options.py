@@ -1,12 +1,14 @@
 """What a user can say of a job: a frozen dataclass whose fields are flags and keys of `[slurm]`."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from tyro.conf import UseAppendAction
 
 from samestep.errors import UserError
+from samestep.run import names_secret
 
 Words = Annotated[tuple[str, ...], UseAppendAction]
 
@@ -18,7 +20,10 @@ _TIME = re.compile(
 _AFTER = re.compile(r"(?P<job>[0-9]+(?:_[0-9]+)?)(?::(?P<how>ok|notok|any))?")
 _MEMORY = re.compile(r"[0-9]+[KMGT]?")
 _ENV = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|JWT", re.IGNORECASE)
+# Values that no secret has, such as those of --max-tokens and --use-auth-token.
+_HARMLESS = re.compile(r"[0-9.]*|true|false", re.IGNORECASE)
+# Options that make several jobs of one; sbatch takes them shortened, too.
+_SEVERAL_JOBS = re.compile(r"(?:^|\s)(-a|--ar\w*|--het[\w-]*)|(hetjob|packjob)")
 _SHORTEST_WARNING_S = 10
 
 
@@ -105,11 +110,7 @@ class JobOptions:
         for assignment in self.env:
             _check_assignment(assignment)
         for option in self.sbatch:
-            if not option.startswith("-") or "\n" in option:
-                raise UserError(f"--sbatch {option!r} should be one option, such as --exclusive.")
-            if option.startswith("--export"):
-                for name in re.findall(r"(\w+)=", option.partition("=")[2]):
-                    _refuse_secret(f"--sbatch=--export={name}=…", name)
+            _check_sbatch(option)
         for name in ("job_name", "partition", "account", "qos", "output", "interface"):
             if "\n" in (getattr(self, name) or ""):
                 raise UserError(f"{_flag(name)} must be one line.")
@@ -168,13 +169,44 @@ def assignment(text: str) -> tuple[str, str]:
 def _check_assignment(text: str) -> None:
     match = _ENV.fullmatch(text)
     if match is None:
-        name, _, _value = text.partition("=")  # the value may be a secret
+        name = re.split("[=\\s]", text)[0]  # the rest may be a secret
         raise UserError(f"--env {name!r} should be NAME=VALUE, the name of letters, digits and _.")
     _refuse_secret(f"--env {match['name']}=…", match["name"])
 
 
+def _check_sbatch(option: str) -> None:
+    several = _SEVERAL_JOBS.search(option)
+    if several:
+        raise UserError(
+            f"--sbatch={several[1] or several[2]} would make several jobs, and a run directory is "
+            "of one. Submit several jobs instead, each with its own arguments."
+        )
+    if not option.startswith("-") or "\n" in option:
+        name = re.split("[=\\s]", option)[0]  # the rest may be a secret
+        raise UserError(f"--sbatch {name!r} should be one option, such as --exclusive.")
+    if option.startswith("--export"):
+        for name in re.findall(r"(\w+)=", option):
+            _refuse_secret(f"--sbatch=--export={name}=…", name)
+
+
+def refuse_secret_flags(words: Sequence[str]) -> None:
+    """Refuse a command that has a secret in its flags: it would stand in the script.
+
+    Raises:
+        UserError: there is one; its value is not shown.
+    """
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if not equals:
+            value = "" if following.startswith("-") else following
+        # A number may be a password, and is no count then.
+        harmless = _HARMLESS.fullmatch(value) and not (value and "pass" in flag.lower())
+        if flag.startswith("-") and not harmless:
+            _refuse_secret(f"{flag} …", flag)
+
+
 def _refuse_secret(given: str, name: str) -> None:
-    if _SECRET.search(name):
+    if names_secret(name):
         raise UserError(
             f"{given} looks like a secret, and the script is a file that others may read. "
             "Export it in the shell that submits: Slurm passes the environment on."

@@ -1,4 +1,4 @@
-"""Values that do not change from job to job: `[slurm]` of samestep.toml."""
+"""Values that do not change from job to job: `[slurm]` of samestep.toml, below the flags."""
 
 import os
 import tomllib
@@ -15,6 +15,15 @@ from samestep.slurm.options import JobOptions
 
 FILE = "samestep.toml"
 
+_ENVIRONMENTS = ("venv", "conda", "container")
+
+
+class Draft(JobOptions):
+    """What a job asks of Slurm and how its ranks start."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: what counts is what comes of all layers together."""
+
 
 def profile_files(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the files that apply in a folder, the more general first.
@@ -27,31 +36,70 @@ def profile_files(folder: Path, environment: Mapping[str, str] = os.environ) -> 
     return [path for path in (user, project) if path is not None and path.is_file()]
 
 
-def read_profile(paths: list[Path]) -> JobOptions:
-    """Return the options that these files set; later ones win.
+def read_profile(paths: list[Path]) -> Draft:
+    """Return what these files set: later ones win, and lists add up.
 
     Raises:
         UserError: a file is no TOML, or has an unknown or ill-typed key.
     """
-    types = typing.get_type_hints(JobOptions, include_extras=False)
     values: dict[str, Any] = {}
     for path in paths:
-        for key, value in _table(path).items():
-            name = key.replace("-", "_")
-            if name not in types:
-                import difflib  # noqa: PLC0415
+        layer = _layer(path)
+        if any(name in layer for name in _ENVIRONMENTS):
+            values = {k: v for k, v in values.items() if k not in _ENVIRONMENTS}
+        for name, value in layer.items():
+            values[name] = values.get(name, ()) + value if isinstance(value, tuple) else value
+    return Draft(**values)
 
-                valid = sorted(field.name for field in fields(JobOptions))
-                close = difflib.get_close_matches(name, valid, n=1)
-                hint = f"Did you mean {close[0]!r}? " if close else ""
-                raise UserError(
-                    f"{path}: [slurm] has no key {key!r}. {hint}The keys are: {', '.join(valid)}."
-                )
-            try:
-                values[name] = msgspec.convert(value, types[name])
-            except msgspec.ValidationError as error:
-                raise UserError(f"{path}: [slurm] {key} = {value!r}: {error}.") from error
-    return JobOptions(**values)
+
+def merge_flags(profile: Draft, flags: Draft, paths: list[Path]) -> JobOptions:
+    """Return the options of a profile and of the flags that were laid over it.
+
+    Args:
+        profile: what the files set.
+        flags: the same with the flags over it.
+        paths: the files, to be named where what comes of both cannot be.
+
+    Raises:
+        UserError: it is not what a job can ask for.
+    """
+    values = {field.name: getattr(flags, field.name) for field in fields(JobOptions)}
+    typed = [name for name in _ENVIRONMENTS if values[name] != getattr(profile, name)]
+    if typed:  # another environment than the profile's takes its place
+        values |= {name: None for name in _ENVIRONMENTS if name not in typed}
+    try:
+        return JobOptions(**values)
+    except UserError as error:
+        if not paths:
+            raise
+        files = ", ".join(map(str, paths))
+        raise UserError(f"{error} (Values of {files} count here, too.)") from error
+
+
+def _layer(path: Path) -> dict[str, Any]:
+    """Return the values of one file, by the names of the options."""
+    types = typing.get_type_hints(JobOptions, include_extras=False)
+    values: dict[str, Any] = {}
+    for key, value in _table(path).items():
+        name = key.replace("-", "_")
+        if name not in types:
+            import difflib  # noqa: PLC0415
+
+            valid = sorted(field.name for field in fields(JobOptions))
+            close = difflib.get_close_matches(name, valid, n=1)
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            raise UserError(
+                f"{path}: [slurm] has no key {key!r}. {hint}The keys are: {', '.join(valid)}."
+            )
+        try:
+            values[name] = msgspec.convert(value, types[name])
+        except msgspec.ValidationError as error:  # the value may be a secret
+            raise UserError(f"{path}: [slurm] {key}: {error}.") from error
+    for name in ("venv", "container"):
+        place = values.get(name)
+        if place and not place.startswith("~") and "://" not in place:
+            values[name] = str(path.parent / place)
+    return values
 
 
 def _table(path: Path) -> dict[str, Any]:

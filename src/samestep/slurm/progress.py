@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.files import read_object
-from samestep.run import read_records
+from samestep.run import Record, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +27,27 @@ class Progress:
     status: str = ""
     """From result.json: completed, stopped or failed; empty while it runs."""
     why: str = ""
+    damage: str = ""
+    """Why nothing can be told, where the records cannot be read."""
 
 
 def read_progress(run: Path) -> Progress | None:
     """Return a run's progress, or None if it has not begun."""
     result = read_object(run / "result.json")
     try:
-        records = list(read_records(run))
+        return _progress(run, list(read_records(run)), result)
     except UserError:
         if result:
             return Progress(status=result.get("status", ""), why=result.get("reason", ""))
         return None
+    except (LookupError, TypeError, ValueError):  # no JSON, or not what a run writes
+        damage = f"unknown: a line inside {run / 'events.jsonl'} is damaged"
+        return Progress(
+            status=result.get("status", ""), why=result.get("reason", ""), damage=damage
+        )
+
+
+def _progress(run: Path, records: list[Record], result: dict[str, Any]) -> Progress | None:
     starts = [r for r in records if r["event"] == "start"]
     if not starts:
         return None
@@ -65,7 +75,7 @@ def read_progress(run: Path) -> Progress | None:
     )
 
 
-def _is_last(run: Path, records: list[dict[str, Any]], result: dict[str, Any]) -> bool:
+def _is_last(run: Path, records: list[Record], result: dict[str, Any]) -> bool:
     """Whether the result speaks of the latest start: after a stop, or after a kill without one."""
     if records[-1]["event"] == "stop":
         return True

@@ -1,6 +1,5 @@
 """What Slurm says of a job, and which run belongs to it."""
 
-import getpass
 import os
 import re
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ class Queued:
     job: int
     name: str
     user: str
+    uid: int | None = None
     state: str
     reason: str
     nodes: str
@@ -41,6 +41,27 @@ class Queued:
         """Whether it will not run any more."""
         return self.state in ENDED
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a job of who asks; $USER may say otherwise than the kernel."""
+        return self.uid in (os.getuid(), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a job's number or a run directory names."""
+
+    job: Queued | None = None
+    run: Path | None = None
+    silence: UserError | None = None
+    """Why the queue could not be asked, where it could not."""
+
+    @property
+    def note(self) -> str:
+        """The same as a sentence; empty if it was asked."""
+        why = " ".join(str(self.silence).split())
+        return f"The queue could not be asked: {why}" if self.silence else ""
+
 
 def find_job(job: int) -> Queued | None:
     """Return a job, or None if Slurm does not know it (any more)."""
@@ -55,9 +76,24 @@ def find_job(job: int) -> Queued | None:
 
 def my_jobs() -> list[Queued]:
     """Return the jobs of this user that samestep submitted and Slurm still knows."""
-    text = call("scontrol", "-o", "show", "job")
-    jobs = [parse_job(line) for line in text.splitlines() if line.startswith("JobId=")]
-    return [job for job in jobs if job.user == getpass.getuser() and job.run is not None]
+    return _known(list(_my_runs()))
+
+
+def jobs_of(run: Path) -> list[Queued]:
+    """Return this user's jobs of one run that Slurm still knows."""
+    real = run.resolve()
+    return _known([job for job, its_run in _my_runs().items() if its_run.resolve() == real])
+
+
+def _my_runs() -> dict[int, Path]:
+    """Return the run of each of this user's jobs; the controller lists no others for it."""
+    text = call("squeue", "--me", "--all", "--states=all", "--noheader", "--format=%A %k")
+    pairs = [line.partition(f" {MARK}") for line in text.splitlines()]
+    return {int(job): Path(run) for job, mark, run in pairs if mark and job.isdigit()}
+
+
+def _known(jobs: list[int]) -> list[Queued]:
+    return [found for job in jobs if (found := find_job(job)) is not None]
 
 
 def parse_job(line: str) -> Queued:
@@ -66,10 +102,12 @@ def parse_job(line: str) -> Queued:
     comment = fields.get("Comment", "").strip()
     log = fields.get("StdOut", "").strip()
     limit = fields.get("TimeLimit", "UNLIMITED")
+    user, _, uid = fields.get("UserId", "").partition("(")
     return Queued(
         job=int(fields["JobId"]),
         name=fields.get("JobName", ""),
-        user=fields.get("UserId", "").split("(")[0],
+        user=user,
+        uid=int(uid.rstrip(")")) if uid else None,
         state=fields.get("JobState", "UNKNOWN"),
         reason=fields.get("Reason", ""),
         nodes=fields.get("NodeList", "").replace("(null)", ""),
@@ -87,35 +125,42 @@ def _clock(text: str) -> int:
     return seconds(text) if re.search(r"[1-9]", text) else 0
 
 
-def find(text: str) -> tuple[Queued | None, Path | None]:
-    """Return the job and the run that a job's number or a run directory names.
+def find(text: str) -> Found:
+    """Return what a job's number or a run directory names.
 
-    A job that Slurm has forgotten is looked for in the runs below this directory.
+    A job that Slurm has forgotten is looked for in the runs below this directory. Of the jobs of
+    a run it is the newest that has not ended, or else the newest.
 
     Raises:
         UserError: there is neither, or the job is another user's.
     """
     if text.isdigit():
-        job = find_job(int(text))
-        if job is not None:
-            if job.user not in (getpass.getuser(), ""):
-                raise UserError(f"Job {job.job} is of user {job.user}; samestep shows your own.")
-            return job, job.run
-        runs = [log.parent for log in Path("runs").glob(f"*/slurm-{text}.out")]
-        if not runs:
-            raise UserError(
-                f"Slurm knows no job {text}, and no run in ./runs has its log. It forgets a job "
-                "some minutes after its end; then give the run directory: "
-                "samestep slurm status runs/ID."
-            )
-        return None, runs[0].absolute()
+        return _find_number(int(text))
     run = Path(text)
     if not (is_run(run) or (run / "job.sbatch").is_file()):
         raise UserError(f"{text} is neither a job's number nor the directory of a run.")
     run = run.absolute()
-    logs = sorted(run.glob("slurm-*.out"), key=os.path.getmtime)
-    numbers = [int(match[1]) for log in logs if (match := re.search(r"slurm-(\d+)\.out", log.name))]
-    known = next((job for job in my_jobs() if job.run == run), None)
-    if known is None and numbers:
-        known = find_job(numbers[-1])
-    return known, run
+    try:
+        jobs = jobs_of(run)
+    except UserError as silence:
+        return Found(run=run, silence=silence)
+    return Found(job=max(jobs, key=lambda job: (not job.ended, job.job), default=None), run=run)
+
+
+def _find_number(number: int) -> Found:
+    silence = job = None
+    try:
+        job = find_job(number)
+    except UserError as error:
+        silence = error
+    if job is not None:
+        if not job.is_own:
+            raise UserError(f"Job {job.job} is of user {job.user}; samestep shows your own.")
+        return Found(job=job, run=job.run)
+    logs = list(Path("runs").glob(f"*/slurm-{number}.out"))
+    if logs:
+        return Found(run=logs[0].parent.absolute(), silence=silence)
+    raise silence or UserError(
+        f"Slurm knows no job {number}, and no run in ./runs has its log. It forgets a job some "
+        "minutes after its end; then give the run directory: samestep slurm status runs/ID."
+    )

@@ -1,7 +1,6 @@
 """Hand a job in: check it against the cluster, write its script into the run directory, sbatch."""
 
 import dataclasses
-import difflib
 import os
 import re
 import sys
@@ -9,8 +8,10 @@ from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.files import cannot_write, write_text
-from samestep.slurm.options import JobOptions, seconds
+from samestep.slurm.options import JobOptions, refuse_secret_flags
+from samestep.slurm.queue import jobs_of
 from samestep.slurm.script import Job, write_script
+from samestep.slurm.sizes import check_sizes
 from samestep.slurm.target import Target
 from samestep.slurm.tools import ToolError, call
 
@@ -28,9 +29,31 @@ _MEANS = (
     (r"node configuration", "ntasks-per-node"),
 )
 
+# Options whose SBATCH_* variables are not called like them, or that exclude one another.
+_MEMORY = ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")
+_REQUEUE = ("REQUEUE", "NO_REQUEUE")
+_VARIABLES = {
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), _MEMORY),
+    **dict.fromkeys(("requeue", "no-requeue"), _REQUEUE),
+    "time": ("TIMELIMIT",),
+    "switches": ("REQ_SWITCH", "WAIT4SWITCH"),
+    "cpu-freq": ("CPU_FREQ_REQ",),
+    "bb": ("BURST_BUFFER",),
+}
+_SHORT = {
+    "-A": "account", "-C": "constraint", "-e": "error", "-G": "gpus", "-i": "input",
+    "-J": "job-name", "-k": "no-kill", "-m": "distribution", "-M": "clusters", "-o": "output",
+    "-O": "overcommit", "-p": "partition", "-q": "qos", "-S": "core-spec", "-t": "time",
+}  # fmt: skip
+
 
 def make_job(target: Target, options: JobOptions, folder: Path) -> Job:
-    """Return the job that runs a target with these options, from this interpreter."""
+    """Return the job that runs a target with these options, from this interpreter.
+
+    Raises:
+        UserError: the environment is none, or the command holds a secret.
+    """
+    refuse_secret_flags(target.command)
     venv = options.venv
     if venv is not None and not (Path(venv) / "bin" / "activate").is_file():
         raise UserError(f"--venv {venv}: there is no bin/activate in it. Name the environment.")
@@ -63,20 +86,58 @@ def submit(job: Job) -> tuple[int, Path]:
     Raises:
         UserError: there is no Slurm, the job is impossible on it, or it was refused.
     """
-    check_sizes(job.options)
+    text = write_script(job)
+    overridden = variables_overridden(text)
+    shell = {k: v for k, v in os.environ.items() if k not in overridden}
+    check_sizes(job.options, job.options.partition or shell.get("SBATCH_PARTITION"))
     run = Path(job.run)
     known = run.exists()
+    if known:
+        _refuse_beside_another(run, job.options)
     script = run / "job.sbatch"
     make_folder(run)
-    write_text(script, write_script(job))
+    write_text(script, text)
     try:
-        answer = call("sbatch", "--parsable", str(script))
+        answer = call("sbatch", "--parsable", str(script), without=overridden)
     except ToolError as error:
         if not known:
             script.unlink()
             run.rmdir()
-        raise _refused(error, write_script(job)) from error
+        raise _refused(error, text) from error
     return int(answer.strip().split(";")[0]), script
+
+
+def _refuse_beside_another(run: Path, options: JobOptions) -> None:
+    """Refuse a second job on a run, unless it comes after those that have not ended."""
+    after = {int(re.split("[:_]", text)[0]) for text in options.after}
+    going = [job for job in jobs_of(run) if not job.ended]
+    if {job.job for job in going} <= after:
+        return
+    first = min(going, key=lambda job: job.job in after)
+    wait = " ".join(f"--after {job.job}:any" for job in going)
+    raise UserError(
+        f"Job {first.job} of this run has not ended ({first.state}), and two jobs would write to "
+        f"{run} at once. Stop it first (samestep slurm cancel {first.job}), or let the new job "
+        f"wait for it: {wait}."
+    )
+
+
+def variables_overridden(script: str) -> frozenset[str]:
+    """Return the SBATCH_* variables whose option the script sets itself.
+
+    Slurm takes the variable over the script, and what was typed for this job has to win.
+    """
+    names = {
+        _SHORT.get(name, name.removeprefix("--"))
+        for name in re.findall(r"^#SBATCH +(--[a-z-]+|-[A-Za-z])", script, re.MULTILINE)
+    }
+    found = {
+        variable
+        for name in names
+        for variable in _VARIABLES.get(name, (name.upper().replace("-", "_"),))
+    }
+    # Of one run there is one job; and who submits does not wait for its end.
+    return frozenset(f"SBATCH_{variable}" for variable in found | {"ARRAY_INX", "WAIT"})
 
 
 def make_folder(run: Path) -> None:
@@ -85,58 +146,6 @@ def make_folder(run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(run, error) from error
-
-
-def check_sizes(options: JobOptions) -> None:
-    """Refuse what this cluster can never give.
-
-    Raises:
-        UserError: the partition is unknown, or no nodes of it are that many or that large.
-    """
-    rows = [line.split("|") for line in call("sinfo", "-h", "-o", "%R|%D|%c|%l|%G").splitlines()]
-    names = sorted({row[0] for row in rows})
-    if options.partition and options.partition not in names:
-        close = difflib.get_close_matches(options.partition, names, n=1)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise UserError(
-            f"There is no partition {options.partition!r} here. {hint}"
-            f"The partitions are: {', '.join(names)}."
-        )
-    default = next((line.rstrip("*") for line in call("sinfo", "-h", "-o", "%P").split()
-                    if line.endswith("*")), None)  # fmt: skip
-    name = options.partition or default
-    mine = [row for row in rows if row[0] == name]
-    if not mine:
-        return
-    nodes = sum(int(row[1]) for row in mine)
-    if options.nodes > nodes:
-        raise UserError(f"--nodes {options.nodes}: partition {name} has {nodes} in all.")
-    _check_gpus(options, name, [row[4] for row in mine])
-    cores = max(int(row[2].rstrip("+")) for row in mine)
-    wanted = options.ranks_per_node * (options.cpus_per_task or 1)
-    if wanted > cores:
-        raise UserError(
-            f"{options.ranks_per_node} ranks a node × {options.cpus_per_task or 1} cores = {wanted}"
-            f" cores, and the largest node of partition {name} has {cores}. Lower "
-            "--ntasks-per-node or --cpus-per-task."
-        )
-    limit = mine[0][3]
-    if options.time and limit not in ("infinite", "n/a") and seconds(options.time) > seconds(limit):
-        raise UserError(f"--time {options.time}: partition {name} allows {limit}.")
-
-
-def _check_gpus(options: JobOptions, name: str | None, resources: list[str]) -> None:
-    if not options.gpus_per_node:
-        return
-    most = 0
-    for text in resources:
-        counts = re.findall(r"gpu(?::[^:,(]+)*:([0-9]+)", text)
-        most = max(most, sum(map(int, counts)))
-    if options.gpus_per_node > most:
-        raise UserError(
-            f"--gpus-per-node {options.gpus_per_node}: the nodes of partition {name} have "
-            f"{most or 'no'} GPUs each, by what sinfo says. Choose another --partition or fewer."
-        )
 
 
 def _refused(error: ToolError, script: str) -> UserError:
@@ -155,7 +164,7 @@ def _refused(error: ToolError, script: str) -> UserError:
     )
 
 
-def without_resolved(options: JobOptions) -> JobOptions:
+def with_home_expanded(options: JobOptions) -> JobOptions:
     """Return options with `~` in their paths written out."""
     changes = {
         name: os.path.expanduser(value)  # noqa: PTH111 - a string, perhaps with %j

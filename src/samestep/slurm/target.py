@@ -1,6 +1,7 @@
 """What is submitted: samestep's own training of a recipe, or any script of the user's."""
 
 import ast
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,6 +43,8 @@ def find_target(text: str, arguments: list[str], recipes: list[str]) -> Target:
         run = new_run_path(path.stem).absolute()
         command = (str(path.absolute()), *arguments)
         return Target(name=path.stem, kind="script", run=run, command=command)
+    if text not in recipes and path.is_dir() and not is_run(path):
+        raise _not_begun(path)
     nproc = [word for word in arguments if word.split("=")[0] == "--nproc"]
     if nproc:
         raise UserError("--nproc is for one machine; a job takes --nodes and --ntasks-per-node.")
@@ -56,6 +59,16 @@ def find_target(text: str, arguments: list[str], recipes: list[str]) -> Target:
     place = () if is_run(path) and text not in recipes else ("--run-dir", str(run))
     command = ("-m", "samestep", "train", what, *rest, *place, "--resume")
     return Target(name=name, kind="recipe", run=run, command=command)
+
+
+def _not_begun(path: Path) -> UserError:
+    script = path / "job.sbatch"
+    if not script.is_file():
+        return UserError(f"{path} is a folder without settings.toml, so it is not a run's.")
+    return UserError(
+        f"{path} has no settings.toml: no training has begun there that could go on. Its job can "
+        f"be handed in once more: sbatch {shlex.quote(str(script))}"
+    )
 
 
 def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -1,8 +1,10 @@
 """Call Slurm's own programs; what they refuse is shown whole."""
 
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Collection, Mapping
 
 from samestep.errors import UserError
 
@@ -15,14 +17,20 @@ NO_SLURM = (
     "job script without it."
 )
 
+# What Slurm, MPI and torchrun tell the processes of a job.
+_OF_A_JOB = re.compile(
+    r"SLURM(?!_CONF$|_CLUSTERS$).*|(SRUN_|SALLOC_|PMI|TORCHELASTIC_).*|ROLE_NAME"
+    r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+)
 
-def has_slurm() -> bool:
-    """Whether Slurm's programs are on the PATH."""
-    return shutil.which("sbatch") is not None
 
-
-def call(name: str, *arguments: str) -> str:
+def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
     """Return what one of Slurm's programs printed.
+
+    Args:
+        name: the program.
+        arguments: its arguments.
+        without: variables that it must not see.
 
     Raises:
         UserError: it is not here, it refused, or its controller did not answer.
@@ -32,7 +40,7 @@ def call(name: str, *arguments: str) -> str:
     try:
         done = subprocess.run(
             [name, *arguments], capture_output=True, text=True, check=False,
-            timeout=_TIMEOUT_S, env=outside_of_any_step(dict(os.environ)),
+            timeout=_TIMEOUT_S, env=_environment(name, without),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise UserError(
@@ -44,17 +52,19 @@ def call(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def outside_of_any_step(environment: dict[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of the step it may have come from.
+def outside_of_any_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of the job that it may have come from.
 
-    A job that is submitted from inside another would inherit them and take itself for a rank.
+    A job that is submitted from inside another would inherit its sizes, and take itself for a rank.
     """
-    return {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
-                                "SLURM_TASK_PID", "SLURM_SRUN", "SRUN_", "PMI_"))
-    }  # fmt: skip
+    return {k: v for k, v in environment.items() if not _OF_A_JOB.fullmatch(k)}
+
+
+def _environment(program: str, without: Collection[str]) -> dict[str, str]:
+    # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
+    narrows = () if program == "sbatch" else (f"{program.upper()}_",)
+    ours = outside_of_any_job(os.environ)
+    return {k: v for k, v in ours.items() if k not in without and not k.startswith(narrows)}
 
 
 class ToolError(UserError):

@@ -1,6 +1,7 @@
 """`samestep slurm cancel`: save a checkpoint, then stop."""
 
 import contextlib
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.commands.help import examples
 from samestep.errors import UserError
+from samestep.run import is_run
 from samestep.slurm.queue import find
 from samestep.slurm.tools import ToolError, call
 
@@ -34,10 +36,18 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep slurm cancel", args=arguments)
-    job, run = find(command.job)
-    if job is None or job.ended:
-        state = f" ({job.state})" if job else ""
-        raise UserError(f"{command.job} has already ended{state}: there is nothing to cancel.")
+    found = find(command.job)
+    job = found.job
+    if found.silence is not None:
+        raise found.silence
+    if job is None:
+        raise UserError(
+            f"Slurm knows no job of yours of {command.job}: there is nothing to cancel."
+        )
+    if job.ended:
+        raise UserError(
+            f"{command.job} has already ended ({job.state}): there is nothing to cancel."
+        )
     if job.run is None or job.state != "RUNNING":
         call("scancel", str(job.job))
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
@@ -49,7 +59,8 @@ def main(arguments: list[str]) -> int:
             call("scancel", "--signal=KILL", f"{job.job}.0")
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
-    sys.stdout.write(
-        f"Job {job.job} saves and stops; go on later with: samestep slurm submit {run}\n"
-    )
+    run = shlex.quote(str(job.run))
+    # Before the training has begun, and for a user's script, there is nothing to go on from.
+    again = f"samestep slurm submit {run}" if is_run(job.run) else f"sbatch {run}/job.sbatch"
+    sys.stdout.write(f"Job {job.job} saves and stops; go on later with: {again}\n")
     return 0

@@ -1,5 +1,6 @@
 """`samestep slurm logs`: rank 0's screen, or any rank's log, also while it grows."""
 
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -38,20 +39,23 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep slurm logs", args=arguments)
-    job, run = find(command.job)
-    path, prefix = _file(command.rank, job, run)
+    found = find(command.job)
+    job = found.job
+    if found.note:
+        sys.stderr.write(f"{found.note}\n")
+    path, label = _file(command.rank, job, found.run)
     waits = job is not None and not job.ended
     if not path.is_file() and not (waits and command.follow):
         if job is not None and job.state in ("PENDING", "CONFIGURING"):
             sys.stdout.write(f"Job {job.job} is pending ({job.reason}): it has no log yet.\n")
             return 0
-        raise UserError(f"There is no log {path}.{_ranks(run)}")
-    _show(path, prefix, job if command.follow else None)
+        raise UserError(f"There is no log {path}.{_ranks(found.run)}")
+    _show(path, label, job if command.follow else None)
     return 0
 
 
 def _file(rank: int, job: Queued | None, run: Path | None) -> tuple[Path, str]:
-    """Return a rank's log file, and what its lines begin with if it is shared with others."""
+    """Return a rank's log file, and its label if the file is shared with others."""
     log = job.log if job else None
     if log is None and run is not None:
         log = max(run.glob("slurm-*.out"), key=lambda p: p.stat().st_mtime, default=None)
@@ -62,7 +66,19 @@ def _file(rank: int, job: Queued | None, run: Path | None) -> tuple[Path, str]:
     own = run / f"rank-{rank}.log"
     # srun labels the lines of a user's script, whose ranks share the job's log.
     is_script = not own.is_file() and not (run / "settings.toml").is_file()
-    return (log, f"{rank}: ") if is_script and log is not None and log.is_file() else (own, "")
+    if not is_script or log is None or not log.is_file():
+        return own, ""
+    if _starts_torchrun(run / "job.sbatch"):
+        raise UserError(
+            "--rank cannot tell the lines of a script under --launcher torchrun: all ranks of a "
+            f"node share a label, the node's. Leave --rank out to see all of {log}, or submit "
+            "with --launcher srun."
+        )
+    return log, str(rank)
+
+
+def _starts_torchrun(script: Path) -> bool:
+    return script.is_file() and "--rdzv-backend=" in script.read_text()
 
 
 def _ranks(run: Path | None) -> str:
@@ -70,25 +86,34 @@ def _ranks(run: Path | None) -> str:
     return f" The run has {', '.join(path.name for path in found)}." if found else ""
 
 
-def _show(path: Path, prefix: str, job: Queued | None) -> None:
+def _show(path: Path, label: str, job: Queued | None) -> None:
     """Print a file; with a job, go on until that has ended."""
     asked = time.monotonic()
     position = 0
     while True:
         if path.is_file():
-            with path.open("rb") as file:
-                file.seek(position)
-                text = file.read()
-                position = file.tell()
-            lines = text.decode(errors="replace").splitlines(keepends=True)
-            sys.stdout.write("".join(line.removeprefix(prefix) for line in lines
-                                     if line.startswith(prefix)))  # fmt: skip
+            text, position = _read(path, position, to_end=job is None)
+            sys.stdout.write(_labelled(text, label) if label else text)
             sys.stdout.flush()
         if job is None:
             return
-        if time.monotonic() - asked > _ASK_EVERY_S or job.state == "PENDING":
+        time.sleep(_LOOK_EVERY_S)
+        if time.monotonic() - asked > _ASK_EVERY_S:
             asked = time.monotonic()
             now = find_job(job.job)
             job = now if now is not None and not now.ended else None  # read once more, then end
-        else:
-            time.sleep(_LOOK_EVERY_S)
+
+
+def _read(path: Path, position: int, *, to_end: bool) -> tuple[str, int]:
+    """Return what a file has from a position on, and where to go on; a torn line is left there."""
+    with path.open("rb") as file:
+        file.seek(position)
+        data = file.read()
+    if not to_end:
+        data = data[: data.rfind(b"\n") + 1]
+    return data.decode(errors="replace"), position + len(data)
+
+
+def _labelled(text: str, label: str) -> str:
+    """Return the lines of one rank; srun pads its labels to the width of the longest."""
+    return "".join(re.findall(rf"^ *{label}: (.*\n?)", text, re.MULTILINE))

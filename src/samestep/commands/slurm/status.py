@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.commands.help import examples
 from samestep.slurm.progress import Progress, read_progress
-from samestep.slurm.queue import Queued, find, my_jobs
+from samestep.slurm.queue import Found, Queued, find, my_jobs
 
 _EXAMPLES = """\
 examples:
@@ -40,9 +40,11 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep slurm status", args=arguments)
-    pairs: list[tuple[Queued | None, Path | None]]
-    pairs = [find(command.job)] if command.job else [(job, job.run) for job in my_jobs()]
-    rows = [(job, run, read_progress(run) if run else None) for job, run in pairs]
+    if command.job:
+        founds = [find(command.job)]
+    else:
+        founds = [Found(job=job, run=job.run) for job in my_jobs()]
+    rows = [(found, read_progress(found.run) if found.run else None) for found in founds]
     if command.json:
         table = [_json(*row) for row in rows]
         sys.stdout.write(json.dumps(table[0] if command.job else table, indent=2) + "\n")
@@ -58,8 +60,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def details(job: Queued | None, run: Path | None, progress: Progress | None) -> dict[str, str]:
+def details(found: Found, progress: Progress | None) -> dict[str, str]:
     """Return what is told of one job, name by name."""
+    job = found.job
     rows: dict[str, str] = {}
     if job is not None:
         waits = f" ({job.reason})" if job.state == "PENDING" else ""
@@ -70,18 +73,21 @@ def details(job: Queued | None, run: Path | None, progress: Progress | None) -> 
         limit = _duration(job.limit_s) if job.limit_s else "no limit"
         rows["time"] = f"{_duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
     else:
-        rows["job"] = "Slurm knows it no more (it forgets a job some minutes after its end)"
+        forgot = "Slurm knows it no more (it forgets a job some minutes after its end)"
+        rows["job"] = found.note or forgot
     if progress is None:
         rows["training"] = "has not begun"
     else:
         rows |= _training(job, progress)
-    if run is not None:
-        rows["run"] = str(run)
+    if found.run is not None:
+        rows["run"] = str(found.run)
     return rows
 
 
 def _training(job: Queued | None, progress: Progress) -> dict[str, str]:
     rows: dict[str, str] = {}
+    if progress.damage:
+        rows["training"] = progress.damage
     if progress.total_steps:
         loss = f", loss {progress.loss:.4f}" if progress.loss is not None else ""
         rows["training"] = (
@@ -107,7 +113,7 @@ def _against_limit(job: Queued | None, eta_s: float) -> str:
     return f"; {_duration(left)} left, so {more} more start{'s' * (more > 1)}"
 
 
-def jobs_table(rows: list[tuple[Queued | None, Path | None, Progress | None]]) -> Table:
+def jobs_table(rows: list[tuple[Found, Progress | None]]) -> Table:
     """Return a table of jobs, a line each."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("job", "name", "state", "time", "step", "loss", "ETA", "starts"):
@@ -117,7 +123,8 @@ def jobs_table(rows: list[tuple[Queued | None, Path | None, Progress | None]]) -
             name, no_wrap=name != "name", overflow="ellipsis",
             justify="left" if is_text else "right",
         )  # fmt: skip
-    for job, _run, progress in rows:
+    for found, progress in rows:
+        job = found.job
         if job is None:
             continue
         p = progress or Progress()
@@ -130,14 +137,15 @@ def jobs_table(rows: list[tuple[Queued | None, Path | None, Progress | None]]) -
     return table
 
 
-def _json(job: Queued | None, run: Path | None, progress: Progress | None) -> dict[str, object]:
-    queue = dataclasses.asdict(job) if job else None
+def _json(found: Found, progress: Progress | None) -> dict[str, object]:
+    queue = dataclasses.asdict(found.job) if found.job else None
     if queue:
         queue = {k: str(v) if isinstance(v, Path) else v for k, v in queue.items()}
     return {
         "queue": queue,
+        "queue_error": found.note or None,
         "training": dataclasses.asdict(progress) if progress else None,
-        "run": str(run) if run else None,
+        "run": str(found.run) if found.run else None,
     }
 
 

@@ -13,9 +13,9 @@ from samestep.commands.help import examples
 from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.slurm.options import JobOptions
-from samestep.slurm.profile import profile_files, read_profile
+from samestep.slurm.profile import Draft, merge_flags, profile_files, read_profile
 from samestep.slurm.script import Job, write_script
-from samestep.slurm.submit import make_folder, make_job, submit, without_resolved
+from samestep.slurm.submit import make_folder, make_job, submit, with_home_expanded
 from samestep.slurm.target import Target, find_target
 
 _EXAMPLES = """\
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         command, options = _parse(target, flags[:cut])
     found = find_target(target, flags[cut + 1 :], recipe_files())
     _check_training(found)
-    job = make_job(found, without_resolved(options), Path.cwd())
+    job = make_job(found, with_home_expanded(options), Path.cwd())
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
@@ -75,18 +75,20 @@ def recipe_files() -> list[str]:
 
 
 def _parse(target: str, flags: list[str]) -> tuple[Command, JobOptions]:
+    files = profile_files(Path.cwd())
+    profile = read_profile(files)
     form: Any = dataclasses.make_dataclass(
-        "Submit", [("command", Command), ("options", JobOptions)], frozen=True
+        "Submit", [("command", Command), ("options", Draft)], frozen=True
     )
     form.__doc__ = f"Submit {target} as a job."
     parsed = tyro.cli(
         form,
         prog=f"samestep slurm submit {target}",
         args=flags,
-        default=form(command=Command(), options=read_profile(profile_files(Path.cwd()))),
+        default=form(command=Command(), options=profile),
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    return parsed.command, parsed.options
+    return parsed.command, merge_flags(profile, parsed.options, files)
 
 
 def _check_training(target: Target) -> None:

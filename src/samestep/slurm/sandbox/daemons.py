@@ -11,6 +11,7 @@ from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.slurm.sandbox.processes import MARK, MARK_DAEMON, wait_until
+from samestep.slurm.tools import outside_of_any_job
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel")
 _ADMIN_FOLDERS = "/usr/sbin:/usr/local/sbin:/sbin"
@@ -101,8 +102,8 @@ def ask(folder: Path, name: str, *arguments: str) -> str | None:
 
 def environment(folder: Path) -> dict[str, str]:
     """Return this process' environment as seen by the sandbox: no other cluster, job or step."""
-    others = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "PMI")
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    outside = outside_of_any_job(os.environ)
+    ours = {k: v for k, v in outside.items() if not k.startswith(("SLURM_", "SBATCH_"))}
     return ours | {"SLURM_CONF": f"{folder}/slurm.conf"}
 
 

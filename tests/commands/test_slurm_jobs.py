@@ -1,0 +1,154 @@
+"""Which job `samestep slurm status`, `logs` and `cancel` take, and what they do without Slurm."""
+
+import json
+import os
+
+import pytest
+
+from samestep.cli import main
+from tests.slurm.fake_slurm import install
+
+STEP = {"event": "step", "step": 10, "loss": 0.5, "samples_per_s": 16.0}
+START = {
+    "event": "start", "resumed": False, "total_steps": 100, "steps_per_epoch": 10, "epochs": 10,
+    "global_batch_size": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder))
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Give a run that has trained for ten steps and has two logs."""
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "settings.toml").touch()
+    (folder / "events.jsonl").write_text(f"{json.dumps(START)}\n{json.dumps(STEP)}\n")
+    for job, at in ((3, 1_000), (5, 2_000)):
+        log = folder / f"slurm-{job}.out"
+        log.write_text(f"log of {job}\n")
+        os.utime(log, (at, at))
+    return folder
+
+
+def refusal(capfd, *words: str) -> str:
+    assert main(["slurm", *words]) == 2
+    said = capfd.readouterr().err
+    assert said.count("samestep: ") == 1
+    assert "Traceback" not in said
+    return said
+
+
+# --- which job
+
+
+@pytest.mark.parametrize("states", [("COMPLETED", "RUNNING"), ("RUNNING", "FAILED"),
+                                    ("COMPLETED", "FAILED")])  # fmt: skip
+def test_a_run_directory_names_its_job_that_has_not_ended_or_else_the_newest(
+    slurm, run, capfd, states
+):
+    for job, state in zip((3, 5), states, strict=True):
+        slurm.add(job, run, state, log=f"{run}/slurm-{job}.out")
+    expected = 3 if states[0] == "RUNNING" else 5
+    assert main(["slurm", "status", str(run), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["queue"]["job"] == expected
+    assert main(["slurm", "logs", str(run)]) == 0
+    assert capfd.readouterr().out == f"log of {expected}\n"
+    if "RUNNING" in states:
+        assert main(["slurm", "cancel", str(run)]) == 0
+        assert slurm.calls[-1] == f"scancel --batch --signal=USR2 {expected}"
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
+def test_a_job_of_another_user_is_refused(slurm, run, capfd, verb):
+    slurm.add(8, run, uid=os.getuid() + 1, user="eve")
+    assert "Job 8 is of user eve; samestep shows your own." in refusal(capfd, verb, "8")
+    assert not [call for call in slurm.calls if call.startswith("scancel")]
+
+
+def test_your_own_is_decided_by_the_kernel_and_not_by_the_shell(slurm, run, capfd, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "eve")
+    monkeypatch.setenv("USER", "eve")
+    slurm.add(8, run)
+    slurm.add(9, run, uid=os.getuid() + 1, user="eve")
+    assert main(["slurm", "status"]) == 0
+    shown = capfd.readouterr().out
+    assert " 8 " in shown
+    assert " 9 " not in shown
+
+
+def test_the_controller_is_asked_for_this_users_jobs_alone(slurm, run, capfd):
+    slurm.add(5, run)
+    assert main(["slurm", "status"]) == 0
+    assert slurm.calls[0].startswith("squeue --me --all --states=all ")
+    assert slurm.calls[1:] == ["scontrol -o show job 5"]
+
+
+def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
+    (slurm.folder / "squeue").write_text('#!/bin/sh\necho "5${SQUEUE_PARTITION} samestep:/r"\n')
+    slurm.add(5, run)
+    monkeypatch.setenv("SQUEUE_PARTITION", "x")
+    from samestep.slurm.queue import my_jobs
+
+    assert [job.job for job in my_jobs()] == [5]
+
+
+# --- without an answer
+
+
+@pytest.mark.parametrize("how", ["none", "down"])
+@pytest.mark.parametrize("name", ["runs/one", "5"])
+def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
+    slurm, run, capfd, monkeypatch, how, name
+):
+    if how == "none":
+        monkeypatch.setenv("PATH", str(run))
+        says = "The queue could not be asked: There is no Slurm here"
+    else:
+        slurm.break_down()
+        says = "Unable to contact slurm controller"
+    assert main(["slurm", "status", name]) == 0
+    shown = capfd.readouterr().out
+    assert says in shown
+    assert "step 10/100" in shown
+    assert main(["slurm", "status", name, "--json"]) == 0
+    table = json.loads(capfd.readouterr().out)
+    assert table["queue"] is None
+    assert says in table["queue_error"]
+    assert main(["slurm", "logs", name]) == 0
+    said = capfd.readouterr()
+    assert said.out == "log of 5\n"
+    assert says in said.err
+    assert says.rpartition(": ")[2] in refusal(capfd, "cancel", name)
+
+
+def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
+    slurm.add(5, run)
+    (run / "events.jsonl").write_text(f"{json.dumps(START)}\n{{torn\n{json.dumps(STEP)}\n")
+    assert main(["slurm", "status", "5"]) == 0
+    shown = capfd.readouterr().out
+    assert "RUNNING" in shown
+    assert "unknown: a line inside" in shown
+    assert main(["slurm", "status"]) == 0
+
+
+# --- going on after cancel
+
+
+def test_cancel_says_how_to_go_on_with_what_there_is(slurm, run, capfd):
+    slurm.add(5, run)
+    assert main(["slurm", "cancel", "5"]) == 0
+    assert f"go on later with: samestep slurm submit {run}\n" in capfd.readouterr().out
+    (run / "settings.toml").unlink()  # as of a script, or before the training has begun
+    assert main(["slurm", "cancel", "5"]) == 0
+    assert f"go on later with: sbatch {run}/job.sbatch\n" in capfd.readouterr().out
+
+
+def test_cancel_of_a_run_without_a_job_says_so(slurm, run, capfd):
+    assert "Slurm knows no job of yours" in refusal(capfd, "cancel", str(run))
