@@ -40,9 +40,24 @@ def test_a_loopback_address_is_told_from_others(address, inside):
 
 def test_loopback_has_its_interface():
     assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.77") == ""  # of a net for documentation
     assert resolve("localhost") in ("127.0.0.1", "::1")
 
 
-def test_where_this_hosts_name_has_an_address_of_its_own_gloo_chooses(monkeypatch):
-    monkeypatch.setattr(addresses, "resolve", lambda _: "10.1.2.3")
-    assert interface_towards("10.9.9.9") == ""
+def test_where_this_hosts_name_has_an_address_of_its_own_gloo_chooses():
+    assert interface_towards("10.9.9.9", own="10.1.2.3") == ""
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1", ""])
+def test_where_it_has_none_the_interface_on_the_way_to_rank_0_is_named(monkeypatch, own):
+    ways = {"10.9.9.9": "10.1.2.3", "192.0.2.1": "10.4.5.6"}
+    monkeypatch.setattr(addresses, "address_towards", lambda to: ways.get(to, "127.0.0.1"))
+    names = {"10.1.2.3": "ib0", "10.4.5.6": "eth0"}
+    monkeypatch.setattr(addresses, "interface_of", lambda address: names[address])
+    assert interface_towards("10.9.9.9", own) == "ib0"
+    assert interface_towards("127.0.1.1", own) == "eth0"  # on rank 0's own host: the way out
+
+
+def test_on_a_machine_without_a_network_nothing_is_named(monkeypatch):
+    monkeypatch.setattr(addresses, "address_towards", lambda _: "")
+    assert interface_towards("127.0.1.1", own="127.0.1.1") == ""

@@ -79,7 +79,7 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def interface_towards(master: str) -> str:
+def interface_towards(master: str, own: str) -> str:
     """Return the interface to name to Gloo; empty where its own choice will do.
 
     Gloo tells the other hosts the address that this host's own name leads to, and on Debian that is
@@ -87,8 +87,8 @@ def interface_towards(master: str) -> str:
 
     Args:
         master: the address on which rank 0 listens.
+        own: the address that this host's own name leads to; empty if it leads nowhere.
     """
-    own = resolve(socket.gethostname())
     if own and not is_loopback(own):
         return ""
     if is_loopback(master):  # this is rank 0's host, and its own name leads nowhere either

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
-from samestep.address import interface_towards, resolve_master
+from samestep.address import interface_towards, resolve, resolve_master
 from samestep.errors import UserError
 from samestep.launch import Launch, binds_gpus, detect_launch
 
@@ -282,7 +282,8 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
     if world.num_nodes > 1:
         master = resolve_master(launch.master_addr)  # PyTorch would ask for minutes
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(master)
+        own = resolve(socket.gethostname())
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(master, own)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ["MASTER_ADDR"] = launch.master_addr

@@ -71,6 +71,15 @@ def test_where_own_names_are_loopback_ranks_meet_by_address_and_interface(hosts)
     assert len(epochs(printed)) == 1
 
 
+def test_where_own_names_are_loopback_samestep_finds_the_interface_itself(hosts):
+    hosts.write_names(own_name_is_loopback=True)
+    train = ("-m", "samestep", "train", "spiral", "--epochs", "1", "--num-samples", "500")
+    ended = hosts.torchrun(*train, "--run-dir", "run", options=TOLD)
+    assert [done.returncode for done in ended] == [0, 0], ended
+    assert read_json(hosts.folder / "run" / "result.json")["status"] == "completed"
+    assert min(hosts.bytes_sent(host) for host in (0, 1)) > 10_000
+
+
 def test_where_own_names_are_loopback_the_address_without_the_interface_does_not_do(hosts):
     hosts.write_names(own_name_is_loopback=True)
     ended = hosts.torchrun(TRAIN_DISTRIBUTED, *TRAINING, options=TOLD)

@@ -129,7 +129,7 @@ def find(text: str) -> Found:
     """Return what a job's number or a run directory names.
 
     A job that Slurm has forgotten is looked for in the runs below this directory. Of the jobs of
-    a run it is the newest that has not ended, or else the newest.
+    a run it is the one that runs, or else the newest that has not ended, or else the newest.
 
     Raises:
         UserError: there is neither, or the job is another user's.
@@ -144,7 +144,10 @@ def find(text: str) -> Found:
         jobs = jobs_of(run)
     except UserError as silence:
         return Found(run=run, silence=silence)
-    return Found(job=max(jobs, key=lambda job: (not job.ended, job.job), default=None), run=run)
+    latest = max(
+        jobs, key=lambda job: (not job.ended, job.state == "RUNNING", job.job), default=None
+    )
+    return Found(job=latest, run=run)
 
 
 def _find_number(number: int) -> Found:

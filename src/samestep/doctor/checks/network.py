@@ -3,9 +3,9 @@
 import statistics
 from collections import Counter
 
+from samestep.address import is_loopback
 from samestep.doctor.check import Check, Finding, green, red, yellow
 from samestep.doctor.checks.ranks import Allocation, cores_together
-from samestep.doctor.facts.address import is_loopback
 
 CLOCK_YELLOW_S, CLOCK_RED_S = 1.0, 30.0
 """Beyond the first, logs of nodes cannot be laid side by side; beyond the second, files of other
@@ -76,10 +76,15 @@ def announced_address(allocation: Allocation) -> Finding | None:
     ]
     if not wrong:
         return green("every host's own name resolves to an address that others can reach")
-    rank = wrong[0]
+    rank = next((r for r in wrong if not r.address.chosen or r.address.gloo_interface), wrong[0])
     name = rank.address.interface if rank.address.interface not in ("", "lo") else "eth0"
     resolves = f"resolves to {rank.address.own} there" if rank.address.own else "does not resolve"
     why = "has GLOO_SOCKET_IFNAME=lo" if rank.address.gloo_interface else resolves
+    if rank.address.chosen and not rank.address.gloo_interface:
+        return yellow(
+            f"{rank.machine.host} {why}; samestep names Gloo the interface {rank.address.chosen}",
+            f"For other programs set GLOO_SOCKET_IFNAME={rank.address.chosen}, or mend /etc/hosts.",
+        )
     return red(
         f"{rank.machine.host} {why}: others cannot reach Gloo by it",
         f"Set GLOO_SOCKET_IFNAME={name} (the interface between the nodes) for every rank, or "
