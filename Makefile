@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 # in a folder of its own, since beside a CPU build of torch it breaks whatever imports it.
 TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
+# Two workers: the tests of tests/cluster wait for Slurm most of the time, the others compute.
+WORKERS ?= 2
 
 .PHONY: train test lint bench clean help
 help: ## show the targets
@@ -27,7 +29,7 @@ train: $(VENV)/.ready ## set up, train the spiral recipe, show the result
 	$(BIN)/samestep train spiral
 
 test: $(VENV)/.ready lint ## set up, lint, run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check

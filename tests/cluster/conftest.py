@@ -1,9 +1,18 @@
 """A Slurm of two nodes for the tests of this folder: one for all, up in about a second."""
 
+from pathlib import Path
+
 import pytest
 
 from samestep.slurm.sandbox.cluster import down, up
 from tests.cluster.sandbox import RunningSandbox, reason_to_skip
+
+
+def pytest_collection_modifyitems(items):
+    """Keep this folder's tests in one worker: jobs of two sandboxes would take the same ports."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.fixture(scope="session")
