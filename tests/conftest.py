@@ -1,8 +1,15 @@
-"""Where SAMESTEP_NO_SKIP is set, as in CI, a test that cannot run is a failure."""
+"""For all tests: Ctrl-C is heeded, and in CI (SAMESTEP_NO_SKIP) a skipped test is a failure."""
 
 import os
+import signal
 
 import pytest
+
+
+def pytest_configure():
+    """Heed Ctrl-C, and let what is started here heed it, also where a shell began us with `&`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
