@@ -8,6 +8,7 @@ from samestep.slurm.sandbox.cluster import down, up
 from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the markers
 def pytest_collection_modifyitems(items):
     """Keep this folder's tests in one worker: jobs of two sandboxes would take the same ports."""
     for item in items:
