@@ -1,19 +1,14 @@
 """A Slurm of two nodes for the tests of this folder: one for all, up in about a second."""
 
-from pathlib import Path
-
 import pytest
 
 from samestep.slurm.sandbox.cluster import down, up
 from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the markers
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
     """Keep this folder's tests in one worker: jobs of two sandboxes would take the same ports."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+    item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.fixture(scope="session")
