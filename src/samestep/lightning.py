@@ -1,0 +1,392 @@
+"""The same recipe in PyTorch Lightning's Trainer: a LightningModule and a LightningDataModule.
+
+    trainer = L.Trainer(max_epochs=3, use_distributed_sampler=False)
+    trainer.fit(LitRecipe("spiral"), datamodule=LitData("spiral"))
+
+Order, batches, weights, seeds and learning rates are those of `samestep train`, on any number of
+ranks: each loss counts with its share of the global batch, metrics are sums over all samples.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.config import draft
+from samestep.data.batches import Source, open_source
+from samestep.data.blocks import Block, narrow
+from samestep.data.keys import mix, mix_next
+from samestep.errors import UserError
+from samestep.evaluation import find_checkpoint
+from samestep.recipe import Recipe, find_recipe
+from samestep.settings import Settings, merge_layers
+from samestep.training import checkpoint
+from samestep.training.evaluate import Totals
+from samestep.training.loop import Job, evaluation_batch
+from samestep.training.optimizer import make_optimizer
+from samestep.training.parallel import share_buffers
+from samestep.training.plan import Plan, learning_rate, make_plan
+from samestep.training.state import check_recipe, load_model, seed_alike
+from samestep.world import World
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+except ImportError as missing:
+    raise UserError(
+        "PyTorch Lightning is not installed. Install it with: pip install 'samestep[lightning]'"
+    ) from missing
+
+
+class Part(NamedTuple):
+    """What one rank computes at once: a micro-step of an optimizer step."""
+
+    inputs: Any
+    """(batch, …)."""
+    targets: Any
+    """(batch, …)."""
+    weight: float
+    """This part's share of the global batch: its samples / all samples of the step. The parts of
+    all ranks add up to 1."""
+    size: int
+    """Samples of the step over all ranks."""
+    last: bool
+    """Whether the step ends with it."""
+
+
+def _resolve(recipe: Recipe | str, settings: Settings | None) -> tuple[Recipe, Settings]:
+    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    if settings is None:
+        settings = Settings(**merge_layers(dict(found.settings)))  # type: ignore[arg-type]
+    return found, settings
+
+
+def _options(recipe: Recipe, options: object) -> Any:
+    return recipe.options() if options is None and recipe.options is not None else options
+
+
+def world_of(trainer: "pl.Trainer") -> World:
+    """Return this rank among the others, as a Trainer sees it."""
+    return World(
+        rank=trainer.global_rank,
+        local_rank=trainer.local_rank,
+        world_size=trainer.world_size,
+        local_world_size=max(1, trainer.world_size // trainer.num_nodes),
+        node=trainer.node_rank,
+        num_nodes=trainer.num_nodes,
+        device=trainer.strategy.root_device,
+    )
+
+
+class LitData(pl.LightningDataModule):
+    """A recipe's data in samestep's order: each rank's exact share, none twice, none left out.
+
+    Args:
+        recipe: a recipe, or its name, or the path of its file.
+        settings: how to train; the recipe's defaults if not given. Epochs, steps and accumulation
+            are taken from the Trainer.
+        options: the recipe's options; their defaults if not given.
+    """
+
+    def __init__(
+        self, recipe: Recipe | str, settings: Settings | None = None, options: object = None
+    ) -> None:
+        super().__init__()
+        self.recipe, self.settings = _resolve(recipe, settings)
+        self.options = _options(self.recipe, options)
+        self.plan: Plan | None = None
+        """Batch sizes, steps and learning rate, once it is set up."""
+        self.world = World()
+        self._sources: dict[str, Source | None] = {}
+
+    @classmethod
+    def of_job(cls, job: Job, recipe: Recipe, options: object) -> "LitData":
+        """Return the data of a job that samestep has built."""
+        data = cls(recipe, job.settings, options)
+        data.plan, data.world = job.plan, job.world
+        data._sources = {"train": job.train, "validation": job.validation, "test": None}
+        return data
+
+    def setup(self, stage: str) -> None:
+        """Load the data and derive the numbers of the run.
+
+        Raises:
+            UserError: the sizes contradict each other, or the Trainer accumulates otherwise.
+        """
+        if self._sources:
+            return
+        trainer = self.trainer
+        assert trainer is not None
+        self.world, settings = world_of(trainer), self.settings
+        seed_alike(settings.seed)
+        splits = self.recipe.load_data(self.options)
+        for name in ("train", "validation", "test"):
+            data = getattr(splits, name)
+            self._sources[name] = None if data is None else open_source(
+                data, self.recipe, self.world, seed=settings.seed, dtype=torch.float32,
+                num_workers=settings.num_workers,
+            )  # fmt: skip
+        if stage == "fit":
+            self.plan = self._plan_for(trainer)
+
+    def _plan_for(self, trainer: "pl.Trainer") -> Plan:
+        asked = trainer.accumulate_grad_batches
+        epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
+        steps = trainer.max_steps if trainer.max_steps > 0 else None
+        settings = replace(self.settings, epochs=epochs, max_steps=steps)
+        if settings.batch_size is not None and settings.global_batch_size is None:
+            settings = replace(settings, accumulate=asked)
+        source = self._sources["train"]
+        assert source is not None
+        plan = make_plan(settings, source.num_samples, self.world.world_size, resumed=False)
+        if plan.accumulate != asked:
+            raise UserError(
+                f"The batch sizes need {plan.accumulate} micro-steps and the Trainer takes {asked}:"
+                f" create it with Trainer(accumulate_grad_batches={plan.accumulate})."
+            )
+        return plan
+
+    def train_dataloader(self) -> "Parts":
+        """Return what yields this rank's parts of the running epoch."""
+        source, trainer = self._sources["train"], self.trainer
+        assert source is not None
+        assert self.plan is not None
+        assert trainer is not None
+        return Parts(source, self.plan, trainer, drop_last=self.settings.drop_last)
+
+    def val_dataloader(self) -> "_Share | list[Any]":
+        """Return what yields this rank's share of the validation samples."""
+        return self._share("validation")
+
+    def test_dataloader(self) -> "_Share | list[Any]":
+        """Return what yields this rank's share of the test samples."""
+        return self._share("test")
+
+    def _share(self, name: str) -> "_Share | list[Any]":
+        source = self._sources[name]
+        if source is None:
+            return []
+        batch = self.plan.batch_size if self.plan else self.settings.batch_size or 1
+        return _Share(source, evaluation_batch(batch), self.world)
+
+
+class Parts:
+    """The parts of one rank, epoch by epoch; it knows where it stands, for resuming."""
+
+    def __init__(
+        self, source: Source, plan: Plan, trainer: "pl.Trainer", *, drop_last: bool
+    ) -> None:
+        self._source, self._plan, self._trainer = source, plan, trainer
+        self._drop_last = drop_last
+        self._first_step = 0
+        self._step = 0
+
+    def __len__(self) -> int:
+        """Return the parts of an epoch."""
+        plan = self._plan
+        full, rest = divmod(plan.num_samples, plan.global_batch_size)
+        parts = full * plan.accumulate
+        if rest and not self._drop_last:
+            parts += self._parts_of(rest)
+        return parts
+
+    def __iter__(self) -> Iterator[Part]:
+        """Yield the parts from where the epoch is to go on."""
+        self._step, self._first_step = self._first_step, 0
+        blocks = self._source.blocks(
+            self._trainer.current_epoch, self._step,
+            global_batch=self._plan.global_batch_size, drop_last=self._drop_last,
+        )  # fmt: skip
+        for block in blocks:
+            for step in block.singles():
+                parts = list(self._cut(step))
+                self._step = step.first_step + 1
+                yield from parts
+
+    def _parts_of(self, size: int) -> int:
+        largest_share = -(-size // self._plan.world_size)
+        return -(-largest_share // self._plan.batch_size)
+
+    def _cut(self, step: Block) -> Iterator[Part]:
+        """Cut a step; every rank gets equally many parts, for Lightning counts them."""
+        batch, number = self._plan.batch_size, self._parts_of(step.global_size)
+        for part in range(number):
+            start = part * batch
+            count = min(batch, step.rows - start)
+            weight = step.weight
+            if count <= 0:  # another rank has samples left: one that counts nothing stands in
+                start, count, weight = 0, 1, 0.0
+            yield Part(
+                narrow(step.inputs, start, count), narrow(step.targets, start, count),
+                weight * count / step.global_size, step.global_size, part == number - 1,
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the epoch stands: the steps that were handed out."""
+        return {"step_in_epoch": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self._first_step = state["step_in_epoch"] % self._plan.steps_per_epoch
+
+
+class _Share:
+    """One rank's share of a split, in order, without the samples that a sampler would add."""
+
+    def __init__(self, source: Source, batch_size: int, world: World) -> None:
+        self._source, self._batch_size = source, batch_size
+        share = -(-source.num_samples // world.world_size)
+        self._length = -(-share // batch_size)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self._source.evaluation(self._batch_size)
+
+
+class LitRecipe(pl.LightningModule):
+    """A recipe's model and loss, its optimizer and learning rates.
+
+    Logged are `train_loss`, the mean over the global batch, and `val_…` and `test_…`, means over
+    all samples of all ranks. It needs `LitData` of the same recipe and settings as its data.
+
+    Args:
+        recipe: a recipe, or its name, or the path of its file.
+        settings: how to train; the recipe's defaults if not given.
+        options: the recipe's options; their defaults if not given.
+        model: the model, if it is built already.
+    """
+
+    def __init__(
+        self, recipe: Recipe | str, settings: Settings | None = None, options: object = None,
+        model: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.recipe, self.settings = _resolve(recipe, settings)
+        if model is None:
+            seed_alike(self.settings.seed)
+            model = self.recipe.build_model(_options(self.recipe, options))
+        self.model = model
+        self.step_loss: Tensor | float = 0.0
+        """This rank's part of the mean loss of the running step, or of the last one."""
+        self.means: dict[str, float] = {}
+        """What the latest validation or test measured, and `samples`."""
+        self._totals: Totals | None = None
+        self._new_step = True
+
+    @classmethod
+    def from_run(cls, run: str | Path, name: str = "best") -> "LitRecipe":
+        """Return the model of a run's checkpoint, of whichever engine wrote it.
+
+        Args:
+            run: the run's directory.
+            name: "best", "last", or a file name in its checkpoints/.
+
+        Raises:
+            UserError: there is no such run or checkpoint, or it does not fit.
+        """
+        start = draft(str(Path(run).resolve()))
+        module = cls(start.recipe, start.settings(), start.options())
+        folder = Path(run) / "checkpoints"
+        state = checkpoint.load(folder, find_checkpoint(folder, name))
+        check_recipe(state, start.recipe.name)
+        load_model(module.model, state)
+        return module
+
+    def forward(self, inputs: Any) -> Any:
+        """Return the model's outputs."""
+        return self.model(inputs)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer of the settings, and the learning rate of each step."""
+        plan, settings = self._plan, self.settings
+        # Lightning leaves unscaling to fused optimizers, and then cannot clip.
+        scales = self.trainer.precision == "16-mixed"
+        optimizer = make_optimizer(
+            self.model.parameters(), settings, plan.lr, self.device, fuse=not scales
+        )
+        rates = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate(plan, settings, step) / plan.lr
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": rates, "interval": "step", "name": "lr"},
+        }
+
+    @property
+    def _plan(self) -> Plan:
+        plan = getattr(getattr(self.trainer, "datamodule", None), "plan", None)
+        if plan is None:
+            raise UserError(
+                "LitRecipe trains on LitData of the same recipe: trainer.fit(LitRecipe(recipe), "
+                "datamodule=LitData(recipe))."
+            )
+        assert isinstance(plan, Plan)
+        return plan
+
+    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:  # noqa: ARG002
+        """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
+        if self._new_step:
+            rank_seed = mix(self.settings.seed, self.trainer.global_rank)
+            torch.manual_seed(mix_next(rank_seed, self.trainer.global_step))
+            self.step_loss = 0.0
+        self._new_step = batch.last
+
+    def training_step(self, batch: Part, batch_idx: int) -> Tensor:  # noqa: ARG002
+        """Return the loss, so weighted that the step's gradient is the global batch's."""
+        loss: Tensor = self.recipe.loss(self(batch.inputs), batch.targets)
+        part = loss * batch.weight
+        self.step_loss = self.step_loss + part.detach()
+        # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
+        return part * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:  # noqa: ARG002
+        """Log the loss of the global batch where the Trainer logs."""
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if batch.last and every and self.trainer.global_step % every == 0:
+            loss = torch.as_tensor(self.step_loss, device=self.device)
+            self.log("train_loss", world_of(self.trainer).reduce(loss), prog_bar=True)
+
+    def on_validation_start(self) -> None:
+        """Begin to count."""
+        self._begin()
+
+    def validation_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:  # noqa: ARG002
+        """Count a batch."""
+        self._count(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all samples of all ranks."""
+        self._finish("val")
+
+    def on_test_start(self) -> None:
+        """Begin to count."""
+        self._begin()
+
+    def test_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:  # noqa: ARG002
+        """Count a batch."""
+        self._count(batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means over all samples of all ranks."""
+        self._finish("test")
+
+    def _begin(self) -> None:
+        world = world_of(self.trainer)
+        share_buffers(self.model, world)
+        self._totals = Totals(self.recipe.loss, self.recipe.metrics, world)
+
+    def _count(self, batch: tuple[Any, Any]) -> None:
+        assert self._totals is not None
+        inputs, targets = batch
+        self._totals.add(self(inputs), targets)
+
+    def _finish(self, prefix: str) -> None:
+        assert self._totals is not None
+        self.means = self._totals.means()
+        logged = {f"{prefix}_{k}": v for k, v in self.means.items() if k != "samples"}
+        self.log_dict(logged, prog_bar=True)
