@@ -1,7 +1,7 @@
 """The same recipe in PyTorch Lightning's Trainer: a LightningModule and a LightningDataModule.
 
-    trainer = L.Trainer(max_epochs=3, use_distributed_sampler=False)
-    trainer.fit(LitRecipe("spiral"), datamodule=LitData("spiral"))
+    trainer = L.Trainer(max_epochs=3)
+    trainer.fit(LitRecipe("spiral"), LitData("spiral"))
 
 Order, batches, weights, seeds and learning rates are those of `samestep train`, on any number of
 ranks: each loss counts with its share of the global batch, metrics are sums over all samples.
@@ -171,6 +171,28 @@ class LitData(pl.LightningDataModule):
             return []
         batch = self.plan.batch_size if self.plan else self.settings.batch_size or 1
         return _Share(source, evaluation_batch(batch), self.world)
+
+
+class SpiralDataModule(LitData):
+    """The two spirals for any LightningModule; a batch begins with inputs and targets.
+
+    Args:
+        num_samples: points in all; 70 % train, 15 % validation, 15 % test.
+        noise: standard deviation that is added to each coordinate.
+        batch_size: samples per rank.
+        seed: of the points and their order.
+    """
+
+    def __init__(
+        self, num_samples: int = 10_000, noise: float = 0.2, batch_size: int = 32, seed: int = 42
+    ) -> None:
+        recipe = find_recipe("spiral")
+        assert recipe.options is not None
+        layers = dict(recipe.settings), {"batch_size": batch_size, "seed": seed}
+        settings = Settings(**merge_layers(*layers))  # type: ignore[arg-type]
+        super().__init__(
+            recipe, settings, recipe.options(num_samples=num_samples, noise=noise, data_seed=seed)
+        )
 
 
 class Parts:

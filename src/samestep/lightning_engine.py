@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -270,7 +272,7 @@ def _drive(task: Task) -> None:
 def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     job = task.job
     world, settings, plan = job.world, job.settings, job.plan
-    plugins: list[Any] = [writer, *_environment(world)]
+    plugins: list[Any] = [writer, _environment(world)]
     if settings.precision == "bf16":
         plugins.append(MixedPrecision("bf16-mixed", world.device.type))
     if settings.precision == "fp16":
@@ -312,18 +314,18 @@ def _one_device(world: World) -> Any:
     return [world.device.index or 0] if world.device.type == "cuda" else 1
 
 
-def _environment(world: World) -> list[Any]:
-    """Return how Lightning is to know of the ranks, where it must not find out by itself."""
+def _environment(world: World) -> ClusterEnvironment:
+    """Return how Lightning is to know of the ranks, who have met already."""
     if world.launcher == "srun":
-        return [SLURMEnvironment(auto_requeue=False)]  # the job script requeues
+        return SLURMEnvironment(auto_requeue=False)  # the job script requeues
     if world.world_size == 1:
-        return [LightningEnvironment()]  # also within an allocation
-    if world.launcher != "torchrun":
-        raise UserError(
-            f"--engine lightning cannot be started by {world.launcher}: Lightning does not know "
-            "its ranks. Start with --nproc, torchrun or srun, or use --engine native."
-        )
-    return []
+        return LightningEnvironment()  # also in the shell of an allocation
+    if world.launcher == "torchrun":
+        return TorchElasticEnvironment()
+    raise UserError(
+        f"--engine lightning cannot be started by {world.launcher}: Lightning does not know its "
+        "ranks. Start with --nproc, torchrun or srun, or use --engine native."
+    )
 
 
 def _early_stopping(task: Task) -> list[EarlyStopping]:
