@@ -326,10 +326,10 @@ class LitRecipe(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the settings, and the learning rate of each step."""
         plan, settings = self._plan, self.settings
-        # Lightning leaves unscaling to fused optimizers, and then cannot clip.
-        scales = self.trainer.precision == "16-mixed"
+        # Lightning's mixed precision takes a fused optimizer to unscale by itself, and cannot clip.
+        mixed = str(self.trainer.precision).endswith("-mixed")
         optimizer = make_optimizer(
-            self.model.parameters(), settings, plan.lr, self.device, fuse=not scales
+            self.model.parameters(), settings, plan.lr, self.device, fuse=not mixed
         )
         rates = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(plan, settings, step) / plan.lr

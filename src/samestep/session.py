@@ -121,6 +121,9 @@ def run_session(
             leave_why(run, request, job)
         raise
     finally:
+        for source in (job.train, job.validation):
+            if source is not None:
+                source.close()
         if run is not None:
             run.close()
 
