@@ -35,7 +35,6 @@ ROWS = [
     ["saving", "evaluation"],
     ["session"],
     ["lightning"],
-    ["lightning_engine"],
     ["slurm"],
     ["doctor"],
     ["commands"],
@@ -57,7 +56,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "recipes", "slurm", "training"}
+PACKAGES = {"commands", "data", "doctor", "lightning", "recipes", "slurm", "training"}
 
 
 def modules() -> dict[str, ast.Module]:

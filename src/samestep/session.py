@@ -21,6 +21,7 @@ from samestep.outcome import Outcome, finish_run, leave_why
 from samestep.recipe import Splits
 from samestep.run import Record, Run, is_run, new_run_path, usable_cores, versions
 from samestep.saving import Write, make_saver, make_writer, resume
+from samestep.settings import Settings
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.loop import Job, train
 from samestep.training.optimizer import make_optimizer
@@ -162,10 +163,7 @@ def _build(
     model = world.on_every(lambda: recipe.build_model(request.options))
     model.to(device=world.device, dtype=dtype)
     seed_rank(settings.seed, world.rank)
-    cores = usable_cores()
-    neighbours = world.gather((world.node, cores)).count((world.node, cores))
-    threads = choose_threads(settings.threads, model, len(cores), neighbours)
-    torch.set_num_threads(threads)
+    threads = _share_cores(settings, model, world)
     compiles = what_compiles(settings, world, model)
     # Inside of what connects the ranks: DDP's own code breaks a graph that begins outside of it.
     forward: nn.Module = model
@@ -200,6 +198,15 @@ def _build(
         save=lambda _job, _name, _metric: {},
     )
     return job, splits, threads
+
+
+def _share_cores(settings: Settings, model: nn.Module, world: World) -> int:
+    """Set the number of threads of this rank, among those with the same cores; return it."""
+    cores = usable_cores()
+    neighbours = world.gather((world.node, cores)).count((world.node, cores))
+    threads = choose_threads(settings.threads, model, len(cores), neighbours)
+    torch.set_num_threads(threads)
+    return threads
 
 
 def _agree_on_size(source: Source, world: World) -> int:

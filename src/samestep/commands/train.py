@@ -1,7 +1,6 @@
 """`samestep train`: a recipe, a recipe file or a run, on whatever this is started on."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 import os
@@ -184,8 +183,7 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
 def _engine(settings: Settings) -> Engine:
     if settings.engine == "native":
         return NATIVE
-    importlib.import_module("samestep.lightning")  # says what to install
-    from samestep.lightning_engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
+    from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
 
     check_settings(settings)
     return LIGHTNING

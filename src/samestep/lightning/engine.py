@@ -28,7 +28,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.lightning import LitData, LitRecipe, Part
+from samestep.lightning.data import LitData, Part
+from samestep.lightning.module import LitRecipe
 from samestep.session import Engine, Task
 from samestep.settings import Settings, flag_name
 from samestep.training import checkpoint
