@@ -5,6 +5,7 @@ holds what either needs: Lightning goes on from it, and `samestep evaluate` read
 """
 
 import logging
+import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -317,16 +318,24 @@ def _one_device(world: World) -> Any:
 
 def _environment(world: World) -> ClusterEnvironment:
     """Return how Lightning is to know of the ranks, who have met already."""
-    if world.launcher == "srun":
-        return SLURMEnvironment(auto_requeue=False)  # the job script requeues
     if world.world_size == 1:
         return LightningEnvironment()  # also in the shell of an allocation
+    if world.launcher not in ("srun", "torchrun"):
+        raise UserError(
+            f"--engine lightning cannot be started by {world.launcher}: Lightning does not know "
+            "its ranks. Start with --nproc, torchrun or srun, or use --engine native."
+        )
+    if world.world_size != world.num_nodes * world.local_world_size:
+        raise UserError(
+            f"--engine lightning needs as many ranks on each node; of {world.world_size}, "
+            f"{world.local_world_size} are on this one of {world.num_nodes} nodes. Start with "
+            "--ntasks-per-node, or use --engine native."
+        )
     if world.launcher == "torchrun":
         return TorchElasticEnvironment()
-    raise UserError(
-        f"--engine lightning cannot be started by {world.launcher}: Lightning does not know its "
-        "ranks. Start with --nproc, torchrun or srun, or use --engine native."
-    )
+    # Lightning insists on this variable, which `srun --ntasks` does not set.
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(world.local_world_size)
+    return SLURMEnvironment(auto_requeue=False)  # the job script requeues
 
 
 def _early_stopping(task: Task) -> list[EarlyStopping]:
