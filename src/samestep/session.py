@@ -137,19 +137,13 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
     )
+    per_block = train_source.steps_per_block(plan.global_batch_size)
     job = Job(
         settings=settings,
         plan=plan,
         world=world,
         trainee=trainee,
-        step=make_step(
-            compiles,
-            trainee,
-            settings,
-            world,
-            plan,
-            train_source.steps_per_block(plan.global_batch_size),
-        ),  # fmt: skip
+        step=make_step(compiles, trainee, settings, world, plan, per_block),
         train=train_source,
         validation=source(splits.validation) if splits.validation is not None else None,
         metrics=recipe.metrics,
