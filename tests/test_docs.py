@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cifar_files import write_binary
 from tests.idx_files import write_mnist
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "examples" / "my_recipe.py", tmp_path)
     write_mnist(tmp_path / "DIR")
     write_mnist(tmp_path / "data" / "mnist")
+    write_binary(tmp_path / "data" / "cifar10")
     return tmp_path
 
 

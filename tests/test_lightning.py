@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.cifar_files import write_binary
 from tests.command_line import read_json, run
 from tests.idx_files import write_mnist
 from tests.ranks import run_ranks, samestep
@@ -73,6 +74,37 @@ def test_recipes_with_dropout_draw_the_same(tmp_path, target, flags, world_size,
         run("train", target, "--epochs", "1", "--global-batch-size", "32", *flags, *engine,
             "--run-dir", str(path), world_size=world_size, folder=tmp_path / "out")  # fmt: skip
     tiny.assert_same_training(ours, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resnet_with_batch_norm_and_augmentation_is_the_same(tmp_path, world_size):
+    data = write_binary(tmp_path / "data")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        run("train", "cifar10", "--data-dir", str(data), "--width", "4", "--epochs", "2",
+            "--global-batch-size", "16", "--log-every", "1", *engine, "--run-dir", str(path),
+            world_size=world_size, folder=tmp_path / "out")  # fmt: skip
+    tiny.assert_same_training(ours, theirs, 1e-5)
+    result, expected = (read_json(path / "result.json")["test"] for path in (ours, theirs))
+    assert result["confusion"] == expected["confusion"]
+
+
+def test_cifar10s_data_module_feeds_anyones_module(tmp_path):
+    data = write_binary(tmp_path / "data")
+    [[inputs, targets]] = run_ranks(_first_batch, 1, tmp_path / "out", str(data))
+    assert inputs == [8, 3, 32, 32]
+    assert targets == [8]
+
+
+def _first_batch(folder: str) -> list[list[int]]:
+    from samestep import CIFAR10DataModule, LitRecipe
+
+    data = CIFAR10DataModule(folder, batch_size=8)
+    trainer = _trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
+    options = data.recipe.options(data_dir=folder, width=2)
+    trainer.fit(LitRecipe(data.recipe, data.settings, options), data)
+    inputs, targets, *_ = next(iter(data.train_dataloader()))
+    return [list(inputs.shape), list(targets.shape)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from samestep.data.spiral import SpiralDataset
     from samestep.data.splits import split_indices
     from samestep.errors import UserError
-    from samestep.lightning import LitData, LitRecipe, SpiralDataModule
+    from samestep.lightning import CIFAR10DataModule, LitData, LitRecipe, SpiralDataModule
     from samestep.process_group import (
         barrier,
         cleanup,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from samestep.settings import Settings
 
 __all__ = [
+    "CIFAR10DataModule",
     "LitData",
     "LitRecipe",
     "Recipe",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CIFAR10DataModule": "lightning",
     "LitData": "lightning",
     "LitRecipe": "lightning",
     "Recipe": "recipe",

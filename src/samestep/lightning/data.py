@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -9,6 +10,8 @@ import torch
 
 from samestep.data.batches import Source, open_source
 from samestep.data.blocks import Block, narrow
+from samestep.data.cifar import has_cifar10
+from samestep.data.download import download
 from samestep.errors import UserError
 from samestep.recipe import Recipe, find_recipe
 from samestep.settings import Settings, merge_layers
@@ -165,13 +168,44 @@ class SpiralDataModule(LitData):
     def __init__(
         self, num_samples: int = 10_000, noise: float = 0.2, batch_size: int = 32, seed: int = 42
     ) -> None:
-        recipe = find_recipe("spiral")
-        assert recipe.options is not None
-        layers = dict(recipe.settings), {"batch_size": batch_size, "seed": seed}
-        settings = Settings(**merge_layers(*layers))  # type: ignore[arg-type]
-        super().__init__(
-            recipe, settings, recipe.options(num_samples=num_samples, noise=noise, data_seed=seed)
-        )
+        options = {"num_samples": num_samples, "noise": noise, "data_seed": seed}
+        super().__init__(*_with("spiral", options, batch_size, seed))
+
+
+class CIFAR10DataModule(LitData):
+    """CIFAR-10 for any LightningModule; a batch begins with images and labels.
+
+    Images are (batch, 3, 32, 32), normalised; those to train on are cropped and mirrored.
+
+    Args:
+        data_dir: folder of the binary version, or of train/CLASS/*.jpg and test/CLASS/*.jpg.
+        batch_size: samples per rank.
+        download: whether to fetch the binary version first if no data is there.
+        seed: of the order and the augmentation.
+    """
+
+    def __init__(
+        self, data_dir: str = "data/cifar10", batch_size: int = 128, *, download: bool = False,
+        seed: int = 42,
+    ) -> None:  # fmt: skip
+        options = {"data_dir": data_dir, "download": download}
+        super().__init__(*_with("cifar10", options, batch_size, seed))
+
+    def prepare_data(self) -> None:
+        """Fetch what is not there; Lightning calls this once a node."""
+        folder = Path(self.options.data_dir)
+        if self.options.download and not has_cifar10(folder):
+            download("cifar10", folder)
+
+
+def _with(
+    name: str, options: dict[str, Any], batch_size: int, seed: int
+) -> tuple[Recipe, Settings, Any]:
+    recipe = find_recipe(name)
+    assert recipe.options is not None
+    layers = dict(recipe.settings), {"batch_size": batch_size, "seed": seed}
+    settings = Settings(**merge_layers(*layers))  # type: ignore[arg-type]
+    return recipe, settings, recipe.options(**options)
 
 
 class Parts:

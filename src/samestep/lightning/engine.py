@@ -45,6 +45,7 @@ from samestep.training.loop import (
     settle,
 )
 from samestep.training.plan import learning_rate
+from samestep.training.prepare import match_layouts
 from samestep.training.state import capture
 from samestep.training.window import Window
 from samestep.world import World
@@ -159,6 +160,7 @@ class _Records(Callback):
         """Begin to count."""
         del trainer, pl_module
         signal.signal(signal.SIGTERM, self._heed)
+        match_layouts(self._job.trainee.optimizer)  # Lightning has loaded its state
         self._job.agreement.start(self._job.position.step)
         self._clock = Clock(self._job.position)
 

@@ -20,7 +20,9 @@ from samestep.training.evaluate import Totals
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
+from samestep.training.prepare import prepare
 from samestep.training.state import check_recipe, load_model, seed_alike
+from samestep.world import World
 
 
 class LitRecipe(pl.LightningModule):
@@ -45,6 +47,7 @@ class LitRecipe(pl.LightningModule):
         if model is None:
             seed_alike(self.settings.seed)
             model = self.recipe.build_model(choose_options(self.recipe, options))
+            model = prepare(model, self.settings, World(), torch.float32)
         self.model = model
         self.step_loss: Tensor | float = 0.0
         """This rank's part of the mean loss of the running step, or of the last one."""
@@ -163,5 +166,6 @@ class LitRecipe(pl.LightningModule):
     def _finish(self, prefix: str) -> None:
         assert self._totals is not None
         self.means = self._totals.means()
-        logged = {f"{prefix}_{k}": v for k, v in self.means.items() if k != "samples"}
+        names = ["loss", *self.recipe.metrics]
+        logged = {f"{prefix}_{name}": self.means[name] for name in names}
         self.log_dict(logged, prog_bar=True)
