@@ -64,7 +64,7 @@ class Table:
     notes: tuple[str, ...] = ()
     rounds_factor: int = 1
     """Short measurements take this many times the rounds asked for, and one more to warm up."""
-    data: Literal["none", "whole", "part"] = "none"
+    data: Literal["none", "whole", "part", "cifar10"] = "none"
     facts: Callable[[], list[str]] = list
     """Sentences to add that are found out by running something untimed."""
 
@@ -82,7 +82,14 @@ def _samestep(name: str, recipe: str, epochs: int, *arguments: str) -> Row:
 
 def all_tables(*, quick: bool) -> tuple[Table, ...]:
     """Build every table; quick ones put fewer epochs on the clock."""
-    return (_spiral(3 if quick else 20), _mnist(1 if quick else 3), _ddp(1), _startup(), _help())
+    return (
+        _spiral(3 if quick else 20),
+        _mnist(1 if quick else 3),
+        _ddp(1),
+        _cifar10(),
+        _startup(),
+        _help(),
+    )
 
 
 def _spiral(epochs: int) -> Table:
@@ -167,6 +174,29 @@ def _ddp(epochs: int) -> Table:
         ),
         targets=(Target(row="samestep --nproc 2", limit=1.0),),
         notes=("An epoch is the first 7,680 images, so that a round stays short.",),
+    )
+
+
+def _cifar10() -> Table:
+    data = ("--data-dir", "{data}")
+    mine = (*data, "--batch-size", "64", "--lr", "0.05")
+    return Table(
+        name="cifar10",
+        title="CIFAR-10's shape, ResNet-18, batch 64, SGD, crop and flip, channels last",
+        unit="samples/s",
+        data="cifar10",
+        baseline=("hand-written, images in memory",),
+        rows=(
+            _peer("hand-written, images in memory", "cifar10_resident", 1, *data),
+            _peer("Lightning, no logging", "cifar10_lightning", 1, *data),
+            _samestep("samestep", "cifar10", 1, *mine),
+            _samestep("samestep, engine lightning", "cifar10", 1, *mine, "--engine", "lightning"),
+        ),
+        targets=(
+            Target(row="samestep", limit=1.0),
+            Target(row="samestep", against="Lightning, no logging", limit=1.0),
+        ),
+        notes=("The images are random bytes: 576 of them train, which is enough to time steps.",),
     )
 
 

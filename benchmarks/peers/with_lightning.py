@@ -40,14 +40,21 @@ class Classifier(lightning.LightningModule):
 def train(
     model: nn.Module, loader: DataLoader, epochs: int, *, default: bool = False, ranks: int = 1
 ) -> None:
-    """Fit with logger, progress bar and checkpoints off, or with what a bare `Trainer()` does."""
+    """Fit a model with logger, progress bar and checkpoints off, or as a bare `Trainer()` does."""
+    fit(Classifier(model, log_loss=default), loader, epochs, default=default, ranks=ranks)
+
+
+def fit(
+    classifier: Classifier, loader: DataLoader, epochs: int, *, default: bool = False,
+    ranks: int = 1,
+) -> None:  # fmt: skip
+    """Fit a module, and report its seconds."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    classifier = Classifier(model, log_loss=default)
     with tempfile.TemporaryDirectory() as directory:
         trainer = lightning.Trainer(
             max_epochs=epochs + 1,
