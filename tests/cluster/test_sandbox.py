@@ -226,7 +226,9 @@ def test_the_command_prints_the_line_alone_if_told_and_its_exit_codes_say_what_i
     assert main(["down", *at]) == 0
     assert f"No sandbox is up in {empty}" in capsys.readouterr().out
     assert main(["up", "--nodes", "1", *at]) == 0
-    assert line in capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out.splitlines()
+    assert line in shown
+    assert shown[-1] == f"samestep slurm sandbox down --dir {empty}"
 
 
 def test_the_sandbox_of_an_ordinary_user_needs_no_root(tmp_path_factory):

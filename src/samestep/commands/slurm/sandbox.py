@@ -1,5 +1,6 @@
 """`samestep slurm sandbox`: a real Slurm on this one machine, to learn and to test on."""
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,13 @@ def main(arguments: list[str]) -> int:
         return 0 if now.is_up else 1
     now = up(folder, nodes=command.nodes, cpus=command.cpus)
     if not command.quiet:
-        _show(f"A Slurm of {len(now.nodes)} nodes is up. To use it, say:\n")
+        count = len(now.nodes)
+        _show(f"A Slurm of {count} node{'s' * (count > 1)} is up. To use it, say:\n")
     _show(export_line(folder))
     if not command.quiet:
-        _show("\nThen try `sinfo`, `srun -N2 hostname`. `samestep slurm sandbox down` ends it.")
+        where = f" --dir {shlex.quote(str(command.dir))}" if command.dir else ""
+        _show(f"\nThen try `sinfo`, `srun -N{len(now.nodes)} hostname`. This ends it:")
+        _show(f"samestep slurm sandbox down{where}")
     return 0
 
 
