@@ -54,6 +54,17 @@ def test_a_job_completes_with_the_losses_of_the_local_run(
     assert job.log.count("epoch 1 ") == 1
 
 
+def test_lightnings_trainer_takes_the_same_steps_on_two_nodes(sandbox, tmp_path, local):
+    write_recipe(tmp_path)
+    job = submit(sandbox, tmp_path, "tiny.py", "--nodes", "2", "--ntasks-per-node", "1",
+                 "--", "--engine", "lightning")  # fmt: skip
+    job.wait("COMPLETED")
+    assert [loss for _, loss in job.losses()] == pytest.approx([loss for _, loss in local], 1e-5)
+    start = job.records()[0]
+    assert (start["num_nodes"], start["launcher"]) == (2, "srun")
+    assert job.log.count("epoch 1 ") == 1
+
+
 def test_two_jobs_at_once_on_the_same_nodes_do_not_collide(sandbox, tmp_path, local):
     write_recipe(tmp_path)
     set_pace(tmp_path, 0.1)
@@ -121,7 +132,7 @@ def test_a_run_in_training_takes_no_second_job_but_one_that_waits_for_it(sandbox
     assert (first.run / "job.sbatch").read_text() == script
     second = submit(sandbox, tmp_path, str(first.run), "--after", f"{first.job}:any")
     shown = samestep(sandbox, tmp_path, "slurm", "status", str(first.run), "--json").stdout
-    assert json.loads(shown)["queue"]["job"] == int(second.job)
+    assert json.loads(shown)["queue"]["job"] == int(first.job)  # it is the one that trains
     samestep(sandbox, tmp_path, "slurm", "cancel", second.job)
     set_pace(tmp_path, None)
     first.wait("COMPLETED")

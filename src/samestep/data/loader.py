@@ -66,6 +66,12 @@ class LoaderSource:
         for inputs, targets in self._batches():
             yield self._finish(inputs), targets
 
+    def close(self) -> None:
+        """End the workers. They ignore SIGTERM, so that Python, at its end, would wait for them."""
+        iterator = getattr(self._loader, "_iterator", None)  # PyTorch has no public way
+        if iterator is not None:
+            iterator._shutdown_workers()  # noqa: SLF001
+
     def _batches(self) -> Iterator[tuple[Any, Any]]:
         for inputs, targets in self._loader:
             yield self._place(inputs), self._cast(self._place(targets))
