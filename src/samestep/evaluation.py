@@ -8,6 +8,7 @@ import torch
 
 from samestep.config import Request, draft
 from samestep.data.batches import open_source
+from samestep.data.ready import load_splits
 from samestep.errors import UserError
 from samestep.run import is_run, usable_cores
 from samestep.training import checkpoint
@@ -53,7 +54,8 @@ def evaluate_run(
     check_precision(settings.precision, world.device)
     dtype = data_dtype(settings.precision)
     seed_alike(settings.seed)
-    data = getattr(recipe.load_data(options), split)
+    options = recipe.complete_options(options)
+    data = getattr(load_splits(recipe, options, world, wanted=(split,)), split)
     if data is None:
         raise UserError(f"Recipe {recipe.name} has no {split} data.")
     seed_alike(settings.seed)
