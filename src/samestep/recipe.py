@@ -37,6 +37,10 @@ class Splits:
     train: InMemory | torch.utils.data.Dataset[Any]
     validation: InMemory | torch.utils.data.Dataset[Any] | None = None
     test: InMemory | torch.utils.data.Dataset[Any] | None = None
+    classes: tuple[str, ...] = ()
+    """Names of the classes: targets are places in it, outputs are (batch, classes). With them, a
+    test tells the accuracy of each class and what it was mistaken for; checkpoints keep them."""
+
     notes: tuple[str, ...] = ()
     """What the user should know of the data, a sentence each; shown when the run begins."""
     left_out: tuple[str, ...] = ()
@@ -44,6 +48,13 @@ class Splits:
     together: "Callable[[World, Collection[str]], Splits] | None" = None
     """(this rank, names of the splits wanted) → the splits to use instead. Called once, on every
     rank, for work that the ranks share; `data.ready.load_splits` does so."""
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes):
+            raise UserError(
+                f"Splits(classes={self.classes}): name two or more classes, each differently."
+            )
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

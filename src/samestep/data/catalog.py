@@ -22,6 +22,9 @@ class RemoteFile:
     size_bytes: int | None = None
     """Its length, if known."""
 
+    unpack: bool = False
+    """Whether it is a tar archive whose files are wanted: they are put beside it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDataset:
@@ -113,7 +116,25 @@ _FASHION_MNIST = RemoteDataset(
     ),
 )
 
-CATALOG: dict[str, RemoteDataset] = {each.name: each for each in (_MNIST, _FASHION_MNIST)}
+_CIFAR10 = RemoteDataset(
+    name="cifar10",
+    description="photographs of things and animals: 50,000 + 10,000 of 32x32, 10 classes",
+    licence="none stated; for research, (c) Alex Krizhevsky, Vinod Nair, Geoffrey Hinton",
+    source="https://www.cs.toronto.edu/~kriz/cifar.html",
+    files=(
+        RemoteFile(
+            name="cifar-10-binary.tar.gz",
+            md5="c32a1d4ab5d03f1284b67883e8d87530",
+            size_bytes=170_052_171,
+            unpack=True,
+        ),
+    ),
+    mirrors=("https://www.cs.toronto.edu/~kriz/",),
+)
+
+CATALOG: dict[str, RemoteDataset] = {
+    each.name: each for each in (_MNIST, _FASHION_MNIST, _CIFAR10)
+}
 
 
 def find_dataset(name: str) -> RemoteDataset:

@@ -17,6 +17,7 @@ import pooch  # type: ignore[import-untyped]
 
 from samestep.data.catalog import RemoteDataset, find_dataset
 from samestep.data.transfer import MirrorError, Transfer
+from samestep.data.unpack import unpack
 from samestep.errors import UserError
 
 
@@ -29,6 +30,9 @@ def download(
     timeout_s: float = 30.0,
 ) -> list[Path]:
     """Bring all files of a data set into a folder; files that are there and right stay untouched.
+
+    An archive is unpacked beside itself once its bytes are verified, and kept: with it, what was
+    unpacked can be checked, and mended, without the network.
 
     A second program that downloads into the same folder waits for the first one, where the file
     system can lock a folder; on one that cannot (NFS), let one program download at a time.
@@ -65,6 +69,8 @@ def download(
                 good = _fetch(dataset, transfer, folder, bases)
                 # The mirror that works goes first: one that is gone costs its timeout once.
                 bases = [good, *(base for base in bases if base != good)]
+                if file.unpack:
+                    unpack(folder / file.name, folder)
                 paths.append(folder / file.name)
     except OSError as problem:
         raise UserError(

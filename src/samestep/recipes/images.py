@@ -7,11 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from samestep.data.augment import crop_and_flip
+from samestep.data.augment import crop, flip
+from samestep.data.augment import normalise as normalise_channels
 from samestep.data.images.crops import middle, scaled_crops_and_flips
+from samestep.data.images.dataset import ImageFiles
 from samestep.data.images.decode import SMALL, decode, pillow, shorter_edge, stored_side
 from samestep.data.images.folders import Files, class_names, find_files
 from samestep.data.images.together import Cache, make_ready
+from samestep.data.keys import uniform
 from samestep.data.splits import split_indices
 from samestep.errors import UserError
 from samestep.models.resnet import resnet18
@@ -97,7 +100,7 @@ def data(options: ImagesOptions) -> Splits:
                        together=None)  # fmt: skip
 
     lazy = {name: ImageFiles(files, side) for name, files in found.items()}
-    splits = Splits(**lazy, class_names=options.classes, together=together)
+    splits = Splits(**lazy, classes=options.classes, together=together)
     return splits
 
 
@@ -145,7 +148,8 @@ def augment(images: Tensor, keys: Tensor) -> Tensor:
     size that the model sees.
     """
     if images.shape[-1] <= SMALL:
-        return crop_and_flip(images, keys)
+        draws = uniform(keys, 3)
+        return flip(crop(images, draws[:, :2], padding=4), draws[:, 2])
     return scaled_crops_and_flips(images, keys)
 
 
@@ -156,9 +160,8 @@ def normalise(images: Tensor) -> Tensor:
     taken.
     """
     images = middle(images) if images.dtype == torch.uint8 else images
-    mean = torch.tensor(_MEAN, device=images.device).mul_(255).view(3, 1, 1)
-    std = torch.tensor(_STD, device=images.device).mul_(255).view(3, 1, 1)
-    return images.to(torch.float32).sub_(mean).div_(std)
+    return normalise_channels(images, _MEAN, _STD)
+
 
 
 recipe = Recipe(
@@ -177,5 +180,7 @@ recipe = Recipe(
         "momentum": 0.9,
         "weight_decay": 5e-4,
         "schedule": "cosine",
+        "channels_last": True,
+        "keep_top_k": 3,  # a checkpoint is 90 MB
     },
 )

@@ -95,6 +95,7 @@ def data(options: MnistOptions) -> Splits:
         train=(images[train], labels[train]),
         validation=(images[validation], labels[validation]),
         test=_read(folder, "test"),
+        classes=tuple("0123456789"),
     )
 
 

@@ -1,0 +1,30 @@
+"""What a test says of each class, in a few lines: its accuracy, and what it is mistaken for."""
+
+from collections.abc import Mapping, Sequence
+
+_MOST_CLASSES = 20
+_MOST_MISTAKES = 3
+
+
+def class_table(
+    per_class: Mapping[str, float | None], confusion: Sequence[Sequence[int]]
+) -> list[str]:
+    """Return a line for each class, or none where there are more than 20.
+
+    Args:
+        per_class: accuracy of each class by its name, None where it has no samples.
+        confusion: counts; row by target, column by prediction, in the order of the names.
+    """
+    names = list(per_class)
+    if not names or len(names) > _MOST_CLASSES:
+        return []
+    width = max(len(name) for name in names)
+    lines = []
+    for place, (name, accuracy) in enumerate(per_class.items()):
+        shown = "no samples" if accuracy is None else f"{accuracy:.4f}"
+        row = confusion[place]
+        others = sorted((i for i in range(len(names)) if i != place and row[i]),
+                        key=lambda i, row=row: -row[i])  # fmt: skip
+        taken = ", ".join(f"{names[i]} {row[i]:,}" for i in others[:_MOST_MISTAKES])
+        lines.append(f"{name:<{width}}  {shown}{f'  taken for {taken}' if taken else ''}")
+    return lines

@@ -1,0 +1,1 @@
+"""Networks that more than one recipe builds: a file each, plain PyTorch."""

@@ -1,0 +1,100 @@
+"""ResNet-18 for images of any size: a small stem for 32 x 32, ImageNet's for large ones.
+
+He, Zhang, Ren & Sun (2016), "Deep residual learning for image recognition". Modules are named as in
+torchvision, so weights of its `resnet18` load into the large stem.
+"""
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+Stem = Literal["small", "large"]
+
+_BLOCKS_PER_STAGE = 2  # four stages of two blocks of two convolutions, stem and classifier: 18
+
+
+def resnet18(num_classes: int, *, stem: Stem, width: int = 64) -> nn.Module:
+    """Return an untrained ResNet-18 that maps (batch, 3, height, width) to (batch, num_classes).
+
+    Weights are initialised as in He et al. (2015), "Delving deep into rectifiers": normal, with a
+    variance of 2 / (outputs of the filter) for convolutions.
+
+    Args:
+        num_classes: logits for each image.
+        stem: "small", a 3 x 3 convolution that keeps the size (section 4.2 of the paper), for
+            images of about 32 x 32; "large", a 7 x 7 one of stride 2 and a max-pool that together
+            divide each side by 4 (table 1), for about 224 x 224.
+        width: channels of the first stage, doubled at each of the three others; 64 in the paper.
+
+    Raises:
+        ValueError: there is no such stem.
+    """
+    if stem not in ("small", "large"):
+        raise ValueError(f"stem is {stem!r}; it must be 'small' or 'large'.")
+    return ResNet(num_classes, stem=stem, width=width)
+
+
+class BasicBlock(nn.Module):
+    """Add to the input what two convolutions make of it."""
+
+    checkpoint_activations = True
+    """--checkpoint-activations keeps this block's input alone and computes the rest again."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv3x3(channels_in, channels, stride)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _conv3x3(channels, channels, 1)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return maps (batch, channels, height / stride, width / stride)."""
+        maps = self.relu(self.bn1(self.conv1(images)))
+        maps = self.bn2(self.conv2(maps))
+        out: Tensor = self.relu(maps + self.downsample(images))
+        return out
+
+
+class ResNet(nn.Module):
+    """Map images (batch, 3, height, width) to logits (batch, num_classes)."""
+
+    def __init__(self, num_classes: int, *, stem: Stem, width: int) -> None:
+        super().__init__()
+        large = stem == "large"
+        self.conv1 = (
+            nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else _conv3x3(3, width, 1)
+        )
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()
+        self.layer1 = _stage(width, width, stride=1)
+        self.layer2 = _stage(width, 2 * width, stride=2)
+        self.layer3 = _stage(2 * width, 4 * width, stride=2)
+        self.layer4 = _stage(4 * width, 8 * width, stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8 * width, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (batch, num_classes)."""
+        maps = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        maps = self.layer4(self.layer3(self.layer2(self.layer1(maps))))
+        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
+        return logits
+
+
+def _conv3x3(channels_in: int, channels: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
+
+
+def _stage(channels_in: int, channels: int, *, stride: int) -> nn.Sequential:
+    rest = [BasicBlock(channels, channels, 1) for _ in range(_BLOCKS_PER_STAGE - 1)]
+    return nn.Sequential(BasicBlock(channels_in, channels, stride), *rest)

@@ -1,0 +1,98 @@
+"""CIFAR-10 and ResNet-18: 32 x 32 colour images of ten classes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from samestep.data.augment import crop, flip
+from samestep.data.augment import normalise as normalise_channels
+from samestep.data.cifar import CLASSES, has_binary, read_cifar10
+from samestep.data.download import download
+from samestep.data.keys import uniform
+from samestep.data.splits import split_indices
+from samestep.errors import UserError
+from samestep.models.resnet import resnet18
+from samestep.recipe import Recipe, Splits
+
+# Of CIFAR-10's training pixels, by channel, as everyone normalises them.
+_MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True)
+class Cifar10Options:
+    """The options of this recipe."""
+
+    data_dir: str = "data/cifar10"
+    """Folder of the binary version (*.bin, or cifar-10-batches-bin/), or of train/CLASS/*.jpg."""
+    download: bool = False
+    """Fetch the binary version into the folder first if no data is there, once a node."""
+    width: int = 64
+    """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""
+    validation_fraction: float = 0.1
+    """Part of the training set that is held out for validation: 5,000 of 50,000."""
+    split_seed: int = 42
+    """Seed of that split."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.width < 1:
+            raise UserError(f"--width is {self.width}; it must be 1 or more.")
+        if not 0 < self.validation_fraction < 1:
+            raise UserError(
+                f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1."
+            )
+
+
+def model(options: Cifar10Options) -> nn.Module:
+    """Return a ResNet-18 with the stem for small images."""
+    return resnet18(len(CLASSES), stem="small", width=options.width)
+
+
+def data(options: Cifar10Options) -> Splits:
+    """Read the files; the images stay as they are stored, (samples, 3, 32, 32) uint8."""
+    folder = Path(options.data_dir)
+    if options.download and not has_binary(folder) and not (folder / "train").is_dir():
+        download("cifar10", folder)
+    images, labels = read_cifar10(folder, "train")
+    validation, train = split_indices(
+        len(images), (options.validation_fraction,), options.split_seed
+    )
+    return Splits(
+        train=(images[train], labels[train]),
+        validation=(images[validation], labels[validation]),
+        test=read_cifar10(folder, "test"),
+        classes=CLASSES,
+    )
+
+
+def augment(images: Tensor, keys: Tensor) -> Tensor:
+    """Crop at random out of a border of 4 black pixels, and mirror every other image."""
+    draws = uniform(keys, 3)
+    return flip(crop(images, draws[:, :2], padding=4), draws[:, 2])
+
+
+def normalise(images: Tensor) -> Tensor:
+    """Turn stored images (batch, 3, 32, 32) uint8 into what the model takes."""
+    return normalise_channels(images, _MEAN, _STD)
+
+
+recipe = Recipe(
+    model=model,
+    data=data,
+    options=Cifar10Options,
+    augment=augment,
+    transform=normalise,
+    settings={
+        "epochs": 50,
+        "batch_size": 128,
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "base_batch_size": 128,  # --lr-scaling linear then scales with the global batch
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "schedule": "cosine",
+        "channels_last": True,
+        "keep_top_k": 3,  # a checkpoint is 90 MB
+    },
+)

@@ -1,0 +1,114 @@
+"""Change how a built model computes, not what: SyncBatchNorm, channels-last, activations again.
+
+Names and shapes of weights stay as they are, so checkpoints fit with or without any of it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from samestep.errors import UserError
+from samestep.settings import Settings
+from samestep.world import World
+
+
+def prepare(model: nn.Module, settings: Settings, world: World) -> nn.Module:
+    """Return the model as these settings want it to compute.
+
+    Raises:
+        UserError: a setting cannot be had here, or finds nothing in this model to apply to.
+    """
+    if settings.sync_batchnorm:
+        model = _synchronise(model, world)
+    if settings.channels_last:
+        to_channels_last(model)
+    if settings.checkpoint_activations:
+        _checkpoint_activations(model, settings)
+    return model
+
+
+def to_channels_last(model: nn.Module) -> None:
+    """Lay the weights of convolutions out channel by channel within a pixel, and so their maps.
+
+    Convolutions follow the layout of their weights, whatever layout their input has.
+    """
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def match_layouts(optimizer: torch.optim.Optimizer) -> None:
+    """Lay each parameter's optimizer state out as the parameter is.
+
+    Fused kernels take them as plain vectors, so a state that was saved in another layout than the
+    parameter has now would be applied to the wrong weights.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _synchronise(model: nn.Module, world: World) -> nn.Module:
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise UserError("--sync-batchnorm: the model has no batch normalisation. Leave it out.")
+    if world.world_size == 1:
+        return model  # one rank sees the whole batch already
+    if world.device.type != "cuda":
+        raise UserError(
+            f"--sync-batchnorm: PyTorch synchronises batch normalisation on NVIDIA GPUs alone, "
+            f"and these {world.world_size} ranks are on {world.device.type}. Leave it out, or "
+            "train on one rank."
+        )
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
+    """Let marked blocks keep their inputs alone, and compute the rest again in the backward."""
+    if settings.compile == "on":
+        raise UserError(
+            "--checkpoint-activations does not go with --compile on: a compiled graph chooses for "
+            "itself what to keep. Leave one of them out."
+        )
+    marked = [m for m in model.modules() if getattr(m, "checkpoint_activations", False)]
+    if not marked:
+        raise UserError(
+            "--checkpoint-activations: the model marks no block. Give the class of its repeated "
+            "block the attribute checkpoint_activations = True, or leave the setting out."
+        )
+    for module in marked:
+        module.forward = partial(_again, module, module.forward)
+
+
+def _again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=partial(_contexts, module), **kwargs
+    )
+
+
+def _contexts(
+    module: nn.Module,
+) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """Return the contexts of the first and of the second computation."""
+    return contextlib.nullcontext(), _unmoved_statistics(module)
+
+
+@contextlib.contextmanager
+def _unmoved_statistics(module: nn.Module) -> Iterator[None]:
+    """Keep batch normalisation from counting a batch into its running statistics twice."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        # A step of zero leaves them as they are, bit by bit.
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
