@@ -27,6 +27,7 @@ ROWS = [
     ["config", "process_group", "ranks", "screen"],
     ["outcome"],
     ["session", "evaluation"],
+    ["prediction"],
     ["slurm"],
     ["doctor"],
     ["commands"],

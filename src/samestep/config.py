@@ -215,9 +215,9 @@ def finish(
 
 def _as_completed(run: Draft, options: Any) -> Any:
     """Return the options of a repeated command with what the data once told the run."""
-    if run.recipe.complete is None or type(options) is not run.recipe.options:
+    old: Any = run.options()
+    if run.recipe.complete is None or old.__class__ is not options.__class__:
         return options
-    old = run.options()
     unset = [f.name for f in fields(old) if getattr(options, f.name) in (None, ())]
     return dataclasses.replace(options, **{name: getattr(old, name) for name in unset})
 

@@ -40,7 +40,6 @@ class Splits:
     classes: tuple[str, ...] = ()
     """Names of the classes: targets are places in it, outputs are (batch, classes). With them, a
     test tells the accuracy of each class and what it was mistaken for; checkpoints keep them."""
-
     notes: tuple[str, ...] = ()
     """What the user should know of the data, a sentence each; shown when the run begins."""
     left_out: tuple[str, ...] = ()

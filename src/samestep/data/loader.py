@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from samestep.data.blocks import Block, spans
 from samestep.data.keys import mix, sample_keys
 from samestep.data.order import epoch_order, share
+from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.world import World
 
@@ -24,8 +25,9 @@ class LoaderSource:
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self._recipe, self._world, self._seed, self._dtype = recipe, world, seed, dtype
         self._plan: list[list[tuple[int, int]]] = []
+        keyed = _Unkeyed if getattr(dataset, "draws_nothing", False) else _Keyed
         self._loader = DataLoader(
-            _Keyed(dataset, seed),
+            keyed(dataset, seed),
             batch_sampler=_Plan(self._plan),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -67,8 +69,12 @@ class LoaderSource:
             yield self._finish(inputs), targets
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        for inputs, targets in self._loader:
-            yield self._place(inputs), self._cast(self._place(targets))
+        try:
+            for inputs, targets in self._loader:
+                yield self._place(inputs), self._cast(self._place(targets))
+        except UserError as error:
+            # A worker's comes with its traceback in the text; the last line is what it said.
+            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
 
     def _place(self, tree: Any) -> Any:
         return torch.utils._pytree.tree_map(  # noqa: SLF001
@@ -117,6 +123,13 @@ class _Keyed(Dataset[Any]):
         random.seed(drawn)
         np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
         return self._dataset[index]
+
+
+class _Unkeyed(_Keyed):
+    """A data set that draws no random numbers: seeding costs a tenth of decoding a small image."""
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self._dataset[key[1]]
 
 
 def _ignore_stop_signals(_worker: int) -> None:

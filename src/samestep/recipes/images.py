@@ -17,7 +17,7 @@ from samestep.data.images.together import Cache, make_ready
 from samestep.data.keys import uniform
 from samestep.data.splits import split_indices
 from samestep.errors import UserError
-from samestep.models.resnet import resnet18
+from samestep.models.resnet import Stem, resnet18
 from samestep.recipe import Recipe, Splits
 from samestep.world import World
 
@@ -35,8 +35,10 @@ class ImagesOptions:
     """Folder that holds train/CLASS/*.jpg (.jpeg, .png), and maybe val/ and test/ like it."""
     image_size: int | None = None
     """Edge of the square that the model sees; by default that of small images, else 160."""
+    width: int = 64
+    """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""
     cache: Cache = "auto"
-    """Keep decoded images in memory, once a node; auto: if they take at most half of what is free."""
+    """Keep decoded images in memory, once a node; auto: if they take at most half of it."""
     max_corrupt: float = 0.01
     """Largest fraction of images that may be unreadable; they are named and left out."""
     validation_fraction: float = 0.1
@@ -52,6 +54,8 @@ class ImagesOptions:
         """Check the values."""
         if self.image_size is not None and not 8 <= self.image_size <= 1024:
             raise UserError(f"--image-size is {self.image_size}; it must be from 8 to 1024 pixels.")
+        if self.width < 1:
+            raise UserError(f"--width is {self.width}; it must be 1 or more.")
         for name in ("max_corrupt", "validation_fraction", "test_fraction"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
@@ -96,11 +100,24 @@ def data(options: ImagesOptions) -> Splits:
         chosen = {name: files for name, files in found.items() if name in wanted}
         ready = make_ready(chosen, side, world, cache=options.cache,
                            max_corrupt=options.max_corrupt)  # fmt: skip
-        return replace(splits, **ready.splits, notes=ready.notes, left_out=ready.left_out,
-                       together=None)  # fmt: skip
+        return Splits(
+            train=ready.splits.get("train", splits.train),
+            validation=ready.splits.get("validation"),
+            test=ready.splits.get("test"),
+            classes=options.classes,
+            notes=ready.notes,
+            left_out=ready.left_out,
+        )
 
+    # As they are, each file would be read when it is asked for, broken ones too.
     lazy = {name: ImageFiles(files, side) for name, files in found.items()}
-    splits = Splits(**lazy, classes=options.classes, together=together)
+    splits = Splits(
+        train=lazy["train"],
+        validation=lazy.get("validation"),
+        test=lazy.get("test"),
+        classes=options.classes,
+        together=together,
+    )
     return splits
 
 
@@ -133,7 +150,8 @@ def _split_off(parts: dict[str, Files], options: ImagesOptions) -> dict[str, Fil
 
 def model(options: ImagesOptions) -> nn.Module:
     """Return a ResNet-18 for these classes; small images keep their size in its first layers."""
-    return resnet18(len(options.classes), stem="small" if _size(options) <= SMALL else "large")
+    stem: Stem = "small" if _size(options) <= SMALL else "large"
+    return resnet18(len(options.classes), stem=stem, width=options.width)
 
 
 def read(options: ImagesOptions, file: Path) -> Tensor:
@@ -163,7 +181,6 @@ def normalise(images: Tensor) -> Tensor:
     return normalise_channels(images, _MEAN, _STD)
 
 
-
 recipe = Recipe(
     model=model,
     data=data,
@@ -180,7 +197,6 @@ recipe = Recipe(
         "momentum": 0.9,
         "weight_decay": 5e-4,
         "schedule": "cosine",
-        "channels_last": True,
         "keep_top_k": 3,  # a checkpoint is 90 MB
     },
 )

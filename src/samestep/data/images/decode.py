@@ -89,7 +89,7 @@ def shorter_edge(path: Path | str) -> int | None:
     module = pillow()
     try:
         with module.open(path) as image:
-            return min(image.size)
+            return int(min(image.size))
     except Exception:  # the scan says later what is wrong with it
         return None
 

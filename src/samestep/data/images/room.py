@@ -53,8 +53,8 @@ def _cgroups(root: Path) -> list[int | None]:
             continue
         parts = [part for part in path.split("/") if part and part != ".."]
         # In a container the path may be of the host: then its own group is the mount itself.
-        for depth in range(len(parts), -1, -1):
-            left.append(_left(top.joinpath(*parts[:depth]), *names))
+        groups = (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+        left += [_left(group, *names) for group in groups]
     return left
 
 

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def _ignore(_place: int, _image: Tensor) -> None:
     """Keep nothing: that it can be decoded is all that is asked."""
 
 
-def _merge(parts: "Sequence[Broken] | map[Broken]") -> Broken:
+def _merge(parts: Iterable[Broken]) -> Broken:
     """Put together what several have found, in the order of the files."""
     together = {place: why for part in parts for place, why in part.items()}
     return dict(sorted(together.items()))

@@ -1,10 +1,12 @@
 """Make image files ready on all ranks: what is broken left out, what fits kept in memory."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -90,7 +92,7 @@ def _part(files: Files, images: Tensor | None, side: int) -> InMemory | ImageFil
 
 def _check_alike(files: Files, world: World) -> None:
     """Check that all ranks see the same files; else each would number other samples."""
-    seen = world.gather((len(files), hash_of(files)))
+    seen = world.gather((len(files), _digest(files)))
     if len(set(seen)) > 1:
         other = next(rank for rank, what in enumerate(seen) if what != seen[0])
         raise UserError(
@@ -101,10 +103,8 @@ def _check_alike(files: Files, world: World) -> None:
         )
 
 
-def hash_of(files: Files) -> str:
+def _digest(files: Files) -> str:
     """Return a digest of the names and labels of files, in their order."""
-    import hashlib  # noqa: PLC0415
-
     digest = hashlib.sha256(b"\0".join(files.paths.tolist()))
     digest.update(files.labels.tobytes())
     return digest.hexdigest()
@@ -115,12 +115,12 @@ def _room(num_files: int, side: int, world: World, cache: Cache) -> tuple[Tensor
     if cache == "off":
         return None, ""
     num_bytes = num_files * 3 * side * side
-    size = f"{num_files:,} images of 3 × {side} × {side} bytes, {num_bytes / 2**30:.2f} GiB"
+    size = f"{num_files:,} images of 3 × {side} × {side} bytes, {_size(num_bytes)}"
     free = [room for room in world.gather(free_memory_bytes()) if room is not None]
     limit = min(free, default=num_bytes * 4) * (_FREE_FRACTION if cache == "auto" else 1.0)
     if num_bytes > limit:
-        problem = f"a node has {min(free) / 2**30:.2f} GiB free"
-        problem += f", of which half is used at most" if cache == "auto" else ""
+        problem = f"a node has {_size(min(free))} free"
+        problem += ", of which half is used at most" if cache == "auto" else ""
     else:
         try:
             memory = map_shared(num_bytes, world)
@@ -137,6 +137,10 @@ def _room(num_files: int, side: int, world: World, cache: Cache) -> tuple[Tensor
             on_all_ranks=True,
         )
     return None, f"Decoded in every epoch, not kept in memory: {size}; {problem}."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _check_broken(files: Files, broken: Broken, max_corrupt: float) -> None:
@@ -164,10 +168,12 @@ def _about(left_out: tuple[str, ...], num_files: int) -> str:
     shown = "; ".join(left_out[:_NUM_SHOWN])
     more = f"; and {len(left_out) - _NUM_SHOWN:,} more, named in events.jsonl"
     more = more if len(left_out) > _NUM_SHOWN else ""
-    return f"{len(left_out):,} of {num_files:,} images cannot be read and are left out: {shown}{more}."
+    return (
+        f"{len(left_out):,} of {num_files:,} images cannot be read and are left out: {shown}{more}."
+    )
 
 
-def _close_gaps(images: Tensor, whole: "np.ndarray[tuple[int], np.dtype[np.int64]]", world: World) -> None:
+def _close_gaps(images: Tensor, whole: npt.NDArray[np.int64], world: World) -> None:
     """Move the whole images together, once a node, so that they lie as a list without gaps."""
     if world.local_rank == 0:
         for place, source in enumerate(whole.tolist()):
