@@ -1,6 +1,5 @@
 """Small image folders, made from a seed with Pillow; and what may be wrong with a file."""
 
-import os
 import struct
 import zlib
 from pathlib import Path
@@ -61,7 +60,7 @@ def _too_large(path: Path) -> None:
 
 
 def _a_link_to_nothing(path: Path) -> None:
-    os.symlink(path.parent / "nothing", path)
+    path.symlink_to(path.parent / "nothing")
 
 
 BROKEN = {

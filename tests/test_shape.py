@@ -12,14 +12,15 @@ SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 
 # A module may import modules of its own row and of the rows above it, never of a row below.
 ROWS = [
-    ["errors", "version"],
+    ["class_table", "errors", "version"],
     ["address", "early", "launch", "files", "settings", "rank_log"],
     ["world", "run", "recipe", "failure"],
-    ["data"],
+    ["data", "models"],
     ["recipes"],
     [
         *("training.checkpoint", "training.optimizer", "training.parallel", "training.plan"),
-        *("training.precision", "training.stopping", "training.threads", "training.window"),
+        *("training.confusion", "training.precision", "training.prepare", "training.stopping"),
+        *("training.threads", "training.window"),
     ],
     ["training.evaluate", "training.step"],
     ["training.compiled", "training.loop"],
@@ -49,7 +50,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "recipes", "slurm", "training"}
+PACKAGES = {"commands", "data", "doctor", "models", "recipes", "slurm", "training"}
 
 
 def modules() -> dict[str, ast.Module]:

@@ -23,8 +23,9 @@ def class_table(
     for place, (name, accuracy) in enumerate(per_class.items()):
         shown = "no samples" if accuracy is None else f"{accuracy:.4f}"
         row = confusion[place]
-        others = sorted((i for i in range(len(names)) if i != place and row[i]),
-                        key=lambda i, row=row: -row[i])  # fmt: skip
-        taken = ", ".join(f"{names[i]} {row[i]:,}" for i in others[:_MOST_MISTAKES])
+        counted = zip(names, row, strict=True)
+        mistakes = [(count, other) for other, count in counted if count and other != name]
+        most = sorted(mistakes, key=lambda mistake: -mistake[0])
+        taken = ", ".join(f"{other} {count:,}" for count, other in most[:_MOST_MISTAKES])
         lines.append(f"{name:<{width}}  {shown}{f'  taken for {taken}' if taken else ''}")
     return lines

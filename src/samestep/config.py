@@ -29,6 +29,8 @@ MAY_CHANGE = frozenset(
             "device",
             "backend",
             "compile",
+            "channels_last",
+            "checkpoint_activations",
             "threads",
             "num_workers",
         ),

@@ -15,7 +15,8 @@ from samestep.training import checkpoint
 from samestep.training.evaluate import evaluate
 from samestep.training.loop import evaluation_batch
 from samestep.training.precision import check_precision, data_dtype
-from samestep.training.state import check_recipe, load_model, seed_alike
+from samestep.training.prepare import to_channels_last
+from samestep.training.state import check_classes, check_recipe, load_model, seed_alike
 from samestep.training.threads import choose_threads
 from samestep.world import Device, World, choose_device
 
@@ -29,6 +30,8 @@ def evaluate_run(
     data_dir: str | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics of a checkpoint over a split, in one process.
+
+    Where the data names its classes, also `per_class` and `confusion` as result.json has them.
 
     Args:
         path: the run's directory.
@@ -55,18 +58,23 @@ def evaluate_run(
     dtype = data_dtype(settings.precision)
     seed_alike(settings.seed)
     options = recipe.complete_options(options)
-    data = getattr(load_splits(recipe, options, world, wanted=(split,)), split)
+    splits = load_splits(recipe, options, world, wanted=(split,))
+    check_classes(state, splits.classes)
+    data = getattr(splits, split)
     if data is None:
         raise UserError(f"Recipe {recipe.name} has no {split} data.")
     seed_alike(settings.seed)
     model = recipe.build_model(options).to(device=world.device, dtype=dtype)
     load_model(model, state)
+    if settings.channels_last:
+        to_channels_last(model)
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     source = open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
                          num_workers=settings.num_workers)  # fmt: skip
     values = evaluate(
         model, source, recipe.loss, recipe.metrics, world=world,
         batch_size=evaluation_batch(settings.batch_size or 1), precision=settings.precision,
+        classes=splits.classes,
     )  # fmt: skip
     return {"recipe": recipe.name, "split": split, "checkpoint": entry.path, "step": entry.step,
             **values}  # fmt: skip

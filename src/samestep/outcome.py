@@ -47,7 +47,7 @@ def finish_run(
     status = "stopped" if job.signum else "completed"
     test = None
     if status == "completed" and splits.test is not None:
-        test, problems = _test(request, job, splits.test, path)
+        test, problems = _test(request, job, splits, path)
         emit({"event": "evaluation", "split": "test", "epoch": job.position.epoch,
               "step": job.position.step, **test, "problems": problems})  # fmt: skip
     emit({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
@@ -60,7 +60,9 @@ def finish_run(
     return Outcome(path=path, signum=job.signum)
 
 
-def _test(request: Request, job: Job, data: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
+def _test(
+    request: Request, job: Job, splits: Splits, path: Path
+) -> tuple[dict[str, Any], list[str]]:
     """Evaluate the best checkpoint that is whole; return also what was wrong with better ones."""
     world, settings = job.world, job.settings
     folder = path / "checkpoints"
@@ -68,12 +70,14 @@ def _test(request: Request, job: Job, data: Any, path: Path) -> tuple[dict[str, 
     if name is not None:
         state = world.on_every(lambda: checkpoint.load(folder, name))
         load_model(job.trainee.model, state)
-    source = open_source(data, request.recipe, world, seed=settings.seed,
+    assert splits.test is not None
+    source = open_source(splits.test, request.recipe, world, seed=settings.seed,
                          dtype=data_dtype(settings.precision),
                          num_workers=settings.num_workers)  # fmt: skip
     values = evaluate(
         job.trainee.model, source, job.trainee.loss, job.metrics, world=world,
         batch_size=evaluation_batch(job.plan.batch_size), precision=settings.precision,
+        classes=splits.classes,
     )  # fmt: skip
     return {**values, "checkpoint": name.path if name else "last"}, problems
 

@@ -14,6 +14,7 @@ from samestep.evaluation import find_checkpoint
 from samestep.run import is_run, usable_cores
 from samestep.training import checkpoint
 from samestep.training.precision import autocast, check_precision, data_dtype
+from samestep.training.prepare import to_channels_last
 from samestep.training.state import check_recipe, load_model, seed_alike
 from samestep.training.threads import choose_threads
 from samestep.world import Device, choose_device
@@ -81,6 +82,8 @@ def open_predictor(path: Path, name: str = "best", *, device: Device = "auto") -
     seed_alike(settings.seed)
     model = recipe.build_model(options).to(device=target, dtype=dtype).eval()
     load_model(model, state)
+    if settings.channels_last:
+        to_channels_last(model)
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
 
     def probabilities(inputs: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
+from samestep.class_table import class_table
 from samestep.run import Record
 
 
@@ -160,11 +161,18 @@ class Screen:
         self._print()
         for name, value in rows.items():
             self._print(f"[bold]{name:<9}[/]{escape(value)}")
+        if test and "confusion" in test:
+            lines = class_table(test["per_class"], test["confusion"])
+            for name, line in zip(["classes", *[""] * len(lines)], lines, strict=False):
+                self._print(f"[bold]{name:<9}[/]{escape(line)}")
         if result["status"] == "stopped":
             self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
 
 
-_NOT_METRICS = {"event", "split", "epoch", "step", "samples", "checkpoint", "problems"}
+_NOT_METRICS = {
+    *("event", "split", "epoch", "step", "samples", "checkpoint", "problems"),
+    *("per_class", "confusion"),
+}
 
 
 def _lr(plan: Record) -> str:

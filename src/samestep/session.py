@@ -28,6 +28,7 @@ from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
+from samestep.training.prepare import prepare
 from samestep.training.state import capture, restore, seed_alike, seed_rank
 from samestep.training.step import Trainee
 from samestep.training.stopping import Agreement, Received, Watch
@@ -118,8 +119,9 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
     )
     seed_alike(settings.seed)
-    model = world.on_every(lambda: recipe.build_model(request.options))
-    model.to(device=world.device, dtype=dtype)
+    model = world.on_every(
+        lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
+    )
     seed_rank(settings.seed, world.rank)
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
@@ -138,24 +140,19 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
     )
+    per_block = train_source.steps_per_block(plan.global_batch_size)
     job = Job(
         settings=settings,
         plan=plan,
         world=world,
         trainee=trainee,
-        step=make_step(
-            compiles,
-            trainee,
-            settings,
-            world,
-            plan,
-            train_source.steps_per_block(plan.global_batch_size),
-        ),
+        step=make_step(compiles, trainee, settings, world, plan, per_block),
         train=train_source,
         validation=source(splits.validation) if splits.validation is not None else None,
         metrics=recipe.metrics,
         agreement=Agreement(world, received, settings.checkpoint_every_minutes),
         watch=_watch(request, splits),
+        classes=splits.classes,
         save=lambda _job, _name, _metric: {},
     )
     return job, splits, threads
@@ -324,6 +321,8 @@ def _notes(request: Request, job: Job, path: Path, *, resumed: bool) -> list[str
         notes.append("--num-workers has no effect: the data is held in memory.")
     if job.settings.keep_top_k and job.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
+    if job.settings.sync_batchnorm and job.world.world_size == 1:
+        notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")
     kept = path / RECIPE_COPY
     source = Path(request.source)
     if kept.is_file() and source.is_file() and kept.read_bytes() != source.read_bytes():

@@ -67,6 +67,12 @@ class Settings:
     """What connects the ranks; auto chooses by platform and device."""
     compile: Literal["off", "on"] = "off"
     """Compile whole steps into one graph: slow to start, fast after."""
+    channels_last: bool = False
+    """Lay images out channel by channel within a pixel: faster convolutions on many devices."""
+    checkpoint_activations: bool = False
+    """Keep the inputs of marked blocks alone and compute the rest again: less memory, more time."""
+    sync_batchnorm: bool = False
+    """Normalise over the samples of all ranks, not of each; on NVIDIA GPUs alone."""
     threads: int | None = None
     """CPU threads per rank; by default chosen from the cores here and the size of the model."""
     num_workers: int = 0

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from samestep.class_table import class_table
 from samestep.commands.help import examples
 from samestep.evaluation import evaluate_run
 from samestep.world import Device
@@ -54,7 +55,10 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(json.dumps(result) + "\n")
         return 0
     console = Console(highlight=False)
+    table = class_table(result.pop("per_class", {}), result.pop("confusion", []))
     for name, value in result.items():
         shown = f"{value:.4f}" if isinstance(value, float) else str(value)
         console.print(f"[bold]{name:<12}[/]{escape(shown)}", soft_wrap=True)
+    for line in table:
+        console.print(f"{'':<12}{escape(line)}", soft_wrap=True)
     return 0

@@ -132,9 +132,7 @@ _CIFAR10 = RemoteDataset(
     mirrors=("https://www.cs.toronto.edu/~kriz/",),
 )
 
-CATALOG: dict[str, RemoteDataset] = {
-    each.name: each for each in (_MNIST, _FASHION_MNIST, _CIFAR10)
-}
+CATALOG: dict[str, RemoteDataset] = {each.name: each for each in (_MNIST, _FASHION_MNIST, _CIFAR10)}
 
 
 def find_dataset(name: str) -> RemoteDataset:

@@ -1,4 +1,4 @@
-"""Unpack a verified archive; each file gets its name whole, and no file lands outside the folder."""
+"""Unpack a verified archive: each file gets its name whole, and none lands outside the folder."""
 
 import filecmp
 import tarfile

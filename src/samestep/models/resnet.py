@@ -67,9 +67,7 @@ class ResNet(nn.Module):
     def __init__(self, num_classes: int, *, stem: Stem, width: int) -> None:
         super().__init__()
         large = stem == "large"
-        self.conv1 = (
-            nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else _conv3x3(3, width, 1)
-        )
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else _conv3x3(3, width, 1)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()

@@ -197,6 +197,7 @@ recipe = Recipe(
         "momentum": 0.9,
         "weight_decay": 5e-4,
         "schedule": "cosine",
+        "channels_last": True,
         "keep_top_k": 3,  # a checkpoint is 90 MB
     },
 )

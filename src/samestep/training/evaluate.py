@@ -1,6 +1,6 @@
 """Evaluate a model: every sample counts once, sums and counts are reduced, then divided once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from samestep.data.batches import Source
 from samestep.errors import UserError
 from samestep.settings import Precision
+from samestep.training.confusion import Confusion
 from samestep.training.precision import autocast
 from samestep.world import World
 
@@ -22,7 +23,8 @@ def evaluate(
     world: World,
     batch_size: int,
     precision: Precision,
-) -> dict[str, float]:
+    classes: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
 
     Args:
@@ -33,15 +35,18 @@ def evaluate(
         world: this rank among the others.
         batch_size: samples per rank and forward pass.
         precision: of the forward pass.
+        classes: names of the classes, if what is taken for which is to be counted too.
 
     Returns:
-        `loss`, each metric by its name, and `samples`.
+        `loss`, each metric by its name, and `samples`; with classes also `per_class` and
+        `confusion`, as `Confusion.result` has them.
     """
     names = ["loss", *metrics]
     # float64, so that sums over a large set do not depend on how it was shared out. Apple's GPU
     # has none; there the sums are moved to the CPU batch by batch.
     home = torch.device("cpu") if world.device.type == "mps" else world.device
     sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=home)
+    confusion = Confusion(classes, home) if classes else None
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -49,6 +54,8 @@ def evaluate(
             with autocast(precision, world.device):
                 outputs = model(inputs)
                 batch_loss = loss(outputs, targets)
+            if confusion is not None:
+                confusion.add(outputs, targets)
             values = [metric(outputs, targets) for metric in metrics.values()]
             for name, value in zip(metrics, values, strict=True):
                 if value.dim() != 1:
@@ -65,7 +72,8 @@ def evaluate(
     model.train(was_training)
     *totals, samples = world.reduce(sums.cpu()).tolist()
     means = {name: total / samples for name, total in zip(names, totals, strict=True)}
-    return {**means, "samples": int(samples)}
+    counted = confusion.result(world) if confusion is not None else {}
+    return {**means, "samples": int(samples), **counted}
 
 
 def _first(tree: Any) -> Tensor:

@@ -59,6 +59,8 @@ class Job:
     watch: Watch
     save: Callable[["Job", str, float | None], Record]
     """(job, file name, monitored metric) → its `checkpoint` record, once it is announced."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, if the data has them."""
     position: Position = field(default_factory=Position)
     loss_sum: float = 0.0
     """This rank's part of the sum of the sample losses of the running epoch."""

@@ -18,12 +18,13 @@ from samestep.settings import Settings
 from samestep.world import World
 
 
-def prepare(model: nn.Module, settings: Settings, world: World) -> nn.Module:
-    """Return the model as these settings want it to compute.
+def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dtype) -> nn.Module:
+    """Return a newly built model on its device, and as these settings want it to compute.
 
     Raises:
         UserError: a setting cannot be had here, or finds nothing in this model to apply to.
     """
+    model.to(device=world.device, dtype=dtype)
     if settings.sync_batchnorm:
         model = _synchronise(model, world)
     if settings.channels_last:
@@ -64,7 +65,8 @@ def _synchronise(model: nn.Module, world: World) -> nn.Module:
             f"and these {world.world_size} ranks are on {world.device.type}. Leave it out, or "
             "train on one rank."
         )
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    synchronised: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return synchronised
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:

@@ -2,7 +2,9 @@
 
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from samestep.training.checkpoint import FORMAT
 from samestep.training.loop import Job, Position
 from samestep.training.optimizer import set_lr
 from samestep.training.plan import learning_rate
+from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
 
 
@@ -26,6 +29,7 @@ def capture(job: Job, recipe: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "recipe": recipe,
+        "classes": list(job.classes),
         "model": job.trainee.model.state_dict(),
         "optimizer": job.trainee.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
@@ -55,6 +59,7 @@ def restore(job: Job, recipe: str, state: dict[str, Any]) -> None:
         UserError: the checkpoint is of another recipe, model or data.
     """
     check_recipe(state, recipe)
+    check_classes(state, job.classes)
     order, plan = state["order"], job.plan
     for name, now in (
         ("num_samples", plan.num_samples),
@@ -69,6 +74,7 @@ def restore(job: Job, recipe: str, state: dict[str, Any]) -> None:
             )
     load_model(job.trainee.model, state)
     job.trainee.optimizer.load_state_dict(state["optimizer"])
+    match_layouts(job.trainee.optimizer)
     if job.trainee.scaler is not None and state["scaler"] is not None:
         job.trainee.scaler.load_state_dict(state["scaler"])
     job.position = Position(**state["position"])
@@ -91,6 +97,26 @@ def check_recipe(state: dict[str, Any], recipe: str) -> None:
     """
     if state["recipe"] != recipe:
         raise UserError(f"The checkpoint is of recipe {state['recipe']!r}, not of {recipe!r}.")
+
+
+def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
+    """Check that a checkpoint's outputs mean the classes that the data has now.
+
+    Raises:
+        UserError: they mean others, or the same in another order.
+    """
+    saved = state.get("classes") or []
+    if saved and classes and saved != list(classes):
+        differing = [
+            f"number {place} is {one!r} there and {other!r} here"
+            for place, (one, other) in enumerate(zip_longest(saved, classes))
+            if one != other
+        ]
+        raise UserError(
+            f"The checkpoint was trained on other classes than the data has: {differing[0]} "
+            f"({len(saved)} there, {len(classes)} here, {len(differing)} of them differ). Name "
+            "the folder of the data that it was trained on."
+        )
 
 
 def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -95,9 +95,10 @@ def shorter_edge(path: Path | str) -> int | None:
 
 
 def _square(module: Any, image: "PillowImage.Image", side: int, *, draft: bool) -> Tensor:
-    orientation = _orientation(image)
     if draft:
         image.draft(None, (side * _DRAFT_MARGIN, side * _DRAFT_MARGIN))
+    image.load()  # before the EXIF: to find a PNG's, Pillow would load it and hide what fails
+    orientation = _orientation(image)
     rgb = _to_rgb(module, image)
     width, height = rgb.size
     if (width, height) != (side, side):
@@ -120,7 +121,6 @@ def _orientation(image: "PillowImage.Image") -> int:
 
 def _to_rgb(module: Any, image: "PillowImage.Image") -> "PillowImage.Image":
     if image.mode == "RGB":
-        image.load()
         return image
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow would cut off at 255
         image = module.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
