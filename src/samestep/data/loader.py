@@ -72,9 +72,18 @@ class LoaderSource:
         try:
             for inputs, targets in self._loader:
                 yield self._place(inputs), self._cast(self._place(targets))
-        except UserError as error:
-            # A worker's comes with its traceback in the text; the last line is what it said.
-            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+        except Exception as error:
+            self._end_workers()
+            if isinstance(error, UserError):
+                # A worker's comes with its traceback in the text; the last line is what it said.
+                raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+            raise
+
+    def _end_workers(self) -> None:
+        # Python ends what is left at its exit by SIGTERM, which the workers ignore, and waits.
+        iterator, self._loader._iterator = self._loader._iterator, None  # noqa: SLF001
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()  # noqa: SLF001
 
     def _place(self, tree: Any) -> Any:
         return torch.utils._pytree.tree_map(  # noqa: SLF001
