@@ -56,7 +56,8 @@ def main(arguments: list[str]) -> int:
         )
     if isinstance(command, _Get):
         paths = download(command.name, command.data_dir, mirrors=command.mirror)
-        print(f"{command.name} is in {command.data_dir}: {len(paths)} files, checked.")  # noqa: T201
+        files = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+        print(f"{command.name} is in {command.data_dir}: {files}, checked.")  # noqa: T201
     else:
         Console().print(_table())
     return 0

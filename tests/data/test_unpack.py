@@ -1,0 +1,103 @@
+"""An archive arrives, is verified, then unpacked: the right files or none, and none outside."""
+
+import hashlib
+import io
+import tarfile
+
+import pytest
+
+from samestep.commands.data import main
+from samestep.data import catalog
+from samestep.data.cifar import read_cifar10
+from samestep.data.download import download
+from samestep.data.unpack import unpack
+from samestep.errors import UserError
+from tests.cifar_files import write_binary
+from tests.data.loopback import Answer, Mirror
+
+NAME = "cifar-10-binary.tar.gz"
+
+
+def archive_of(folder, top="cifar-10-batches-bin"):
+    """Return the bytes of an archive of a folder's files, as the publishers make it."""
+    box = io.BytesIO()
+    with tarfile.open(fileobj=box, mode="w:gz") as tar:
+        tar.add(folder, arcname=top)
+    return box.getvalue()
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    return archive_of(write_binary(tmp_path_factory.mktemp("made"), per_file=2, num_test=3))
+
+
+@pytest.fixture(autouse=True)
+def small_catalog(monkeypatch, archive):
+    file = catalog.RemoteFile(
+        name=NAME, md5=hashlib.md5(archive).hexdigest(), size_bytes=len(archive), unpack=True
+    )
+    small = catalog.RemoteDataset(
+        name="cifar10", description="", licence="", source="", files=(file,), mirrors=()
+    )
+    monkeypatch.setattr(catalog, "CATALOG", {"cifar10": small})
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_the_publishers_give_is_what_the_catalog_asks_for():
+    (file,) = catalog._CIFAR10.files
+    assert (file.name, file.md5) == (NAME, "c32a1d4ab5d03f1284b67883e8d87530")
+    assert [m + file.name for m in catalog._CIFAR10.mirrors] == [
+        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+    ]
+
+
+def test_the_verb_fetches_verifies_and_unpacks_and_the_recipe_reads_it(tmp_path, archive, capsys):
+    with Mirror({NAME: archive}) as mirror:
+        arguments = ["get", "cifar10", "--data-dir", str(tmp_path), "--mirror", mirror.url]
+        assert main(arguments) == 0
+        assert len(read_cifar10(tmp_path, "train")[0]) == 10
+        assert names_in(tmp_path) == ["cifar-10-batches-bin", NAME]
+        (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").write_bytes(b"spoiled")
+        kept = (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").stat().st_ino
+        assert main(arguments) == 0
+    assert len(mirror.asked) == 1, "the archive is mended from what is there"
+    assert len(read_cifar10(tmp_path, "test")[0]) == 3
+    assert (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").stat().st_ino == kept
+    assert "1 file, checked" in capsys.readouterr().out
+
+
+def test_wrong_bytes_are_never_unpacked(tmp_path, archive):
+    with (
+        Mirror({NAME: archive}, Answer(body=archive[:-1] + b"x")) as mirror,
+        pytest.raises(UserError, match="wrong bytes"),
+    ):
+        download("cifar10", tmp_path, mirrors=[mirror.url])
+    assert names_in(tmp_path) == []
+
+
+def evil(kind, outside):
+    box = io.BytesIO()
+    with tarfile.open(fileobj=box, mode="w:gz") as tar:
+        member = tarfile.TarInfo({"dots": "../out.bin", "link": "link.bin"}.get(kind, "device"))
+        if kind == "link":
+            member.type, member.linkname = tarfile.SYMTYPE, str(outside)
+        elif kind == "device":
+            member.type = tarfile.CHRTYPE
+        tar.addfile(member)
+    return box.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["dots", "link", "device", "torn", "none"])
+def test_an_archive_that_leads_elsewhere_or_is_torn_is_refused(tmp_path, archive, kind):
+    folder, outside = tmp_path / "data", tmp_path / "outside"
+    folder.mkdir()
+    content = {"torn": archive[: len(archive) // 2], "none": b"words"}.get(kind)
+    (folder / NAME).write_bytes(content if content is not None else evil(kind, outside))
+    with pytest.raises(UserError, match="cannot be unpacked"):
+        unpack(folder / NAME, folder)
+    assert names_in(folder) == [NAME], "nothing half-unpacked is left"
+    assert names_in(tmp_path) == ["data"]

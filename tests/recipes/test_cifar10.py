@@ -1,0 +1,186 @@
+"""The recipe cifar10 from the command line, on small files of both kinds."""
+
+import pickle
+
+import pytest
+import torch
+
+from samestep import read_records
+from samestep.data.cifar import CLASSES
+from samestep.recipe import find_recipe
+from samestep.recipes.cifar10 import Cifar10Options
+from tests import tiny
+from tests.cifar_files import write_binary, write_folders
+from tests.command_line import read_json, refusal, run
+
+# One thread: two that wait for each other are no faster on a network of this size.
+SMALL = ("--width", "2", "--batch-size", "10", "--log-every", "1", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory):
+    return write_binary(tmp_path_factory.mktemp("binary"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return write_folders(tmp_path_factory.mktemp("folders"))
+
+
+def train(data_dir, folder, *flags, name="run", world_size=1):
+    target = ("train", "cifar10", "--data-dir", str(data_dir), "--run-dir", str(folder / name))
+    run(*target, *SMALL, *flags, world_size=world_size, folder=folder / "outputs")
+    return folder / name
+
+
+def losses(run):
+    return [record["loss"] for record in read_records(run) if record["event"] == "step"]
+
+
+def test_its_defaults_are_the_usual_ones_and_linear_scaling_is_one_flag():
+    recipe = find_recipe("cifar10")
+    assert dict(recipe.settings).items() >= {
+        "epochs": 50, "batch_size": 128, "optimizer": "sgd", "lr": 0.1, "momentum": 0.9,
+        "weight_decay": 5e-4, "schedule": "cosine", "base_batch_size": 128,
+    }.items()  # fmt: skip
+    parameters = recipe.build_model(Cifar10Options()).parameters()
+    assert sum(p.numel() for p in parameters) == 11_173_962
+
+
+def test_validation_is_carved_from_the_training_set_by_seed(binary):
+    recipe = find_recipe("cifar10")
+    splits = recipe.load_data(Cifar10Options(data_dir=str(binary)))
+    sizes = [len(part[0]) for part in (splits.train, splits.validation, splits.test)]
+    assert sizes == [90, 10, 30]
+    assert {part[0].dtype for part in (splits.train, splits.test)} == {torch.uint8}
+    again = recipe.load_data(Cifar10Options(data_dir=str(binary)))
+    assert torch.equal(again.validation[0], splits.validation[0])
+    other = recipe.load_data(Cifar10Options(data_dir=str(binary), split_seed=1))
+    assert not torch.equal(other.validation[0], splits.validation[0])
+    both = torch.cat([splits.train[0], splits.validation[0]]).flatten(1)
+    assert len(both.unique(dim=0)) == 100, "no sample is in both, none is lost"
+
+
+@pytest.mark.parametrize("kind", ["binary", "folders"])
+def test_it_trains_on_either_kind_and_tells_each_class(request, tmp_path, kind):
+    folder = train(request.getfixturevalue(kind), tmp_path, "--epochs", "1")
+    test = read_json(folder / "result.json")["test"]
+    assert list(test["per_class"]) == list(CLASSES)
+    assert sum(map(sum, test["confusion"])) == test["samples"]
+    assert tiny.last_state(folder)["classes"] == list(CLASSES)
+
+
+def test_images_whose_colours_tell_the_class_are_learned(binary, tmp_path):
+    folder = train(binary, tmp_path, "--epochs", "8", "--width", "8")
+    assert read_json(folder / "result.json")["test"]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precisions_train_the_resnet_as_single_precision_does(binary, tmp_path, precision):
+    flags = ("--max-steps", "4", "--lr", "0.01")
+    half = train(binary, tmp_path, "--precision", precision, *flags, name="half")
+    single = train(binary, tmp_path, *flags, name="single")
+    assert losses(half) == pytest.approx(losses(single), rel=0.03)
+    assert losses(half) != losses(single)
+    assert (tiny.last_state(half)["scaler"] is None) == (precision == "bf16")
+
+
+def test_it_computes_the_same_with_activations_computed_again_and_either_layout(binary, tmp_path):
+    flags = ("--max-steps", "4", "--lr", "0.01")
+    plain = train(binary, tmp_path, *flags, name="plain")
+    again = train(binary, tmp_path, *flags, "--checkpoint-activations", name="again")
+    tiny.assert_same_training(again, plain, tolerance=0)
+    other = train(binary, tmp_path, *flags, "--no-channels-last", name="other")
+    assert losses(other) == pytest.approx(losses(plain), rel=1e-3)
+
+
+def test_a_run_goes_on_in_another_layout_with_activations_computed_again(binary, tmp_path):
+    """In float64, so that it is told apart from momentum that lies at the wrong weights."""
+    flags = ("--precision", "fp64", "--epochs", "2")
+    whole = train(binary, tmp_path, *flags, name="whole")
+    part = train(binary, tmp_path, *flags, "--checkpoint-every-steps", "1", "--keep-top-k", "1",
+                 name="part")  # fmt: skip
+    index = read_json(part / "checkpoints" / "index.json")
+    assert index["last"]["step"] == 18
+    changed = ("--no-channels-last", "--checkpoint-activations", "--epochs", "3")
+    more = ("--resume", "--epochs", "3")
+    run("train", str(whole), *more, folder=tmp_path / "outputs")
+    run("train", str(part), "--resume", *changed, folder=tmp_path / "outputs")
+    assert losses(part)[18:] == pytest.approx(losses(whole)[18:], rel=1e-9)
+
+
+FROZEN = """
+from dataclasses import replace
+from torch import nn
+from samestep.recipes import cifar10
+
+class Frozen(nn.Module):
+    # Each rank normalises by its own share, so statistics that do not move are what can agree.
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images):
+        return self.inner(images)
+
+    def train(self, mode=True):
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+recipe = replace(cifar10.recipe, model=lambda options: Frozen(cifar10.model(options)))
+"""
+
+
+def test_two_ranks_take_the_steps_of_one_where_batch_norm_is_frozen(binary, tmp_path):
+    """Crops and flips belong to the samples; 90 samples in batches of 12 end with a part of one."""
+    recipe = tmp_path / "frozen.py"
+    recipe.write_text(FROZEN)
+    runs = []
+    for world_size in (1, 2):
+        folder = tmp_path / f"{world_size}"
+        run("train", str(recipe), "--data-dir", str(binary), "--run-dir", str(folder), "--width",
+            "2", "--global-batch-size", "12", "--epochs", "2", "--lr", "0.01", "--log-every", "1",
+            "--precision", "fp64", "--threads", "1", world_size=world_size,
+            folder=tmp_path / "outputs")  # fmt: skip
+        runs.append(folder)
+    tiny.assert_same_training(runs[1], runs[0], tolerance=1e-9)
+    tests = [read_json(folder / "result.json")["test"] for folder in runs]
+    assert tests[0]["confusion"] == tests[1]["confusion"]
+
+
+def test_two_ranks_count_each_test_sample_once(binary, tmp_path):
+    folder = train(binary, tmp_path, "--max-steps", "2", world_size=2)
+    confusion = read_json(folder / "result.json")["test"]["confusion"]
+    assert [sum(row) for row in confusion] == [3] * 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--sync-batchnorm",), "NVIDIA GPUs alone, and these 2 ranks are on cpu"),
+        (("--data-dir", "nowhere"), "The data folder nowhere does not exist"),
+        (("--width", "0"), "--width is 0; it must be 1 or more"),
+        (("--validation-fraction", "1"), "--validation-fraction is 1.0; it must lie between"),
+        (("--checkpoint-activations", "--compile", "on"), "does not go with --compile on"),
+    ],
+)
+def test_bad_input_is_refused_with_one_message(binary, tmp_path, flags, says):
+    target = ("train", "cifar10", "--data-dir", str(binary), "--run-dir", str(tmp_path / "run"))
+    assert says in refusal(*target, *flags, world_size=2, folder=tmp_path / "outputs")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_python_version_is_refused_with_the_file_to_take(tmp_path):
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({}))
+    message = refusal("train", "cifar10", "--data-dir", str(tmp_path), folder=tmp_path / "outputs")
+    assert "unpickling a file runs whatever code" in message
+    assert "cifar-10-binary.tar.gz" in message
+
+
+def test_on_one_rank_sync_batchnorm_says_that_it_has_no_effect(binary, tmp_path):
+    folder = train(binary, tmp_path, "--max-steps", "1", "--sync-batchnorm")
+    (start,) = [record for record in read_records(folder) if record["event"] == "start"]
+    assert any("--sync-batchnorm has no effect on one rank" in note for note in start["notes"])

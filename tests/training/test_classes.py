@@ -1,0 +1,164 @@
+"""Per-class accuracy and the confusion matrix: exact against a direct count, on any ranks."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep import Splits, read_records
+from samestep.class_table import class_table
+from samestep.errors import UserError
+from samestep.training.confusion import Confusion
+from samestep.world import World
+from tests.command_line import read_json, refusal, run
+
+# 53 test samples: no number of ranks divides them. One class has no test sample.
+RECIPE = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+def numbers(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+def data():
+    return Splits(train=numbers(60, 1), validation=numbers(20, 2), test=numbers(53, 3),
+                  classes=("low", "middle", "high", "absent"))
+
+recipe = Recipe(model=lambda: nn.Linear(4, 4), data=data,
+                settings={"epochs": 2, "global_batch_size": 12, "lr": 0.05})
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "named.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def direct_count(recipe, folder):
+    """Return what the saved weights make of the test set, counted one by one."""
+    namespace = {}
+    exec(compile(recipe.read_text(), "named.py", "exec"), namespace)
+    inputs, targets = namespace["numbers"](53, 3)
+    best = read_json(folder / "checkpoints" / "index.json")["best"]["path"]
+    weights = torch.load(folder / "checkpoints" / best, weights_only=True)
+    assert weights["classes"] == ["low", "middle", "high", "absent"]
+    rows = np.zeros((4, 4), int)
+    outputs = inputs @ weights["model"]["weight"].T + weights["model"]["bias"]
+    for target, output in zip(targets.tolist(), outputs, strict=True):
+        rows[target, int(output.argmax())] += 1
+    return rows.tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_path, world_size):
+    folder = tmp_path / "run"
+    train = ("train", str(recipe), "--run-dir", str(folder))
+    ranks = run(*train, world_size=world_size, folder=tmp_path / "outputs")
+    test = read_json(folder / "result.json")["test"]
+    expected = direct_count(recipe, folder)
+    assert test["confusion"] == expected
+    low, middle, high, _ = expected
+    assert test["per_class"] == {
+        "low": low[0] / sum(low), "middle": middle[1] / sum(middle),
+        "high": high[2] / sum(high), "absent": None,
+    }  # fmt: skip
+    right = sum(row[place] for place, row in enumerate(expected))
+    assert test["accuracy"] == right / 53
+    (record,) = [r for r in read_records(folder) if r.get("split") == "test"]
+    assert record["confusion"] == expected
+    assert "absent  no samples" in ranks.printed(0)
+
+    shown = run("evaluate", str(folder), "--json", folder=tmp_path / "outputs")
+    result = json.loads(shown.printed(0))
+    assert (result["confusion"], result["per_class"]) == (expected, test["per_class"])
+    shown = run("evaluate", str(folder), folder=tmp_path / "outputs")
+    assert f"low     {low[0] / sum(low):.4f}" in shown.printed(0)
+    assert "confusion" not in shown.printed(0)
+
+
+def test_a_validation_counts_no_classes(recipe, tmp_path):
+    folder = tmp_path / "run"
+    run("train", str(recipe), "--run-dir", str(folder), folder=tmp_path / "outputs")
+    for record in read_records(folder):
+        assert record.get("split") != "validation" or "confusion" not in record
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "train"])
+def test_a_checkpoint_of_other_classes_is_refused(recipe, tmp_path, verb):
+    folder = tmp_path / "run"
+    run("train", str(recipe), "--run-dir", str(folder), folder=tmp_path / "outputs")
+    recipe.write_text(RECIPE.replace('"low", "middle"', '"middle", "low"'))
+    more = ("--resume", "--epochs", "3") if verb == "train" else ()
+    message = refusal(verb, str(folder), *more, folder=tmp_path / "outputs")
+    assert "number 0 is 'low' there and 'middle' here" in message
+    assert "4 there, 4 here, 2 of them differ" in message
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"high", "absent"', '"high"', "outputs must be (batch, 3)"),
+        ('classes=("low"', 'classes=("one more", "low"', "outputs must be (batch, 5)"),
+    ],
+)
+def test_names_that_do_not_fit_the_model_are_told(tmp_path, old, new, says, world_size):
+    recipe = tmp_path / "named.py"
+    recipe.write_text(RECIPE.replace(old, new))
+    arguments = ("train", str(recipe), "--run-dir", str(tmp_path / "run"), "--epochs", "1")
+    message = refusal(*arguments, world_size=world_size, folder=tmp_path / "outputs")
+    assert says in message
+
+
+@pytest.mark.parametrize("classes", [("alone",), ("one", "two", "one")])
+def test_a_single_class_and_a_name_given_twice_are_refused(classes):
+    with pytest.raises(UserError, match="two or more classes, each differently"):
+        Splits(train=(torch.zeros(1), torch.zeros(1)), classes=classes)
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=40),
+    batch=st.integers(1, 9),
+)
+def test_counts_do_not_depend_on_the_batches(pairs, batch):
+    expected = np.zeros((5, 5), int)
+    counted = Confusion("abcde", torch.device("cpu"))
+    for start in range(0, len(pairs), batch):
+        some = pairs[start : start + batch]
+        outputs = torch.eye(5)[[prediction for _, prediction in some]]
+        counted.add(outputs, torch.tensor([target for target, _ in some]))
+        for target, prediction in some:
+            expected[target, prediction] += 1
+    assert counted.result(World())["confusion"] == expected.tolist()
+
+
+@pytest.mark.parametrize("target", [-100, 3])
+def test_a_target_that_is_no_class_is_told_with_all_others(target):
+    counted = Confusion("abc", torch.device("cpu"))
+    counted.add(torch.eye(3), torch.tensor([0, target, 2]))
+    with pytest.raises(UserError, match="1 targets lie outside 0 to 2"):
+        counted.result(World())
+
+
+def test_the_table_has_a_line_a_class_with_its_commonest_mistakes_first():
+    rows = [[5, 1, 0, 4], [0, 3, 0, 0], [0, 0, 0, 0], [3, 3, 2, 2]]
+    per_class = {"cat": 0.5, "dog": 1.0, "frog": None, "ship": 0.2}
+    assert class_table(per_class, rows) == [
+        "cat   0.5000  taken for ship 4, dog 1",
+        "dog   1.0000",
+        "frog  no samples",
+        "ship  0.2000  taken for cat 3, dog 3, frog 2",
+    ]
+
+
+def test_more_than_twenty_classes_are_left_to_the_file():
+    names = {str(number): 1.0 for number in range(21)}
+    assert class_table(names, np.eye(21, dtype=int).tolist()) == []

@@ -1,0 +1,166 @@
+"""Channels-last, activation checkpoints and SyncBatchNorm: another way to compute the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.errors import UserError
+from samestep.models.resnet import resnet18
+from samestep.settings import Settings
+from samestep.training.prepare import match_layouts, prepare
+from samestep.world import World
+
+CPU = World()
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Two threads that wait for each other are no faster on models of this size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Block(nn.Module):
+    """A block with all that a second computation could get wrong: statistics and dropout."""
+
+    checkpoint_activations = True
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.cumulative = nn.BatchNorm2d(3, momentum=None)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.dropout(self.cumulative(self.norm(self.conv(x)).relu())) + x
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+
+
+def small_resnet():
+    torch.manual_seed(0)
+    return resnet18(2, stem="small", width=4)
+
+
+def prepared(model, world=CPU, **settings):
+    return prepare(model, Settings(**settings), world, torch.float32)
+
+
+def steps(model, num=3):
+    """Train a few steps; return losses, gradients and the state after them."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    losses = []
+    for step in range(num):
+        images = torch.randn(6, 3, 8, 8, generator=generator)
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), torch.tensor([0, 1, 0, 1, 0, 1]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    gradients = [p.grad.clone() for p in model.parameters()]
+    return losses, gradients, [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("build", [blocks, small_resnet])
+def test_activation_checkpoints_change_no_bit_of_loss_gradient_or_statistics(build):
+    plain, again = build(), prepared(build(), checkpoint_activations=True)
+    for one, other in zip(steps(plain), steps(again), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(plain.eval()(images), again.eval()(images))
+
+
+def test_activation_checkpoints_compute_marked_blocks_again_in_the_backward_alone():
+    model = prepared(blocks(), checkpoint_activations=True)
+    calls = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    loss = model(torch.randn(4, 3, 8, 8)).sum()
+    assert len(calls) == 2
+    loss.backward()
+    assert len(calls) == 4
+    with torch.no_grad():
+        model(torch.randn(4, 3, 8, 8))
+    assert len(calls) == 6
+
+
+def test_channels_last_lays_out_weights_and_maps_and_trains_the_same_but_for_rounding():
+    plain, last = small_resnet(), prepared(small_resnet(), channels_last=True)
+    maps = []
+    last.layer1.register_forward_hook(lambda _m, _i, out: maps.append(out))
+    last(torch.randn(2, 3, 8, 8))
+    assert maps[0].is_contiguous(memory_format=LAST)
+    assert not maps[0].is_contiguous()
+    last = prepared(small_resnet(), channels_last=True)
+    ours, theirs = steps(last)[0], steps(plain)[0]
+    assert torch.stack(ours) == pytest.approx(torch.stack(theirs), rel=1e-4)
+
+
+@pytest.mark.parametrize("saved_last", [True, False])
+def test_optimizer_state_of_another_layout_is_applied_to_the_right_weights(saved_last):
+    """A fused kernel goes through memory in order, so equal shapes are not enough."""
+
+    def build(last):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 5, 3)
+        conv = conv.to(memory_format=LAST) if last else conv
+        return conv, torch.optim.SGD(conv.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    def step(conv, optimizer, seed):
+        images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        conv(images).square().sum().backward()
+        optimizer.step()
+
+    one, its = build(saved_last)
+    step(one, its, 1)
+    other, own = build(not saved_last)
+    other.load_state_dict(one.state_dict())
+    own.load_state_dict(its.state_dict())
+    match_layouts(own)
+    step(one, its, 2)
+    step(other, own, 2)
+    assert float((one.weight - other.weight).detach().abs().max()) < 1e-5
+    for value in own.state[other.weight].values():
+        assert value.stride() == other.weight.stride()
+
+
+def test_a_model_without_marked_blocks_is_refused():
+    with pytest.raises(UserError, match="the model marks no block"):
+        prepared(nn.Linear(2, 2), checkpoint_activations=True)
+
+
+def test_activation_checkpoints_are_refused_beside_compiling():
+    with pytest.raises(UserError, match="does not go with --compile on"):
+        prepared(blocks(), checkpoint_activations=True, compile="on")
+
+
+def test_sync_batchnorm_is_refused_where_pytorch_has_none():
+    with pytest.raises(UserError, match="NVIDIA GPUs alone, and these 2 ranks are on cpu"):
+        prepared(blocks(), World(world_size=2), sync_batchnorm=True)
+    with pytest.raises(UserError, match="has no batch normalisation"):
+        prepared(nn.Linear(2, 2), sync_batchnorm=True)
+
+
+def test_sync_batchnorm_keeps_the_names_of_weights():
+    """There is no GPU here: this is what is converted, not what it computes."""
+    from samestep.training import prepare as module
+
+    model = module._synchronise(blocks(), World(world_size=2, device=torch.device("cuda", 0)))
+    assert sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) == 4
+    assert model.state_dict().keys() == blocks().state_dict().keys()
+
+
+def test_sync_batchnorm_on_one_rank_is_batch_normalisation():
+    model = prepared(blocks(), sync_batchnorm=True)
+    assert not any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
