@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "--version":
         sys.stdout.write(f"samestep {__version__}\n")
         return 0
-    os.environ.setdefault("SAMESTEP_STARTED_AT", str(_STARTED_AT))
+    if "SAMESTEP_PARENT" not in os.environ:  # else it is for the command that started this rank
+        os.environ["SAMESTEP_STARTED_AT"] = str(_STARTED_AT)
     # Threads that spin while they wait take the core from the one they wait for as soon as
     # anything else runs here: measured with one neighbour, a step took 4 to 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -25,10 +25,11 @@ def sandbox(tmp_path_factory):
 
 
 @pytest.fixture
-def empty(tmp_path):
+def empty(tmp_path_factory):
     """Give a folder for a sandbox of the test's own; what is up in it is taken down."""
     if reason := reason_to_skip():
         pytest.skip(reason)
-    folder = (tmp_path / "own").resolve()
+    # A test's own folder has a name too long for a socket in it.
+    folder = tmp_path_factory.mktemp("own").resolve() / "it"
     yield folder
     down(folder)

@@ -121,7 +121,7 @@ def test_a_run_in_training_takes_no_second_job_but_one_that_waits_for_it(sandbox
     assert (first.run / "job.sbatch").read_text() == script
     second = submit(sandbox, tmp_path, str(first.run), "--after", f"{first.job}:any")
     shown = samestep(sandbox, tmp_path, "slurm", "status", str(first.run), "--json").stdout
-    assert json.loads(shown)["queue"]["job"] == int(second.job)
+    assert json.loads(shown)["queue"]["job"] == int(first.job)  # it is the one that trains
     samestep(sandbox, tmp_path, "slurm", "cancel", second.job)
     set_pace(tmp_path, None)
     first.wait("COMPLETED")
