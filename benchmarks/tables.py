@@ -1,6 +1,6 @@
 """Say what is compared with what: the rows of each table, their baseline and their targets.
 
-Commands hold placeholders that the runner fills: {data} directory of the IDX files, {run} a fresh
+Commands hold placeholders that the runner fills: {data} directory of the data files, {run} a fresh
 run directory, {workers} the best number of DataLoader workers of the first round.
 """
 
@@ -64,7 +64,7 @@ class Table:
     notes: tuple[str, ...] = ()
     rounds_factor: int = 1
     """Short measurements take this many times the rounds asked for, and one more to warm up."""
-    data: Literal["none", "whole", "part"] = "none"
+    data: Literal["none", "whole", "part", "jpegs"] = "none"
     facts: Callable[[], list[str]] = list
     """Sentences to add that are found out by running something untimed."""
 
@@ -82,7 +82,14 @@ def _samestep(name: str, recipe: str, epochs: int, *arguments: str) -> Row:
 
 def all_tables(*, quick: bool) -> tuple[Table, ...]:
     """Build every table; quick ones put fewer epochs on the clock."""
-    return (_spiral(3 if quick else 20), _mnist(1 if quick else 3), _ddp(1), _startup(), _help())
+    return (
+        _spiral(3 if quick else 20),
+        _mnist(1 if quick else 3),
+        _ddp(1),
+        _startup(),
+        _help(),
+        _jpegs(1 if quick else 3),
+    )
 
 
 def _spiral(epochs: int) -> Table:
@@ -167,6 +174,46 @@ def _ddp(epochs: int) -> Table:
         ),
         targets=(Target(row="samestep --nproc 2", limit=1.0),),
         notes=("An epoch is the first 7,680 images, so that a round stays short.",),
+    )
+
+
+def _jpegs(epochs: int) -> Table:
+    data = ("--data-dir", "{data}")
+    plain = {workers: f"DataLoader, {workers} workers" for workers in (0, 1, 2, 4)}
+    mine = {workers: f"samestep, {workers} workers" for workers in plain}
+    memory = (*data, "--memory")
+    return Table(
+        name="images",
+        title="Images: 10,000 JPEGs of 32 x 32, read in batches of 128, cropped and flipped",
+        unit="samples/s",
+        data="jpegs",
+        baseline=tuple(plain.values()),
+        rows=(
+            *(
+                _peer(name, script, 1, *data, "--workers", str(workers))
+                for workers in plain
+                for name, script in (
+                    (plain[workers], "jpegs_plain"),
+                    (mine[workers], "jpegs_samestep"),
+                )
+            ),
+            _peer("samestep, in memory, first epoch", "jpegs_samestep", 1, *memory, "--first"),
+            _peer("samestep, in memory, later epochs", "jpegs_samestep", epochs, *memory),
+        ),
+        targets=(
+            *(Target(row=mine[n], against=plain[n], limit=1.0) for n in plain),
+            Target(
+                row="samestep, in memory, later epochs",
+                against="samestep, in memory, first epoch",
+                limit=5.0,
+            ),
+        ),
+        notes=(
+            (
+                "No model is trained: batches as the model would get them are all that is timed. "
+                "The first epoch in memory includes the decoding of every file that fills it."
+            ),
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """Samples read one by one through PyTorch's DataLoader and its workers."""
 
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,9 @@ class LoaderSource:
             pin_memory=world.device.type == "cuda",
             worker_init_fn=_ignore_stop_signals,
         )
+        # Also at Python's exit, which else waits for ever: it ends what is left by SIGTERM, and
+        # the workers ignore that.
+        weakref.finalize(self, _end_workers, self._loader)
 
     def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - as every source has it
         """Return the most steps that a block holds: the loader's batches are steps."""
@@ -73,17 +77,11 @@ class LoaderSource:
             for inputs, targets in self._loader:
                 yield self._place(inputs), self._cast(self._place(targets))
         except Exception as error:
-            self._end_workers()
+            _end_workers(self._loader)
             if isinstance(error, UserError):
                 # A worker's comes with its traceback in the text; the last line is what it said.
                 raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
             raise
-
-    def _end_workers(self) -> None:
-        # Python ends what is left at its exit by SIGTERM, which the workers ignore, and waits.
-        iterator, self._loader._iterator = self._loader._iterator, None  # noqa: SLF001
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()  # noqa: SLF001
 
     def _place(self, tree: Any) -> Any:
         return torch.utils._pytree.tree_map(  # noqa: SLF001
@@ -139,6 +137,12 @@ class _Unkeyed(_Keyed):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         return self._dataset[key[1]]
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    iterator, loader._iterator = loader._iterator, None  # noqa: SLF001
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()  # noqa: SLF001
 
 
 def _ignore_stop_signals(_worker: int) -> None:
