@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cifar_files import write_binary
 from tests.idx_files import write_mnist
 from tests.image_files import write_images
 
@@ -36,6 +37,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "PHOTOS" / "test" / "ship" / "000.JPG").rename(
         tmp_path / "PHOTOS" / "test" / "ship" / "0000.jpg"
     )
+    write_binary(tmp_path / "data" / "cifar10")
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import tarfile
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from samestep.data.cifar import read_cifar10
 from samestep.data.download import download
 from samestep.data.unpack import unpack
 from samestep.errors import UserError
+from samestep.recipe import find_recipe
+from samestep.recipes.cifar10 import Cifar10Options
 from tests.cifar_files import write_binary
 from tests.data.loopback import Answer, Mirror
 
@@ -68,6 +71,20 @@ def test_the_verb_fetches_verifies_and_unpacks_and_the_recipe_reads_it(tmp_path,
     assert len(read_cifar10(tmp_path, "test")[0]) == 3
     assert (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").stat().st_ino == kept
     assert "1 file, checked" in capsys.readouterr().out
+
+
+def test_the_recipe_downloads_what_is_not_there_or_not_all_there(tmp_path, archive, monkeypatch):
+    recipe = find_recipe("cifar10")
+    options = Cifar10Options(data_dir=str(tmp_path), download=True)
+    with Mirror({NAME: archive}) as mirror:
+        small = replace(catalog.CATALOG["cifar10"], mirrors=(mirror.url,))
+        monkeypatch.setitem(catalog.CATALOG, "cifar10", small)
+        assert len(recipe.load_data(options).test[0]) == 3
+        (tmp_path / "cifar-10-batches-bin" / "data_batch_4.bin").unlink()
+        assert len(recipe.load_data(options).test[0]) == 3
+        (tmp_path / NAME).unlink()
+        recipe.load_data(options)
+    assert len(mirror.asked) == 1
 
 
 def test_wrong_bytes_are_never_unpacked(tmp_path, archive):

@@ -32,9 +32,12 @@ _UNPACKED, _UNPACKED_PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
 _PYTHON_FILES = ("data_batch_1", "test_batch", "batches.meta")
 
 
-def has_binary(folder: Path) -> bool:
-    """Whether a file of the binary version lies in the folder or where its archive is unpacked."""
-    return _binary_place(folder) is not None
+def has_cifar10(folder: Path) -> bool:
+    """Whether all files of the binary version are there, or else a folder of training images."""
+    place = _binary_place(folder)
+    if place is None:
+        return (folder / "train").is_dir()
+    return all((place / name).is_file() for split in _FILES.values() for name in split)
 
 
 def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from samestep.data.augment import crop, flip
 from samestep.data.augment import normalise as normalise_channels
-from samestep.data.cifar import CLASSES, has_binary, read_cifar10
+from samestep.data.cifar import CLASSES, has_cifar10, read_cifar10
 from samestep.data.download import download
 from samestep.data.images.decode import decode
 from samestep.data.keys import uniform
@@ -53,7 +53,7 @@ def model(options: Cifar10Options) -> nn.Module:
 def data(options: Cifar10Options) -> Splits:
     """Read the files; the images stay as they are stored, (samples, 3, 32, 32) uint8."""
     folder = Path(options.data_dir)
-    if options.download and not has_binary(folder) and not (folder / "train").is_dir():
+    if options.download and not has_cifar10(folder):
         download("cifar10", folder)
     images, labels = read_cifar10(folder, "train")
     validation, train = split_indices(

@@ -120,11 +120,11 @@ def test_what_is_wrong_with_a_file_is_said_in_a_few_words(tmp_path, kind):
 
 
 def test_a_file_that_may_not_be_read_is_named_as_such(tmp_path, monkeypatch):
-    def refuse(_path):
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     path = write(tmp_path / "a.png", pixels(11))
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr(builtins, "open", refuse)
     with pytest.raises(UnreadableImageError, match="Permission denied"):
         decode(path, 20)
 

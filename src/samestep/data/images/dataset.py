@@ -13,14 +13,18 @@ from samestep.errors import UserError
 class ImageFiles(Dataset[Any]):
     """Each sample is (image (3, side, side) uint8, label), decoded anew at each reading."""
 
-    draws_nothing = True
-    """No random number is drawn here: augmentation is a matter of the whole batch."""
-
     def __init__(self, files: Files, side: int) -> None:
         self._files, self._side = files, side
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def read_batch(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return images (batch, 3, side, side) and labels (batch,): the loader asks for these."""
+        images = torch.empty((len(indices), 3, self._side, self._side), dtype=torch.uint8)
+        for place, index in enumerate(indices):
+            images[place] = self[index][0]
+        return images, torch.from_numpy(self._files.labels[indices])
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path = self._files.path(index)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # EXIF's tag 0x0112 says how the camera was held (JEITA CP-3451, "Orientation"); these are the
 # names of Pillow's operations that undo it.
 _ORIENTATION = 0x0112
+_MAY_HOLD_EXIF = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -73,7 +74,8 @@ def decode(path: Path | str, side: int, *, draft: bool = True) -> Tensor:
     module = pillow()
     try:
         # Read whole, so that a truncated file fails here and not in Pillow's lazy reading.
-        content = Path(path).read_bytes()
+        with open(path, "rb") as file:  # noqa: PTH123 - a tenth faster for a small image
+            content = file.read()
         with module.open(io.BytesIO(content)) as image:
             return _square(module, image, side, draft=draft)
     except Exception as error:  # Pillow's formats raise whatever their parsing meets
@@ -113,6 +115,8 @@ def _square(module: Any, image: "PillowImage.Image", side: int, *, draft: bool) 
 
 def _orientation(image: "PillowImage.Image") -> int:
     """Return how the camera was held, 1 to 8; 1 where nothing readable is said of it."""
+    if not _MAY_HOLD_EXIF & image.info.keys():
+        return 1  # asking all the same would be a tenth of a small image's time
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # broken EXIF beside good pixels
