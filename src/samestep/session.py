@@ -61,8 +61,9 @@ def run_session(
         UserError: on every rank, for anything the user can mend.
     """
     path = world.on_main(lambda: _choose_path(request))
-    options = world.on_main(lambda: request.recipe.complete_options(request.options))
-    request = replace(request, options=options)
+    if request.recipe.complete is not None:
+        options = world.on_main(lambda: request.recipe.complete_options(request.options))
+        request = replace(request, options=options)
     job, splits, threads = _build(request, world, received)
     run = _open(path, world)
     world.on_every(lambda: _begin(begin, path))
