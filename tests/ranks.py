@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 # DDP imports torch._dynamo when it is built, so leaving it out costs each rank another second.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "samestep.commands.train"]
+_PRELOAD = [
+    *("torch", "torch.distributed", "torch._dynamo", "samestep.commands.train"),
+    "lightning.pytorch",
+]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 

@@ -18,17 +18,18 @@ ROWS = [
     ["data", "models"],
     ["recipes"],
     [
-        *("training.checkpoint", "training.optimizer", "training.parallel", "training.plan"),
-        *("training.confusion", "training.precision", "training.prepare", "training.stopping"),
-        *("training.threads", "training.window"),
+        *("training.checkpoint", "training.clock", "training.optimizer", "training.parallel"),
+        *("training.confusion", "training.plan", "training.precision", "training.prepare"),
+        *("training.stopping", "training.threads", "training.window"),
     ],
     ["training.evaluate", "training.step"],
     ["training.compiled", "training.loop"],
     ["training.state"],
     ["config", "process_group", "ranks", "screen"],
     ["outcome"],
-    ["session", "evaluation"],
-    ["prediction"],
+    ["saving", "evaluation"],
+    ["session", "prediction"],
+    ["lightning"],
     ["slurm"],
     ["doctor"],
     ["commands"],
@@ -50,7 +51,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "models", "recipes", "slurm", "training"}
+PACKAGES = {"commands", "data", "doctor", "lightning", "models", "recipes", "slurm", "training"}
 
 
 def modules() -> dict[str, ast.Module]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from samestep.data.spiral import SpiralDataset
     from samestep.data.splits import split_indices
     from samestep.errors import UserError
+    from samestep.lightning import CIFAR10DataModule, LitData, LitRecipe, SpiralDataModule
     from samestep.process_group import (
         barrier,
         cleanup,
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
     from samestep.settings import Settings
 
 __all__ = [
+    "CIFAR10DataModule",
+    "LitData",
+    "LitRecipe",
     "Recipe",
     "Settings",
+    "SpiralDataModule",
     "SpiralDataset",
     "Splits",
     "UserError",
@@ -42,8 +47,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CIFAR10DataModule": "lightning",
+    "LitData": "lightning",
+    "LitRecipe": "lightning",
     "Recipe": "recipe",
     "Settings": "settings",
+    "SpiralDataModule": "lightning",
     "SpiralDataset": "data.spiral",
     "Splits": "recipe",
     "UserError": "errors",

@@ -5,7 +5,7 @@ This is where settings, recipe and world meet. What is shown on the screen is th
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +20,9 @@ from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.outcome import Outcome, finish_run, leave_why
 from samestep.recipe import Splits
-from samestep.run import Record, Run, is_run, new_run_path, read_records, usable_cores, versions
-from samestep.training import checkpoint
+from samestep.run import Record, Run, is_run, new_run_path, usable_cores, versions
+from samestep.saving import Write, make_saver, make_writer, resume
+from samestep.settings import Settings
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.loop import Job, train
 from samestep.training.optimizer import make_optimizer
@@ -29,13 +30,46 @@ from samestep.training.parallel import wrap
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.prepare import prepare
-from samestep.training.state import capture, restore, seed_alike, seed_rank
+from samestep.training.state import seed_alike, seed_rank
 from samestep.training.step import Trainee
 from samestep.training.stopping import Agreement, Received, Watch
 from samestep.training.threads import choose_threads
 from samestep.world import World
 
 Show = Callable[[Record], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What takes the steps of a job that is built and stands where it is to go on."""
+
+    wrap: Callable[[nn.Module, World], nn.Module]
+    """Puts the model on all ranks."""
+    drive: Callable[["Task"], None]
+    """Trains until there is a reason to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an engine is given."""
+
+    request: Request
+    job: Job
+    checkpoint: Path | None
+    """What the job goes on from; it has been restored already."""
+    path: Path
+    """The run directory."""
+    emit: Show
+    write: Write
+    """(file name, monitored metric, state) → its `checkpoint` record; for rank 0 alone."""
+
+
+def _run_loop(task: Task) -> None:
+    for record in train(task.job):
+        task.emit(record)
+
+
+NATIVE = Engine(wrap=wrap, drive=_run_loop)
 
 
 def run_session(
@@ -46,6 +80,7 @@ def run_session(
     show: Show,
     begin: Callable[[Path], None],
     started_at: float,
+    engine: Engine = NATIVE,
 ) -> Outcome:
     """Train a recipe on this world, from the beginning or from the newest checkpoint.
 
@@ -56,6 +91,7 @@ def run_session(
         show: called on rank 0 with each record.
         begin: called on every rank with the run directory once it is there.
         started_at: when the user's command began, in seconds since the epoch.
+        engine: what takes the steps.
 
     Raises:
         UserError: on every rank, for anything the user can mend.
@@ -64,13 +100,14 @@ def run_session(
     if request.recipe.complete is not None:
         options = world.on_main(lambda: request.recipe.complete_options(request.options))
         request = replace(request, options=options)
-    job, splits, threads = _build(request, world, received)
+    job, splits, threads = _build(request, world, received, engine)
     run = _open(path, world)
     world.on_every(lambda: _begin(begin, path))
     begun = False
     try:
-        resumed = _resume(request, job, path, world)
-        job.save = _saver(request, path, job.position.step, world)
+        resumed = resume(request, job, path, world)
+        write = make_writer(job, path, world)
+        job.save = make_saver(request, world, write)
         emit = _emitter(run, show)
         if run is not None:
             _describe(run, request, job, threads)
@@ -79,14 +116,20 @@ def run_session(
         if resumed is not None:
             emit({"event": "resume", "step": job.position.step, "checkpoint": resumed[0],
                   "world_size": world.world_size, "problems": resumed[1]})  # fmt: skip
-        first_step_s = _drive(job, emit, started_at)
-        return finish_run(request, job, splits, path, run, emit, first_step_s)
+        timed = _Timed(emit, started_at)
+        newest = path / "checkpoints" / resumed[0] if resumed is not None else None
+        engine.drive(Task(request=request, job=job, checkpoint=newest, path=path, emit=timed,
+                          write=write))  # fmt: skip
+        return finish_run(request, job, splits, path, run, emit, timed.first_step_s)
     except Exception as error:
         if run is not None and begun:  # what was refused leaves the run as it was
             job.stop_reason = f"failed: {error}"
             leave_why(run, request, job)
         raise
     finally:
+        for source in (job.train, job.validation):
+            if source is not None:
+                source.close()
         if run is not None:
             run.close()
 
@@ -102,7 +145,9 @@ def _choose_path(request: Request) -> Path:
     return path
 
 
-def _build(request: Request, world: World, received: Received) -> tuple[Job, Splits, int]:
+def _build(
+    request: Request, world: World, received: Received, engine: Engine
+) -> tuple[Job, Splits, int]:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace."""
     settings, recipe = request.settings, request.recipe
     check_precision(settings.precision, world.device)
@@ -124,10 +169,7 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
     )
     seed_rank(settings.seed, world.rank)
-    cores = usable_cores()
-    neighbours = world.gather((world.node, cores)).count((world.node, cores))
-    threads = choose_threads(settings.threads, model, len(cores), neighbours)
-    torch.set_num_threads(threads)
+    threads = _share_cores(settings, model, world)
     compiles = what_compiles(settings, world, model)
     # Inside of what connects the ranks: DDP's own code breaks a graph that begins outside of it.
     forward: nn.Module = model
@@ -136,7 +178,7 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
     optimizer = make_optimizer(model.parameters(), settings, plan.lr, world.device)
     trainee = Trainee(
         model=model,
-        wrapped=wrap(forward, world),
+        wrapped=engine.wrap(forward, world),
         optimizer=optimizer,
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
@@ -157,6 +199,15 @@ def _build(request: Request, world: World, received: Received) -> tuple[Job, Spl
         save=lambda _job, _name, _metric: {},
     )
     return job, splits, threads
+
+
+def _share_cores(settings: Settings, model: nn.Module, world: World) -> int:
+    """Set the number of threads of this rank, among those with the same cores; return it."""
+    cores = usable_cores()
+    neighbours = world.gather((world.node, cores)).count((world.node, cores))
+    threads = choose_threads(settings.threads, model, len(cores), neighbours)
+    torch.set_num_threads(threads)
+    return threads
 
 
 def _agree_on_size(source: Source, world: World) -> int:
@@ -207,58 +258,6 @@ def _open(path: Path, world: World) -> Run | None:
 
     world.on_main(open_run)
     return run
-
-
-def _saver(
-    request: Request, path: Path, step: int, world: World
-) -> Callable[[Job, str, float | None], Record]:
-    """Return what saves a job that goes on from this step."""
-    folder = path / "checkpoints"
-    # Those of later steps were passed over as damaged, and their steps are trained again.
-    index = world.on_main(lambda: checkpoint.read_index(folder).up_to(step))
-
-    def save(job: Job, name: str, metric: float | None) -> Record:
-        nonlocal index
-        state = capture(job, request.recipe.name)
-
-        def write() -> Record:
-            nonlocal index
-            digest = checkpoint.save(folder, name, state)
-            entry = checkpoint.Entry(path=name, step=job.position.step,
-                                     epoch=state["position"]["epoch"], sha256=digest,
-                                     metric=metric)  # fmt: skip
-            index = replace(index, monitor=job.watch.metric, mode=job.watch.mode)
-            index = checkpoint.announce(folder, index, entry, job.settings.keep_top_k)
-            return {"event": "checkpoint", "step": job.position.step,
-                    "path": f"checkpoints/{name}", "sha256": digest}  # fmt: skip
-
-        return world.on_main(write)
-
-    return save
-
-
-def _resume(request: Request, job: Job, path: Path, world: World) -> tuple[str, list[str]] | None:
-    """Bring the job to the newest whole checkpoint; return its name and what was passed over."""
-    if not request.resume or not world.on_main(lambda: is_run(path)):
-        return None
-    # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
-    found = world.on_main(lambda: _newest(path))
-    if found is None:
-        return None
-    entry, problems = found
-    state = world.on_every(lambda: checkpoint.load(path / "checkpoints", entry))
-    restore(job, request.recipe.name, state)
-    return entry.path, problems
-
-
-def _newest(path: Path) -> tuple[checkpoint.Entry, list[str]] | None:
-    found = checkpoint.load_newest(path / "checkpoints")
-    if found is None and any(r["event"] == "checkpoint" for r in read_records(path)):
-        raise UserError(
-            f"{path / 'checkpoints' / 'index.json'} names no checkpoint, though the run announced "
-            "some. Restore it from a backup, or start a new run."
-        )
-    return (found[0], found[2]) if found else None
 
 
 def _emitter(run: Run | None, show: Show) -> Show:
@@ -333,11 +332,14 @@ def _notes(request: Request, job: Job, path: Path, *, resumed: bool) -> list[str
     return notes
 
 
-def _drive(job: Job, emit: Show, started_at: float) -> float | None:
-    """Run the loop; return the seconds from the user's command to the end of the first step."""
-    first_step_s: float | None = None
-    for record in train(job):
-        if first_step_s is None:
-            first_step_s = time.time() - started_at
-        emit(record)
-    return first_step_s
+class _Timed:
+    """Pass records on, and keep the seconds from the user's command to the first of them."""
+
+    def __init__(self, emit: Show, started_at: float) -> None:
+        self._emit, self._started_at = emit, started_at
+        self.first_step_s: float | None = None
+
+    def __call__(self, record: Record) -> None:
+        if self.first_step_s is None:
+            self.first_step_s = time.time() - self._started_at
+        self._emit(record)

@@ -57,6 +57,8 @@ class Settings:
     clip_norm: float | None = None
     """Clip the gradient to this norm."""
 
+    engine: Literal["native", "lightning"] = "native"
+    """What runs the loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
     precision: Precision = "fp32"
     """bf16 and fp16 are autocast (fp16 with a gradient scaler); fp64 converts model and data."""
     seed: int = 42

@@ -320,10 +320,8 @@ def leave(world: World) -> None:
     Without the barrier a rank can exit while others still talk to it; a failed rank that waits
     here would hold up the others for ever.
     """
-    # What is part of a cycle has to go now: a DDP model before the group does, and a loader whose
-    # workers Python would otherwise wait for at its end.
-    gc.collect()
     if world.world_size > 1:
+        gc.collect()  # a DDP model is part of a cycle, and must go before the group does
         dist.barrier()
         dist.destroy_process_group()
 

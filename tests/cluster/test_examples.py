@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.cluster.sandbox import FINAL
-from tests.examples.programs import ROOT, TRAIN_DISTRIBUTED, epochs, run
+from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, TRAIN_DISTRIBUTED, epochs, run
 from tests.idx_files import write_mnist
 
 RUN_DISTRIBUTED = "mnist_torchrun/run_distributed.slurm"
@@ -117,3 +117,48 @@ def test_a_mistake_fails_the_job_with_one_message(sandbox, folder):
     job = submit(sandbox, folder, RUN_DISTRIBUTED, "--data-dir", "nowhere")
     printed = end(sandbox, folder, job, state="FAILED")
     assert printed.count("train_distributed.py: nowhere holds no train-images-idx3-ubyte") == 1
+
+
+LIGHTNING = "python examples/spiral_lightning/train.py"
+
+
+def end_of_script(sandbox, folder, command, *options, state="COMPLETED"):
+    """Submit a command, wait for its end, which must be this one; return what it printed."""
+    script = f"export MASTER_ADDR=127.0.0.1 OMP_NUM_THREADS=1\n{command}"
+    job = sandbox.submit(folder, script, *options)
+    try:
+        sandbox.wait_for_state(job, *FINAL, within_s=120)
+    finally:
+        printed = (folder / "out").read_text()
+        print(printed)  # shown where the test fails
+    assert sandbox.state(job) == state
+    return printed
+
+
+def test_lightning_under_srun_on_two_nodes_prints_once_what_it_prints_under_torchrun(
+    sandbox, folder
+):
+    # The parts of 1,013 samples, 709, 151 and 153, are odd: two ranks cannot share them equally.
+    told = ("--num_samples", "1013", "--max_epochs", "2")
+    here = run(SPIRAL_LIGHTNING, *told, folder=folder, world_size=2)
+    assert here.returncode == 0, here.stderr
+    # Not --ntasks-per-node, which Lightning by itself insists on.
+    command = f"srun --kill-on-bad-exit=1 --ntasks=2 {LIGHTNING} --output_dir under_srun"
+    printed = end_of_script(
+        sandbox, folder, f"{command} {' '.join(told)}", "--nodes=2", "--ntasks=2"
+    )
+    first, *_ = lines = printed.splitlines()
+    assert first == "Ranks: 2, nodes: 2, device: cpu, samples a step: 64 = 32 x 2"
+    assert len(lines) == len(here.stdout.splitlines()) == 10  # so no line comes twice
+    assert len(epochs(printed)) == 2
+    assert epochs(printed) == epochs(here.stdout)
+    assert lines[-2] == here.stdout.splitlines()[-2]  # of the test samples
+    kept = {path.relative_to(folder / "under_srun") for path in folder.glob("under_srun/*/*")}
+    assert [str(path) for path in kept] == ["spiral/version_0"]
+
+
+def test_lightning_refuses_unequal_numbers_of_tasks_with_one_message(sandbox, folder):
+    command = f"srun --kill-on-bad-exit=1 {LIGHTNING}"
+    printed = end_of_script(sandbox, folder, command, "--nodes=2", "--ntasks=3", state="FAILED")
+    assert printed.count("train.py: srun put 2,1 tasks on the nodes") == 1
+    assert "Traceback" not in printed

@@ -54,6 +54,17 @@ def test_a_job_completes_with_the_losses_of_the_local_run(
     assert job.log.count("epoch 1 ") == 1
 
 
+def test_lightnings_trainer_takes_the_same_steps_on_two_nodes(sandbox, tmp_path, local):
+    write_recipe(tmp_path)
+    job = submit(sandbox, tmp_path, "tiny.py", "--nodes", "2", "--ntasks-per-node", "1",
+                 "--", "--engine", "lightning")  # fmt: skip
+    job.wait("COMPLETED")
+    assert [loss for _, loss in job.losses()] == pytest.approx([loss for _, loss in local], 1e-5)
+    start = job.records()[0]
+    assert (start["num_nodes"], start["launcher"]) == (2, "srun")
+    assert job.log.count("epoch 1 ") == 1
+
+
 def test_two_jobs_at_once_on_the_same_nodes_do_not_collide(sandbox, tmp_path, local):
     write_recipe(tmp_path)
     set_pace(tmp_path, 0.1)

@@ -19,7 +19,7 @@ from samestep.failure import PARENT, STARTED_AT, die_with_parent, rank_of, repor
 from samestep.rank_log import RankLog
 from samestep.recipe import recipe_names
 from samestep.screen import Screen
-from samestep.session import run_session
+from samestep.session import NATIVE, Engine, run_session
 from samestep.settings import Settings
 from samestep.training.stopping import catch_signals
 from samestep.world import abandon, find_world, join, leave
@@ -163,13 +163,14 @@ def _general_help(arguments: list[str]) -> int:
 
 def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
     """Train as one rank of the world that the environment describes."""
+    engine = _engine(request.settings)
     world, launch = find_world(request.settings.device, request.settings.backend)
     join(world, launch)
     screen = Screen()
     with catch_signals() as received, screen:
         outcome = run_session(
             request, world, received=received, show=screen.show, begin=log.move_to,
-            started_at=started_at,
+            started_at=started_at, engine=engine,
         )  # fmt: skip
     # Before the ranks part: a launcher may end all with the first that leaves with a signal's code.
     if world.is_main:
@@ -177,3 +178,12 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
         sys.stdout.flush()
     leave(world)
     return 128 + outcome.signum if outcome.signum else 0
+
+
+def _engine(settings: Settings) -> Engine:
+    if settings.engine == "native":
+        return NATIVE
+    from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
+
+    check_settings(settings)
+    return LIGHTNING

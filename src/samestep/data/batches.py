@@ -34,6 +34,9 @@ class Source(Protocol):
     def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
 
+    def close(self) -> None:
+        """End what reads the data; it cannot be read any more."""
+
 
 def open_source(
     data: InMemory | Dataset[Any], recipe: Recipe, world: World, *, seed: int,

@@ -73,6 +73,12 @@ class LoaderSource:
         for inputs, targets in self._batches():
             yield self._finish(inputs), targets
 
+    def close(self) -> None:
+        """End the workers. They ignore SIGTERM, so that Python, at its end, would wait for them."""
+        iterator = getattr(self._loader, "_iterator", None)  # PyTorch has no public way
+        if iterator is not None:
+            iterator._shutdown_workers()  # noqa: SLF001
+
     def _batches(self) -> Iterator[tuple[Any, Any]]:
         try:
             for inputs, targets in self._loader:

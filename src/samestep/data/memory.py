@@ -74,6 +74,9 @@ class MemorySource:
             inputs = self._inputs[rows].to(self._world.device, copy=True)
             yield self._finish(inputs), self._targets[rows].to(self._world.device)
 
+    def close(self) -> None:
+        """Do nothing: nobody else reads."""
+
     def _gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         device = self._world.device
         inputs = self._inputs.index_select(0, indices)

@@ -1,7 +1,6 @@
 """The training loop: it yields records, and whoever calls it does with them what it likes."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from signal import Signals
@@ -15,6 +14,7 @@ from samestep.data.blocks import Block
 from samestep.errors import UserError
 from samestep.run import Record
 from samestep.settings import Settings
+from samestep.training.clock import Clock, Position
 from samestep.training.evaluate import evaluate
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
@@ -22,25 +22,6 @@ from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.stopping import NOTHING, Agreed, Agreement, Watch
 from samestep.training.window import REMEDIES, Window
 from samestep.world import World
-
-_PROGRESS_EVERY_S = 0.2
-
-
-@dataclass(kw_only=True)
-class Position:
-    """Where the training stands: saved in each checkpoint, and resuming goes on from it."""
-
-    step: int = 0
-    """Optimizer steps taken."""
-    epoch: int = 0
-    """Epochs finished, their evaluation included."""
-    step_in_epoch: int = 0
-    samples: int = 0
-    """Samples trained."""
-    seconds: float = 0.0
-    """Seconds spent in training steps, over all attempts."""
-    epoch_started_s: float = 0.0
-    """The value of `seconds` when the running epoch began."""
 
 
 @dataclass(kw_only=True)
@@ -101,7 +82,7 @@ def _steps(job: Job) -> Iterator[Record]:
     """Take the remaining steps of the running epoch."""
     plan, settings = job.plan, job.settings
     window = Window(job.world, job.loss_sum)
-    clock = _Clock(job.position)
+    clock = Clock(job.position)
     position, dues = job.position, _dues(settings)
     for piece in _pieces(job):
         before = position.step
@@ -129,7 +110,7 @@ def _steps(job: Job) -> Iterator[Record]:
             if job.stop_reason:
                 return
     window.read([], learning_rate(plan, settings, job.position.step - 1))
-    _settle(job, window, clock)
+    settle(job, window, clock)
 
 
 def _pieces(job: Job) -> Iterator[Block]:
@@ -165,7 +146,7 @@ def _pieces(job: Job) -> Iterator[Block]:
 
 
 def _step_records(
-    job: Job, clock: "_Clock", logged: list[int], losses: list[float], result: StepResult,
+    job: Job, clock: Clock, logged: list[int], losses: list[float], result: StepResult,
     lrs: list[float],
 ) -> Iterator[Record]:  # fmt: skip
     """Yield the `step` records of the logged steps, all within the steps just taken."""
@@ -194,7 +175,7 @@ def _dues(settings: Settings) -> list[int]:
 
 
 def _between_steps(
-    job: Job, agreed: Agreed, window: Window, clock: "_Clock", lr: float
+    job: Job, agreed: Agreed, window: Window, clock: Clock, lr: float
 ) -> Iterator[Record]:
     """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
     settings, position = job.settings, job.position
@@ -205,14 +186,14 @@ def _between_steps(
     if not (evaluates or saves or agreed.signum):
         return
     window.read([], lr)  # nothing is saved that is not known to be finite
-    _settle(job, window, clock)
+    settle(job, window, clock)
     metric = None
     if evaluates and job.validation is not None:
-        record, metric = _evaluate(job, job.validation)
+        record, metric = evaluate_job(job, job.validation)
         yield record
         _stop_early(job)
     if saves or agreed.signum or job.stop_reason:
-        yield from _save(job, f"checkpoint_step_{position.step}.pt", metric)
+        yield from _save(job, file_name(job), metric)
     if agreed.signum:
         job.signum = agreed.signum
         job.stop_reason = Signals(agreed.signum).name
@@ -224,18 +205,7 @@ def _end_of_epoch(job: Job) -> Iterator[Record]:
     settings, plan, position = job.settings, job.plan, job.position
     whole = _epoch_is_full(job)
     number = position.epoch + 1
-    samples = min(position.step_in_epoch * plan.global_batch_size, plan.num_samples)
-    total = float(job.world.reduce(torch.tensor(job.loss_sum, dtype=torch.float64)))
-    seconds = position.seconds - position.epoch_started_s
-    yield {
-        "event": "epoch",
-        "epoch": number,
-        "step": position.step,
-        "loss": total / samples,
-        "samples": samples,
-        "train_seconds": seconds,
-        "samples_per_s": samples / max(seconds, 1e-9),
-    }
+    yield epoch_record(job)
     last = position.step >= plan.total_steps
     metric = None
     evaluates = number % settings.eval_every_epochs == 0 or _due(
@@ -245,19 +215,50 @@ def _end_of_epoch(job: Job) -> Iterator[Record]:
         settings.checkpoint_every_steps, position.step
     )
     if job.validation is not None and (last or evaluates):
-        record, metric = _evaluate(job, job.validation)
+        record, metric = evaluate_job(job, job.validation)
         yield record
         _stop_early(job)
     if whole:
-        position.epoch, position.step_in_epoch = number, 0
-        position.epoch_started_s = position.seconds
-        job.loss_sum = 0.0
+        close_epoch(job)
     if last or job.stop_reason or saves:
-        name = f"checkpoint_epoch_{number}.pt" if whole else f"checkpoint_step_{position.step}.pt"
-        yield from _save(job, name, metric)
+        yield from _save(job, file_name(job), metric)
 
 
-def _evaluate(job: Job, source: Source) -> tuple[Record, float]:
+def epoch_record(job: Job) -> Record:
+    """Return the `epoch` record of the epoch that has just been trained."""
+    plan, position = job.plan, job.position
+    samples = min(position.step_in_epoch * plan.global_batch_size, plan.num_samples)
+    total = float(job.world.reduce(torch.tensor(job.loss_sum, dtype=torch.float64)))
+    seconds = position.seconds - position.epoch_started_s
+    return {
+        "event": "epoch",
+        "epoch": position.epoch + 1,
+        "step": position.step,
+        "loss": total / samples,
+        "samples": samples,
+        "train_seconds": seconds,
+        "samples_per_s": samples / max(seconds, 1e-9),
+    }
+
+
+def close_epoch(job: Job) -> None:
+    """Count an epoch that is trained and evaluated."""
+    position = job.position
+    position.epoch, position.step_in_epoch = position.epoch + 1, 0
+    position.epoch_started_s = position.seconds
+    job.loss_sum = 0.0
+
+
+def file_name(job: Job) -> str:
+    """Return the name of a checkpoint of where the job stands."""
+    position = job.position
+    if position.step_in_epoch:
+        return f"checkpoint_step_{position.step}.pt"
+    return f"checkpoint_epoch_{position.epoch}.pt"
+
+
+def evaluate_job(job: Job, source: Source) -> tuple[Record, float]:
+    """Evaluate where the job stands; return the `evaluation` record and the monitored metric."""
     share_buffers(job.trainee.model, job.world)
     values = evaluate(
         job.trainee.model,
@@ -268,8 +269,17 @@ def _evaluate(job: Job, source: Source) -> tuple[Record, float]:
         batch_size=evaluation_batch(job.plan.batch_size),
         precision=job.settings.precision,
     )
+    return judge(job, values)
+
+
+def judge(job: Job, values: dict[str, float]) -> tuple[Record, float]:
+    """Take note of a validation's values; return their record and the monitored metric.
+
+    Raises:
+        UserError: the loss is NaN or infinite.
+    """
     if not math.isfinite(values["loss"]):
-        raise _diverged(job, "The validation loss is NaN or infinite")
+        raise diverged(job, "The validation loss is NaN or infinite")
     epoch = job.position.epoch + 1
     job.watch = job.watch.after(values[job.watch.metric], epoch, job.settings.min_delta)
     record = {"event": "evaluation", "split": "validation", "epoch": epoch,
@@ -277,7 +287,8 @@ def _evaluate(job: Job, source: Source) -> tuple[Record, float]:
     return record, values[job.watch.metric]
 
 
-def _diverged(job: Job, what: str) -> UserError:
+def diverged(job: Job, what: str) -> UserError:
+    """Return the message for numbers that are no longer finite."""
     lr = learning_rate(job.plan, job.settings, job.position.step - 1)
     return UserError(
         f"{what} after step {job.position.step} (learning rate {lr:.3g}). Training stopped; the "
@@ -298,15 +309,23 @@ def _stop_early(job: Job) -> None:
 
 
 def _save(job: Job, name: str, metric: float | None) -> Iterator[Record]:
-    # A gradient can overflow in the very last step, whose own loss was still finite.
-    checks = [p.detach().isfinite().all() for p in job.trainee.model.parameters()]
-    if checks and not bool(torch.stack(checks).all()):
-        raise _diverged(job, "A weight is NaN or infinite")
+    check_weights(job)
     job.agreement.saved()
     yield job.save(job, name, metric)
 
 
-def _settle(job: Job, window: Window, clock: "_Clock") -> None:
+def check_weights(job: Job) -> None:
+    """Check that what is to be saved is finite.
+
+    Raises:
+        UserError: it is not; a gradient can overflow in a step whose own loss was still finite.
+    """
+    checks = [p.detach().isfinite().all() for p in job.trainee.model.parameters()]
+    if checks and not bool(torch.stack(checks).all()):
+        raise diverged(job, "A weight is NaN or infinite")
+
+
+def settle(job: Job, window: Window, clock: Clock) -> None:
     """Bring the job's own account up to date with what the steps gathered."""
     window.read([], 0.0)
     job.loss_sum = window.loss_sum
@@ -315,45 +334,3 @@ def _settle(job: Job, window: Window, clock: "_Clock") -> None:
 
 def _due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
-
-
-class _Clock:
-    """Count the seconds of training steps, without the evaluations and checkpoints between."""
-
-    def __init__(self, position: Position) -> None:
-        self._before, self._since = position.seconds, time.perf_counter()
-        self._marked = (position.samples, position.seconds)
-        self._shown = 0.0
-
-    def seconds(self) -> float:
-        """Return the seconds so far."""
-        return self._before + time.perf_counter() - self._since
-
-    def resume(self, position: Position) -> None:
-        """Go on after a pause that began when the position was brought up to date."""
-        self._before, self._since = position.seconds, time.perf_counter()
-
-    def leave_out(self, seconds: float) -> None:
-        """Do not count these seconds: they were spent in compiling."""
-        self._since += seconds
-
-    def rate(self, position: Position) -> Record:
-        """Return the fields `seconds` and `samples_per_s`, the latter since the last mark."""
-        samples, seconds = self._marked
-        now = self.seconds()
-        return {
-            "seconds": now,
-            "samples_per_s": (position.samples - samples) / max(now - seconds, 1e-9),
-        }
-
-    def mark(self, position: Position) -> None:
-        """Measure the next rate from here."""
-        self._marked = (position.samples, self.seconds())
-
-    def shows(self) -> bool:
-        """Whether a progress bar should move again."""
-        now = time.perf_counter()
-        if now - self._shown < _PROGRESS_EVERY_S:
-            return False
-        self._shown = now
-        return True

@@ -14,11 +14,12 @@ _FUSED = ("cpu", "cuda", "mps")
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], settings: Settings, lr: float, device: torch.device
-) -> torch.optim.Optimizer:
-    """Return the optimizer of these settings, at a learning rate."""
+    parameters: Iterable[nn.Parameter], settings: Settings, lr: float, device: torch.device,
+    *, fuse: bool = True,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """Return the optimizer of these settings, at a learning rate; fused if wanted and possible."""
     parameters = [p for p in parameters if p.requires_grad]
-    fused = device.type in _FUSED
+    fused = fuse and device.type in _FUSED
     decay = settings.weight_decay
     if settings.optimizer == "sgd":
         return torch.optim.SGD(

@@ -12,7 +12,8 @@ import torch
 from samestep.data.keys import mix
 from samestep.errors import UserError
 from samestep.training.checkpoint import FORMAT
-from samestep.training.loop import Job, Position
+from samestep.training.clock import Position
+from samestep.training.loop import Job
 from samestep.training.optimizer import set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts

@@ -1,0 +1,287 @@
+"""A recipe's data as a LightningDataModule: samestep's order, batches and shares."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+
+from samestep.data.batches import Source, open_source
+from samestep.data.blocks import Block, narrow
+from samestep.data.cifar import has_cifar10
+from samestep.data.download import download
+from samestep.data.ready import SPLITS
+from samestep.errors import UserError
+from samestep.recipe import Recipe, find_recipe
+from samestep.settings import Settings, merge_layers
+from samestep.training.loop import Job, evaluation_batch
+from samestep.training.plan import Plan, make_plan
+from samestep.training.state import seed_alike
+from samestep.world import World
+
+
+class Part(NamedTuple):
+    """What one rank computes at once: a micro-step of an optimizer step."""
+
+    inputs: Any
+    """(batch, …)."""
+    targets: Any
+    """(batch, …)."""
+    weight: float
+    """This part's share of the global batch: its samples / all samples of the step. The parts of
+    all ranks add up to 1."""
+    size: int
+    """Samples of the step over all ranks."""
+    last: bool
+    """Whether the step ends with it."""
+
+
+def resolve(recipe: Recipe | str, settings: Settings | None) -> tuple[Recipe, Settings]:
+    """Return the recipe that is meant, and its own settings where none are given."""
+    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    if settings is None:
+        settings = Settings(**merge_layers(dict(found.settings)))  # type: ignore[arg-type]
+    return found, settings
+
+
+def choose_options(recipe: Recipe, options: object) -> Any:
+    """Return the options that are given, or the recipe's defaults, with what the data tells."""
+    chosen = recipe.options() if options is None and recipe.options is not None else options
+    return recipe.complete_options(chosen)
+
+
+def world_of(trainer: "pl.Trainer") -> World:
+    """Return this rank among the others, as a Trainer sees it."""
+    return World(
+        rank=trainer.global_rank,
+        local_rank=trainer.local_rank,
+        world_size=trainer.world_size,
+        local_world_size=max(1, trainer.world_size // trainer.num_nodes),
+        node=trainer.node_rank,
+        num_nodes=trainer.num_nodes,
+        device=trainer.strategy.root_device,
+    )
+
+
+class LitData(pl.LightningDataModule):
+    """A recipe's data in samestep's order: each rank's exact share, none twice, none left out.
+
+    Args:
+        recipe: a recipe, or its name, or the path of its file.
+        settings: how to train; the recipe's defaults if not given. Epochs, steps and accumulation
+            are taken from the Trainer.
+        options: the recipe's options; their defaults if not given.
+    """
+
+    def __init__(
+        self, recipe: Recipe | str, settings: Settings | None = None, options: object = None
+    ) -> None:
+        super().__init__()
+        self.recipe, self.settings = resolve(recipe, settings)
+        self.options = choose_options(self.recipe, options)
+        self.plan: Plan | None = None
+        """Batch sizes, steps and learning rate, once it is set up."""
+        self.world = World()
+        self._sources: dict[str, Source | None] = {}
+
+    @classmethod
+    def of_job(cls, job: Job, recipe: Recipe, options: object) -> "LitData":
+        """Return the data of a job that samestep has built."""
+        data = cls(recipe, job.settings, options)
+        data.plan, data.world = job.plan, job.world
+        data._sources = {"train": job.train, "validation": job.validation, "test": None}
+        return data
+
+    def setup(self, stage: str) -> None:
+        """Load the data and derive the numbers of the run.
+
+        Raises:
+            UserError: the sizes contradict each other, or the Trainer accumulates otherwise.
+        """
+        if self._sources:
+            return
+        trainer = self.trainer
+        assert trainer is not None
+        self.world, settings = world_of(trainer), self.settings
+        seed_alike(settings.seed)
+        splits = self.recipe.load_data(self.options)
+        if splits.together is not None:
+            splits = splits.together(self.world, SPLITS)
+        for name in SPLITS:
+            data = getattr(splits, name)
+            self._sources[name] = None if data is None else open_source(
+                data, self.recipe, self.world, seed=settings.seed, dtype=torch.float32,
+                num_workers=settings.num_workers,
+            )  # fmt: skip
+        if stage == "fit":
+            self.plan = self._plan_for(trainer)
+
+    def _plan_for(self, trainer: "pl.Trainer") -> Plan:
+        asked = trainer.accumulate_grad_batches
+        epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
+        steps = trainer.max_steps if trainer.max_steps > 0 else None
+        settings = replace(self.settings, epochs=epochs, max_steps=steps)
+        if settings.batch_size is not None and settings.global_batch_size is None:
+            settings = replace(settings, accumulate=asked)
+        source = self._sources["train"]
+        assert source is not None
+        plan = make_plan(settings, source.num_samples, self.world.world_size, resumed=False)
+        if plan.accumulate != asked:
+            raise UserError(
+                f"The batch sizes need {plan.accumulate} micro-steps and the Trainer takes {asked}:"
+                f" create it with Trainer(accumulate_grad_batches={plan.accumulate})."
+            )
+        return plan
+
+    def train_dataloader(self) -> "Parts":
+        """Return what yields this rank's parts of the running epoch."""
+        source, trainer = self._sources["train"], self.trainer
+        assert source is not None
+        assert self.plan is not None
+        assert trainer is not None
+        return Parts(source, self.plan, trainer, drop_last=self.settings.drop_last)
+
+    def val_dataloader(self) -> "_Share | list[Any]":
+        """Return what yields this rank's share of the validation samples."""
+        return self._share("validation")
+
+    def test_dataloader(self) -> "_Share | list[Any]":
+        """Return what yields this rank's share of the test samples."""
+        return self._share("test")
+
+    def _share(self, name: str) -> "_Share | list[Any]":
+        source = self._sources[name]
+        if source is None:
+            return []
+        batch = self.plan.batch_size if self.plan else self.settings.batch_size or 1
+        return _Share(source, evaluation_batch(batch), self.world)
+
+
+class SpiralDataModule(LitData):
+    """The two spirals for any LightningModule; a batch begins with inputs and targets.
+
+    Args:
+        num_samples: points in all; 70 % train, 15 % validation, 15 % test.
+        noise: standard deviation that is added to each coordinate.
+        batch_size: samples per rank.
+        seed: of the points and their order.
+    """
+
+    def __init__(
+        self, num_samples: int = 10_000, noise: float = 0.2, batch_size: int = 32, seed: int = 42
+    ) -> None:
+        options = {"num_samples": num_samples, "noise": noise, "data_seed": seed}
+        super().__init__(*_with("spiral", options, batch_size, seed))
+
+
+class CIFAR10DataModule(LitData):
+    """CIFAR-10 for any LightningModule; a batch begins with images and labels.
+
+    Images are (batch, 3, 32, 32), normalised; those to train on are cropped and mirrored.
+
+    Args:
+        data_dir: folder of the binary version, or of train/CLASS/*.jpg and test/CLASS/*.jpg.
+        batch_size: samples per rank.
+        download: whether to fetch the binary version first if no data is there.
+        seed: of the order and the augmentation.
+    """
+
+    def __init__(
+        self, data_dir: str = "data/cifar10", batch_size: int = 128, *, download: bool = False,
+        seed: int = 42,
+    ) -> None:  # fmt: skip
+        options = {"data_dir": data_dir, "download": download}
+        super().__init__(*_with("cifar10", options, batch_size, seed))
+
+    def prepare_data(self) -> None:
+        """Fetch what is not there; Lightning calls this once a node."""
+        folder = Path(self.options.data_dir)
+        if self.options.download and not has_cifar10(folder):
+            download("cifar10", folder)
+
+
+def _with(
+    name: str, options: dict[str, Any], batch_size: int, seed: int
+) -> tuple[Recipe, Settings, Any]:
+    recipe = find_recipe(name)
+    assert recipe.options is not None
+    layers = dict(recipe.settings), {"batch_size": batch_size, "seed": seed}
+    settings = Settings(**merge_layers(*layers))  # type: ignore[arg-type]
+    return recipe, settings, recipe.options(**options)
+
+
+class Parts:
+    """The parts of one rank, epoch by epoch; it knows where it stands, for resuming."""
+
+    def __init__(
+        self, source: Source, plan: Plan, trainer: "pl.Trainer", *, drop_last: bool
+    ) -> None:
+        self._source, self._plan, self._trainer = source, plan, trainer
+        self._drop_last = drop_last
+        self._first_step = 0
+        self._step = 0
+
+    def __len__(self) -> int:
+        """Return the parts of an epoch."""
+        plan = self._plan
+        full, rest = divmod(plan.num_samples, plan.global_batch_size)
+        parts = full * plan.accumulate
+        if rest and not self._drop_last:
+            parts += self._parts_of(rest)
+        return parts
+
+    def __iter__(self) -> Iterator[Part]:
+        """Yield the parts from where the epoch is to go on."""
+        self._step, self._first_step = self._first_step, 0
+        blocks = self._source.blocks(
+            self._trainer.current_epoch, self._step,
+            global_batch=self._plan.global_batch_size, drop_last=self._drop_last,
+        )  # fmt: skip
+        for block in blocks:
+            for step in block.singles():
+                parts = list(self._cut(step))
+                self._step = step.first_step + 1
+                yield from parts
+
+    def _parts_of(self, size: int) -> int:
+        largest_share = -(-size // self._plan.world_size)
+        return -(-largest_share // self._plan.batch_size)
+
+    def _cut(self, step: Block) -> Iterator[Part]:
+        """Cut a step; every rank gets equally many parts, for Lightning counts them."""
+        batch, number = self._plan.batch_size, self._parts_of(step.global_size)
+        for part in range(number):
+            start = part * batch
+            count = min(batch, step.rows - start)
+            weight = step.weight
+            if count <= 0:  # another rank has samples left: one that counts nothing stands in
+                start, count, weight = 0, 1, 0.0
+            yield Part(
+                narrow(step.inputs, start, count), narrow(step.targets, start, count),
+                weight * count / step.global_size, step.global_size, part == number - 1,
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the epoch stands: the steps that were handed out."""
+        return {"step_in_epoch": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self._first_step = state["step_in_epoch"] % self._plan.steps_per_epoch
+
+
+class _Share:
+    """One rank's share of a split, in order, without the samples that a sampler would add."""
+
+    def __init__(self, source: Source, batch_size: int, world: World) -> None:
+        self._source, self._batch_size = source, batch_size
+        share = -(-source.num_samples // world.world_size)
+        self._length = -(-share // batch_size)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self._source.evaluation(self._batch_size)

@@ -1,0 +1,378 @@
+"""`--engine lightning`: a job of samestep's, trained by PyTorch Lightning's Trainer.
+
+The run directory, its records and its checkpoints are those of samestep's own loop. A checkpoint
+holds what either needs: Lightning goes on from it, and `samestep evaluate` reads it.
+"""
+
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from samestep.errors import UserError
+from samestep.lightning.data import LitData, Part
+from samestep.lightning.module import LitRecipe
+from samestep.session import Engine, Task
+from samestep.settings import Settings, flag_name
+from samestep.training import checkpoint
+from samestep.training.clock import Clock
+from samestep.training.loop import (
+    check_weights,
+    close_epoch,
+    epoch_record,
+    evaluate_job,
+    file_name,
+    judge,
+    settle,
+)
+from samestep.training.plan import learning_rate
+from samestep.training.prepare import match_layouts
+from samestep.training.state import capture
+from samestep.training.window import Window
+from samestep.world import World
+
+# What Lightning's loop has no place for; refused before anything is written.
+_NATIVE_ONLY: dict[str, object] = {
+    "compile": "off", "eval_every_steps": None, "checkpoint_every_steps": None,
+    "checkpoint_every_minutes": None, "eval_every_epochs": 1, "checkpoint_every_epochs": 1,
+}  # fmt: skip
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse what this engine cannot do.
+
+    Raises:
+        UserError: a setting needs the native engine.
+    """
+    for name, value in _NATIVE_ONLY.items():
+        if getattr(settings, name) != value:
+            raise UserError(
+                f"--{flag_name(name)} {getattr(settings, name)} needs --engine native: Lightning's "
+                "loop evaluates and saves at the end of every epoch, and compiles no whole steps."
+            )
+
+
+class _Stopped(Exception):  # noqa: N818 - it is no error
+    """All ranks have agreed to stop, and saved."""
+
+
+class _Module(LitRecipe):
+    """A recipe whose checkpoints hold also what samestep's own loop goes on from."""
+
+    def __init__(self, task: Task) -> None:
+        request, job = task.request, task.job
+        super().__init__(request.recipe, job.settings, request.options, model=job.trainee.model)
+        self._job = job
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer, and let the job know it."""
+        configured = cast("dict[str, Any]", super().configure_optimizers())
+        self._job.trainee = replace(self._job.trainee, optimizer=configured["optimizer"])
+        return cast("OptimizerLRScheduler", configured)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the state of the job; all ranks come here."""
+        check_weights(self._job)
+        checkpoint.update(capture(self._job, self.recipe.name))
+
+
+class _Writer(CheckpointIO):
+    """Write checkpoints whole or not at all, and announce them in the run's index."""
+
+    def __init__(self, task: Task, records: "_Records") -> None:
+        self._task, self._records = task, records
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: object = None
+    ) -> None:
+        """Write and announce; rank 0 alone comes here."""
+        del storage_options
+        record = self._task.write(Path(path).name, self._records.metric, checkpoint)
+        self._task.emit(record)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return a checkpoint; nothing in it is run."""
+        del map_location, weights_only
+        folder = Path(path).parent
+        for entry in checkpoint.read_index(folder).checkpoints:
+            if entry.path == Path(path).name:
+                return checkpoint.load(folder, entry)
+        raise UserError(f"{path} is not among the checkpoints that {folder}/index.json names.")
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Do nothing: the index keeps the best and the last."""
+
+
+class _Checkpoints(ModelCheckpoint):
+    """A checkpoint at the end of each epoch, after its validation."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(
+            dirpath=task.path / "checkpoints", save_top_k=-1, enable_version_counter=False,
+            save_on_train_epoch_end=task.job.validation is None,
+        )  # fmt: skip
+        self._job = task.job
+
+    def format_checkpoint_name(
+        self, metrics: dict[str, Tensor], filename: str | None = None, ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:  # fmt: skip
+        """Return the path of a checkpoint of where the job stands."""
+        del metrics, filename, ver, prefix
+        return str(Path(cast("str", self.dirpath)) / file_name(self._job))
+
+
+class _Records(Callback):
+    """Keep the job's own account, and pass its records on."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._job = task, task.job
+        self._window = Window(self._job.world, self._job.loss_sum)
+        self._clock = Clock(self._job.position)
+        self._norm: float | None = None
+        # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
+        self._heed = signal.getsignal(signal.SIGTERM)
+        self.metric: float | None = None
+        """The monitored metric of the newest evaluation, if nothing was trained since."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        del trainer, pl_module
+        signal.signal(signal.SIGTERM, self._heed)
+        match_layouts(self._job.trainee.optimizer)  # Lightning has loaded its state
+        self._job.agreement.start(self._job.position.step)
+        self._clock = Clock(self._job.position)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Measure the gradient before it is clipped, where it will be recorded."""
+        del optimizer
+        if (trainer.global_step + 1) % self._job.settings.log_every == 0:
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._norm = float(nn.utils.get_total_norm(grads))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Part,
+        batch_idx: int,
+    ) -> None:  # fmt: skip
+        """Count a step once its last part is done."""
+        del outputs, batch_idx
+        if not batch.last:
+            return
+        job, position = self._job, self._job.position
+        part = torch.as_tensor(cast("LitRecipe", pl_module).step_loss)
+        self._window.add(position.step, [part], batch.size)
+        self.metric = None
+        position.step += 1
+        position.step_in_epoch += 1
+        position.samples += batch.size
+        self._tell()
+        ends = position.step_in_epoch == job.plan.steps_per_epoch
+        if ends or position.step == job.plan.total_steps:
+            self._settle()
+            self._task.emit(epoch_record(job))
+        agreed = job.agreement.after(position.step)
+        if agreed.signum and not ends:
+            self._settle()
+            trainer.save_checkpoint(self._task.path / "checkpoints" / file_name(job))
+            job.signum = agreed.signum
+            job.stop_reason = signal.Signals(agreed.signum).name
+            raise _Stopped
+
+    def _tell(self) -> None:
+        """Pass on the `step` record if one is due, and `progress` now and then."""
+        job, position = self._job, self._job.position
+        lr = learning_rate(job.plan, job.settings, position.step - 1)
+        due = position.step % job.settings.log_every == 0
+        if due or self._window.full:
+            losses = self._window.read([position.step] if due else [], lr)
+            for loss in losses:
+                self._task.emit({
+                    "event": "step", "step": position.step, "epoch": position.epoch + 1,
+                    "loss": loss, "grad_norm": self._norm, "lr": lr,
+                    "samples": position.samples, **self._clock.rate(position),
+                })  # fmt: skip
+                self._clock.mark(position)
+        if self._clock.shows():
+            now = {"event": "progress", "step": position.step, "samples": position.samples}
+            self._task.emit(now | self._clock.rate(position))
+
+    def _settle(self) -> None:
+        job = self._job
+        self._window.read([], learning_rate(job.plan, job.settings, job.position.step - 1))
+        settle(job, self._window, self._clock)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record what was measured, and close the epoch, before the checkpoint is written."""
+        del trainer
+        record, self.metric = judge(self._job, cast("LitRecipe", pl_module).means)
+        self._task.emit(record)
+        self._close()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the epoch where nothing is validated; end a run that stops within one."""
+        del pl_module
+        job = self._job
+        if job.position.step_in_epoch == job.plan.steps_per_epoch:
+            self._close()
+        elif job.position.step_in_epoch:  # --max-steps ends within an epoch
+            if job.validation is not None:
+                record, self.metric = evaluate_job(job, job.validation)
+                self._task.emit(record)
+            if job.validation is not None:
+                trainer.save_checkpoint(self._task.path / "checkpoints" / file_name(job))
+
+    def _close(self) -> None:
+        close_epoch(self._job)
+        self._window = Window(self._job.world, 0.0)
+        self._clock.resume(self._job.position)
+
+
+def _drive(task: Task) -> None:
+    """Train a job with a Trainer of Lightning's."""
+    job = task.job
+    records = _Records(task)
+    early = _early_stopping(task)
+    callbacks = [records, LearningRateMonitor("step"), *early, _Checkpoints(task)]
+    with _quietly():
+        try:
+            trainer = _trainer(task, callbacks, _Writer(task, records))
+            trainer.fit(
+                _Module(task),
+                datamodule=LitData.of_job(job, task.request.recipe, task.request.options),
+                ckpt_path=task.checkpoint,
+                weights_only=True,
+            )
+        except _Stopped:
+            return
+        except MisconfigurationException as error:
+            raise UserError(f"Lightning refuses these settings: {error}") from error
+    finished = job.position.step >= job.plan.total_steps
+    job.stop_reason = "finished" if finished else "early stopping"
+
+
+def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
+    job = task.job
+    world, settings, plan = job.world, job.settings, job.plan
+    plugins: list[Any] = [writer, _environment(world)]
+    if settings.precision == "bf16":
+        plugins.append(MixedPrecision("bf16-mixed", world.device.type))
+    if settings.precision == "fp16":
+        plugins.append(MixedPrecision("16-mixed", world.device.type, job.trainee.scaler))
+    return Trainer(
+        accelerator="gpu" if world.device.type == "cuda" else world.device.type,
+        devices=world.local_world_size if world.world_size > 1 else _one_device(world),
+        num_nodes=world.num_nodes,
+        strategy=_strategy(world),
+        plugins=plugins,
+        callbacks=callbacks,
+        logger=CSVLogger(task.path, name="lightning"),
+        max_epochs=plan.epochs,
+        max_steps=plan.total_steps,
+        accumulate_grad_batches=plan.accumulate,
+        gradient_clip_val=settings.clip_norm,
+        log_every_n_steps=settings.log_every,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _strategy(world: World) -> Any:
+    if world.world_size == 1:
+        return "auto"
+    return DDPStrategy(
+        find_unused_parameters=False,
+        static_graph=True,
+        gradient_as_bucket_view=True,
+        # What is agreed on goes by Gloo from the CPU, and rank 0's buffers are shared before each
+        # evaluation: as in samestep's own loop.
+        process_group_backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
+    )
+
+
+def _one_device(world: World) -> Any:
+    return [world.device.index or 0] if world.device.type == "cuda" else 1
+
+
+def _environment(world: World) -> ClusterEnvironment:
+    """Return how Lightning is to know of the ranks, who have met already."""
+    if world.world_size == 1:
+        return LightningEnvironment()  # also in the shell of an allocation
+    if world.launcher not in ("srun", "torchrun"):
+        raise UserError(
+            f"--engine lightning cannot be started by {world.launcher}: Lightning does not know "
+            "its ranks. Start with --nproc, torchrun or srun, or use --engine native."
+        )
+    if world.world_size != world.num_nodes * world.local_world_size:
+        raise UserError(
+            f"--engine lightning needs as many ranks on each node; of {world.world_size}, "
+            f"{world.local_world_size} are on this one of {world.num_nodes} nodes. Start with "
+            "--ntasks-per-node, or use --engine native."
+        )
+    if world.launcher == "torchrun":
+        return TorchElasticEnvironment()
+    # Lightning insists on this variable, which `srun --ntasks` does not set.
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(world.local_world_size)
+    return SLURMEnvironment(auto_requeue=False)  # the job script requeues
+
+
+def _early_stopping(task: Task) -> list[EarlyStopping]:
+    settings, watch = task.job.settings, task.job.watch
+    if settings.patience is None:
+        return []
+    return [
+        EarlyStopping(
+            f"val_{watch.metric}",
+            mode=watch.mode,
+            patience=settings.patience,
+            min_delta=settings.min_delta,
+            check_finite=False,
+        )
+    ]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let samestep's screen speak alone: Lightning's hints are for those who write its scripts."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _unwrapped(model: nn.Module, _world: World) -> nn.Module:
+    return model  # Lightning's strategy wraps it
+
+
+LIGHTNING = Engine(wrap=_unwrapped, drive=_drive)

@@ -1,0 +1,171 @@
+"""A recipe's model, loss, optimizer and learning rates as a LightningModule."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from samestep.config import draft
+from samestep.data.keys import mix, mix_next
+from samestep.errors import UserError
+from samestep.evaluation import find_checkpoint
+from samestep.lightning.data import Part, choose_options, resolve, world_of
+from samestep.recipe import Recipe
+from samestep.settings import Settings
+from samestep.training import checkpoint
+from samestep.training.evaluate import Totals
+from samestep.training.optimizer import make_optimizer
+from samestep.training.parallel import share_buffers
+from samestep.training.plan import Plan, learning_rate
+from samestep.training.prepare import prepare
+from samestep.training.state import check_recipe, load_model, seed_alike
+from samestep.world import World
+
+
+class LitRecipe(pl.LightningModule):
+    """A recipe's model and loss, its optimizer and learning rates.
+
+    Logged are `train_loss`, the mean over the global batch, and `val_…` and `test_…`, means over
+    all samples of all ranks. It needs `LitData` of the same recipe and settings as its data.
+
+    Args:
+        recipe: a recipe, or its name, or the path of its file.
+        settings: how to train; the recipe's defaults if not given.
+        options: the recipe's options; their defaults if not given.
+        model: the model, if it is built already.
+    """
+
+    def __init__(
+        self, recipe: Recipe | str, settings: Settings | None = None, options: object = None,
+        model: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.recipe, self.settings = resolve(recipe, settings)
+        if model is None:
+            seed_alike(self.settings.seed)
+            model = self.recipe.build_model(choose_options(self.recipe, options))
+            model = prepare(model, self.settings, World(), torch.float32)
+        self.model = model
+        self.step_loss: Tensor | float = 0.0
+        """This rank's part of the mean loss of the running step, or of the last one."""
+        self.means: dict[str, float] = {}
+        """What the latest validation or test measured, and `samples`."""
+        self._totals: Totals | None = None
+        self._new_step = True
+
+    @classmethod
+    def from_run(cls, run: str | Path, name: str = "best") -> "LitRecipe":
+        """Return the model of a run's checkpoint, of whichever engine wrote it.
+
+        Args:
+            run: the run's directory.
+            name: "best", "last", or a file name in its checkpoints/.
+
+        Raises:
+            UserError: there is no such run or checkpoint, or it does not fit.
+        """
+        start = draft(str(Path(run).resolve()))
+        module = cls(start.recipe, start.settings(), start.options())
+        folder = Path(run) / "checkpoints"
+        state = checkpoint.load(folder, find_checkpoint(folder, name))
+        check_recipe(state, start.recipe.name)
+        load_model(module.model, state)
+        return module
+
+    def forward(self, inputs: Any) -> Any:
+        """Return the model's outputs."""
+        return self.model(inputs)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer of the settings, and the learning rate of each step."""
+        plan, settings = self._plan, self.settings
+        # Lightning's mixed precision takes a fused optimizer to unscale by itself, and cannot clip.
+        mixed = str(self.trainer.precision).endswith("-mixed")
+        optimizer = make_optimizer(
+            self.model.parameters(), settings, plan.lr, self.device, fuse=not mixed
+        )
+        rates = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate(plan, settings, step) / plan.lr
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": rates, "interval": "step", "name": "lr"},
+        }
+
+    @property
+    def _plan(self) -> Plan:
+        plan = getattr(getattr(self.trainer, "datamodule", None), "plan", None)
+        if plan is None:
+            raise UserError(
+                "LitRecipe trains on LitData of the same recipe: trainer.fit(LitRecipe(recipe), "
+                "datamodule=LitData(recipe))."
+            )
+        assert isinstance(plan, Plan)
+        return plan
+
+    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:  # noqa: ARG002
+        """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
+        if self._new_step:
+            rank_seed = mix(self.settings.seed, self.trainer.global_rank)
+            torch.manual_seed(mix_next(rank_seed, self.trainer.global_step))
+            self.step_loss = 0.0
+        self._new_step = batch.last
+
+    def training_step(self, batch: Part, batch_idx: int) -> Tensor:  # noqa: ARG002
+        """Return the loss, so weighted that the step's gradient is the global batch's."""
+        loss: Tensor = self.recipe.loss(self(batch.inputs), batch.targets)
+        part = loss * batch.weight
+        self.step_loss = self.step_loss + part.detach()
+        # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
+        return part * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:  # noqa: ARG002
+        """Log the loss of the global batch where the Trainer logs."""
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if batch.last and every and self.trainer.global_step % every == 0:
+            loss = torch.as_tensor(self.step_loss, device=self.device)
+            self.log("train_loss", world_of(self.trainer).reduce(loss), prog_bar=True)
+
+    def on_validation_start(self) -> None:
+        """Begin to count."""
+        self._begin()
+
+    def validation_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:  # noqa: ARG002
+        """Count a batch."""
+        self._count(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all samples of all ranks."""
+        self._finish("val")
+
+    def on_test_start(self) -> None:
+        """Begin to count."""
+        self._begin()
+
+    def test_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:  # noqa: ARG002
+        """Count a batch."""
+        self._count(batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means over all samples of all ranks."""
+        self._finish("test")
+
+    def _begin(self) -> None:
+        world = world_of(self.trainer)
+        share_buffers(self.model, world)
+        self._totals = Totals(self.recipe.loss, self.recipe.metrics, world)
+
+    def _count(self, batch: tuple[Any, Any]) -> None:
+        assert self._totals is not None
+        inputs, targets = batch
+        self._totals.add(self(inputs), targets)
+
+    def _finish(self, prefix: str) -> None:
+        assert self._totals is not None
+        self.means = self._totals.means()
+        names = ["loss", *self.recipe.metrics]
+        logged = {f"{prefix}_{name}": self.means[name] for name in names}
+        self.log_dict(logged, prog_bar=True)

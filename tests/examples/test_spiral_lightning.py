@@ -1,0 +1,289 @@
+"""The plain Lightning script: alone, under torchrun, from a file, with Comet offline."""
+
+import csv
+import http.server
+import importlib
+import json
+import re
+import sys
+import threading
+import zipfile
+
+import pytest
+import torch
+
+from samestep.recipes import spiral
+from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, environment, epochs, run
+
+# Their parts, 709, 151 and 153, are odd: two ranks cannot share them equally.
+ODD = ("--num_samples", "1013")
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Give a function that imports a file of the example, as train.py finds it."""
+    names = ("datamodule", "model", "train")
+    assert not set(names) & set(sys.modules)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "spiral_lightning"))
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def train(folder, *arguments, world_size=1):
+    """Run the script to its good end; return what it printed."""
+    done = run(SPIRAL_LIGHTNING, *arguments, folder=folder, world_size=world_size)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def logged(folder):
+    """Return what metrics.csv has of each metric, in the order of the rows."""
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
+
+
+def test_alone_it_learns_and_keeps_what_it_prints(tmp_path):
+    printed = train(tmp_path, "--max_epochs", "5")
+    first, *_, total, test, best = printed.splitlines()
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    assert first == f"Ranks: 1, nodes: 1, device: {device}, samples a step: 32 = 32 x 1"
+    found = epochs(printed)
+    assert [epoch[0] for epoch in found] == [1, 2, 3, 4, 5]
+    assert found[-1][4] > 98
+    assert re.fullmatch(r"Trained for \d+\.\d\d s, \d+\.\d\d s an epoch", total)
+    assert float(re.fullmatch(r"Test - Avg Loss: .*, Accuracy: (.*)%", test)[1]) > 98
+    kept = tmp_path / "runs" / "spiral" / "version_0"
+    assert best == f"Best checkpoint: {(kept / 'checkpoints/best.ckpt').relative_to(tmp_path)}"
+    assert {path.name for path in (kept / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    values = logged(kept)
+    assert values["train_loss"] == pytest.approx([epoch[1] for epoch in found], abs=1e-6)
+    assert values["val_loss"] == pytest.approx([epoch[3] for epoch in found], abs=1e-6)
+    assert sum(values["epoch_time_s"]) == pytest.approx(values["total_time_s"][0], rel=0.2)
+
+
+def test_two_ranks_print_once_and_measure_what_one_process_measures(tmp_path, modules):
+    printed = train(tmp_path, *ODD, "--max_epochs", "3", world_size=2)
+    lines = printed.splitlines()
+    assert lines[0].startswith("Ranks: 2, nodes: 1, ")
+    assert len(lines) == 13  # one at the start, three an epoch, three at the end
+    kept = tmp_path / "runs" / "spiral" / "version_0"
+    values = logged(kept)
+    state = torch.load(kept / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+    model = modules("model").MLP()
+    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+    model.eval()
+    data = modules("datamodule").SpiralDataModule(num_samples=1013)
+    data.setup("test")
+    best = values["val_loss"].index(min(values["val_loss"]))
+    for part, size, row, name in (
+        (data.validation, 151, best, "val"), (data.test, 153, 0, "test")
+    ):  # fmt: skip
+        points, labels = part.dataset[part.indices]
+        assert len(labels) == size
+        with torch.no_grad():
+            logits = model(points)
+        loss = torch.nn.functional.cross_entropy(logits, labels).item()
+        accuracy = (logits.argmax(1) == labels).float().mean().item()
+        assert values[f"{name}_loss"][row] == pytest.approx(loss, abs=1e-6)
+        assert values[f"{name}_accuracy"][row] == pytest.approx(accuracy, abs=1e-7)
+
+
+def test_the_file_sets_what_it_names_and_the_flags_win_over_it(tmp_path):
+    (tmp_path / "spiral.toml").write_text(
+        "max_epochs = 2\nnum_samples = 301\nhidden_dims = [8, 4]\nlearning_rate = 0.01\n"
+        'experiment_name = "from_file"\nseed = 7\n'
+    )
+    from_file = train(tmp_path, "--config", "spiral.toml", "--hidden_dims", "16")
+    flags = ("--max_epochs", "2", "--num_samples", "301", "--learning_rate", "0.01", "--seed", "7")
+    by_hand = train(tmp_path, *flags, "--hidden_dims", "16")
+    assert len(epochs(from_file)) == 2
+    assert epochs(from_file) == epochs(by_hand)  # so the same seed trains the same, too
+    kept = [tmp_path / "runs" / name / "version_0" for name in ("from_file", "spiral")]
+    texts = [(folder / "hparams.yaml").read_text() for folder in kept]
+    assert texts[0] == texts[1]
+    assert "hidden_dims:\n- 16\nlearning_rate: 0.01\n" in texts[0]
+
+
+def test_every_flag_is_a_key_of_the_file(tmp_path, modules):
+    words = {
+        "batch_size": "8", "max_epochs": "3", "num_workers": "2", "learning_rate": "0.5",
+        "dropout": "0.25", "noise": "0.0", "num_samples": "99", "seed": "3",
+        "comet_project": "a", "comet_workspace": "b", "experiment_name": "c", "output_dir": "d",
+    }  # fmt: skip
+    file = tmp_path / "all.toml"
+    strings = ("comet_project", "comet_workspace", "experiment_name", "output_dir")
+    lines = [f'{k} = "{v}"' if k in strings else f"{k} = {v}" for k, v in words.items()]
+    file.write_text("\n".join([*lines, "hidden_dims = [5, 6]"]))
+    read = modules("train").read_settings
+    flags = [word for key, value in words.items() for word in (f"--{key}", value)]
+    by_flags = vars(read([*flags, "--hidden_dims", "5", "6"]))
+    by_file = vars(read(["--config", str(file)]))
+    assert by_file.pop("config") == file
+    assert by_flags.pop("config") is None
+    assert by_file == by_flags
+    assert set(by_file) == {*words, "hidden_dims"}
+    defaults = vars(read([]))
+    assert not [key for key in by_file if by_file[key] == defaults[key]]  # so each was set
+
+
+# What is wrong → the flags, what the file says, and words of the message.
+MISTAKES = {
+    "no epochs": (["--max_epochs", "0"], "", "argument --max_epochs: '0' is not a whole number"),
+    "no width": (["--hidden_dims"], "", "argument --hidden_dims: expected at least one"),
+    "all dropped": (["--dropout", "1"], "", "--dropout: '1' is not a number of 0 or more and"),
+    "no rate": (["--learning_rate", "nan"], "", "--learning_rate: 'nan' is not a number above 0"),
+    "no such flag": (["--speed", "9"], "", "unrecognized arguments: --speed 9"),
+    "no such key": ([], "speed = 9", "there is no setting 'speed'; there are batch_size, comet_"),
+    "a wrong value": ([], "batch_size = 1.5", "argument --batch_size: '1.5' is not a whole number"),
+    "a table": ([], "[noise]\nof = 1", "noise cannot be {'of': 1}."),
+    "a truth": ([], "seed = true", "seed cannot be True."),
+    "no TOML": ([], "noise: 1", "cannot be read: Expected '=' after a key"),
+    "no file": (["--config", "nowhere.toml"], "", "nowhere.toml cannot be read: [Errno 2]"),
+    "a way out": (["--experiment_name", "../up"], "", "--experiment_name: '../up' is not a name"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_gets_one_message_by_rank_0_and_exit_code_2(
+    name, rank, tmp_path, modules, monkeypatch, capsys
+):
+    arguments, content, words = MISTAKES[name]
+    (tmp_path / "a.toml").write_text(content)
+    arguments = arguments or ["--config", str(tmp_path / "a.toml")]
+    module = modules("train")
+    monkeypatch.setattr(module.rank_zero_only, "rank", rank)
+    monkeypatch.setattr(module, "RANK_0_SPEAKS_WITHIN_S", 0)  # here nobody ends rank 1
+    with pytest.raises(SystemExit) as ended:
+        module.read_settings(arguments)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    if rank == 0:
+        assert printed.err.startswith("train.py: ")
+        assert words in printed.err
+        assert printed.err.count("\n") == 1
+    else:
+        assert printed.err == ""
+
+
+def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "taken").touch()
+    done = run(SPIRAL_LIGHTNING, "--output_dir", "taken", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("train.py: --output_dir taken cannot be used: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_fewer_samples_than_ranks_are_refused(modules, capsys):
+    module = modules("train")
+    with pytest.raises(SystemExit):
+        module.check(module.read_settings(["--num_samples", "12"]), world_size=2, here=2)
+    assert "makes 8 samples to train, 1 to validate and 3 to test" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ("LightningEnvironment", 1, 1)),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ("LightningEnvironment", 1, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+         ("SLURMEnvironment", 2, 2)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4",
+          "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_NAME": "interactive"},
+         ("SLURMEnvironment", 1, 4)),
+        ({"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2",
+          "SLURM_STEP_NUM_TASKS": "3"}, ("TorchElasticEnvironment", 3, 2)),
+    ],
+    ids=["alone", "no srun", "srun", "srun in salloc", "torchrun under srun"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*`srun` command is available")
+def test_the_launcher_is_found(variables, expected, modules, monkeypatch):
+    module = modules("train")
+    monkeypatch.setattr(module.os, "environ", dict(variables))
+    launcher, num_nodes, here = module.find_ranks()
+    assert (type(launcher).__name__, num_nodes, here) == expected
+
+
+def test_unequal_numbers_of_tasks_are_refused(modules, monkeypatch, capsys):
+    module = modules("train")
+    unequal = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    monkeypatch.setattr(module.os, "environ", unequal)
+    with pytest.raises(SystemExit):
+        module.find_ranks()
+    assert "srun put 2,1 tasks on the nodes" in capsys.readouterr().err
+
+
+def test_points_and_parts_are_those_of_samestep_train_spiral(modules):
+    data = modules("datamodule").SpiralDataModule(num_samples=1013)
+    data.setup("fit")
+    parts = {"train": data.training, "validation": data.validation, "test": data.test}
+    theirs = spiral.data(spiral.SpiralOptions(num_samples=1013))
+    for name, part in parts.items():
+        for ours, expected in zip(part.dataset[part.indices], getattr(theirs, name), strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_to_evaluate_each_sample_is_given_out_once(world_size, modules):
+    sampler = modules("datamodule").EverySampleOnce
+    shares = [list(sampler(range(11), rank, world_size)) for rank in range(world_size)]
+    assert sorted(index for share in shares for index in share) == list(range(11))
+
+
+def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):
+    told = (*ODD, "--max_epochs", "1", "--comet_project", "spirals", "--experiment_name", "mine")
+    done = run(SPIRAL_LIGHTNING, *told, folder=tmp_path, COMET_API_KEY="", COMET_START_ONLINE="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Comet is offline: COMET_API_KEY is not set") == 1
+    (packed,) = (tmp_path / "runs" / "comet").glob("*.zip")
+    assert f"comet upload {packed.relative_to(tmp_path)}" in done.stderr
+    with zipfile.ZipFile(packed) as archive:
+        assert json.loads(archive.read("experiment.json"))["project_name"] == "spirals"
+        messages = archive.read("messages.json").decode()
+    ((_, loss, _, held_out, _),) = epochs(done.stdout)
+    for name, value in (("train_loss", loss), ("val_loss", held_out)):
+        (found,) = re.findall(rf'"metricName": ?"{name}", ?"metricValue": ?([\d.]+)', messages)
+        assert float(found) == pytest.approx(value, abs=1e-6)
+
+
+def test_without_comet_ml_it_says_so_and_the_csv_file_is_left(modules, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "comet_ml", None)
+    monkeypatch.setenv("COMET_START_ONLINE", "0")
+    module = modules("train")
+    loggers = module.make_loggers(module.read_settings(["--comet_project", "spirals"]))
+    assert [type(logger).__name__ for logger in loggers] == ["CSVLogger"]
+    assert "comet_ml is not installed (pip install comet_ml)" in capsys.readouterr().out
+
+
+class NotFound(http.server.BaseHTTPRequestHandler):
+    """Answer 404 to all, in silence."""
+
+    def do_GET(self):
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *_args):
+        pass
+
+
+def test_comet_is_online_with_a_key_where_its_server_answers_and_offline_where_not(
+    modules, monkeypatch
+):
+    here = environment(COMET_API_KEY="none", no_proxy="*")
+    monkeypatch.setattr(modules("train").os, "environ", here)
+    variables, why_offline = modules("train").os.environ, modules("train").why_offline
+    with http.server.HTTPServer(("127.0.0.1", 0), NotFound) as server:
+        variables["COMET_URL_OVERRIDE"] = f"http://127.0.0.1:{server.server_port}/"
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert why_offline() is None
+        thread.join()
+    assert "cannot be reached ([Errno 111] Connection refused)" in why_offline()
+    variables["COMET_URL_OVERRIDE"] = "comet"
+    assert "comet cannot be reached (unknown url type: 'comet')" in why_offline()
+    variables["COMET_API_KEY"] = ""
+    assert why_offline() == "COMET_API_KEY is not set"
