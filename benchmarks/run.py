@@ -26,6 +26,8 @@ PART = 7_680
 """Training images of the two-rank table: 60 steps of 2 x 64."""
 IMAGES_PER_FILE = 128
 """Of the table of images: five files are 640, of which 576 train."""
+JPEGS_PER_CLASS = 1_000
+NO_JPEGS = "skipped: no folder train/CLASS in {}. Name CIFAR-10 as JPEG files with --jpeg-dir DIR."
 NO_DATA = "skipped: no IDX files in {}. `apt install dataset-fashion-mnist`, or --data-dir DIR."
 
 
@@ -42,12 +44,13 @@ def main() -> int:
             if arguments.only and table.name not in arguments.only:
                 continue
             print(f"== {table.title}", flush=True)
-            if table.data in ("whole", "part") and not _found(data_dir, "train-images-idx3-ubyte"):
-                text = f"# {table.title}\n\n{NO_DATA.format(data_dir)}\n"
-                _write(arguments.out, table.name, text, {"skipped": True})
-                print(text)
+            if table.data == "jpegs" and not (arguments.jpeg_dir / "train").is_dir():
+                _skip(table, arguments.out, NO_JPEGS.format(arguments.jpeg_dir))
                 continue
-            data = _prepare(table.data, data_dir, scratch)
+            if table.data in ("whole", "part") and not _found(data_dir, "train-images-idx3-ubyte"):
+                _skip(table, arguments.out, NO_DATA.format(data_dir))
+                continue
+            data = _prepare(table.data, arguments, scratch)
             rounds, failures = _measure(table, arguments.rounds, data, scratch)
             text = markdown(table, rounds, failures, facts, command)
             print(text, flush=True)
@@ -71,6 +74,12 @@ def _arguments() -> argparse.Namespace:
         type=Path,
         default=Path(os.environ.get("BENCH_DATA_DIR", DEBIAN_FASHION_MNIST)),
         help="directory of the IDX files (default: $BENCH_DATA_DIR, or Debian's package)",
+    )
+    parser.add_argument(
+        "--jpeg-dir",
+        type=Path,
+        default=Path(os.environ.get("BENCH_JPEG_DIR", "data/cifar10-jpeg")),
+        help="directory of train/CLASS/*.jpg (default: $BENCH_JPEG_DIR, or data/cifar10-jpeg)",
     )
     parser.add_argument("--out", type=Path, help="default benchmarks/results; quick: nowhere")
     asked = parser.parse_args()
@@ -134,11 +143,15 @@ def _found(data_dir: Path, name: str) -> bool:
     return (data_dir / name).exists() or (data_dir / f"{name}.gz").exists()
 
 
-def _prepare(kind: str, data_dir: Path, scratch: Path) -> Path:
+def _prepare(kind: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     """Return the directory of a table's data, made if it is not the user's own."""
     if kind == "part":
-        return _part(data_dir, scratch / "part")
-    return _random_cifar10(scratch / "cifar10") if kind == "cifar10" else data_dir
+        return _part(arguments.data_dir, scratch / "part")
+    if kind == "jpegs":
+        return _some_jpegs(arguments.jpeg_dir, scratch / "jpegs")
+    if kind == "cifar10":
+        return _random_cifar10(scratch / "cifar10")
+    return Path(arguments.data_dir)
 
 
 def _random_cifar10(folder: Path) -> Path:
@@ -166,6 +179,21 @@ def _part(data_dir: Path, part: Path) -> Path:
             head = raw[:4] + struct.pack(">I", count) + raw[8:header]
             (part / name).write_bytes(head + raw[header : header + count * size])
     return part
+
+
+def _some_jpegs(jpeg_dir: Path, part: Path) -> Path:
+    """Copy the first images of each class, for every competitor alike."""
+    for place in sorted(place for place in (jpeg_dir / "train").iterdir() if place.is_dir()):
+        (part / "train" / place.name).mkdir(parents=True, exist_ok=True)
+        for path in sorted(place.iterdir())[:JPEGS_PER_CLASS]:
+            shutil.copy(path, part / "train" / place.name)
+    return part
+
+
+def _skip(table: Table, out: Path | None, why: str) -> None:
+    text = f"# {table.title}\n\n{why}\n"
+    _write(out, table.name, text, {"skipped": True})
+    print(text)
 
 
 def _write(out: Path | None, name: str, text: str, record: Mapping[str, object]) -> None:

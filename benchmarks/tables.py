@@ -1,6 +1,6 @@
 """Say what is compared with what: the rows of each table, their baseline and their targets.
 
-Commands hold placeholders that the runner fills: {data} directory of the IDX files, {run} a fresh
+Commands hold placeholders that the runner fills: {data} directory of the data files, {run} a fresh
 run directory, {workers} the best number of DataLoader workers of the first round.
 """
 
@@ -64,7 +64,7 @@ class Table:
     notes: tuple[str, ...] = ()
     rounds_factor: int = 1
     """Short measurements take this many times the rounds asked for, and one more to warm up."""
-    data: Literal["none", "whole", "part", "cifar10"] = "none"
+    data: Literal["none", "whole", "part", "cifar10", "jpegs"] = "none"
     facts: Callable[[], list[str]] = list
     """Sentences to add that are found out by running something untimed."""
 
@@ -87,6 +87,7 @@ def all_tables(*, quick: bool) -> tuple[Table, ...]:
         _mnist(1 if quick else 3),
         _ddp(1),
         _cifar10(),
+        _jpegs(1 if quick else 3),
         _startup(),
         _help(),
     )
@@ -197,6 +198,46 @@ def _cifar10() -> Table:
             Target(row="samestep", against="Lightning, no logging", limit=1.0),
         ),
         notes=("The images are random bytes: 576 of them train, which is enough to time steps.",),
+    )
+
+
+def _jpegs(epochs: int) -> Table:
+    data = ("--data-dir", "{data}")
+    plain = {workers: f"DataLoader, {workers} workers" for workers in (0, 1, 2, 4)}
+    mine = {workers: f"samestep, {workers} workers" for workers in plain}
+    memory = (*data, "--memory")
+    return Table(
+        name="images",
+        title="Images: 10,000 JPEGs of 32 x 32, read in batches of 128, cropped and flipped",
+        unit="samples/s",
+        data="jpegs",
+        baseline=tuple(plain.values()),
+        rows=(
+            *(
+                _peer(name, script, 1, *data, "--workers", str(workers))
+                for workers in plain
+                for name, script in (
+                    (plain[workers], "jpegs_plain"),
+                    (mine[workers], "jpegs_samestep"),
+                )
+            ),
+            _peer("samestep, in memory, first epoch", "jpegs_samestep", 1, *memory, "--first"),
+            _peer("samestep, in memory, later epochs", "jpegs_samestep", epochs, *memory),
+        ),
+        targets=(
+            *(Target(row=mine[n], against=plain[n], limit=1.0) for n in plain),
+            Target(
+                row="samestep, in memory, later epochs",
+                against="samestep, in memory, first epoch",
+                limit=5.0,
+            ),
+        ),
+        notes=(
+            (
+                "No model is trained: batches as the model would get them are all that is timed. "
+                "The first epoch in memory includes the decoding of every file that fills it."
+            ),
+        ),
     )
 
 

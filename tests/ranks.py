@@ -134,6 +134,7 @@ def _main(
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(variables)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # what images remember is not the user's
     # A lost collective shows where every rank stands instead of hanging the tests.
     faulthandler.dump_traceback_later(TIMEOUT_S - 5, exit=True)
     try:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cifar_files import write_binary
 from tests.idx_files import write_mnist
+from tests.image_files import write_images
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,6 +31,12 @@ def folder(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "examples" / "my_recipe.py", tmp_path)
     write_mnist(tmp_path / "DIR")
     write_mnist(tmp_path / "data" / "mnist")
+    for split, count in (("train", 40), ("test", 4)):
+        write_images(tmp_path / "PHOTOS", split, count=count, classes=("bird", "ship", "truck"))
+    (tmp_path / "PHOTOS" / "train" / "ship" / "half.jpg").write_bytes(b"")
+    (tmp_path / "PHOTOS" / "test" / "ship" / "000.JPG").rename(
+        tmp_path / "PHOTOS" / "test" / "ship" / "0000.jpg"
+    )
     write_binary(tmp_path / "data" / "cifar10")
     return tmp_path
 
@@ -38,11 +45,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
 def test_every_command_of_the_page_works_in_its_order(page, folder):
     bin_folder = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+                   "XDG_CACHE_HOME": str(folder / "cache")}  # fmt: skip
     for line in commands(page):
         if line.startswith("make "):
             continue  # this test is part of `make test`; `make train` is the README's next command
-        runs = sorted((folder / "runs").glob("spiral-*"), key=lambda run: run.stat().st_mtime)
+        kind = "images" if page.name == "images.md" else "spiral"
+        runs = sorted((folder / "runs").glob(f"{kind}-*"), key=lambda run: run.stat().st_mtime)
         command = line.replace("runs/ID", str(runs[-1]) if runs else "runs/ID")
         done = subprocess.run(
             command.split(), cwd=folder, env=environment, capture_output=True, text=True,

@@ -28,7 +28,7 @@ ROWS = [
     ["config", "process_group", "ranks", "screen"],
     ["outcome"],
     ["saving", "evaluation"],
-    ["session"],
+    ["session", "prediction"],
     ["lightning"],
     ["slurm"],
     ["doctor"],

@@ -36,7 +36,7 @@ MAY_CHANGE = frozenset(
         ),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
-        *("keep_top_k", "data_dir", "download"),
+        *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),
     }
 )
 
@@ -197,6 +197,7 @@ def finish(
     run_dir = str(merged.get("run_dir") or "")
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
         run = draft(run_dir)
+        options = _as_completed(run, options)
         _check_repeated(run, start, merged, options)
         merged.pop("accumulate", None)
         merged |= {size: run.settings_layer[size] for size in _DERIVED}
@@ -212,6 +213,15 @@ def finish(
         settings=Settings(**merged),  # type: ignore[arg-type]
         resume=resume,
     )
+
+
+def _as_completed(run: Draft, options: Any) -> Any:
+    """Return the options of a repeated command with what the data once told the run."""
+    old: Any = run.options()
+    if run.recipe.complete is None or old.__class__ is not options.__class__:
+        return options
+    unset = [f.name for f in fields(old) if getattr(options, f.name) in (None, ())]
+    return dataclasses.replace(options, **{name: getattr(old, name) for name in unset})
 
 
 def _check_repeated(run: Draft, start: Draft, merged: dict[str, object], options: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from samestep.config import Request, draft
 from samestep.data.batches import open_source
+from samestep.data.ready import load_splits
 from samestep.errors import UserError
 from samestep.run import is_run, usable_cores
 from samestep.training import checkpoint
@@ -56,7 +57,8 @@ def evaluate_run(
     check_precision(settings.precision, world.device)
     dtype = data_dtype(settings.precision)
     seed_alike(settings.seed)
-    splits = recipe.load_data(options)
+    options = recipe.complete_options(options)
+    splits = load_splits(recipe, options, world, wanted=(split,))
     check_classes(state, splits.classes)
     data = getattr(splits, split)
     if data is None:

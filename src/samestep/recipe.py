@@ -10,7 +10,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from samestep.errors import UserError
 from samestep.settings import Settings
+from samestep.world import World
 
 InMemory = tuple[Tensor, Tensor]
 """Inputs (samples, …) and targets (samples, …), as they are stored."""
@@ -39,6 +40,13 @@ class Splits:
     classes: tuple[str, ...] = ()
     """Names of the classes: targets are places in it, outputs are (batch, classes). With them, a
     test tells the accuracy of each class and what it was mistaken for; checkpoints keep them."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the data, a sentence each; shown when the run begins."""
+    left_out: tuple[str, ...] = ()
+    """Samples that cannot be used, each with the reason; kept with the run."""
+    together: "Callable[[World, Collection[str]], Splits] | None" = None
+    """(this rank, names of the splits wanted) → the splits to use instead. Called once, on every
+    rank, for work that the ranks share; `data.ready.load_splits` does so."""
 
     def __post_init__(self) -> None:
         """Check the names."""
@@ -76,6 +84,12 @@ class Recipe:
     """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
     options: type | None = None
     """A frozen dataclass of the recipe's own options; each becomes a flag."""
+    complete: Callable[[Any], Any] | None = None
+    """options → the same with what only the data can tell (classes, sizes) filled in where it was
+    None or empty; the run keeps it, so that its model can be built without the data."""
+    read: Callable[[Any, Path], Tensor] | None = None
+    """(options, file) → one input as it is stored (…), for `samestep predict`; `ValueError` says
+    why a file cannot be read."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Default settings that differ from samestep's."""
     name: str = ""
@@ -115,6 +129,10 @@ class Recipe:
                 "with parameters to train."
             )
         return model
+
+    def complete_options(self, options: Any) -> Any:
+        """Return the options with what only the data can tell."""
+        return self._call("complete", options) if self.complete is not None else options
 
     def load_data(self, options: object) -> Splits:
         """Return the data that these options describe."""

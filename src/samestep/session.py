@@ -5,7 +5,7 @@ This is where settings, recipe and world meet. What is shown on the screen is th
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import nn
 from samestep.config import RECIPE_COPY, Request, to_toml
 from samestep.data.batches import Source, open_source
 from samestep.data.memory import MemorySource
+from samestep.data.ready import load_splits
 from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.outcome import Outcome, finish_run, leave_why
@@ -96,6 +97,9 @@ def run_session(
         UserError: on every rank, for anything the user can mend.
     """
     path = world.on_main(lambda: _choose_path(request))
+    if request.recipe.complete is not None:
+        options = world.on_main(lambda: request.recipe.complete_options(request.options))
+        request = replace(request, options=options)
     job, splits, threads = _build(request, world, received, engine)
     run = _open(path, world)
     world.on_every(lambda: _begin(begin, path))
@@ -108,7 +112,7 @@ def run_session(
         if run is not None:
             _describe(run, request, job, threads)
         begun = True
-        emit(_start_record(request, job, path, threads, resumed))
+        emit(_start_record(request, job, splits, path, threads, resumed))
         if resumed is not None:
             emit({"event": "resume", "step": job.position.step, "checkpoint": resumed[0],
                   "world_size": world.world_size, "problems": resumed[1]})  # fmt: skip
@@ -149,7 +153,7 @@ def _build(
     check_precision(settings.precision, world.device)
     dtype = data_dtype(settings.precision)
     seed_alike(settings.seed)
-    splits = _load_data(request, world)
+    splits = load_splits(recipe, request.options, world)
 
     def source(data: Any) -> Source:
         return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
@@ -218,18 +222,6 @@ def _agree_on_size(source: Source, world: World) -> int:
     return sizes[0]
 
 
-def _load_data(request: Request, world: World) -> Splits:
-    """Load the data on every rank; where it may be downloaded, once a node and then by the rest."""
-
-    def load() -> Splits:
-        return request.recipe.load_data(request.options)
-
-    if not getattr(request.options, "download", False):
-        return world.on_every(load)
-    first = world.on_every(lambda: load() if world.local_rank == 0 else None)
-    return world.on_every(lambda: first or load())
-
-
 def _watch(request: Request, splits: Splits) -> Watch:
     names = ["loss", *request.recipe.metrics]
     if splits.validation is None:
@@ -296,8 +288,11 @@ def _describe(run: Run, request: Request, job: Job, threads: int) -> None:
     })  # fmt: skip
 
 
-def _start_record(request: Request, job: Job, path: Path, threads: int, resumed: object) -> Record:
+def _start_record(
+    request: Request, job: Job, splits: Splits, path: Path, threads: int, resumed: object
+) -> Record:
     world = job.world
+    notes = _notes(request, job, path, resumed=resumed is not None)
     return {
         "event": "start",
         "time": time.time(),
@@ -314,7 +309,8 @@ def _start_record(request: Request, job: Job, path: Path, threads: int, resumed:
         "threads": threads,
         "parameters": sum(p.numel() for p in job.trainee.model.parameters()),
         "resumed": resumed is not None,
-        "notes": [*world.notes, *_notes(request, job, path, resumed=resumed is not None)],
+        "notes": [*world.notes, *splits.notes, *notes],
+        **({"left_out": list(splits.left_out)} if splits.left_out else {}),
     }
 
 

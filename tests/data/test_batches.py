@@ -2,6 +2,8 @@
 
 import multiprocessing
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -472,3 +474,29 @@ def test_a_data_set_of_two_tensors_is_held_in_memory():
     assert isinstance(source(samples(5)), MemorySource)
     assert isinstance(source(Listed(*samples(5))), LoaderSource)
     assert isinstance(source([(torch.zeros(2), 0), (torch.ones(2), 1)]), LoaderSource)
+
+
+HELD_BY_A_MODULE = """
+import torch
+from torch import nn
+from samestep import Recipe
+from samestep.data.batches import open_source
+from samestep.world import World
+
+data = [(torch.zeros(2), 0)] * 8
+source = open_source(data, Recipe(model=nn.Identity, data=list), World(), seed=1,
+                     dtype=torch.float32, num_workers=1)
+for _ in source.blocks(0, 0, global_batch=4, drop_last=False):
+    pass
+print("read")
+"""
+
+
+def test_python_ends_where_a_loader_is_still_held():
+    """Its workers ignore SIGTERM, by which Python would end them, and wait."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELD_BY_A_MODULE], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "read\n"

@@ -1,6 +1,7 @@
 """Samples read one by one through PyTorch's DataLoader and its workers."""
 
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from samestep.data.blocks import Block, spans
 from samestep.data.keys import mix, sample_keys
 from samestep.data.order import epoch_order, share
+from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.world import World
 
@@ -24,14 +26,19 @@ class LoaderSource:
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self._recipe, self._world, self._seed, self._dtype = recipe, world, seed, dtype
         self._plan: list[list[tuple[int, int]]] = []
+        reads_batches = hasattr(dataset, "read_batch")
         self._loader = DataLoader(
-            _Keyed(dataset, seed),
+            _Batched(dataset) if reads_batches else _Keyed(dataset, seed),
+            collate_fn=_as_it_is if reads_batches else None,
             batch_sampler=_Plan(self._plan),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=world.device.type == "cuda",
             worker_init_fn=_ignore_stop_signals,
         )
+        # Also at Python's exit, which else waits for ever: it ends what is left by SIGTERM, and
+        # the workers ignore that.
+        weakref.finalize(self, _end_workers, self._loader)
 
     def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - as every source has it
         """Return the most steps that a block holds: the loader's batches are steps."""
@@ -73,8 +80,15 @@ class LoaderSource:
             iterator._shutdown_workers()  # noqa: SLF001
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        for inputs, targets in self._loader:
-            yield self._place(inputs), self._cast(self._place(targets))
+        try:
+            for inputs, targets in self._loader:
+                yield self._place(inputs), self._cast(self._place(targets))
+        except Exception as error:
+            _end_workers(self._loader)
+            if isinstance(error, UserError):
+                # A worker's comes with its traceback in the text; the last line is what it said.
+                raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+            raise
 
     def _place(self, tree: Any) -> Any:
         return torch.utils._pytree.tree_map(  # noqa: SLF001
@@ -123,6 +137,26 @@ class _Keyed(Dataset[Any]):
         random.seed(drawn)
         np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
         return self._dataset[index]
+
+
+class _Batched(Dataset[Any]):
+    """A data set that draws no random numbers and reads a whole batch of samples at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        return self._dataset.read_batch([index for _epoch, index in keys])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    iterator, loader._iterator = loader._iterator, None  # noqa: SLF001
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()  # noqa: SLF001
 
 
 def _ignore_stop_signals(_worker: int) -> None:

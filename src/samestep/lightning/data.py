@@ -12,6 +12,7 @@ from samestep.data.batches import Source, open_source
 from samestep.data.blocks import Block, narrow
 from samestep.data.cifar import has_cifar10
 from samestep.data.download import download
+from samestep.data.ready import SPLITS
 from samestep.errors import UserError
 from samestep.recipe import Recipe, find_recipe
 from samestep.settings import Settings, merge_layers
@@ -46,8 +47,9 @@ def resolve(recipe: Recipe | str, settings: Settings | None) -> tuple[Recipe, Se
 
 
 def choose_options(recipe: Recipe, options: object) -> Any:
-    """Return the options that are given, or the recipe's defaults."""
-    return recipe.options() if options is None and recipe.options is not None else options
+    """Return the options that are given, or the recipe's defaults, with what the data tells."""
+    chosen = recipe.options() if options is None and recipe.options is not None else options
+    return recipe.complete_options(chosen)
 
 
 def world_of(trainer: "pl.Trainer") -> World:
@@ -105,7 +107,9 @@ class LitData(pl.LightningDataModule):
         self.world, settings = world_of(trainer), self.settings
         seed_alike(settings.seed)
         splits = self.recipe.load_data(self.options)
-        for name in ("train", "validation", "test"):
+        if splits.together is not None:
+            splits = splits.together(self.world, SPLITS)
+        for name in SPLITS:
             data = getattr(splits, name)
             self._sources[name] = None if data is None else open_source(
                 data, self.recipe, self.world, seed=settings.seed, dtype=torch.float32,

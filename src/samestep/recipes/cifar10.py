@@ -9,6 +9,7 @@ from samestep.data.augment import crop, flip
 from samestep.data.augment import normalise as normalise_channels
 from samestep.data.cifar import CLASSES, has_cifar10, read_cifar10
 from samestep.data.download import download
+from samestep.data.images.decode import decode
 from samestep.data.keys import uniform
 from samestep.data.splits import split_indices
 from samestep.errors import UserError
@@ -77,10 +78,16 @@ def normalise(images: Tensor) -> Tensor:
     return normalise_channels(images, _MEAN, _STD)
 
 
+def read(_options: Cifar10Options, file: Path) -> Tensor:
+    """Return the middle of any image as the model's are stored: (3, 32, 32) uint8."""
+    return decode(file, 32)
+
+
 recipe = Recipe(
     model=model,
     data=data,
     options=Cifar10Options,
+    read=read,
     augment=augment,
     transform=normalise,
     settings={

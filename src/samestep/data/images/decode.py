@@ -1,0 +1,165 @@
+"""Turn an image file into a square of bytes, the same whoever decodes it.
+
+Pillow is imported when the first image is read: it is an extra, and nothing else here needs it.
+"""
+
+import io
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image as PillowImage
+
+# EXIF's tag 0x0112 says how the camera was held (JEITA CP-3451, "Orientation"); these are the
+# names of Pillow's operations that undo it.
+_ORIENTATION = 0x0112
+_MAY_HOLD_EXIF = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}
+_UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that leaves this many times the pixels
+# asked for: the resize that follows then still averages over several.
+_DRAFT_MARGIN = 2
+
+
+class UnreadableImageError(ValueError):
+    """A file that cannot be decoded; the message says why in a few words."""
+
+
+def pillow() -> Any:
+    """Return the module `PIL.Image`.
+
+    Raises:
+        UserError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UserError(
+            "Reading images needs Pillow, which is not installed. Install it with: "
+            "pip install 'samestep[images]'"
+        ) from error
+    return Image
+
+
+def decode(path: Path | str, side: int, *, draft: bool = True) -> Tensor:
+    """Return the middle square of an image, upright and in RGB: (3, side, side) uint8.
+
+    The shorter edge is resized to `side` (Pillow's bilinear filter, which averages when it makes
+    smaller) and the rest of the longer one left out.
+
+    Args:
+        path: the file; its content tells the format, not its name.
+        side: edge of the result in pixels.
+        draft: decode a large JPEG at a fraction of its size (libjpeg's scaled DCT): several times
+            faster, and within a few grey levels of the same.
+
+    Raises:
+        UnreadableImageError: the file is empty, truncated, no image, or may not be read.
+        UserError: Pillow is not installed.
+    """
+    module = pillow()
+    try:
+        # Read whole, so that a truncated file fails here and not in Pillow's lazy reading.
+        with open(path, "rb") as file:  # noqa: PTH123 - a tenth faster for a small image
+            content = file.read()
+        with module.open(io.BytesIO(content)) as image:
+            return _square(module, image, side, draft=draft)
+    except Exception as error:  # Pillow's formats raise whatever their parsing meets
+        raise UnreadableImageError(_why(error, path)) from error
+
+
+def shorter_edge(path: Path | str) -> int | None:
+    """Return the shorter edge of an image in pixels, from its header; None if it has none.
+
+    Raises:
+        UserError: Pillow is not installed.
+    """
+    module = pillow()
+    try:
+        with module.open(path) as image:
+            return int(min(image.size))
+    except Exception:  # the scan says later what is wrong with it
+        return None
+
+
+def _square(module: Any, image: "PillowImage.Image", side: int, *, draft: bool) -> Tensor:
+    if draft:
+        image.draft(None, (side * _DRAFT_MARGIN, side * _DRAFT_MARGIN))
+    image.load()  # before the EXIF: to find a PNG's, Pillow would load it and hide what fails
+    orientation = _orientation(image)
+    rgb = _to_rgb(module, image)
+    width, height = rgb.size
+    if (width, height) != (side, side):
+        edge = min(width, height)
+        left, top = (width - edge) / 2, (height - edge) / 2
+        box = (left, top, left + edge, top + edge)
+        rgb = rgb.resize((side, side), module.Resampling.BILINEAR, box=box)
+    if orientation in _UPRIGHT:  # last, on the fewest pixels: a square's middle stays its middle
+        rgb = rgb.transpose(getattr(module.Transpose, _UPRIGHT[orientation]))
+    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def _orientation(image: "PillowImage.Image") -> int:
+    """Return how the camera was held, 1 to 8; 1 where nothing readable is said of it."""
+    if not _MAY_HOLD_EXIF & image.info.keys():
+        return 1  # asking all the same would be a tenth of a small image's time
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # broken EXIF beside good pixels
+        return 1
+
+
+def _to_rgb(module: Any, image: "PillowImage.Image") -> "PillowImage.Image":
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):  # 16-bit grey, which Pillow would cut off at 255
+        image = module.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # the palette's transparent colour has an RGB value there
+    return image.convert("RGB")
+
+
+def _why(error: Exception, path: Path | str) -> str:
+    """Say in a few words why a file could not be decoded."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if Path(path).stat().st_size == 0:
+        return "it is empty"
+    text = str(error)
+    if "cannot identify" in text:
+        return "it is no image that Pillow knows"
+    if "truncated" in text.lower():
+        return "it is truncated"
+    return f"{type(error).__name__}: {text}"
+
+
+def stored_side(image_size: int) -> int:
+    """Return the edge at which images are kept for a model that sees `image_size` pixels.
+
+    Small images are kept as they are; of larger ones an eighth is left to crop from, as in the
+    usual 256 for 224.
+    """
+    return image_size if image_size <= SMALL else math.ceil(image_size * 8 / 7)
+
+
+def model_side(stored: int) -> int:
+    """Return the edge that the model sees of images kept at `stored` pixels."""
+    return stored if stored <= SMALL else stored * 7 // 8
+
+
+SMALL = 64
+"""The largest edge that counts as small: it is kept whole and cropped with padding."""

@@ -1,0 +1,219 @@
+"""`samestep train images` and `samestep predict`: from folders of files to named classes."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from samestep.cli import main
+from samestep.config import draft
+from samestep.recipe import find_recipe
+from samestep.recipes.images import ImagesOptions, complete
+from tests.command_line import read_json, refusal
+from tests.image_files import BROKEN, write_images
+from tests.ranks import samestep, start_samestep
+from tests.tiny import all_records, num_records, until
+
+SMALL = ("--width", "2", "--batch-size", "8", "--epochs", "2", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with data in it, one image broken, and a finished run on 2 ranks."""
+    folder = tmp_path_factory.mktemp("images")
+    root = write_images(folder / "data", count=12)
+    write_images(root, "test", count=3)
+    (root / "train" / "dog" / "broken.png").write_text("no image")
+    ranks = samestep(
+        "train", "images", "--data-dir", str(root), "--run-dir", str(folder / "run"), *SMALL,
+        "--max-corrupt", "0.1", "--global-batch-size", "8", "--cache", "memory",
+        world_size=2, folder=folder / "output",
+    )  # fmt: skip
+    assert [p.exitcode for p in ranks.processes] == [0, 0], ranks.output()
+    return folder
+
+
+def predict(capsys, *arguments) -> tuple[int, str]:
+    code = main(["predict", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_the_run_keeps_what_the_data_told(place):
+    options = draft(str(place / "run")).options()
+    assert options.classes == ("cat", "dog")
+    assert options.image_size == 20
+    start = all_records(place / "run")[0]
+    assert start["left_out"] == ["train/dog/broken.png: it is no image that Pillow knows"]
+    assert any("1 of 31 images cannot be read" in note for note in start["notes"])
+    assert any("Kept in memory, once a node: 31 images" in note for note in start["notes"])
+    test = read_json(place / "run" / "result.json")["test"]
+    assert test["samples"] == 6
+    assert test["per_class"].keys() == {"cat", "dog"}
+
+
+def test_another_number_of_ranks_and_cache_train_the_same_samples(place, tmp_path):
+    """The losses differ by BatchNorm alone, which normalises by each rank's share."""
+    ranks = samestep(
+        "train", str(place / "run"), "--run-dir", str(tmp_path / "run"), "--cache", "off",
+        "--num-workers", "1", folder=tmp_path / "output",
+    )  # fmt: skip
+    assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
+    here, there = all_records(tmp_path / "run")[0], all_records(place / "run")[0]
+    for key in ("num_samples", "left_out", "total_steps", "global_batch_size"):
+        assert here[key] == there[key]
+
+
+def test_each_file_gets_its_classes_with_probabilities(place, capsys):
+    files = sorted((place / "data" / "test").rglob("*.*"))
+    code, shown = predict(capsys, place / "run", *files, "--json")
+    assert code == 0
+    tables = [json.loads(line) for line in shown.splitlines()]
+    assert [table["file"] for table in tables] == [str(file) for file in files]
+    for table in tables:
+        assert {c["class"] for c in table["classes"]} == {"cat", "dog"}
+        probabilities = [c["probability"] for c in table["classes"]]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert abs(sum(probabilities) - 1) < 1e-9
+    right = sum(t["classes"][0]["class"] == Path(t["file"]).parent.name for t in tables)
+    test = read_json(place / "run" / "result.json")["test"]
+    assert right / 6 == test["accuracy"], "it predicts what the evaluation measured"
+
+
+def test_a_broken_file_is_named_and_the_others_predicted(place, capsys, tmp_path):
+    good = place / "data" / "test" / "cat" / "001.png"
+    for place_, (write_it, _) in enumerate(list(BROKEN.values())[:3]):
+        write_it(tmp_path / f"{place_}.jpg")
+    broken = sorted(tmp_path.iterdir())
+    code, shown = predict(capsys, place / "run", good, *broken, good, "--top", "1")
+    assert code == 1
+    assert shown.count("001.png") == 2
+    assert shown.count("cannot be read") == 3
+    assert "0.jpg\n  cannot be read: it is empty" in shown
+    assert shown.count("\n  0.") + shown.count("\n  1.") == 2, "--top 1 names one class a file"
+    code, shown = predict(capsys, place / "run", broken[0], "--json")
+    assert code == 1
+    assert json.loads(shown) == {"file": str(broken[0]), "problem": "it is empty"}
+
+
+def test_any_size_and_mode_of_image_is_taken(place, capsys, tmp_path):
+    Image.new("L", (300, 70), 9).save(tmp_path / "grey.jpg")
+    Image.new("RGBA", (3, 5), (1, 2, 3, 4)).save(tmp_path / "tiny.png")
+    code, _ = predict(capsys, place / "run", tmp_path / "grey.jpg", tmp_path / "tiny.png")
+    assert code == 0
+
+
+def test_what_predict_cannot_do_is_one_message(place, tmp_path, monkeypatch):
+    run, image = str(place / "run"), str(place / "data" / "test" / "cat" / "001.png")
+    samestep("train", "spiral", "--max-steps", "1", "--run-dir", str(tmp_path / "spiral"),
+             folder=tmp_path / "out")  # fmt: skip
+    for arguments, says in (
+        ([run, "nope.jpg"], "There is no file nope.jpg"),
+        ([run, str(place / "data")], "data is a folder. Name the files in it"),
+        ([run], "Name the files"),
+        ([run, image, "--top", "0"], "--top is 0"),
+        ([run, image, "--checkpoint", "nope"], "no checkpoint 'nope'"),
+        ([str(tmp_path), image], "holds no run"),
+        ([str(tmp_path / "spiral"), image], "Recipe spiral does not say how to read a file"),
+    ):
+        assert says in refusal("predict", *arguments, folder=tmp_path / "refusals")
+
+
+def test_evaluate_reads_only_the_split_it_needs_and_checks_the_classes(place, tmp_path, capsys):
+    (tmp_path / "other" / "train").mkdir(parents=True)
+    root = write_images(tmp_path / "other", classes=("cat", "emu"))
+    write_images(root, "test", classes=("cat", "emu"))
+    message = refusal(
+        "evaluate", str(place / "run"), "--data-dir", str(root), folder=tmp_path / "out"
+    )
+    assert "emu is a class that" in message
+    assert main(["evaluate", str(place / "run"), "--json", "--split", "validation"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 2
+
+
+def test_mistakes_in_the_folder_are_one_message_on_two_ranks(tmp_path):
+    root = write_images(tmp_path / "data", count=8)
+    (root / "train" / "emu").mkdir()
+    train = ("train", "images", "--data-dir", str(root), "--run-dir", str(tmp_path / "run"))
+    message = refusal(*train, world_size=2, folder=tmp_path / "out")
+    assert "train/emu has no images" in message
+    (root / "train" / "emu").rmdir()
+    (root / "train" / "cat" / "broken.jpg").write_bytes(b"")
+    message = refusal(*train, "--max-corrupt", "0.05", world_size=2, folder=tmp_path / "out")
+    assert "1 of 17 images cannot be read, more than --max-corrupt 0.05 allows" in message
+    assert "--image-size is 4" in refusal(*train, "--image-size", "4", folder=tmp_path / "out")
+    assert "leave nothing to train on" in refusal(
+        *train, "--validation-fraction", "0.5", "--test-fraction", "0.5", folder=tmp_path / "out"
+    )
+    assert not (tmp_path / "run" / "settings.toml").exists()
+
+
+def test_a_command_that_is_repeated_goes_on_with_the_classes_of_its_run(place, tmp_path):
+    train = ("train", "images", "--data-dir", str(place / "data"), "--run-dir",
+             str(tmp_path / "run"), "--max-corrupt", "0.1", *SMALL, "--resume")  # fmt: skip
+    for more in (("--max-steps", "1"), ("--max-steps", "2", "--cache", "off")):
+        ranks = samestep(*train, *more, folder=tmp_path / "output")
+        assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
+    assert [r["step"] for r in all_records(tmp_path / "run") if r["event"] == "stop"] == [1, 2]
+
+
+def test_a_killed_job_leaves_nothing_in_shared_memory(place, tmp_path):
+    before = set(Path("/dev/shm").iterdir())
+    for name, whom in (("one", [1]), ("all", [0, 1])):
+        run = tmp_path / name
+        ranks = start_samestep(
+            "train", "images", "--data-dir", str(place / "data"), "--run-dir", str(run), *SMALL,
+            "--max-corrupt", "0.1", "--cache", "memory", "--epochs", "100000", "--log-every", "1",
+            world_size=2, folder=tmp_path / f"output-{name}",
+        )  # fmt: skip
+        until(lambda run=run: num_records(run) > 3, ranks)
+        assert {p for p in Path("/dev/shm").iterdir() if "samestep" in p.name} <= before
+        for rank in whom:
+            ranks.processes[rank].kill()
+        ranks.processes[whom[0]].join(30)
+        ranks.kill()  # as a launcher does with the others
+        assert ranks.wait()[whom[0]] == -signal.SIGKILL
+        assert {p for p in Path("/dev/shm").iterdir() if "samestep" in p.name} <= before
+
+
+def test_pillow_is_not_imported_before_an_image_is_read():
+    modules = "samestep, samestep.commands.train, samestep.recipes.images, samestep.recipes.cifar10"
+    program = f"import sys, {modules}; sys.exit('PIL' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"), [((32, 32), 32), ((64, 48), 48), ((65, 90), 160), ((500, 300), 160)]
+)
+def test_the_image_size_follows_what_is_there(tmp_path, edges, expected):
+    root = write_images(tmp_path, count=3, size=edges)
+    (root / "train" / "cat" / "aaa.png").write_bytes(b"")
+    options = complete(ImagesOptions(data_dir=str(root)))
+    assert options.image_size == expected
+    assert complete(ImagesOptions(data_dir=str(root), image_size=24)).image_size == 24
+
+
+def test_without_folders_of_their_own_a_tenth_each_is_held_out(tmp_path):
+    root = write_images(tmp_path, count=10)
+    recipe = find_recipe("images")
+    splits = recipe.load_data(complete(ImagesOptions(data_dir=str(root))))
+    assert [len(s) for s in (splits.train, splits.validation, splits.test)] == [16, 2, 2]
+    write_images(root, "val", count=2)
+    splits = recipe.load_data(complete(ImagesOptions(data_dir=str(root), test_fraction=0.0)))
+    assert [len(splits.train), len(splits.validation)] == [20, 4]
+    assert splits.test is None
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_the_model_sees_the_size_that_was_asked_for_in_training_and_evaluation(tmp_path, size):
+    recipe = find_recipe("images")
+    options = complete(ImagesOptions(data_dir=str(write_images(tmp_path)), image_size=size))
+    stored = recipe.read(options, tmp_path / "train" / "cat" / "001.png")[None]
+    keys = torch.arange(1)
+    assert recipe.transform(recipe.augment(stored, keys)).shape == (1, 3, size, size)
+    assert recipe.transform(stored).shape == (1, 3, size, size)
+    assert recipe.transform(stored).dtype == torch.float32

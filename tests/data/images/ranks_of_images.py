@@ -1,0 +1,96 @@
+"""What a rank of the tests does with image files; it is imported by the processes themselves."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from samestep import Recipe, UserError
+from samestep.data.batches import open_source
+from samestep.data.images.folders import class_names, find_files
+from samestep.data.images.shared import PREFIX
+from samestep.data.images.together import make_ready
+from samestep.recipes.images import augment, normalise
+from samestep.world import World, find_world, join, leave
+
+SEED = 11
+
+
+@contextmanager
+def joined():
+    """Join the others for a while."""
+    world, launch = find_world("cpu")
+    join(world, launch, timeout_s=60)
+    yield world
+    leave(world)
+
+
+def ready(root: Path, world: World, *, cache: str, side: int = 20, max_corrupt: float = 0.5):
+    """Return the splits of a folder, ready on these ranks."""
+    classes = class_names(root)
+    found = {name: find_files(root, name, classes) for name in ("train", "validation", "test")}
+    files = {name: part for name, part in found.items() if part}
+    return make_ready(files, side, world, cache=cache, max_corrupt=max_corrupt)
+
+
+def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0):
+    """Return this rank's rows of some epochs, as the model sees them, and of an evaluation."""
+    recipe = Recipe(model=torch.nn.Identity, data=lambda: None, augment=augment,
+                    transform=normalise)  # fmt: skip
+    source = open_source(
+        data, recipe, world, seed=SEED, dtype=torch.float32, num_workers=num_workers
+    )
+    rows = []
+    for epoch in epochs:
+        for block in source.blocks(epoch, 0, global_batch=global_batch, drop_last=False):
+            for k in range(block.num_steps):
+                part = block.part(k, 1)
+                step = (epoch, part.first_step)
+                if part.weight:
+                    rows += [(step, x, int(y)) for x, y in zip(part.inputs, part.targets)]  # noqa: B905
+    for inputs, targets in source.evaluation(4):
+        rows += [((-1, 0), x, int(y)) for x, y in zip(inputs, targets)]  # noqa: B905
+    return rows
+
+
+def train_rows(root: Path, cache: str, side: int, num_workers: int):
+    """Return a rank's rows, and what was left out."""
+    with joined() as world:
+        found = ready(root, world, cache=cache, side=side)
+        rows = batches(found.splits["train"], world, num_workers=num_workers)
+        return rows, found.left_out
+
+
+def what_is_refused(root: Path, cache: str, max_corrupt: float):
+    """Return the message that each rank gets."""
+    with joined() as world:
+        try:
+            ready(root, world, cache=cache, max_corrupt=max_corrupt)
+        except UserError as error:
+            return str(error), error.on_all_ranks
+    return None
+
+
+def other_files(root: Path, other: Path):
+    """Let one rank see another folder than the rest; return the message."""
+    with joined() as world:
+        try:
+            ready(other if world.rank else root, world, cache="off")
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def shares_one_memory(root: Path):
+    """Write into one rank's images and look at another's; return what it sees, and where."""
+    with joined() as world:
+        found = ready(root, world, cache="memory")
+        images, _labels = found.splits["train"]
+        world.barrier()
+        if world.rank == 0:
+            images[0] = 77
+        world.barrier()
+        maps = Path("/proc/self/maps").read_text()
+        mapped = [line for line in maps.splitlines() if PREFIX in line]
+        return np.unique(images[0]).tolist(), mapped

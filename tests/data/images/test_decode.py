@@ -1,0 +1,149 @@
+"""Decoding: one square of bytes for each file, upright, in RGB, whatever the file is like."""
+
+import builtins
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from samestep import UserError
+from samestep.data.images.decode import (
+    UnreadableImageError,
+    decode,
+    model_side,
+    pillow,
+    stored_side,
+)
+from tests.image_files import BROKEN, pixels
+
+BILINEAR = Image.Resampling.BILINEAR
+
+
+def write(path, array, **options):
+    Image.fromarray(array).save(path, **options)
+    return path
+
+
+def test_an_image_of_the_right_size_keeps_every_byte(tmp_path):
+    array = pixels(3, 24, 24)
+    found = decode(write(tmp_path / "a.png", array), 24)
+    assert found.dtype == torch.uint8
+    assert np.array_equal(found.permute(1, 2, 0).numpy(), array)
+
+
+@pytest.mark.parametrize(("height", "width"), [(30, 90), (90, 30)])
+def test_the_middle_square_is_taken_and_resized(tmp_path, height, width):
+    array = pixels(4, height, width)
+    whole = Image.fromarray(array).resize((width * 2 // 3, height * 2 // 3), BILINEAR)
+    expected = np.asarray(whole)[height // 3 - 10 :, width // 3 - 10 :][:20, :20]
+    found = decode(write(tmp_path / "a.png", array), 20)
+    assert np.array_equal(found.permute(1, 2, 0).numpy(), expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_stands_upright_however_the_camera_was_held(tmp_path, orientation):
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = write(tmp_path / "a.png", pixels(5, 32, 24), exif=exif)
+    with Image.open(path) as image:
+        upright = write(tmp_path / "b.png", np.asarray(ImageOps.exif_transpose(image)))
+    difference = decode(path, 16).int() - decode(upright, 16).int()
+    assert difference.abs().max() <= 1, "the mirrored resize may round the other way"
+
+
+def modes():
+    rgb = Image.fromarray(pixels(6))
+    see_through = rgb.copy()
+    see_through.putalpha(90)
+    palette = rgb.quantize(16)
+    return {
+        "L": (rgb.convert("L"), {}),
+        "LA": (rgb.convert("LA"), {}),
+        "1": (rgb.convert("1"), {}),
+        "RGBA": (see_through, {}),
+        "P": (palette, {}),
+        "P with a transparent colour": (palette, {"transparency": 3}),
+        "P with transparent colours": (palette, {"transparency": bytes(16)}),
+    }
+
+
+@pytest.mark.parametrize("name", modes())
+def test_every_mode_becomes_rgb_with_the_colours_it_has(tmp_path, name):
+    image, options = modes()[name]
+    image.save(tmp_path / "a.png", **options)
+    expected = np.asarray(image.convert("RGB"))
+    assert np.array_equal(decode(tmp_path / "a.png", 20).permute(1, 2, 0).numpy(), expected)
+
+
+def test_sixteen_bits_of_grey_keep_their_upper_eight(tmp_path):
+    deep = (np.arange(400, dtype=np.uint16) * 160).reshape(20, 20)
+    write(tmp_path / "a.png", deep)
+    assert np.array_equal(decode(tmp_path / "a.png", 20)[1].numpy(), deep >> 8)
+
+
+def test_a_jpeg_for_print_is_read(tmp_path):
+    Image.fromarray(pixels(7)).convert("CMYK").save(tmp_path / "a.jpg", quality=95)
+    difference = decode(tmp_path / "a.jpg", 20).permute(1, 2, 0).int() - torch.tensor(pixels(7))
+    assert difference.abs().float().mean() < 4
+
+
+def test_the_content_tells_the_format_not_the_name(tmp_path):
+    write(tmp_path / "a.jpg", pixels(8), format="png")
+    assert decode(tmp_path / "a.jpg", 20).shape == (3, 20, 20)
+
+
+@pytest.mark.parametrize("side", [40, 90, 160])
+def test_a_large_jpeg_decoded_at_a_fraction_is_nearly_the_same(tmp_path, side):
+    path = write(tmp_path / "a.jpg", pixels(9, 700, 1000), quality=95)
+    difference = (decode(path, side).int() - decode(path, side, draft=False).int()).abs()
+    assert difference.float().mean() < 1.0
+    assert difference.max() <= 8
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_broken_exif_beside_good_pixels_does_no_harm(tmp_path):
+    path = write(tmp_path / "a.jpg", pixels(10), exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert decode(path, 20).shape == (3, 20, 20)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_wrong_with_a_file_is_said_in_a_few_words(tmp_path, kind):
+    write_it, says = BROKEN[kind]
+    write_it(tmp_path / "a.jpg")
+    with pytest.raises(UnreadableImageError) as caught:
+        decode(tmp_path / "a.jpg", 20)
+    assert says in str(caught.value)
+    assert str(tmp_path) not in str(caught.value), "whoever tells of it names the file"
+
+
+def test_a_file_that_may_not_be_read_is_named_as_such(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    path = write(tmp_path / "a.png", pixels(11))
+    monkeypatch.setattr(builtins, "open", refuse)
+    with pytest.raises(UnreadableImageError, match="Permission denied"):
+        decode(path, 20)
+
+
+def test_without_pillow_the_command_that_installs_it_is_said(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *more):
+        if name.split(".")[0] == "PIL":
+            raise ImportError(name)
+        return real(name, *more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"pip install 'samestep\[images\]'"):
+        pillow()
+
+
+@pytest.mark.parametrize("size", [8, 32, 64, 65, 100, 160, 224, 333, 1024])
+def test_the_stored_size_leads_back_to_the_size_of_the_model(size):
+    stored = stored_side(size)
+    assert model_side(stored) == size
+    assert stored == size if size <= 64 else stored <= size * 8 / 7 + 1
