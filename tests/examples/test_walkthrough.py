@@ -1,0 +1,316 @@
+"""The CIFAR-10 notebook: run small from end to end, its parts by themselves, its kept outputs."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+import torch
+
+from samestep.data import cifar
+from samestep.models.resnet import resnet18
+from tests.cifar_files import images_and_labels, write_binary
+from tests.examples.programs import ROOT, environment
+
+FOLDER = ROOT / "examples" / "cifar10_lightning"
+NOTEBOOK = FOLDER / "walkthrough.ipynb"
+SECTIONS = (
+    *("Concepts", "The data set", "The module", "The data module", "The strategy", "Callbacks"),
+    *("The Trainer", "Training", "Performance monitoring", "Troubleshooting"),
+    *("One process against DDP, measured", "Testing the best checkpoint"),
+)
+# 430 images leave 43 to validate, which two ranks cannot share equally.
+SMALL = {
+    "SUBSET": "430", "EPOCHS": "1", "WIDTH": "4", "BATCH_SIZE": "48", "RANKS": "2", "ROUNDS": "1",
+}  # fmt: skip
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+# The notebook is executed once, for all tests of this file.
+pytestmark = [pytest.mark.xdist_group("walkthrough"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """Return the folder of a notebook that nbclient has executed in place, on made-up images."""
+    folder = tmp_path_factory.mktemp("walkthrough")
+    for name in ("cifar10.py", "train.py", "walkthrough.ipynb"):
+        (folder / name).write_bytes((FOLDER / name).read_bytes())
+    settings = {f"CIFAR10_{name}": value for name, value in SMALL.items()}
+    # As `jupyter execute --inplace` does it. A process of its own: sockets, event loop and kernel
+    # are gone with it.
+    code = f"import nbclient.cli; nbclient.cli.main(['--inplace', '{NOTEBOOK.name}'])"
+    variables = environment(
+        **settings,
+        CUDA_VISIBLE_DEVICES="",
+        JUPYTER_RUNTIME_DIR=str(folder / "jupyter"),
+        IPYTHONDIR=str(folder / "ipython"),
+    )
+    for name in ("CIFAR10_DIR", "CIFAR10_RUNS"):
+        variables.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=variables, capture_output=True, text=True,
+        check=False, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def notebook(executed):
+    """Return the executed notebook."""
+    return nbformat.read(executed / NOTEBOOK.name, as_version=4)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Return the example's module, as train.py and the notebook import it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("cifar10")
+    sys.modules.pop("cifar10")
+
+
+def outputs(notebook):
+    """Return the outputs of all cells, one after the other."""
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def printed(notebook):
+    """Return what all cells print."""
+    return "".join(o["text"] for o in outputs(notebook) if o["output_type"] == "stream")
+
+
+def plots(notebook):
+    """Return the pictures, as they are written in the file."""
+    return [o["data"]["image/png"] for o in outputs(notebook) if "image/png" in o.get("data", {})]
+
+
+def check_complete(notebook):
+    """Check that all cells were run in their order, and that none complained."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [o for o in outputs(notebook) if o["output_type"] == "error"]
+    assert not [o["text"] for o in outputs(notebook) if o.get("name") == "stderr"]
+    assert len(plots(notebook)) == 6
+
+
+def pairs_of_ranks(text):
+    """Return the process numbers of ranks 0 and 1, for each start of two."""
+    found = re.findall(r"rank ([01]) of 2: process (\d+), 1 thread", text)
+    return [dict(found[at : at + 2]) for at in range(0, len(found), 2)]
+
+
+def evaluate(module, images, labels):
+    """Return loss and accuracy of a network over all of these images at once."""
+    module.eval()
+    pixels = (images / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+    with torch.no_grad():
+        logits = module(pixels)
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    return loss.item(), (logits.argmax(1) == labels).double().mean().item()
+
+
+def test_it_has_twelve_numbered_sections_and_runs_from_end_to_end(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    found = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert found == [f"{number}. {title}" for number, title in enumerate(SECTIONS, start=1)]
+    check_complete(notebook)
+    assert "CIFAR10_DIR is not set: these are MADE-UP images" in printed(notebook)
+
+
+def test_its_ranks_are_two_processes_that_end_with_equal_weights(notebook):
+    text = printed(notebook)
+    starts = pairs_of_ranks(text)
+    assert len(starts) == 2  # the training, and one round of measuring
+    for ranks in starts:
+        assert set(ranks) == {"0", "1"}
+        assert ranks["0"] != ranks["1"]
+    assert text.count("weights equal on all ranks: yes") == text.count(
+        "weights equal on all ranks:"
+    )
+    assert "weights equal on all ranks after the last step: True" in text
+
+
+def test_what_two_ranks_validate_is_what_one_process_finds_of_the_best_checkpoint(
+    executed, example
+):
+    (run,) = (executed / "runs").glob("*/ddp")
+    (best,) = run.glob("checkpoints/epoch*.ckpt")
+    module = example.LitResNet.load_from_checkpoint(best, map_location="cpu")
+    data = example.CIFAR10DataModule(str(run.parent / "made-up"), subset=430)
+    data.setup("fit")
+    assert len(data.validation) == 43
+    assert len(data.training) == 387
+    loss, accuracy = evaluate(module, *data.validation.tensors)
+    header, *rows = (run / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("val_loss")
+    (logged,) = (float(row.split(",")[column]) for row in rows if row.split(",")[column])
+    assert logged == pytest.approx(loss, rel=1e-5)
+    assert best.stem == f"epoch00-accuracy{accuracy:.4f}"
+
+
+def test_the_best_checkpoint_meets_each_test_image_once(executed, notebook, example):
+    text = printed(notebook)
+    name = re.search(r"^(epoch.*\.ckpt), 500 test images$", text, re.MULTILINE)[1]
+    (best,) = (executed / "runs").glob(f"*/ddp/checkpoints/{name}")
+    module = example.LitResNet.load_from_checkpoint(best, map_location="cpu")
+    test = example.read(best.parents[2] / "made-up", example.TEST_FILES)
+    loss, accuracy = evaluate(module, *test)
+    assert f"test loss {loss:.4f}, accuracy {accuracy:.4f}\n" in text
+    found = dict(re.findall(r"^([a-z]+) +(\d\.\d{3})\b", text, re.MULTILINE))
+    assert tuple(found) == cifar.CLASSES
+
+
+def test_one_process_and_two_ranks_are_measured_in_turns(notebook):
+    text = printed(notebook)
+    cores = len(os.sched_getaffinity(0))
+    sides = ["2 ranks, ", "1 process, 1 thread"]
+    if cores > 1:
+        sides.insert(1, f"1 process, {cores} thread")
+    for side in sides:
+        assert f"--- round 1: {side}" in text
+        values = re.search(
+            rf"^{side}.*\n +images_per_s +([\d.]+) .*\n +step_ms +([\d.]+) .*\n"
+            r" +processor_ms_per_image +([\d.]+) .*\n +memory_mib +([\d.]+) ",
+            text, re.MULTILINE,
+        )  # fmt: skip
+        assert min(map(float, values.groups())) > 0
+    assert re.search(r"round by round: \[\d+\.\d+\]$", text, re.MULTILINE)
+
+
+def test_the_outputs_that_are_kept_are_whole_and_tell_nothing_of_a_machine():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    check_complete(notebook)
+    text = printed(notebook)
+    assert "CIFAR-10's binary version, from CIFAR10_DIR.\n50,000 training images" in text
+    assert ".ckpt, 10,000 test images\n" in text
+    assert len(pairs_of_ranks(text)) == 4
+    assert NOTEBOOK.stat().st_size < 400_000
+    for output in outputs(notebook):
+        words = output.get("text") or "".join(
+            value for kind, value in output["data"].items() if kind.startswith("text/")
+        )
+        assert not re.search(r"/(tmp|root|home|work|Users|var|usr)\b|site-packages|\w@\w", words)
+
+
+def test_the_source_that_its_outputs_show_is_that_of_the_files():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    source = (FOLDER / "cifar10.py").read_text() + (FOLDER / "train.py").read_text()
+    data = [output.get("data", {}) for output in outputs(notebook)]
+    shown = [kinds["text/markdown"] for kinds in data if "text/markdown" in kinds]
+    assert len(shown) == 12
+    for text in shown:
+        assert text.removeprefix("```python\n").removesuffix("```") in source
+
+
+def test_its_network_is_samesteps(example):
+    """Both have their parameters in the same order, so weights go over by their place."""
+    torch.manual_seed(0)
+    theirs, ours = resnet18(10, stem="small", width=4), example.resnet18(4)
+    values = theirs.state_dict().values()
+    ours.load_state_dict(dict(zip(ours.state_dict(), values, strict=True)))
+    images = torch.randn(3, 3, 32, 32)
+    assert torch.equal(ours(images), theirs(images))
+
+
+def test_it_reads_what_the_binary_version_has(tmp_path, example):
+    write_binary(tmp_path, per_file=7, num_test=30)
+    images, labels = example.read(tmp_path, example.TRAIN_FILES)
+    assert images.shape == (35, 3, 32, 32)
+    for number in range(5):
+        expected, classes = images_and_labels(7, seed=number)
+        part = slice(7 * number, 7 * number + 7)
+        assert torch.equal(images[part], torch.from_numpy(expected))
+        assert labels[part].tolist() == classes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, FileNotFoundError, "is missing; cifar-10-binary.tar.gz has it"),
+        (b"", ValueError, "has 0 bytes"),
+        (bytes(3072), ValueError, "has 3072 bytes, not a multiple of 3073"),
+        (bytes([10]) + bytes(3072), ValueError, "has label 10"),
+    ],
+)
+def test_other_files_are_refused(content, error, message, tmp_path, example):
+    if content is not None:
+        (tmp_path / "test_batch.bin").write_bytes(content)
+    with pytest.raises(error, match=message):
+        example.read(tmp_path, example.TEST_FILES)
+
+
+def test_made_up_images_are_files_of_the_binary_version(tmp_path, example):
+    example.write_made_up(tmp_path, 50, 20)
+    images, labels = example.read(tmp_path, example.TRAIN_FILES)
+    assert images.shape == (50, 3, 32, 32)
+    theirs = cifar.read_cifar10(tmp_path, "train")
+    assert torch.equal(images, theirs[0])
+    assert torch.equal(labels, theirs[1].long())
+
+
+def test_a_batch_is_cropped_and_mirrored_each_image_by_itself(example):
+    torch.manual_seed(0)
+    images = torch.randint(1, 256, (40, 3, 32, 32), dtype=torch.uint8)
+    made = example.crop_and_flip(images)
+    padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
+    places = []
+    for number, image in enumerate(made):
+        crops = {
+            (top, left, mirrored): crop.flip(2) if mirrored else crop
+            for top in range(9)
+            for left in range(9)
+            for mirrored in (False, True)
+            for crop in [padded[number, :, top : top + 32, left : left + 32]]
+        }
+        (place,) = (place for place, crop in crops.items() if torch.equal(crop, image))
+        places.append(place)
+    assert {place[0] for place in places} == set(range(9))
+    assert {place[2] for place in places} == {False, True}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_each_image_is_validated_once_and_all_ranks_have_as_many_batches(world_size, example):
+    for count, size in ((4, 4), (5, 1), (5, 4), (12, 4), (31, 4), (101, 4)):
+        ranks = [list(example.Shares(count, size, (r, world_size))) for r in range(world_size)]
+        assert len({len(batches) for batches in ranks}) == 1
+        batches = [batch.tolist() for batches in ranks for batch in batches]
+        assert all(0 < len(batch) <= max(size, 2) for batch in batches)
+        assert sorted(number for batch in batches for number in batch) == list(range(count))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_step_trains_the_same_images_on_any_number_of_ranks(world_size, example):
+    def steps(ranks, epoch):
+        shares = [example.Shares(101, 24 // ranks, (rank, ranks), seed=5) for rank in range(ranks)]
+        for share in shares:
+            share.set_epoch(epoch)
+        return [sorted(torch.cat(parts).tolist()) for parts in zip(*map(list, shares), strict=True)]
+
+    assert steps(world_size, 0) == steps(1, 0)
+    assert steps(world_size, 1) == steps(1, 1) != steps(1, 0)
+
+
+def test_fewer_images_than_a_step_are_refused(example):
+    with pytest.raises(ValueError, match="11 images are too few: 2 ranks x 6"):
+        example.Shares(11, 6, (0, 2), seed=1)
+    with pytest.raises(ValueError, match="1 images are too few"):
+        example.Shares(1, 6, (0, 2))
+
+
+def test_a_run_does_not_write_over_another_one_and_shares_its_batch(tmp_path):
+    write_binary(tmp_path / "data")
+    (tmp_path / "there").mkdir()
+    for words, message in (
+        (("--output", "there"), "--output there is there already; each run needs a new folder."),
+        (("--batch_size", "7"), "--batch_size 7 cannot be shared by 2 ranks."),
+    ):
+        done = subprocess.run(
+            [sys.executable, str(FOLDER / "train.py"), "data", *words], cwd=tmp_path, check=False,
+            env=environment(WORLD_SIZE="2", RANK="0"), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr.endswith(f"train.py: error: {message}\n")
