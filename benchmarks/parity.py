@@ -81,7 +81,8 @@ def _train(recipe: str, flags: tuple[str, ...], ranks: int, run: Path) -> list[d
 
 
 def _page(rows: list[str]) -> str:
-    command = " ".join(["python", "benchmarks/parity.py", *sys.argv[1:]])
+    words = ["DIR" if "/" in word else word for word in sys.argv[1:]]
+    command = " ".join(["python", "benchmarks/parity.py", *words])
     facts = ", ".join(f"{name} {value}" for name, value in machine().items())
     head = " | ".join(f"{name}, largest difference" for name in COLUMNS)
     return "\n".join([
