@@ -408,9 +408,9 @@ def _mean_of_rank_means():
 
 def _no_gradient_sync():
     """Leave the model unwrapped: N trainings beside each other."""
-    from samestep import session
+    from samestep.commands import train
 
-    session.wrap = lambda model, world: model
+    train.NATIVE = replace(train.NATIVE, wrap=lambda model, world: model)
 
 
 def _same_data_on_every_rank():
