@@ -18,7 +18,8 @@ ROWS = [
     ["data", "models"],
     ["recipes"],
     [
-        *("training.checkpoint", "training.clock", "training.optimizer", "training.parallel"),
+        *("training.checkpoint", "training.clock", "training.memory", "training.optimizer"),
+        "training.parallel",
         *("training.confusion", "training.plan", "training.precision", "training.prepare"),
         *("training.stopping", "training.threads", "training.window"),
     ],

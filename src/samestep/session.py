@@ -25,6 +25,7 @@ from samestep.saving import Write, make_saver, make_writer, resume
 from samestep.settings import Settings
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.loop import Job, train
+from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
 from samestep.training.plan import make_plan
@@ -170,6 +171,7 @@ def _build(
     )
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(settings, model, world)
+    keep_freed_memory(world.device)
     compiles = what_compiles(settings, world, model)
     # Inside of what connects the ranks: DDP's own code breaks a graph that begins outside of it.
     forward: nn.Module = model

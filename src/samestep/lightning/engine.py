@@ -164,6 +164,11 @@ class _Records(Callback):
         self._job.agreement.start(self._job.position.step)
         self._clock = Clock(self._job.position)
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the clock: evaluations and checkpoints are no training."""
+        del trainer, pl_module
+        self._clock.resume(self._job.position)
+
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
@@ -247,7 +252,6 @@ class _Records(Callback):
     def _close(self) -> None:
         close_epoch(self._job)
         self._window = Window(self._job.world, 0.0)
-        self._clock.resume(self._job.position)
 
 
 def _drive(task: Task) -> None:
