@@ -48,7 +48,7 @@ def model(options):
     return nn.Sequential(nn.Linear(8, options.hidden), nn.Tanh(), nn.Linear(options.hidden, 2))
 
 def loss(outputs, targets):
-    time.sleep(seconds)
+    time.sleep(seconds)  # a model as slow as the test wants it
     return nn.functional.cross_entropy(outputs, targets)
 
 recipe = Recipe(model=model, data=data, loss=loss, options=Options, settings={
@@ -56,6 +56,7 @@ recipe = Recipe(model=model, data=data, loss=loss, options=Options, settings={
     "checkpoint_every_steps": 4,
 })
 """
+SLEEP = next(line for line in RECIPE.splitlines(keepends=True) if "time.sleep" in line)
 STEPS_PER_EPOCH, STEPS = 11, 66
 
 # What differs from run to run: the clock, and nothing else.

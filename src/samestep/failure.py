@@ -31,6 +31,7 @@ STARTED_AT = "SAMESTEP_STARTED_AT"
 
 # A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all.
 _GRACE_S = 3.0
+_REFUSAL_S = 2.0
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
@@ -73,6 +74,15 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
             return code
     print_error(f"[rank {rank}] {message}" if rank else message, log.terminal if log else 2)
     return code
+
+
+def let_rank_0_speak(rank: int) -> None:
+    """Wait on the other ranks, before an end that is the same on all, until rank 0 has told of it.
+
+    A launcher ends all ranks with the first that ends.
+    """
+    if rank != 0:
+        time.sleep(_REFUSAL_S)
 
 
 def _leave_for_job(message: str) -> None:

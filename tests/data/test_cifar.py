@@ -180,5 +180,5 @@ def test_only_the_first_of_many_bad_images_are_named_and_all_are_counted(tmp_pat
 
 def test_without_pillow_the_message_is_the_command_that_installs_it(tmp_path, monkeypatch):
     write_folders(tmp_path)
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
     assert "pip install 'samestep[images]'" in refusal(tmp_path)

@@ -16,9 +16,7 @@ from tests import tiny
 from tests.ranks import run_ranks, start_ranks
 
 # A sleep cannot be compiled; and with nothing due by steps, a graph may hold as many as it likes.
-SMALL = tiny.RECIPE.replace("    time.sleep(seconds)\n", "").replace(
-    '    "checkpoint_every_steps": 4,\n', ""
-)
+SMALL = tiny.RECIPE.replace(tiny.SLEEP, "").replace('    "checkpoint_every_steps": 4,\n', "")
 # BatchNorm has buffers that the graph must bring up to date; one layer is frozen.
 FROZEN = """
 def frozen(options):

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +17,7 @@ from samestep.doctor.diagnosis import diagnose
 from samestep.doctor.report import as_json, show
 from samestep.doctor.together import CutOffError, Request
 from samestep.errors import UserError
-from samestep.failure import print_error, rank_of, report
+from samestep.failure import let_rank_0_speak, print_error, rank_of, report
 from samestep.rank_log import RankLog
 from samestep.world import Backend, Device, abandon
 
@@ -59,8 +58,7 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise  # the reader of the output has left, as `head` does
     except SystemExit:
-        if log.rank != 0:
-            time.sleep(2.0)  # a launcher ends all ranks with the first: let rank 0 speak
+        let_rank_0_speak(log.rank)
         raise
     except Exception as error:
         code = report(error, log)

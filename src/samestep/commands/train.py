@@ -15,7 +15,7 @@ import tyro
 from samestep.commands.help import examples
 from samestep.config import Draft, Request, draft, finish
 from samestep.errors import UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent, rank_of, report
+from samestep.failure import PARENT, STARTED_AT, die_with_parent, let_rank_0_speak, rank_of, report
 from samestep.rank_log import RankLog
 from samestep.recipe import recipe_names
 from samestep.screen import Screen
@@ -54,8 +54,7 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise  # the reader of the output has left, as `head` does
     except SystemExit:
-        if log.rank != 0:
-            time.sleep(2.0)  # a launcher ends all ranks with the first: let rank 0 speak
+        let_rank_0_speak(log.rank)
         raise
     except Exception as error:
         code = report(error, log)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from samestep.data.images.decode import pillow
 from samestep.errors import UserError
 
 _ENDINGS = (".jpg", ".jpeg", ".png")
@@ -40,7 +41,7 @@ def read_class_folders(
             images cannot be decoded or have another size, with the names of the first few.
         OSError: a folder cannot be listed.
     """
-    _need_pillow()
+    pillow()
     files, labels = _find(folder, classes)
     images = np.empty((len(files), 3, size[1], size[0]), np.uint8)
     problems: list[str] = []
@@ -58,15 +59,6 @@ def read_class_folders(
             + f"{more}\nReplace or remove them."
         )
     return torch.from_numpy(images), torch.tensor(labels)
-
-
-def _need_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise UserError(
-            "Images are decoded by Pillow, which is not installed: pip install 'samestep[images]'"
-        ) from error
 
 
 def _find(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
@@ -111,11 +103,9 @@ def _decode_some(files: Sequence[Path], images: npt.NDArray[np.uint8], start: in
 
 def _decode(path: Path, into: npt.NDArray[np.uint8]) -> str:
     """Decode one image into an array (3, height, width); return what is wrong with it, or ""."""
-    from PIL import Image  # noqa: PLC0415
-
     height, width = into.shape[1:]
     try:
-        with Image.open(path) as image:
+        with pillow().open(path) as image:
             if image.size != (width, height):
                 return f"it is {image.size[0]} x {image.size[1]}, not {width} x {height}"
             into[:] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
