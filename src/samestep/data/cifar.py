@@ -60,7 +60,7 @@ def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor,
         if place is not None:
             return _read_binary(place, split)
         if (folder / "train").is_dir() or (folder / "test").is_dir():
-            return read_class_folders(folder / split, CLASSES, size=(32, 32))
+            return read_class_folders(folder, split, CLASSES, size=(32, 32))
         raise _nothing(folder)
     except OSError as problem:
         raise UserError(

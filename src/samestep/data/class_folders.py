@@ -15,21 +15,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.data.images.decode import pillow
+from samestep.data.images.decode import pillow, why_unreadable
+from samestep.data.images.folders import Files, find_files, subfolders
 from samestep.errors import UserError
 
-_ENDINGS = (".jpg", ".jpeg", ".png")
 # So many file names go to a thread at once: handing over one by one would cost as much again.
 _FILES_PER_TASK = 256
 
 
 def read_class_folders(
-    folder: Path, classes: Sequence[str], *, size: tuple[int, int]
+    root: Path, split: str, classes: Sequence[str], *, size: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return all images of folder/CLASS/, class by class, each class in the order of its names.
+    """Return all images of root/split/CLASS/, class by class, each in the order of its names.
 
     Args:
-        folder: it has one folder for each class, and no others.
+        root: the data folder.
+        split: `train` or `test`; its folder has one folder for each class, and no others.
         classes: their names; a label is a place in them.
         size: (width, height) that every image must have.
 
@@ -42,7 +43,9 @@ def read_class_folders(
         OSError: a folder cannot be listed.
     """
     pillow()
-    files, labels = _find(folder, classes)
+    _check_classes(root / split, classes)
+    files = find_files(root, split, classes, whole=True)
+    assert files is not None, "its folder is there"
     images = np.empty((len(files), 3, size[1], size[0]), np.uint8)
     problems: list[str] = []
     tasks = range(0, len(files), _FILES_PER_TASK)
@@ -54,50 +57,38 @@ def read_class_folders(
     if problems:
         more = f"\n  … and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UserError(
-            f"{len(problems)} of {len(files)} images in {folder} cannot be used:\n  "
+            f"{len(problems)} of {len(files)} images in {root / split} cannot be used:\n  "
             + "\n  ".join(problems[:5])
             + f"{more}\nReplace or remove them."
         )
-    return torch.from_numpy(images), torch.tensor(labels)
+    return torch.from_numpy(images), torch.from_numpy(files.labels)
 
 
-def _find(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
-    """Return the images of all classes and the label of each."""
+def _check_classes(folder: Path, classes: Sequence[str]) -> None:
+    """Check that the folders of a split are the classes, all of them and no others."""
     if not folder.is_dir():
         raise UserError(
             f"There is no folder {folder}. It must hold a folder of images for each class: "
             f"{', '.join(classes)}."
         )
-    present = {place.name for place in folder.iterdir() if place.is_dir()}
-    present = {name for name in present if not name.startswith(".")}
+    present = subfolders(folder)
     wrong = [f"{name} is missing" for name in classes if name not in present]
-    wrong += [f"{name} is no class" for name in sorted(present - set(classes))]
+    wrong += [f"{name} is no class" for name in present if name not in classes]
     if wrong:
         raise UserError(
             f"The class folders in {folder} are not those expected: {'; '.join(wrong[:5])}"
             f"{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}. Expected: "
             f"{', '.join(classes)}."
         )
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        found = sorted(p for p in (folder / name).iterdir() if p.suffix.lower() in _ENDINGS)
-        if not found:
-            raise UserError(
-                f"The class folder {folder / name} holds no images ({', '.join(_ENDINGS)})."
-            )
-        files += found
-        labels += [label] * len(found)
-    return files, labels
 
 
-def _decode_some(files: Sequence[Path], images: npt.NDArray[np.uint8], start: int) -> list[str]:
+def _decode_some(files: Files, images: npt.NDArray[np.uint8], start: int) -> list[str]:
     """Decode the files from `start` on into their places; return what was wrong, a line each."""
     problems = []
     for place in range(start, min(start + _FILES_PER_TASK, len(files))):
-        problem = _decode(files[place], images[place])
+        problem = _decode(Path(files.path(place)), images[place])
         if problem:
-            problems.append(f"{files[place]}: {problem}")
+            problems.append(f"{files.path(place)}: {problem}")
     return problems
 
 
@@ -110,5 +101,5 @@ def _decode(path: Path, into: npt.NDArray[np.uint8]) -> str:
                 return f"it is {image.size[0]} x {image.size[1]}, not {width} x {height}"
             into[:] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     except Exception as error:  # what a decoder raises depends on what stands in the file
-        return "it is empty" if path.stat().st_size == 0 else f"{type(error).__name__}: {error}"
+        return why_unreadable(error, path)
     return ""

@@ -79,7 +79,7 @@ def decode(path: Path | str, side: int, *, draft: bool = True) -> Tensor:
         with module.open(io.BytesIO(content)) as image:
             return _square(module, image, side, draft=draft)
     except Exception as error:  # Pillow's formats raise whatever their parsing meets
-        raise UnreadableImageError(_why(error, path)) from error
+        raise UnreadableImageError(why_unreadable(error, path)) from error
 
 
 def shorter_edge(path: Path | str) -> int | None:
@@ -133,8 +133,8 @@ def _to_rgb(module: Any, image: "PillowImage.Image") -> "PillowImage.Image":
     return image.convert("RGB")
 
 
-def _why(error: Exception, path: Path | str) -> str:
-    """Say in a few words why a file could not be decoded."""
+def why_unreadable(error: Exception, path: Path | str) -> str:
+    """Say in a few words why a file could not be decoded, from what Pillow raised."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if Path(path).stat().st_size == 0:

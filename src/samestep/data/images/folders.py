@@ -54,7 +54,7 @@ def class_names(root: Path) -> tuple[str, ...]:
     train = _split_folder(root, "train")
     if train is None:
         raise UserError(f"{root} has no folder train/. {_LAYOUT}.")
-    names = _subfolders(train)
+    names = subfolders(train)
     if len(names) < 2:
         found = f"one class only, {names[0]}/" if names else "no folders"
         raise UserError(
@@ -63,21 +63,25 @@ def class_names(root: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def find_files(root: Path, split: str, classes: Sequence[str]) -> Files | None:
+def find_files(
+    root: Path, split: str, classes: Sequence[str], *, whole: bool = False
+) -> Files | None:
     """Return the image files of a split, sorted by class and name; None if it has no folder.
 
     Args:
         root: the data folder.
         split: `train`, `validation` or `test`.
         classes: class names; a file's label is the place of its folder's name among them.
+        whole: every class must have images, as it must in train/.
 
     Raises:
-        UserError: a folder cannot be read, a class is unknown, or (in train/) has no images.
+        UserError: a folder cannot be read, a class is unknown, or one that must have images has
+            none.
     """
     folder = _split_folder(root, split)
     if folder is None:
         return None
-    strange = sorted(set(_subfolders(folder)) - set(classes))
+    strange = sorted(set(subfolders(folder)) - set(classes))
     if strange:
         raise UserError(
             f"{folder / strange[0]} is a class that train/ did not have ({_first(classes)}). "
@@ -87,7 +91,7 @@ def find_files(root: Path, split: str, classes: Sequence[str]) -> Files | None:
     labels: list[int] = []
     for label, name in enumerate(classes):
         found = _images(folder / name) if (folder / name).is_dir() else []
-        if not found and split == "train":
+        if not found and (whole or split == "train"):
             raise _no_images(folder / name)
         names += [os.fsencode(os.path.join(folder.name, name, file)) for file in found]  # noqa: PTH118
         labels += [label] * len(found)
@@ -108,7 +112,12 @@ def _split_folder(root: Path, split: str) -> Path | None:
     return there[0] if there else None
 
 
-def _subfolders(folder: Path) -> list[str]:
+def subfolders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without those that start with a dot.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
         with os.scandir(folder) as entries:
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
