@@ -29,9 +29,9 @@ others in ways that hide the exit code."""
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
 
-# A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all.
-_GRACE_S = 3.0
-_REFUSAL_S = 2.0
+# A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all. On a
+# busy machine one rank's Python may start seconds after another's.
+_GRACE_S = 5.0
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
@@ -82,7 +82,7 @@ def let_rank_0_speak(rank: int) -> None:
     A launcher ends all ranks with the first that ends.
     """
     if rank != 0:
-        time.sleep(_REFUSAL_S)
+        time.sleep(_GRACE_S)
 
 
 def _leave_for_job(message: str) -> None:

@@ -36,8 +36,11 @@ def run(folder: Path, forward: str, *flags: str, world_size: int = 1):
     )  # fmt: skip
 
 
-def test_a_parameter_that_the_loss_does_not_depend_on_is_named_before_ranks_wait_for_it(tmp_path):
-    ranks = run(tmp_path, "return self.used(x)", world_size=2)
+@pytest.mark.parametrize("engine", ["native", "lightning"])
+def test_a_parameter_that_the_loss_does_not_depend_on_is_named_before_ranks_wait_for_it(
+    tmp_path, engine
+):
+    ranks = run(tmp_path, "return self.used(x)", "--engine", engine, world_size=2)
     assert [p.exitcode for p in ranks.processes] == [2, 2], ranks.output()
     assert "forgotten.weight, forgotten.bias" in ranks.printed(0)
     assert "Traceback" not in ranks.output()

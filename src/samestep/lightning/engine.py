@@ -47,6 +47,7 @@ from samestep.training.loop import (
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.state import capture
+from samestep.training.step import check_used
 from samestep.training.window import Window
 from samestep.world import World
 
@@ -151,6 +152,7 @@ class _Records(Callback):
         self._window = Window(self._job.world, self._job.loss_sum)
         self._clock = Clock(self._job.position)
         self._norm: float | None = None
+        self._unchecked = self._job.world.world_size > 1
         # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
         self._heed = signal.getsignal(signal.SIGTERM)
         self.metric: float | None = None
@@ -168,6 +170,13 @@ class _Records(Callback):
         """Go on with the clock: evaluations and checkpoints are no training."""
         del trainer, pl_module
         self._clock.resume(self._job.position)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the first backward, as samestep's own step does."""
+        del trainer, pl_module
+        if self._unchecked:
+            self._unchecked = False
+            check_used(self._job.trainee.model)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

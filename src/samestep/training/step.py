@@ -39,6 +39,23 @@ class StepResult:
     """Gradient norm of each step before clipping, if it was asked for."""
 
 
+def check_used(model: nn.Module) -> None:
+    """Check, after the first backward, that DDP will not wait for a gradient that never comes.
+
+    Raises:
+        UserError: the loss does not depend on a parameter that is to be trained.
+    """
+    named = model.named_parameters()
+    unused = [name for name, p in named if p.requires_grad and p.grad is None]
+    if unused:
+        raise UserError(
+            f"The loss does not depend on {', '.join(unused[:3])}"
+            f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}, so ranks would wait "
+            "for a gradient that never comes. Use these parameters in forward, or freeze them "
+            "with requires_grad_(False)."
+        )
+
+
 class EagerStep:
     """Run steps one by one with PyTorch's own autograd."""
 
@@ -71,7 +88,8 @@ class EagerStep:
             parameter.grad = None
         loss = self._backward(block)
         if self._unchecked:
-            self._check_used()
+            self._unchecked = False
+            check_used(trainee.model)
         if scaler is not None:
             scaler.unscale_(trainee.optimizer)
         norm = self._clip(want_norm=want_norm)
@@ -104,23 +122,6 @@ class EagerStep:
             total = loss if total is None else total + loss
         assert total is not None
         return total / world_size if world_size > 1 else total
-
-    def _check_used(self) -> None:
-        """Check, after the first backward, that DDP will not wait for a gradient that never comes.
-
-        Raises:
-            UserError: the loss does not depend on a parameter that is to be trained.
-        """
-        self._unchecked = False
-        named = self._trainee.model.named_parameters()
-        unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        if unused:
-            raise UserError(
-                f"The loss does not depend on {', '.join(unused[:3])}"
-                f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}, so ranks would wait "
-                "for a gradient that never comes. Use these parameters in forward, or freeze them "
-                "with requires_grad_(False)."
-            )
 
     def _micro_step(self, inputs: Any, targets: Any, weight: float) -> Tensor:
         trainee = self._trainee
