@@ -24,6 +24,7 @@ PEERS = Path(__file__).parent / "peers"
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 SAMESTEP = (PYTHON, "-m", "samestep", "train")
+LIGHTNING = ("--engine", "lightning")
 ALIKE = ("--run-dir", "{run}", "--seed", "42", "--device", "cpu", "--threads", "1")
 SCRIPT = str(Path(PYTHON).parent / "samestep")
 
@@ -109,6 +110,7 @@ def _spiral(epochs: int) -> Table:
             _peer("hand-written compile of 8 steps", "spiral_compiled", epochs),
             _samestep("samestep", "spiral", epochs, *mine),
             _samestep("samestep, compile on", "spiral", epochs, *mine, "--compile", "on"),
+            _samestep("samestep, engine lightning", "spiral", epochs, *mine, *LIGHTNING),
         ),
         targets=(
             Target(row="samestep", against="tensor slicing, fused Adam", limit=0.9),
@@ -191,7 +193,7 @@ def _cifar10() -> Table:
             _peer("hand-written, images in memory", "cifar10_resident", 1, *data),
             _peer("Lightning, no logging", "cifar10_lightning", 1, *data),
             _samestep("samestep", "cifar10", 1, *mine),
-            _samestep("samestep, engine lightning", "cifar10", 1, *mine, "--engine", "lightning"),
+            _samestep("samestep, engine lightning", "cifar10", 1, *mine, *LIGHTNING),
         ),
         targets=(
             Target(row="samestep", limit=1.0),
