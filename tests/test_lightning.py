@@ -27,7 +27,7 @@ SETTINGS = {
         *("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine"),
         *("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01"),
     ),
-    "accumulated": ("--batch-size", "2"),
+    "accumulated": ("--batch-size", "2", "--global-batch-size", "12"),
     "without the incomplete batch": ("--drop-last",),
     "ended within an epoch": ("--max-steps", "17"),
     "stopped early": ("--patience", "1", "--lr", "0.3"),
@@ -138,6 +138,25 @@ def test_a_run_stopped_by_a_signal_goes_on_with_the_exact_next_step(tmp_path, wo
     tiny.set_pace(recipe, 0.0)
     tiny.resume(stopped, world_size=world_size, folder=tmp_path)
     tiny.assert_same_training(stopped, whole, 0.0)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_run_that_ended_within_an_epoch_goes_on_to_a_later_end(tmp_path, validated):
+    text = TINY if validated else TINY.replace("validation=(x[n:n + 37], y[n:n + 37]),", "")
+    recipe = tiny.write_recipe(tmp_path, text)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        for end in ("15", "29", "33"):
+            flags = ("--max-steps", end, "--run-dir", str(path), *engine)
+            target = ("--resume",) if path.exists() else ()
+            tiny.train(recipe, *flags, *target, folder=tmp_path)
+            result = read_json(path / "result.json")
+            assert (result["steps"], result["reason"]) == (int(end), "finished")
+    assert losses_by_step(ours) == losses_by_step(theirs)
+
+
+def losses_by_step(path: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in tiny.account(path) if r["event"] == "step"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -256,6 +275,48 @@ def test_a_trainer_that_accumulates_otherwise_is_told_how_often(tmp_path):
     done = in_python(tmp_path, program)
     assert done.returncode == 1
     assert "create it with Trainer(accumulate_grad_batches=4)" in done.stderr
+
+
+def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(tmp_path):
+    program = (
+        "import lightning.pytorch as pl, samestep as s\n"
+        "def trainer(**more): return pl.Trainer(logger=False, enable_checkpointing=False,"
+        " enable_progress_bar=False, accelerator='cpu', **more)\n"
+        "data = s.SpiralDataModule(num_samples=200)\n"
+        "module = s.LitRecipe(data.recipe, data.settings, data.options)\n"
+        "trainer().validate(module, data)\n"
+        "trainer(max_epochs=1).fit(module, data)\n"
+        "first = data.plan.total_steps\n"
+        "again = trainer(max_epochs=3, accumulate_grad_batches=2)\n"
+        "again.fit(module, data)\n"
+        "print(first, data.plan.accumulate, data.plan.total_steps, again.global_step)"
+    )
+    done = in_python(tmp_path, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "5 2 9 9"  # of 140 samples in batches of 32 and of 64
+
+
+def test_a_data_module_can_be_looked_at_without_a_trainer(tmp_path):
+    program = (
+        "import samestep as s\n"
+        "data = s.SpiralDataModule(num_samples=200, batch_size=8)\n"
+        "data.setup('fit')\n"
+        "inputs, targets, *_ = next(iter(data.train_dataloader()))\n"
+        "print(*inputs.shape, *targets.shape)"
+    )
+    done = in_python(tmp_path, program)
+    assert done.stdout.split() == ["8", "2", "8"], done.stderr
+
+
+def test_a_trainer_without_an_end_is_told_what_the_schedule_needs(tmp_path):
+    program = (
+        "import lightning.pytorch as pl, samestep as s\n"
+        "pl.Trainer(max_time='00:00:01:00', logger=False, accelerator='cpu').fit("
+        "s.LitRecipe('spiral'), s.LitData('spiral'))"
+    )
+    done = in_python(tmp_path, program)
+    assert done.returncode == 1
+    assert "give the Trainer max_epochs or max_steps" in done.stderr
 
 
 def test_without_lightning_the_extra_is_named_and_everything_else_works(tmp_path):

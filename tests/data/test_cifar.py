@@ -71,7 +71,7 @@ def test_the_names_of_the_classes_are_in_alphabetical_order_so_labels_agree():
 
 
 @pytest.mark.parametrize("place", ["", "cifar-10-batches-py"])
-@pytest.mark.parametrize("name", ["data_batch_1", "batches.meta"])
+@pytest.mark.parametrize("name", ["data_batch_1", "batches.meta", "cifar-10-python.tar.gz"])
 def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, place):
     class Bomb:
         def __reduce__(self):

@@ -1,6 +1,8 @@
 """ResNet-18 is the network of the paper, with either stem."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,6 +48,29 @@ def test_convolutions_begin_with_the_variance_of_he_et_al():
         weight = model.get_submodule(name).weight
         expected = math.sqrt(2 / (weight.shape[0] * 9))
         assert float(weight.detach().std()) == pytest.approx(expected, rel=0.05), name
+
+
+def test_narrow_ones_train_on_the_cpu_with_channels_last_and_an_odd_batch():
+    # With torch's own strided 1 x 1 convolution this process is killed, where the CPU has AVX-512.
+    program = (
+        "import torch\n"
+        "from samestep.models.resnet import resnet18\n"
+        "torch.set_num_threads(2)\n"
+        "model = resnet18(10, stem='small', width=8).to(memory_format=torch.channels_last)\n"
+        "for _ in range(12):\n"
+        "    images = torch.randn(3, 3, 32, 32).contiguous(memory_format=torch.channels_last)\n"
+        "    model(images).sum().backward()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shortcut_is_the_convolution_of_the_paper():
+    block = resnet18(10, stem="small", width=4).layer2[0]
+    images = torch.randn(2, 4, 9, 7)
+    shortcut = block.downsample[0]
+    expected = nn.functional.conv2d(images, shortcut.weight, stride=2)
+    torch.testing.assert_close(shortcut(images), expected)
 
 
 def test_an_unknown_stem_is_refused():

@@ -184,3 +184,9 @@ def test_on_one_rank_sync_batchnorm_says_that_it_has_no_effect(binary, tmp_path)
     folder = train(binary, tmp_path, "--max-steps", "1", "--sync-batchnorm")
     (start,) = [record for record in read_records(folder) if record["event"] == "start"]
     assert any("--sync-batchnorm has no effect on one rank" in note for note in start["notes"])
+
+
+def test_a_part_of_cifar10_is_told_as_such(tmp_path):
+    data = write_binary(tmp_path)
+    notes = find_recipe("cifar10").load_data(Cifar10Options(data_dir=str(data))).notes
+    assert "The train set has 100 images; CIFAR-10's has 50,000." in notes

@@ -49,7 +49,8 @@ def main(arguments: list[str]) -> int:
         return _general_help(arguments)
     log = RankLog(rank_of())
     try:
-        with examples(_EXAMPLES):
+        known = arguments[0] in recipe_names()
+        with examples(_EXAMPLES.replace("spiral", arguments[0]) if known else _EXAMPLES):
             return _train(arguments, log)
     except BrokenPipeError:
         raise  # the reader of the output has left, as `head` does

@@ -20,6 +20,9 @@ CLASSES = (
 )
 """What the labels 0 … 9 of the binary version mean; in alphabetical order, as it happens."""
 
+SIZES = {"train": 50_000, "test": 10_000}
+"""Images of each split as it was published."""
+
 _FILES = {
     "train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
     "test": ("test_batch.bin",),
@@ -29,7 +32,7 @@ _CIFAR100_RECORD_BYTES = _RECORD_BYTES + 1  # a coarse and a fine label
 
 # Where the archives of the two versions put their files.
 _UNPACKED, _UNPACKED_PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
-_PYTHON_FILES = ("data_batch_1", "test_batch", "batches.meta")
+_PYTHON_FILES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz")
 
 
 def has_cifar10(folder: Path) -> bool:

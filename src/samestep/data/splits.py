@@ -21,8 +21,9 @@ def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> 
     sizes = [int(num_samples * fraction) for fraction in fractions]
     sizes.append(num_samples - sum(sizes))
     if min(sizes) < 1:
+        parts = " and ".join(map(str, fractions))
         raise UserError(
-            f"{num_samples} samples are too few to split into parts of {fractions} and the rest: "
-            "one of them would be empty. Use more samples."
+            f"{num_samples} samples are too few to split into parts of {parts} and the rest: one "
+            "of them would be empty. Use more samples."
         )
     return list(torch.split(order, sizes))

@@ -85,12 +85,13 @@ class LitData(pl.LightningDataModule):
         """Batch sizes, steps and learning rate, once it is set up."""
         self.world = World()
         self._sources: dict[str, Source | None] = {}
+        self._is_built = False
 
     @classmethod
     def of_job(cls, job: Job, recipe: Recipe, options: object) -> "LitData":
         """Return the data of a job that samestep has built."""
         data = cls(recipe, job.settings, options)
-        data.plan, data.world = job.plan, job.world
+        data.plan, data.world, data._is_built = job.plan, job.world, True
         data._sources = {"train": job.train, "validation": job.validation, "test": None}
         return data
 
@@ -100,11 +101,18 @@ class LitData(pl.LightningDataModule):
         Raises:
             UserError: the sizes contradict each other, or the Trainer accumulates otherwise.
         """
-        if self._sources:
+        if self._is_built:
             return
-        trainer = self.trainer
-        assert trainer is not None
-        self.world, settings = world_of(trainer), self.settings
+        trainer = self.trainer  # none, where somebody looks at the batches without one
+        world = World() if trainer is None else world_of(trainer)
+        if not self._sources or world != self.world:
+            self.world = world
+            self._load()
+        if stage == "fit":
+            self.plan = self._plan_for(trainer)
+
+    def _load(self) -> None:
+        settings = self.settings
         seed_alike(settings.seed)
         splits = self.recipe.load_data(self.options)
         if splits.together is not None:
@@ -115,15 +123,21 @@ class LitData(pl.LightningDataModule):
                 data, self.recipe, self.world, seed=settings.seed, dtype=torch.float32,
                 num_workers=settings.num_workers,
             )  # fmt: skip
-        if stage == "fit":
-            self.plan = self._plan_for(trainer)
 
-    def _plan_for(self, trainer: "pl.Trainer") -> Plan:
-        asked = trainer.accumulate_grad_batches
-        epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
-        steps = trainer.max_steps if trainer.max_steps > 0 else None
-        settings = replace(self.settings, epochs=epochs, max_steps=steps)
-        if settings.batch_size is not None and settings.global_batch_size is None:
+    def _plan_for(self, trainer: "pl.Trainer | None") -> Plan:
+        settings, asked = self.settings, self.settings.accumulate or 1
+        if trainer is not None:
+            asked = trainer.accumulate_grad_batches
+            epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
+            steps = trainer.max_steps if trainer.max_steps > 0 else None
+            if epochs is None and steps is None:
+                raise UserError(
+                    "The learning rate's schedule has to know how long the training is: give the "
+                    "Trainer max_epochs or max_steps (beside max_time, as the most)."
+                )
+            settings = replace(settings, epochs=epochs, max_steps=steps)
+        sizes = settings.batch_size, settings.global_batch_size, settings.accumulate
+        if sizes[0] is not None and sizes[1:] == (None, None):
             settings = replace(settings, accumulate=asked)
         source = self._sources["train"]
         assert source is not None
@@ -139,8 +153,7 @@ class LitData(pl.LightningDataModule):
         """Return what yields this rank's parts of the running epoch."""
         source, trainer = self._sources["train"], self.trainer
         assert source is not None
-        assert self.plan is not None
-        assert trainer is not None
+        assert self.plan is not None, 'setup("fit") comes first'
         return Parts(source, self.plan, trainer, drop_last=self.settings.drop_last)
 
     def val_dataloader(self) -> "_Share | list[Any]":
@@ -216,7 +229,7 @@ class Parts:
     """The parts of one rank, epoch by epoch; it knows where it stands, for resuming."""
 
     def __init__(
-        self, source: Source, plan: Plan, trainer: "pl.Trainer", *, drop_last: bool
+        self, source: Source, plan: Plan, trainer: "pl.Trainer | None", *, drop_last: bool
     ) -> None:
         self._source, self._plan, self._trainer = source, plan, trainer
         self._drop_last = drop_last
@@ -235,8 +248,9 @@ class Parts:
     def __iter__(self) -> Iterator[Part]:
         """Yield the parts from where the epoch is to go on."""
         self._step, self._first_step = self._first_step, 0
+        epoch = 0 if self._trainer is None else self._trainer.current_epoch
         blocks = self._source.blocks(
-            self._trainer.current_epoch, self._step,
+            epoch, self._step,
             global_batch=self._plan.global_batch_size, drop_last=self._drop_last,
         )  # fmt: skip
         for block in blocks:

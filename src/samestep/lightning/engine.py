@@ -43,6 +43,7 @@ from samestep.training.loop import (
     file_name,
     judge,
     settle,
+    stop_early,
 )
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
@@ -135,6 +136,11 @@ class _Checkpoints(ModelCheckpoint):
         )  # fmt: skip
         self._job = task.job
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save where nothing is validated; within an epoch the last step has saved already."""
+        if not self._job.position.step_in_epoch:
+            super().on_train_epoch_end(trainer, pl_module)
+
     def format_checkpoint_name(
         self, metrics: dict[str, Tensor], filename: str | None = None, ver: int | None = None,
         prefix: str | None = None,
@@ -208,7 +214,13 @@ class _Records(Callback):
             self._settle()
             self._task.emit(epoch_record(job))
         agreed = job.agreement.after(position.step)
-        if agreed.signum and not ends:
+        if position.step == job.plan.total_steps and not ends:
+            # Now, not when Lightning ends the epoch: by its count this one would be over.
+            if job.validation is not None:
+                record, self.metric = evaluate_job(job, job.validation)
+                self._task.emit(record)
+            trainer.save_checkpoint(self._task.path / "checkpoints" / file_name(job))
+        elif agreed.signum and not ends:
             self._settle()
             trainer.save_checkpoint(self._task.path / "checkpoints" / file_name(job))
             job.signum = agreed.signum
@@ -246,17 +258,10 @@ class _Records(Callback):
         self._close()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the epoch where nothing is validated; end a run that stops within one."""
-        del pl_module
-        job = self._job
-        if job.position.step_in_epoch == job.plan.steps_per_epoch:
+        """Close the epoch where nothing is validated."""
+        del trainer, pl_module
+        if self._job.position.step_in_epoch == self._job.plan.steps_per_epoch:
             self._close()
-        elif job.position.step_in_epoch:  # --max-steps ends within an epoch
-            if job.validation is not None:
-                record, self.metric = evaluate_job(job, job.validation)
-                self._task.emit(record)
-            if job.validation is not None:
-                trainer.save_checkpoint(self._task.path / "checkpoints" / file_name(job))
 
     def _close(self) -> None:
         close_epoch(self._job)
@@ -282,8 +287,15 @@ def _drive(task: Task) -> None:
             return
         except MisconfigurationException as error:
             raise UserError(f"Lightning refuses these settings: {error}") from error
-    finished = job.position.step >= job.plan.total_steps
-    job.stop_reason = "finished" if finished else "early stopping"
+    if job.position.step >= job.plan.total_steps:
+        job.stop_reason = "finished"
+    else:
+        stop_early(job)
+    if not job.stop_reason:
+        raise RuntimeError(
+            f"Lightning ended the training after step {job.position.step} of "
+            f"{job.plan.total_steps}, and nobody had asked it to."
+        )
 
 
 def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
@@ -298,7 +310,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
         accelerator="gpu" if world.device.type == "cuda" else world.device.type,
         devices=world.local_world_size if world.world_size > 1 else _one_device(world),
         num_nodes=world.num_nodes,
-        strategy=_strategy(world),
+        strategy=_strategy(world, plan.accumulate),
         plugins=plugins,
         callbacks=callbacks,
         logger=CSVLogger(task.path, name="lightning"),
@@ -314,12 +326,13 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     )
 
 
-def _strategy(world: World) -> Any:
+def _strategy(world: World, accumulate: int) -> Any:
     if world.world_size == 1:
         return "auto"
     return DDPStrategy(
         find_unused_parameters=False,
-        static_graph=True,
+        # DDP learns the graph in its first backward, and fails where that one sends nothing yet.
+        static_graph=accumulate == 1,
         gradient_as_bucket_view=True,
         # What is agreed on goes by Gloo from the CPU, and rank 0's buffers are shared before each
         # evaluation: as in samestep's own loop.

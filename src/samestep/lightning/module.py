@@ -168,4 +168,5 @@ class LitRecipe(pl.LightningModule):
         self.means = self._totals.means()
         names = ["loss", *self.recipe.metrics]
         logged = {f"{prefix}_{name}": self.means[name] for name in names}
-        self.log_dict(logged, prog_bar=True)
+        # The ranks have the same values; Lightning would advise to average them. max changes none.
+        self.log_dict(logged, prog_bar=True, sync_dist=True, reduce_fx="max")

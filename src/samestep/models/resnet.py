@@ -7,6 +7,7 @@ torchvision, so weights of its `resnet18` load into the large stem.
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 Stem = Literal["small", "large"]
 
@@ -50,7 +51,7 @@ class BasicBlock(nn.Module):
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or channels_in != channels:
             self.downsample = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+                _Pointwise(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
             )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -59,6 +60,19 @@ class BasicBlock(nn.Module):
         maps = self.bn2(self.conv2(maps))
         out: Tensor = self.relu(maps + self.downsample(images))
         return out
+
+
+class _Pointwise(nn.Conv2d):
+    """A 1 x 1 convolution with a stride: one without, of the pixels that the stride leaves.
+
+    oneDNN's own with a stride writes beyond its memory on CPUs with AVX-512 (torch 2.13,
+    channels-last, few channels, an odd batch, two threads): a crash, or worse, none.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - Conv2d's own name
+        """Return maps (batch, channels, ⌈height / stride⌉, ⌈width / stride⌉)."""
+        down, right = self.stride
+        return F.conv2d(input[..., ::down, ::right], self.weight)
 
 
 class ResNet(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from samestep.data.augment import crop, flip
 from samestep.data.augment import normalise as normalise_channels
-from samestep.data.cifar import CLASSES, has_cifar10, read_cifar10
+from samestep.data.cifar import CLASSES, SIZES, has_cifar10, read_cifar10
 from samestep.data.download import download
 from samestep.data.images.decode import decode
 from samestep.data.keys import uniform
@@ -59,11 +59,22 @@ def data(options: Cifar10Options) -> Splits:
     validation, train = split_indices(
         len(images), (options.validation_fraction,), options.split_seed
     )
+    test = read_cifar10(folder, "test")
     return Splits(
         train=(images[train], labels[train]),
         validation=(images[validation], labels[validation]),
-        test=read_cifar10(folder, "test"),
+        test=test,
         classes=CLASSES,
+        notes=_notes({"train": len(images), "test": len(test[0])}),
+    )
+
+
+def _notes(sizes: dict[str, int]) -> tuple[str, ...]:
+    """Say where the data is only a part of CIFAR-10: files may have been cut off."""
+    return tuple(
+        f"The {name} set has {sizes[name]:,} images; CIFAR-10's has {whole:,}."
+        for name, whole in SIZES.items()
+        if sizes[name] != whole
     )
 
 

@@ -62,7 +62,7 @@ def train(job: Job) -> Iterator[Record]:
     """
     job.trainee.model.train()
     job.agreement.start(job.position.step)
-    _stop_early(job)  # a resumed run may have stopped for that reason
+    stop_early(job)  # a resumed run may have stopped for that reason
     if job.stop_reason:
         return
     while job.position.step < job.plan.total_steps or _epoch_is_full(job):
@@ -191,7 +191,7 @@ def _between_steps(
     if evaluates and job.validation is not None:
         record, metric = evaluate_job(job, job.validation)
         yield record
-        _stop_early(job)
+        stop_early(job)
     if saves or agreed.signum or job.stop_reason:
         yield from _save(job, file_name(job), metric)
     if agreed.signum:
@@ -217,7 +217,7 @@ def _end_of_epoch(job: Job) -> Iterator[Record]:
     if job.validation is not None and (last or evaluates):
         record, metric = evaluate_job(job, job.validation)
         yield record
-        _stop_early(job)
+        stop_early(job)
     if whole:
         close_epoch(job)
     if last or job.stop_reason or saves:
@@ -302,7 +302,8 @@ def evaluation_batch(batch_size: int) -> int:
     return max(256, 4 * batch_size)
 
 
-def _stop_early(job: Job) -> None:
+def stop_early(job: Job) -> None:
+    """Stop where --patience has run out."""
     patience = job.settings.patience
     if patience is not None and job.watch.evaluations_since >= patience:
         job.stop_reason = "early stopping"

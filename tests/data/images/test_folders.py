@@ -87,11 +87,17 @@ def test_an_empty_class_folder_is_named_with_what_it_holds(tmp_path):
     assert "it holds 1 other files, such as a.webp" in refusal(tmp_path)
 
 
+def test_a_class_folder_whose_name_is_not_text_is_refused(tmp_path):
+    write_images(tmp_path)
+    os.mkdir(os.fsencode(tmp_path / "train") + b"/\xff\xfe")  # noqa: PTH102
+    assert r"a folder whose name is not text: '\udcff\udcfe'" in refusal(tmp_path)
+
+
 def test_a_class_that_train_has_not_is_named(tmp_path):
     write_images(tmp_path)
     write_images(tmp_path, "val", classes=("dog", "emu"))
     message = refusal(tmp_path, "validation")
-    assert "val/emu is a class that train/ did not have" in message
+    assert "val/emu is none of the classes" in message
     assert "cat, dog" in message
 
 

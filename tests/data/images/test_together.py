@@ -3,6 +3,7 @@
 The rows are compared as the model sees them: decoded, augmented and normalised, bit for bit.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,34 @@ def test_too_many_broken_files_end_the_run_with_one_message(tmp_path, root):
         path.write_bytes(b"")
     with pytest.raises(UserError, match=r"\n  and 11 more"):
         ready(root, ALONE, cache="off")
-    assert len(ready(root, ALONE, cache="off", max_corrupt=1.0).left_out) == 14
+    with pytest.raises(UserError, match="None of the images to train on can be read"):
+        ready(root, ALONE, cache="off", max_corrupt=1.0)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "says"),
+    [
+        ("test", "None of the images to test with can be read; the first is test/cat/000.JPG"),
+        ("train/dog", "None of the images of the class dog/ to train on can be read; the first is"),
+    ],
+)
+def test_a_split_or_a_class_of_which_nothing_is_left_is_named_before_training(
+    tmp_path, spoiled, says
+):
+    root = write_images(write_images(tmp_path / "data"), "test")
+    for path in (root / spoiled).rglob("*.*"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=says):
+        ready(root, ALONE, cache="off", max_corrupt=0.9)
+
+
+def test_a_broken_file_is_named_on_one_line_whatever_its_name(tmp_path):
+    root = write_images(tmp_path / "data")
+    name = os.fsencode(root / "train" / "cat") + b"/\xff\n.png"
+    with open(name, "wb"):  # noqa: PTH123 - pathlib takes no bytes
+        pass
+    [left_out] = ready(root, ALONE, cache="off").left_out
+    assert left_out == r"train/cat/\udcff\n.png: it is empty"
 
 
 def test_ranks_that_see_different_files_are_told(tmp_path, root):

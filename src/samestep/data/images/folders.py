@@ -39,6 +39,11 @@ class Files:
         """Return a file's path below the folder."""
         return os.fsdecode(self.paths[index])
 
+    def shown(self, index: int) -> str:
+        """Return the same as text for a message: what is not printable is escaped."""
+        name = self.name(index)
+        return name if name.isprintable() and is_utf8(name) else repr(name)[1:-1]
+
     def take(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> "Files":
         """Return some of the files, in the order given."""
         chosen = np.asarray(indices, dtype=np.int64)
@@ -55,6 +60,12 @@ def class_names(root: Path) -> tuple[str, ...]:
     if train is None:
         raise UserError(f"{root} has no folder train/. {_LAYOUT}.")
     names = subfolders(train)
+    for name in names:
+        if not name.isprintable() or not is_utf8(name):
+            raise UserError(
+                f"{train} has a folder whose name is not text: {name!r}. Rename it: the name is "
+                "that of a class."
+            )
     if len(names) < 2:
         found = f"one class only, {names[0]}/" if names else "no folders"
         raise UserError(
@@ -84,8 +95,8 @@ def find_files(
     strange = sorted(set(subfolders(folder)) - set(classes))
     if strange:
         raise UserError(
-            f"{folder / strange[0]} is a class that train/ did not have ({_first(classes)}). "
-            "Rename the folder, or move it elsewhere."
+            f"{folder / strange[0]} is none of the classes ({_first(classes)}). Rename the "
+            "folder, or move it elsewhere."
         )
     names: list[bytes] = []
     labels: list[int] = []
@@ -110,6 +121,15 @@ def _split_folder(root: Path, split: str) -> Path | None:
     if len(there) > 1:
         raise UserError(f"{root} has both {there[0].name}/ and {there[1].name}/. Keep one of them.")
     return there[0] if there else None
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name, as Python has it from the file system, can be written to a text file."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -148,14 +168,14 @@ def _unreadable(folder: Path, error: OSError) -> UserError:
 def _no_images(folder: Path) -> UserError:
     if not folder.is_dir():
         return UserError(
-            f"There is no folder {folder}, and the run has a class of this name. Use the data "
-            "that the run was trained on, or start a new run."
+            f"There is no folder {folder}, and {folder.name} is one of the classes. Use the data "
+            "that the classes were taken from; a new run takes those of its folders."
         )
     others = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     holds = f" (it holds {len(others)} other files, such as {others[0]})" if others else ""
     return UserError(
         f"{folder} has no images{holds}: no file in it ends in {', '.join(SUFFIXES)}. Fill the "
-        "folder or remove it."
+        "folder, or remove it if it is no class."
     )
 
 

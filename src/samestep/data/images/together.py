@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ Cache = Literal["auto", "memory", "off"]
 _FREE_FRACTION = 0.5
 """What `auto` takes at most of a node's free memory: the rest is the training's."""
 _NUM_SHOWN = 3
+_PURPOSE = {"train": "train on", "validation": "validate with", "test": "test with"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +63,11 @@ def make_ready(
         find_broken(files, side, world) if images is None else decode_into(files, images, world)
     )
     _check_broken(files, broken, max_corrupt)
+    _check_left(splits, broken)
     whole = np.setdiff1d(np.arange(len(files)), list(broken))
     if images is not None and broken:
         _close_gaps(images, whole, world)
-    left_out = tuple(f"{files.name(place)}: {why}" for place, why in broken.items())
+    left_out = tuple(f"{files.shown(place)}: {why}" for place, why in broken.items())
     notes = ([_about(left_out, len(files))] if left_out else []) + ([note] if note else [])
     ends = np.searchsorted(whole, np.cumsum([len(part) for part in splits.values()])).tolist()
     bounds = zip([0, *ends[:-1]], ends, strict=True)
@@ -147,7 +150,8 @@ def _check_broken(files: Files, broken: Broken, max_corrupt: float) -> None:
     if len(broken) <= max_corrupt * len(files):
         return
     shown = "".join(
-        f"\n  {files.path(place)}: {why}" for place, why in list(broken.items())[:_NUM_SHOWN]
+        f"\n  {files.root}/{files.shown(place)}: {why}"
+        for place, why in list(broken.items())[:_NUM_SHOWN]
     )
     more = f"\n  and {len(broken) - _NUM_SHOWN:,} more" if len(broken) > _NUM_SHOWN else ""
     raise UserError(
@@ -156,6 +160,25 @@ def _check_broken(files: Files, broken: Broken, max_corrupt: float) -> None:
         f"--max-corrupt {min(1.0, _round_up(len(broken) / len(files))):g}",
         on_all_ranks=True,
     )
+
+
+def _check_left(splits: Mapping[str, Files], broken: Broken) -> None:
+    """Check that every split has an image left, and in train/ every class."""
+    start = 0
+    for name, files in splits.items():
+        whole = [place not in broken for place in range(start, start + len(files))]
+        start += len(files)
+        left, had = set(files.labels[whole].tolist()), set(files.labels.tolist())
+        lost = had - left
+        if left and (name != "train" or not lost):
+            continue
+        first = files.name(int(np.flatnonzero(files.labels == min(lost))[0]))
+        what = f"of the class {Path(first).parent.name}/ " if left else ""
+        raise UserError(
+            f"None of the images {what}to {_PURPOSE[name]} can be read; the first is {first} in "
+            f"{files.root}. Replace them, or remove their folder.",
+            on_all_ranks=True,
+        )
 
 
 def _round_up(fraction: float) -> float:
