@@ -68,7 +68,10 @@ def main(arguments: list[str]) -> int:
     for one in sent:
         if one.failed is not None:
             sys.stdout.flush()
-            print_error(f"{one.tracker} failed: {one.failed}. Send the rest with the same command.")
+            print_error(
+                f"{one.tracker} failed: {one.failed}. The same command sends what is left; "
+                "--offline writes files instead."
+            )
         else:
             place = f"{'written to' if one.offline else 'sent to'} {one.link or one.tracker}"
             console.print(f"[bold]{escape(one.tracker):<7}[/] {escape(place)}", soft_wrap=True)

@@ -177,9 +177,7 @@ def why_unreachable(address: str) -> str | None:
         return None  # it has answered; whose certificate it takes is the tracker's matter
     except (requests.RequestException, ValueError, OSError) as error:
         shown = urlsplit(address).hostname or address
-        reason = {"ReadTimeout": "no answer", "ConnectTimeout": "no connection"}
-        word = reason.get(type(error).__name__, "no connection")
-        if isinstance(error, ValueError) and not isinstance(error, OSError):
-            word = "no address of a server"
-        return f"{shown} cannot be reached ({word} within {_LOOK_S:.0f} s)"
+        slow = isinstance(error, requests.Timeout)
+        word = f"no answer in {_LOOK_S:.0f} s" if slow else "no connection"
+        return f"{shown} cannot be reached: {word}"
     return None

@@ -92,7 +92,7 @@ def follow(order: Order, commands: Commands, tell: Tell, log: Callable[[Path], N
     (path / FOLDER).mkdir(exist_ok=True)
     log(path / FOLDER / f"{order.name}.log")
     if why is not None and not order.live:
-        raise UserError(f"{why}. Nothing was sent; --offline writes files instead.")
+        raise UserError(f"{why}, and nothing was sent")
     lock = _wait_for_lock(path / FOLDER / f"{order.name}.lock", order.timeout_s)
     try:
         open_run = _start(order, path, module, offline=order.offline or why is not None,
@@ -130,6 +130,8 @@ def _start(order: Order, path: Path, module: ModuleType, *, offline: bool, guard
     entries = Entries(path, with_checkpoints=order.checkpoints)
     with guard.within(order.timeout_s, "starting"):
         started: Started = module.start(_tracked_run(order, path, ledger, account, offline))
+    if not isinstance(started, Started):
+        raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
     account.run = started.run or ledger.id
     account.link = started.link or (_shown(folder) if offline else None)
     account.finished = False

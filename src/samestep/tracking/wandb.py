@@ -14,6 +14,8 @@ COUNTS_AT_END = True
 
 def start(run: TrackedRun) -> Started:
     """Open the run: its id is ours, so that it is the same run whenever it goes on."""
+    # Copies of checkpoints wait here, not in the home directory, until they are sent.
+    os.environ.setdefault("WANDB_DATA_DIR", str(run.folder))
     settings = wandb.Settings(
         console="off",
         silent=True,
