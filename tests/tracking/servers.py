@@ -94,12 +94,16 @@ class Wandb(Server):
         super().__init__(port)
         self.runs = state if state is not None else {}
         """Run id → {"history": [rows], "config": …, "tags": …, "inserted": how often begun}."""
-        self.dead = False
-        self.on_history = lambda: None
+        self.dead = None
+        """0 once it answers nothing more, or the error that it answers with."""
+        self.dies_with_history = None
+        """Set, the error with which it answers the next rows, and whatever comes after."""
 
     def answer(self, method, path, body):
-        if self.dead:
-            return None
+        if self.dies_with_history is not None and b"wandb-history.jsonl" in body:
+            self.dead = self.dies_with_history
+        if self.dead is not None:
+            return (self.dead, b'{"error": "no more"}') if self.dead else None
         if path == "/graphql":
             query = json.loads(body)
             return 200, json.dumps({"data": self._graphql(query)}).encode()
@@ -152,7 +156,6 @@ class Wandb(Server):
         if history:
             rows = self.runs[name]["history"]
             rows[history["offset"] :] = history["content"]
-            self.on_history()
 
     def rows(self, name):
         """Return the rows of a run as tables."""

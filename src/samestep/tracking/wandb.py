@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import wandb
@@ -45,7 +46,7 @@ def start(run: TrackedRun) -> Started:
     for series in ("train", "validation", "test"):
         client.define_metric(f"{series}/*", step_metric="step")
     # The server knows how far it has come, also after a kill; our lines are its steps.
-    lines = None if run.offline else client.step
+    lines = None if run.offline else client.starting_step
     return Started(client=client, run=run.id, link=None if run.offline else client.url, lines=lines)
 
 
@@ -62,4 +63,8 @@ def record(client: Any, entries: Sequence[Entry]) -> None:
 def finish(client: Any, result: Result) -> None:
     """Write the result into the summary, and wait until all has arrived."""
     client.summary.update({f"result.{key}": value for key, value in result.values.items()})
+    log = Path(client.settings.log_internal)
     client.finish(exit_code=0 if result.status in ("completed", "stopped") else 1)
+    # Where the server refused the records (403), this returns all the same; only the log says it.
+    if log.is_file() and b"fatal error" in log.read_bytes():
+        raise ConnectionError(f"W&B has not taken all records, see {log}")
