@@ -47,7 +47,9 @@ def wandb_rows(run: Path):
 
 def wandb_axes(run: Path):
     """Return metric name or pattern → the metric that it is drawn over."""
-    definitions = [r.metric for _, r in wandb_records(run) if r.WhichOneof("record_type") == "metric"]
+    definitions = [
+        r.metric for _, r in wandb_records(run) if r.WhichOneof("record_type") == "metric"
+    ]
     return {d.glob_name or d.name: d.step_metric for d in definitions}
 
 

@@ -186,7 +186,7 @@ def test_mlflow_has_one_run_with_every_value_at_its_step_or_epoch(tracked):
                     if found == name]  # fmt: skip
             history = store.get_metric_history(run.info.run_id, name)
             assert [(m.step, m.value) for m in history] == must, name
-    step, values = last_test(tracked.path)
+    _, values = last_test(tracked.path)
     assert run.data.metrics["test/loss"] == values["test/loss"]
     artifacts = store.list_artifacts(run.info.run_id, "checkpoints")
     kept = {path.name for path in (tracked.path / "checkpoints").glob("*.pt")}

@@ -259,7 +259,9 @@ def test_a_run_that_is_refused_leaves_no_process_and_no_file(tmp_path):
 
 
 def test_a_run_that_fails_is_closed_as_failed_and_its_message_comes_first(tmp_path):
-    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE.replace("(outputs, targets)\n", "(outputs, targets) / 0\n"))
+    recipe = tiny.write_recipe(
+        tmp_path, tiny.RECIPE.replace("(outputs, targets)\n", "(outputs, targets) / 0\n")
+    )
     run = tmp_path / "run"
     ranks = samestep("train", recipe, *TRACK, "--run-dir", run, folder=tmp_path)
     assert ranks.wait() == [2], ranks.output()

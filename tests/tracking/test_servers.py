@@ -81,7 +81,9 @@ def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, d
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Wandb() as server:
         here = at(server.url, tmp_path)
-        train(recipe, "--track", "wandb", "--run-dir", run, "--epochs", "1", folder=tmp_path, **here)
+        train(
+            recipe, "--track", "wandb", "--run-dir", run, "--epochs", "1", folder=tmp_path, **here
+        )
         assert history(server, run) == expected(run)
         ((name, state),) = server.runs.items()
         known = list(state["history"])

@@ -105,7 +105,7 @@ class Entries:
     @property
     def damaged(self) -> list[int]:
         """The lines of events.jsonl, from 1, that are no records."""
-        return self._events.damaged
+        return sorted(self._events.damaged)
 
     @property
     def step(self) -> int:
@@ -115,10 +115,17 @@ class Entries:
     def read(self, after: int = 0, system_after: int = 0) -> Iterator[list[Entry]]:
         """Yield what is new, in pieces, without the lines that a tracker has already."""
         for chunk in self._events.read():
-            entries = [entry for line, record in chunk if (entry := self._entry(line, record))]
+            entries = [entry for line, record in chunk if (entry := self._read(line, record))]
             yield [entry for entry in entries if entry.line >= after]
         for chunk in self._system.read():
             yield [_system_entry(record) for line, record in chunk if line >= system_after]
+
+    def _read(self, line: int, record: Record) -> Entry | None:
+        try:
+            return self._entry(line, record)
+        except (KeyError, TypeError):
+            self._events.damaged.append(line + 1)  # JSON, but no record of ours
+            return None
 
     def _entry(self, line: int, record: Record) -> Entry | None:
         self.last = record
@@ -142,8 +149,8 @@ class Entries:
 
 
 def _system_entry(record: Record) -> Entry:
-    return Entry(event="system", axis="step", step=record["step"], epoch=None,
-                 time=record["time"], values=_numbers(record, "system/"), line=-1)  # fmt: skip
+    return Entry(event="system", axis="step", step=record.get("step", 0), epoch=None,
+                 time=record.get("time", 0.0), values=_numbers(record, "system/"), line=-1)  # fmt: skip
 
 
 class _Clock:
