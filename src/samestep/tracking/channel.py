@@ -7,9 +7,10 @@ import contextlib
 import json
 import os
 import re
-import select
+import selectors
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ class Order:
     """The process that gave the order."""
 
 
+def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
+    """Wait until one of some pipes has news, or has closed; return whether one has."""
+    with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(within_s))
+
+
 class Commands:
     """What a tracker's process is told: its order, `go` with the run directory, `end`."""
 
@@ -67,7 +76,7 @@ class Commands:
 
     def _line(self, within_s: float | None) -> dict[str, Any] | None:
         while b"\n" not in self._buffer and not self._closed:
-            if not select.select([self._descriptor], [], [], within_s)[0]:
+            if not wait_for([self._descriptor], within_s):
                 return None
             more = os.read(self._descriptor, 65536)
             self._buffer += more

@@ -149,8 +149,15 @@ class Entries:
 
 
 def _system_entry(record: Record) -> Entry:
-    return Entry(event="system", axis="step", step=record.get("step", 0), epoch=None,
-                 time=record.get("time", 0.0), values=_numbers(record, "system/"), line=-1)  # fmt: skip
+    return Entry(
+        event="system",
+        axis="step",
+        step=record.get("step", 0),
+        epoch=None,
+        time=record.get("time", 0.0),
+        values=_numbers(record, "system/"),
+        line=-1,
+    )
 
 
 class _Clock:

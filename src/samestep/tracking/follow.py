@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -182,8 +183,6 @@ def _tracked_run(
 
 def first_start(path: Path) -> dict[str, Any]:
     """Return the first `start` record of a run, which is its first line; {} if it is none."""
-    import json  # noqa: PLC0415
-
     try:
         with (path / "events.jsonl").open("rb") as file:
             record = json.loads(file.readline())

@@ -28,6 +28,8 @@ def start(run: TrackedRun) -> Started:
     place = None
     if run.offline:
         uri, place = f"sqlite:///{run.folder}/mlflow.db", f"file://{run.folder}/artifacts"
+        if run.known is None:  # a store that was killed while it was made cannot be opened
+            (run.folder / "mlflow.db").unlink(missing_ok=True)
         _write_fast()
     store = MlflowClient(uri)
     experiment = store.get_experiment_by_name(run.project)

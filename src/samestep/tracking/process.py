@@ -7,7 +7,6 @@ killed harms nothing here; what it has to say is read without waiting.
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -21,13 +20,16 @@ import samestep
 from samestep.run import Record
 from samestep.settings import Settings
 from samestep.tracking.access import Access, find_access
-from samestep.tracking.channel import Order
+from samestep.tracking.channel import Order, wait_for
 from samestep.tracking.guard import end_descendants
 from samestep.tracking.names import chosen, default_project, short_name, split
 
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop."""
 _ASK_EVERY_S = 0.1
+_PROJECT = {
+    "comet": "COMET_PROJECT_NAME", "mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT",
+}  # fmt: skip
 _LOCAL = ("mlflow", "tensorboard")  # their files are all that is needed to look at them
 
 # -P: nothing in the user's folder may pose as a package.
@@ -132,7 +134,9 @@ def make_order(
     return Order(
         tracker=str(Path(tracker).resolve()) if tracker.endswith(".py") else tracker,
         name=short_name(tracker),
-        project=settings.track_project or default_project(project),
+        project=settings.track_project
+        or os.environ.get(_PROJECT.get(tracker, ""))
+        or default_project(project),
         run_name=settings.track_name,
         workspace=settings.track_workspace,
         tags=tuple(split(settings.track_tags)),
@@ -212,7 +216,7 @@ class Trackers:
             left_s = began + patience_s + 0.5 - time.monotonic()
             if left_s <= 0:
                 break
-            select.select([t.output for t in going], [], [], min(_ASK_EVERY_S, left_s))
+            wait_for([t.output for t in going], min(_ASK_EVERY_S, left_s))
             for tracker in going:
                 self._pass_on(tracker)
         for tracker in going:

@@ -1,6 +1,5 @@
 """Send a run that has ended to trackers: what they do not have yet, and no second time."""
 
-import select
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from samestep.errors import UserError
 from samestep.run import lock_run
 from samestep.settings import Settings
 from samestep.tracking.access import find_access
+from samestep.tracking.channel import Order, wait_for
 from samestep.tracking.entries import Entries
 from samestep.tracking.ledger import read_ledger
 from samestep.tracking.names import check_choice, check_installed, chosen, short_name
@@ -93,7 +93,7 @@ def _say_what_is_amiss(run: Path, entries: Entries, say: Callable[[str], None]) 
             say(f"{path} cannot be read: {what} is not sent.")
 
 
-def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> Any:
+def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> Order:
     """Return the order for one tracker, unless it has the run already or cannot be reached."""
     access = find_access(tracker)
     name = short_name(tracker)
@@ -111,13 +111,13 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
     return order
 
 
-def _send(run: Path, order: Any) -> Sent:
+def _send(run: Path, order: Order) -> Sent:
     tracker = Tracker(order)
     try:
         tracker.tell({"go": str(run.resolve())})
         tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
         while not tracker.over:
-            select.select([tracker.output], [], [])  # its own guard bounds it
+            wait_for([tracker.output], None)  # its own guard bounds it
             tracker.heard()
     finally:
         tracker.close(at_once=True)
