@@ -91,6 +91,19 @@ def samestep_seconds_to_step(command: list[str], run: Path, env: dict[str, str])
     raise FailedError(f"ended with code {process.returncode} before its first step")
 
 
+def tracked_seconds_to_step(command: list[str], run: Path, env: dict[str, str]) -> Measurement:
+    """As `samestep_seconds_to_step`; then wait for the end, also of what trackers have to do."""
+    start = time.perf_counter()
+    with _started(command, env) as process:
+        while not any(event["event"] == "step" for event in _events(run)):
+            if process.poll() is not None:
+                raise FailedError(f"ended with code {process.returncode} before its first step")
+            time.sleep(POLL_S)
+        found = time.perf_counter() - start
+        process.wait(TIMEOUT_S)
+        return {"value": found}
+
+
 def seconds_to_exit(command: list[str], _run: Path, env: dict[str, str]) -> Measurement:
     """Time a whole process."""
     return {"value": _finish(command, env)[1]}

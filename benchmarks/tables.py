@@ -18,6 +18,7 @@ from measure import (
     samestep_throughput,
     seconds_to_exit,
     seconds_to_line,
+    tracked_seconds_to_step,
 )
 
 PEERS = Path(__file__).parent / "peers"
@@ -90,6 +91,7 @@ def all_tables(*, quick: bool) -> tuple[Table, ...]:
         _cifar10(),
         _jpegs(1 if quick else 3),
         _startup(),
+        *_trackers(),
         _help(),
     )
 
@@ -271,6 +273,41 @@ def _startup() -> Table:
             ),
         ),
     )
+
+
+def _trackers() -> tuple[Table, Table]:
+    """Return what trackers cost at the start, and what is left to wait for at the end."""
+    short = (*SAMESTEP, "spiral", *ALIKE, "--max-steps", "1", "--log-every", "1")
+    names = ("tensorboard", "comet", "wandb", "mlflow")
+    commands = {
+        "no tracker": short,
+        **{name: (*short, "--track-offline", "--track", name) for name in names},
+        "all four": (*short, "--track-offline", "--track", ",".join(names)),
+    }
+
+    def table(name: str, title: str, measure: Measure, note: str, targets: tuple[Target, ...]
+              ) -> Table:  # fmt: skip
+        return Table(
+            name=name, title=title, unit="s", rounds_factor=2, baseline=("no tracker",),
+            rows=tuple(Row(name=n, command=c, measure=measure) for n, c in commands.items()),
+            targets=targets, notes=(note,),
+        )  # fmt: skip
+
+    start = table(
+        "trackers",
+        "Trackers: from process start to the first completed step",
+        tracked_seconds_to_step,
+        "Offline: the services are not reached from here. Each row waits for its trackers' end.",
+        tuple(Target(row=name, limit=1.2, kind="at most") for name in names),
+    )
+    end = table(
+        "trackers-end",
+        "Trackers: a whole command that trains one step and evaluates",
+        seconds_to_exit,
+        "Of a longer training a tracker has started long before the end; this is the worst case.",
+        (),
+    )
+    return start, end
 
 
 def _help() -> Table:

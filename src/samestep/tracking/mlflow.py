@@ -35,9 +35,10 @@ def start(run: TrackedRun) -> Started:
     experiment = store.get_experiment_by_name(run.project)
     number = experiment.experiment_id if experiment else store.create_experiment(run.project, place)
     found = store.search_runs([number], f"tags.`samestep.id` = '{run.id}'")
-    known = found[0] if found else store.create_run(number, run_name=run.name)
+    began = int(run.started_at * 1000)
+    known = found[0] if found else store.create_run(number, began, run_name=run.name)
     identifier = known.info.run_id
-    tags = {"samestep.id": run.id, "tags": ", ".join(run.tags)}
+    tags = {"samestep.id": run.id} | ({"tags": ", ".join(run.tags)} if run.tags else {})
     tags |= {f"facts.{key}": str(value) for key, value in run.facts.items()}
     # A parameter cannot change; a setting that did, when the run was resumed, becomes a tag.
     tags |= {f"resumed.{key}": str(value) for key, value in run.settings.items()

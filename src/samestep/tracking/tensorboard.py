@@ -18,10 +18,10 @@ COUNTS_AT_END = True
 
 def start(run: TrackedRun) -> Started:
     """Open one more event file of the run; TensorBoard reads all that a folder holds."""
-    # It is flushed after each entry below; this only keeps its own thread from doing so in between.
-    writer = EventFileWriter(str(run.folder), max_queue_size=1000)
+    writer = EventFileWriter(str(run.folder))
     _write_table(writer, "settings", run.settings, run.started_at)
-    about = {"project": run.project, "name": run.name, "tags": ", ".join(run.tags), **run.facts}
+    about = {"project": run.project, "name": run.name, **run.facts}
+    about |= {"tags": ", ".join(run.tags)} if run.tags else {}
     _write_table(writer, "facts", about, run.started_at)
     return Started(client=writer)
 
