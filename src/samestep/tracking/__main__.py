@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.tracking.access import find_access, secrets_of
@@ -56,6 +57,8 @@ def _stand_back() -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
         os.nice(10)
+        # Linux may weigh whole sessions against each other, and this is one of its own.
+        Path("/proc/self/autogroup").write_text("10")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
