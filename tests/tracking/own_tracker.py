@@ -48,7 +48,7 @@ def start(run):
     service.write(what="start", known=run.known, project=run.project, name=run.name,
                   tags=run.tags, workspace=run.workspace, offline=run.offline,
                   settings=dict(run.settings), facts=dict(run.facts), pid=os.getpid(),
-                  has_torch="torch" in sys.modules)  # fmt: skip
+                  group=os.getpgrp(), has_torch="torch" in sys.modules)  # fmt: skip
     return Started(client=service, run="the run", link="https://tracker.example/the-run")
 
 

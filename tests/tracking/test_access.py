@@ -157,3 +157,13 @@ def test_a_file_that_is_no_tracker_is_refused_without_running_it(tmp_path, text,
     path.write_text(text)
     with pytest.raises(UserError, match=says):
         check_installed([str(path)])
+
+
+@pytest.mark.parametrize("text", [
+    "from other import *\n",
+    "from other import begin as start, record\nfinish = print\n",
+])  # fmt: skip
+def test_a_tracker_may_take_its_functions_from_elsewhere(tmp_path, text):
+    path = tmp_path / "my.py"
+    path.write_text(text)
+    check_installed([str(path)])

@@ -3,6 +3,7 @@
 The tracker is one of a user's own, which can be told to misbehave (own_tracker.py).
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -110,6 +111,7 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(tmp_
     assert start["facts"]["world_size"] == 2
     assert start["facts"]["parameters"] == 178
     assert not start["has_torch"], "a tracker needs no PyTorch, and PyTorch no tracker"
+    assert start["group"] == start["pid"], "Ctrl-C in the terminal is for the training alone"
     assert finish["status"] == "completed"
     assert finish["values"]["test.loss"] == read_json(run / "result.json")["test"]["loss"]
     assert {line["axis"] for line in what(run, "epoch")} == {"epoch"}
@@ -217,7 +219,7 @@ def test_whatever_a_tracker_does_the_training_is_the_same_and_its_records_are_se
     output = ranks.output()
     assert "Traceback" not in output
     assert output.count("warning own_tracker failed: ") == 1, output
-    assert f"samestep track {run} --to own_tracker" in " ".join(output.split())
+    assert f"samestep track {run} --to {TRACKER}" in " ".join(output.split())
     if fault.endswith("raise"):
         assert f"ConnectionError: the service has gone at {fault.split(':')[0]}" in output
     assert not children_of(run)
@@ -268,6 +270,61 @@ def test_a_run_that_fails_is_closed_as_failed_and_its_message_comes_first(tmp_pa
     tiny.until(lambda: bool(what(run, "finish")))
     assert what(run, "finish")[0]["status"] == "failed"
     tiny.until(lambda: not children_of(run))
+
+
+FILES = """
+import json, os, signal
+from samestep.tracking import Started
+COUNTS_AT_END = True
+
+def start(run):
+    path = run.folder / f"part-{len(list(run.folder.iterdir()))}.jsonl"
+    return Started(client=path.open("w"))
+
+def record(client, entries):
+    for entry in entries:
+        client.write(json.dumps([entry.event, entry.step]) + "\\n")
+    client.flush()
+    if os.environ.get("KILLED"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def finish(client, result):
+    client.close()
+"""
+
+
+def test_files_that_a_killed_tracker_did_not_close_are_written_anew(tmp_path):
+    tracker = tmp_path / "files.py"
+    tracker.write_text(FILES)
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    offline = ("--track", tracker, "--track-offline")
+    train(recipe, *offline, "--run-dir", run, "--epochs", "1", folder=tmp_path)
+    first = (run / "tracking" / "files" / "part-0.jsonl").read_text()
+    assert first
+    train(run, "--resume", "--epochs", "2", folder=tmp_path, KILLED="1")
+    assert len(list((run / "tracking" / "files").iterdir())) == 2
+    train(run, "--resume", "--epochs", "3", folder=tmp_path)
+    parts = sorted((run / "tracking" / "files").iterdir())
+    assert [part.name for part in parts] == ["part-0.jsonl", "part-1.jsonl"]
+    assert parts[0].read_text() == first, "what was closed stays"
+    lines = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+    assert [step for event, step in lines if event == "step"] == list(range(1, 34))
+
+
+def test_what_a_tracker_says_of_a_key_reaches_neither_the_screen_nor_a_file(tmp_path):
+    tracker = tmp_path / "talks.py"
+    tracker.write_text(
+        "import os\nkey = os.environ['MY_API_KEY']\n"
+        "def start(run):\n    print('the key is', key)\n    raise ValueError('refused: ' + key)\n"
+        "def record(client, entries): pass\ndef finish(client, result): pass\n"
+    )
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    planted = "hunter2-the-planted-key"
+    ranks = train(recipe, "--track", tracker, "--run-dir", run, folder=tmp_path, MY_API_KEY=planted)
+    assert "talks failed: ValueError: refused: …" in ranks.output()
+    assert planted not in ranks.output()
+    assert "the key is …" in (run / "tracking" / "talks.log").read_text()
+    assert not [name for name, content in tiny.files(run).items() if planted.encode() in content]
 
 
 def test_a_tracker_whose_start_returns_something_else_is_told_what_it_must_return(tmp_path):

@@ -129,7 +129,9 @@ def _check_file(path: Path) -> None:
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     defined |= {alias.asname or alias.name for node in tree.body
                 if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
-    missing = [name for name in _FUNCTIONS if name not in defined]
+    defined |= {target.id for node in tree.body if isinstance(node, ast.Assign)
+                for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    missing = [name for name in _FUNCTIONS if name not in defined and "*" not in defined]
     if missing:
         raise UserError(
             f"--track {path}: it has no function {missing[0]}(). A tracker has three: start(run), "

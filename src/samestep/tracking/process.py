@@ -44,8 +44,8 @@ _COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).pa
 class Tracker:
     """One tracker's process."""
 
-    def __init__(self, order: Order) -> None:
-        self.name = order.name
+    def __init__(self, order: Order, source: str) -> None:
+        self.name, self.source = order.name, source
         self.link: str | None = None
         self.offline = order.offline
         self.failed: str | None = None
@@ -171,7 +171,7 @@ class Trackers:
                 self._say(name, "note", f"{access.why}, so {name} is offline.")
             order = make_order(self._settings, tracker, self._recipe, access, live=True)
             try:
-                self._trackers.append(Tracker(order))
+                self._trackers.append(Tracker(order, tracker))
             except OSError as error:
                 self._say(name, "warning", f"{name} could not be started: {error}")
         return self
@@ -235,17 +235,16 @@ class Trackers:
 
     def _warn(self, tracker: Tracker) -> None:
         self._say(tracker.name, "warning", f"{tracker.name} failed: {tracker.failed}. The records "
-                  f"are whole; send them with: {self._command([tracker.name])}")  # fmt: skip
+                  f"are whole; send them with: {self._command([tracker])}")  # fmt: skip
 
-    def _command(self, names: list[str]) -> str:
-        return f"samestep track {self._run or 'RUN'} --to {','.join(names)}"
+    def _command(self, trackers: list[Tracker]) -> str:
+        return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
 
     def _say_what_is_left(self) -> None:
         """Say how what lies in files is sent; of those that failed it was said."""
-        local = [t.name for t in self._trackers
-                 if t.done and t.offline and t.name not in _LOCAL]  # fmt: skip
+        local = [t for t in self._trackers if t.done and t.offline and t.name not in _LOCAL]
         if local:
-            names = " and ".join(local)
+            names = " and ".join(t.name for t in local)
             self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")
 
     def _say(self, tracker: str, kind: str, text: str) -> None:

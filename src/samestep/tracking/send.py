@@ -112,7 +112,7 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
 
 
 def _send(run: Path, order: Order) -> Sent:
-    tracker = Tracker(order)
+    tracker = Tracker(order, order.tracker)
     try:
         tracker.tell({"go": str(run.resolve())})
         tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
