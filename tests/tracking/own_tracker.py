@@ -1,10 +1,11 @@
 """A tracker for tests: it writes down what it is given, and misbehaves where it is told to.
 
-TRACKER_FAULT="WHERE:WHAT" says where (import, start, record, finish) and what (raise, hang, kill,
-exit); `start:wait` waits until the training has ended. It writes beside the run directory, as a
-service would, so that what a second process sends is added to it.
+TRACKER_FAULT="WHERE:WHAT" says where (import, start, record, later record, finish) and what (raise,
+hang, kill, exit); `start:wait` waits until the training has ended. It writes beside the run
+directory, as a service would, so that what a second process sends is added to it.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -52,8 +53,11 @@ def start(run):
     return Started(client=service, run="the run", link="https://tracker.example/the-run")
 
 
+calls = itertools.count()
+
+
 def record(client, entries):
-    fault("record")
+    fault("later record" if next(calls) else "record")
     for entry in entries:
         client.write(what=entry.event, step=entry.step, epoch=entry.epoch, axis=entry.axis,
                      time=entry.time, values=dict(entry.values),

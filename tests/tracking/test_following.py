@@ -148,17 +148,19 @@ def test_a_killed_and_resumed_run_is_one_tracker_run_and_each_step_is_sent_once(
 ):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     tiny.set_pace(recipe, 0.02)  # so that the tracker sees more than the checkpoint
-    kill = Fault(point="after a step", nth=30)
-    ranks = samestep("train", recipe, *TRACK, "--run-dir", run, folder=tmp_path, faults=(kill,))
+    train(recipe, *TRACK, "--run-dir", run, "--epochs", "1", folder=tmp_path)
+    kill = Fault(point="after a step", nth=25)
+    resumed = ("train", run, "--resume", "--epochs", "6")
+    ranks = samestep(*resumed, folder=tmp_path, faults=(kill,))
     assert ranks.wait() == [-signal.SIGKILL]
     tiny.set_pace(recipe, 0)
     # At once: the process of the first execution may still be closing.
     train(run, "--resume", folder=tmp_path)
-    assert len([r for r in tiny.all_records(run) if r["event"] == "resume"]) == 1
+    assert len([r for r in tiny.all_records(run) if r["event"] == "resume"]) == 2
     tiny.assert_same_training(run, untracked, 0)
-    first, second = what(run, "start")
-    assert (first["known"], second["known"]) == (None, "the run")
-    assert [line["status"] for line in what(run, "finish")] == ["killed", "completed"]
+    assert [line["known"] for line in what(run, "start")] == [None, "the run", "the run"]
+    statuses = [line["status"] for line in what(run, "finish")]
+    assert statuses == ["completed", "killed", "completed"], "the second left no result of its own"
     steps = [step for step, _, _ in sent(run)["train"]]
     assert steps == list(range(1, tiny.STEPS + 1))
     assert losses(sent(run)) == losses(expected(run)), "superseded steps were the same to the bit"
@@ -222,10 +224,25 @@ def test_whatever_a_tracker_does_the_training_is_the_same_and_its_records_are_se
     assert f"samestep track {run} --to {TRACKER}" in " ".join(output.split())
     if fault.endswith("raise"):
         assert f"ConnectionError: the service has gone at {fault.split(':')[0]}" in output
+    if fault in ("import:hang", "start:hang", "record:hang"):
+        assert "took more than 1 s. The records are whole" in output
     assert not children_of(run)
     assert "https://tracker.example/the-run" in send(run, tmp_path)
     assert sent(run) == expected(run), "once, whatever came of the first time"
     assert "has all of" in send(run, tmp_path, code=2)
+    assert sent(run) == expected(run)
+
+
+def test_a_tracker_that_is_killed_within_the_run_has_its_part_once(tmp_path):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    tiny.set_pace(recipe, 0.02)  # so that there is a second time to hand over
+    ranks = train(
+        recipe, *TRACK, "--run-dir", run, folder=tmp_path, TRACKER_FAULT="later record:kill"
+    )
+    assert "own_tracker failed: its process was killed by signal 9" in ranks.output()
+    before = sent(run)["train"]
+    assert 0 < len(before) < tiny.STEPS
+    send(run, tmp_path)
     assert sent(run) == expected(run)
 
 
