@@ -1,8 +1,9 @@
 """A tracker for tests: it writes down what it is given, and misbehaves where it is told to.
 
 TRACKER_FAULT="WHERE:WHAT" says where (import, start, record, later record, finish) and what (raise,
-hang, kill, exit); `start:wait` waits until the training has ended. It writes beside the run
-directory, as a service would, so that what a second process sends is added to it.
+hang, kill, exit, or mute: hang without a word); `start:wait` waits until the training has ended.
+It writes beside the run directory, as a service would, so that what a second process sends is added
+to it.
 """
 
 import itertools
@@ -28,6 +29,9 @@ def fault(where, run=None):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exit":
         sys.exit("the tracker thinks that it is alone")
+    if what == "mute":
+        os.closerange(0, 100)
+        threading.Event().wait()
     if what == "wait":
         pause = threading.Event()
         while b'"event": "stop"' not in (run.path / "events.jsonl").read_bytes():

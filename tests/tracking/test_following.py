@@ -203,7 +203,7 @@ def test_ranks_that_samestep_starts_have_one_tracker_too(tmp_path):
 # --- a tracker that misbehaves
 
 FAULTS = (
-    *("import:raise", "import:hang", "start:raise", "start:hang", "start:exit"),
+    *("import:raise", "import:hang", "start:raise", "start:hang", "start:exit", "start:mute"),
     *("record:raise", "record:hang", "record:kill", "finish:raise", "finish:hang"),
 )
 

@@ -101,7 +101,7 @@ def follow(order: Order, commands: Commands, tell: Tell, log: Callable[[Path], N
         offline = open_run.account is open_run.ledger.offline
         tell(link=open_run.account.link, offline=offline, why=why)
         _follow_to_end(open_run, commands, guard, sampler)
-        tell(done=True, offline=offline, damaged=open_run.entries.damaged)
+        tell(done=True, offline=offline)
     finally:
         lock.close()
 

@@ -27,6 +27,7 @@ from samestep.tracking.names import chosen, default_project, short_name, split
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop."""
 _ASK_EVERY_S = 0.1
+_REAP_S = 0.5
 _PROJECT = {
     "comet": "COMET_PROJECT_NAME", "mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT",
 }  # fmt: skip
@@ -50,7 +51,6 @@ class Tracker:
         self.offline = order.offline
         self.failed: str | None = None
         self.done = False
-        self.damaged: list[int] = []
         self._buffer = b""
         self._gone = False
         self._process = subprocess.Popen(
@@ -90,7 +90,6 @@ class Tracker:
             self.offline = message.get("offline", self.offline)
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
-            self.damaged = message.get("damaged", self.damaged)
         return messages
 
     @property
@@ -106,7 +105,7 @@ class Tracker:
 
     def close(self, *, at_once: bool = False) -> None:
         """Let go of the process; with `at_once`, end it and what it has started."""
-        if at_once and not self._gone:
+        if at_once and self._process.poll() is None:
             end_descendants(self._process.pid)
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -114,13 +113,21 @@ class Tracker:
             with contextlib.suppress(OSError):
                 pipe.close()
         if at_once or self._gone:
-            self._process.wait()
+            self._exit_code()
+
+    def _exit_code(self) -> int | None:
+        """Return the exit code of a process that is ending; None if it does not come to it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_REAP_S)
+        return None
 
     def _how_it_ended(self) -> str:
-        code = self._process.wait()
-        return f"its process was killed by signal {-code}" if code < 0 else (
-            f"its process ended with exit code {code}"
-        )  # fmt: skip
+        code = self._exit_code()
+        if code is None:
+            return "its process has fallen silent"
+        if code < 0:
+            return f"its process was killed by signal {-code}"
+        return f"its process ended with exit code {code}"
 
 
 def _is_last(message: dict[str, Any]) -> bool:
