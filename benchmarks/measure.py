@@ -5,6 +5,7 @@ A measurement is a dictionary with `value` (samples per second, or seconds) and 
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -91,9 +92,30 @@ def samestep_seconds_to_step(command: list[str], run: Path, env: dict[str, str])
     raise FailedError(f"ended with code {process.returncode} before its first step")
 
 
+def tracked_seconds_to_step(command: list[str], run: Path, env: dict[str, str]) -> Measurement:
+    """As `samestep_seconds_to_step`; then wait for the end, also of what trackers have to do."""
+    start = time.perf_counter()
+    with _started(command, env) as process:
+        while not any(event["event"] == "step" for event in _events(run)):
+            if process.poll() is not None:
+                raise FailedError(f"ended with code {process.returncode} before its first step")
+            time.sleep(POLL_S)
+        found = time.perf_counter() - start
+        process.wait(TIMEOUT_S)
+        return {"value": found}
+
+
 def seconds_to_exit(command: list[str], _run: Path, env: dict[str, str]) -> Measurement:
     """Time a whole process."""
     return {"value": _finish(command, env)[1]}
+
+
+def cpu_seconds(command: list[str], _run: Path, env: dict[str, str]) -> Measurement:
+    """Count the CPU seconds of a process and of those that it has waited for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _finish(command, env)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"value": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
 
 
 def imports_of(module: str, command: list[str]) -> bool:

@@ -12,12 +12,14 @@ from typing import Literal
 
 from measure import (
     Measure,
+    cpu_seconds,
     imports_of,
     peer_throughput,
     samestep_seconds_to_step,
     samestep_throughput,
     seconds_to_exit,
     seconds_to_line,
+    tracked_seconds_to_step,
 )
 
 PEERS = Path(__file__).parent / "peers"
@@ -90,6 +92,7 @@ def all_tables(*, quick: bool) -> tuple[Table, ...]:
         _cifar10(),
         _jpegs(1 if quick else 3),
         _startup(),
+        *_trackers(),
         _help(),
     )
 
@@ -270,6 +273,30 @@ def _startup() -> Table:
                 "takes a step and prints; samestep's step is seen in its events.jsonl."
             ),
         ),
+    )
+
+
+def _trackers() -> tuple[Table, Table]:
+    """Return what trackers cost: until the first step, and in all."""
+    short = (*SAMESTEP, "spiral", *ALIKE, "--max-steps", "1", "--log-every", "1")
+    names = ("tensorboard", "comet", "wandb", "mlflow")
+    commands = {
+        "no tracker": short,
+        **{name: (*short, "--track-offline", "--track", name) for name in names},
+        "all four": (*short, "--track-offline", "--track", ",".join(names)),
+    }
+    note = "Offline: the services are not reached from here. A tracker imports beside the training."
+
+    def table(name: str, title: str, measure: Measure) -> Table:
+        rows = tuple(Row(name=n, command=c, measure=measure) for n, c in commands.items())
+        return Table(name=name, title=title, unit="s", rounds_factor=2, baseline=("no tracker",),
+                     rows=rows, targets=(), notes=(note,))  # fmt: skip
+
+    start = "Trackers: from process start to the first completed step"
+    cpu = "Trackers: CPU seconds of a whole command that trains one step, trackers included"
+    return (
+        table("trackers", start, tracked_seconds_to_step),
+        table("trackers-cpu", cpu, cpu_seconds),
     )
 
 

@@ -15,7 +15,7 @@ ROWS = [
     ["class_table", "errors", "version"],
     ["address", "early", "launch", "files", "settings", "rank_log"],
     ["world", "run", "recipe", "failure"],
-    ["data", "models"],
+    ["data", "models", "tracking"],
     ["recipes"],
     [
         *("training.checkpoint", "training.clock", "training.memory", "training.optimizer"),
@@ -52,7 +52,8 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "lightning", "models", "recipes", "slurm", "training"}
+PACKAGES = {"commands", "data", "doctor", "lightning", "models", "recipes", "slurm", "tracking",
+            "training"}  # fmt: skip
 
 
 def modules() -> dict[str, ast.Module]:
@@ -133,7 +134,8 @@ def test_no_recipe_and_no_data_source_asks_for_its_rank():
 
 @pytest.mark.parametrize(
     "name", ["", "cli", "errors", "failure", "files", "launch", "rank_log", "run", "settings",
-             "version", "data.catalog", "data.download", "commands.data"],
+             "version", "data.catalog", "data.download", "commands.data", "commands.track",
+             "tracking.follow", "tracking.process", "tracking.send"],
 )  # fmt: skip
 def test_importing_it_does_not_import_torch(name):
     module = f"samestep.{name}".rstrip(".")

@@ -17,6 +17,7 @@ from samestep.errors import UserError
 from samestep.recipe import Recipe, find_recipe, nearest, recipe_names
 from samestep.run import is_run
 from samestep.settings import Settings, as_table, merge_layers
+from samestep.tracking.names import check_choice
 from samestep.training.plan import Plan
 
 # What may differ when a run goes on; anything else would make it another training.
@@ -37,6 +38,8 @@ MAY_CHANGE = frozenset(
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
         *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),
+        *("track", "track_project", "track_name", "track_workspace", "track_tags"),
+        *("track_offline", "track_checkpoints", "track_timeout"),
     }
 )
 
@@ -189,7 +192,7 @@ def finish(
         resume: whether to go on with the run.
 
     Raises:
-        UserError: a resumed run would become another training.
+        UserError: a resumed run would become another training, or a tracker is unknown.
     """
     own = {field.name for field in fields(Settings)}
     flags = {name: getattr(settings, name) for name in given if name in own}
@@ -206,11 +209,13 @@ def finish(
         changed = sorted(_changes(start, merged, options) - MAY_CHANGE)
         if resume and changed:
             raise _cannot_change(changed[0])
+    resolved = Settings(**merged)  # type: ignore[arg-type]
+    check_choice(resolved)
     return Request(
         recipe=start.recipe,
         source=start.source,
         options=options,
-        settings=Settings(**merged),  # type: ignore[arg-type]
+        settings=resolved,
         resume=resume,
     )
 

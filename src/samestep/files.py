@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,6 +50,37 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+class Held(Exception):  # noqa: N818 - it is no error by itself
+    """A file is locked by the process that it names."""
+
+
+def hold(path: Path) -> BinaryIO:
+    """Open a file and lock it for this process; the lock ends with it, however it ends.
+
+    Raises:
+        Held: by another process, which is named.
+        OSError: the file cannot be opened.
+    """
+    file = path.open("a+b")
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return file
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().decode().strip() or "another process"
+        file.close()
+        raise Held(owner) from None
+    except OSError:
+        pass  # a file system without locks: nothing to hold, and no reason to refuse
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    file.flush()
+    return file
 
 
 def sync_directory(folder: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samestep.errors import UserError
-from samestep.files import cannot_write, write_text
+from samestep.files import Held, cannot_write, hold, write_text
 from samestep.version import __version__
 
 Record = dict[str, Any]
@@ -51,7 +51,7 @@ class Run:
         self.checkpoints = path / "checkpoints"
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path)
+            self._lock = lock_run(path)
             self._events = _open_events(path / "events.jsonl")
         except OSError as error:
             raise cannot_write(path, error) from error
@@ -102,28 +102,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _lock(path: Path) -> BinaryIO:
-    """Hold the run for this process; the lock ends with it, however it ends."""
-    file = (path / "run.lock").open("a+b")
+def lock_run(path: Path) -> BinaryIO:
+    """Hold a run for this process; the lock ends with it, however it ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
     try:
-        import fcntl  # noqa: PLC0415 - absent on Windows
-    except ImportError:
-        return file
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        owner = file.read().decode().strip() or "another process"
-        file.close()
+        return hold(path / "run.lock")
+    except Held as owner:
         raise UserError(
             f"{path} is being written by {owner}. Wait until it ends, or stop it first."
         ) from None
-    except OSError:
-        pass  # a file system without locks: nothing to hold, and no reason to refuse
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    file.flush()
-    return file
 
 
 def _open_events(path: Path) -> BinaryIO:

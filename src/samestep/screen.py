@@ -46,7 +46,7 @@ class Screen:
 
     def show(self, record: Record) -> None:
         """Show one record."""
-        if record["event"] != "evaluation" and record["event"] != "progress":
+        if record["event"] not in ("evaluation", "progress", "tracker"):
             self._flush_epoch()
         handler = getattr(self, f"_show_{record['event']}", None)
         if handler is not None:
@@ -85,6 +85,11 @@ class Screen:
         for problem in record["problems"]:
             self._print(f"[yellow]passed over[/] {escape(problem)}")
         self._print(f"[bold]resume  [/]from {record['checkpoint']}, step {record['step']:,}")
+
+    def _show_tracker(self, record: Record) -> None:
+        marks = {"note": "[yellow]note[/]    ", "warning": "[yellow]warning[/] "}
+        name = f"[bold]{escape(record['tracker']):<7}[/] "
+        self._print(marks.get(record["kind"], name) + escape(record["text"]))
 
     def _show_compile(self, record: Record) -> None:
         self._print(f"[bold]compile [/]{record['what']} ({record['seconds']:.1f} s)")

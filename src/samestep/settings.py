@@ -103,6 +103,24 @@ class Settings:
     min_delta: float = 0.0
     """What counts as an improvement for --patience."""
 
+    track: str | None = None
+    """Trackers that rank 0 sends the run to: comet, mlflow, tensorboard, wandb, or your own
+    (my_tracker.py, package.module), with commas between them; none drops those of a resumed run."""
+    track_project: str | None = None
+    """Project (MLflow: experiment) at the tracker; by default the recipe's name."""
+    track_name: str | None = None
+    """Name of the run at the tracker; by default that of its directory."""
+    track_workspace: str | None = None
+    """Workspace at Comet, entity at W&B; by default the account's own."""
+    track_tags: str | None = None
+    """Tags of the run at the tracker, with commas between them."""
+    track_offline: bool = False
+    """Write the trackers' files into the run directory and send nothing."""
+    track_checkpoints: bool = False
+    """Send the checkpoints too, as artifacts."""
+    track_timeout: float = 120.0
+    """Seconds that a tracker may take to start."""
+
     def __post_init__(self) -> None:
         """Check each value alone, then those that exclude each other."""
         for name in _POSITIVE:
@@ -133,7 +151,7 @@ _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "global_batch_size", "accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
-    *("checkpoint_every_minutes", "keep_top_k", "patience"),
+    *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout"),
 )
 _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
 

@@ -61,6 +61,20 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_trackers_go_with_the_job_and_a_misspelt_one_is_refused_before_anything_is_queued(
+    tmp_path,
+):
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    flags = ("--track", "wandb", "--track-offline", "--track-project", "two words")
+    done = run(tmp_path, "submit", "tiny.py", "--dry-run", "--", *flags)
+    assert done.returncode == 0, done.stderr
+    words = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert "--track wandb --track-offline --track-project 'two words'" in words
+    done = run(tmp_path, "submit", "tiny.py", "--dry-run", "--", "--track", "wanb")
+    assert done.returncode == 2
+    assert "Did you mean 'wandb'?" in done.stderr
+
+
 def test_a_script_that_is_kept_can_be_handed_in_by_hand(tmp_path):
     (tmp_path / "mine.py").write_text("print(1)\n")
     done = run(tmp_path, "submit", "mine.py", "-o", "job.sbatch")

@@ -99,6 +99,21 @@ WRONG_FLAGS = {
     "too few samples to split": Bad("spiral --num-samples 3", ("3 samples", "too few")),
     "negative noise": Bad("spiral --noise -1", ("--noise is -1",)),
     "validation takes all": Bad("mnist --validation-fraction 1", ("--validation-fraction",)),
+    "unknown tracker": Bad(
+        "spiral --track comet,wanb", ("no tracker 'wanb'", "Did you mean 'wandb'?", "tensorboard")
+    ),
+    "tracker twice": Bad("spiral --track wandb,wandb", ("names wandb twice",)),
+    "tracker file missing": Bad("spiral --track nope.py", ("--track nope.py", "cannot be read")),
+    "tracker file that is none": Bad("spiral --track FILE.py", ("FILE.py", "function start()")),
+    "tracker file of a taken name": Bad("spiral --track wandb.py", ("wandb is taken", "name")),
+    "project that W&B refuses": Bad(
+        "spiral --track wandb --track-project a/b#c", ("--track-project 'a/b#c'", "'#'", "'/'")
+    ),
+    "project too long": Bad(
+        f"spiral --track-project {'p' * 129}", ("has 129 characters", "1 to 128")
+    ),
+    "tag too long": Bad(f"spiral --track-tags a,{'t' * 65}", ("--track-tags", "65 characters")),
+    "no time for a tracker": Bad("spiral --track-timeout 0", ("--track-timeout is 0",)),
     "no data": Bad("mnist --data-dir nowhere", ("nowhere", "samestep data get mnist")),
 }  # fmt: skip
 
@@ -106,6 +121,7 @@ WRONG_FLAGS = {
 @pytest.mark.parametrize("name", WRONG_FLAGS)
 def test_a_wrong_command_is_refused_with_what_to_do(here, name):
     (here / "FILE").touch()
+    (here / "FILE.py").touch()
     message = refuse(here, *WRONG_FLAGS[name].flags.split())
     for words in WRONG_FLAGS[name].says:
         assert words in message
@@ -116,7 +132,8 @@ def test_a_wrong_command_is_refused_with_what_to_do(here, name):
 @pytest.mark.parametrize(
     "name",
     ["ill-typed flag", "momentum of adam", "NCCL without CUDA", "one sample",
-     "three batch settings contradict", "run directory below a file", "unknown recipe"],
+     "three batch settings contradict", "run directory below a file", "unknown recipe",
+     "unknown tracker", "tracker file missing"],
 )  # fmt: skip
 def test_two_ranks_refuse_as_one(here, name):
     (here / "FILE").touch()

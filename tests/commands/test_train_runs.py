@@ -211,7 +211,9 @@ SETTINGS = {
     "checkpoint_every_steps": 6, "checkpoint_every_minutes": 0.5, "keep_top_k": 2,
     "monitor": "loss", "mode": "max", "patience": 4, "min_delta": 0.0625,
     "channels_last": True, "checkpoint_activations": True, "sync_batchnorm": True,
-    "engine": "lightning",
+    "engine": "lightning", "track": "tensorboard", "track_project": "spirals", "track_name": "one",
+    "track_workspace": "us", "track_tags": "a,b", "track_offline": True, "track_checkpoints": True,
+    "track_timeout": 9.0,
 }  # fmt: skip
 OPTIONS = {
     "num_samples": 1001, "noise": 0.5, "data_seed": 3, "hidden_dims": (8, 4), "dropout": 0.25,
@@ -289,7 +291,11 @@ def test_a_flag_beats_the_toml_file(here, name):
     assert resolved(["--config", config, *as_flags({name: wanted})])[name] == wanted
 
 
-OTHER_VALUES = {"run_dir": "third", "monitor": "accuracy", "hidden_dims": (5,), "dropout": 0.5}
+OTHER_VALUES = {
+    "run_dir": "third", "monitor": "accuracy", "hidden_dims": (5,), "dropout": 0.5,
+    "track": "none", "track_project": "p", "track_name": "n", "track_workspace": "w",
+    "track_tags": "c",
+}  # fmt: skip
 
 
 def other_value(kind: object, value: object) -> object:
@@ -324,7 +330,9 @@ def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
              # The spiral's network has nothing that these could apply to.
              "checkpoint_activations": False, "sync_batchnorm": False,
              # Which does not evaluate by steps.
-             "engine": "native"}  # fmt: skip
+             "engine": "native",
+             # Tests of their own have the trackers.
+             "track": "none"}  # fmt: skip
     del table["run_dir"]
     config = write_toml(here / "all.toml", table)
     train(here, "spiral", "--run-dir", "one", "--config", config)

@@ -21,6 +21,8 @@ from samestep.recipe import recipe_names
 from samestep.screen import Screen
 from samestep.session import NATIVE, Engine, run_session
 from samestep.settings import Settings
+from samestep.tracking.names import check_installed, chosen
+from samestep.tracking.process import Trackers
 from samestep.training.stopping import catch_signals
 from samestep.world import abandon, find_world, join, leave
 
@@ -163,19 +165,29 @@ def _general_help(arguments: list[str]) -> int:
 
 def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
     """Train as one rank of the world that the environment describes."""
-    engine = _engine(request.settings)
-    world, launch = find_world(request.settings.device, request.settings.backend)
+    settings = request.settings
+    engine = _engine(settings)
+    world, launch = find_world(settings.device, settings.backend)
     join(world, launch)
+    world.on_main(lambda: check_installed(chosen(settings.track)))
     screen = Screen()
-    with catch_signals() as received, screen:
-        outcome = run_session(
-            request, world, received=received, show=screen.show, begin=log.move_to,
-            started_at=started_at, engine=engine,
-        )  # fmt: skip
-    # Before the ranks part: a launcher may end all with the first that leaves with a signal's code.
-    if world.is_main:
-        screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
-        sys.stdout.flush()
+    with (
+        catch_signals() as received,
+        Trackers(
+            settings, request.recipe.name, screen.show, is_main=world.is_main,
+            stopped=lambda: bool(received.signum),
+        ) as trackers,
+    ):  # fmt: skip
+        with screen:
+            outcome = run_session(
+                request, world, received=received, show=trackers.show, begin=log.move_to,
+                started_at=started_at, engine=engine,
+            )  # fmt: skip
+        # Before the ranks part: a launcher may end all with the first that leaves with a signal's
+        # code.
+        if world.is_main:
+            screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
+            sys.stdout.flush()
     leave(world)
     return 128 + outcome.signum if outcome.signum else 0
 

@@ -1,0 +1,78 @@
+"""`samestep track`: send a run to trackers, now that there is a network, or for the first time."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from samestep.commands.help import examples
+from samestep.failure import print_error
+from samestep.tracking.send import send_run
+
+_EXAMPLES = """\
+examples:
+  samestep track runs/ID --to wandb
+  samestep track runs/ID --to comet,tensorboard --project spirals --tags paper,final
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Send a run to trackers: what they do not have of it, exactly once."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Directory of the run."""
+    to: str
+    """comet, mlflow, tensorboard, wandb, or your own (my_tracker.py), with commas between them."""
+    project: str | None = None
+    """Project at the tracker; by default the run's --track-project, else its recipe."""
+    name: str | None = None
+    """Name of the run at the tracker; by default that of its directory."""
+    workspace: str | None = None
+    """Workspace at Comet, entity at W&B."""
+    tags: str | None = None
+    """Tags, with commas between them."""
+    offline: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write the tracker's files into the run directory and send nothing."""
+    checkpoints: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Send the checkpoints too."""
+    timeout: float | None = None
+    """Seconds that a tracker may take to start, and for each answer; 120 by default."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    with examples(_EXAMPLES):
+        command = tyro.cli(Command, prog="samestep track", args=arguments)
+    given = {
+        "track": command.to,
+        "track_project": command.project,
+        "track_name": command.name,
+        "track_workspace": command.workspace,
+        "track_tags": command.tags,
+        "track_checkpoints": command.checkpoints or None,
+        "track_timeout": command.timeout,
+    }
+    overrides = {key: value for key, value in given.items() if value is not None}
+    console = Console(highlight=False)
+
+    def say(text: str) -> None:
+        console.print(f"[yellow]note[/]    {escape(text)}", soft_wrap=True)
+
+    # Whether the training was offline says nothing of now.
+    sent = send_run(command.run, {**overrides, "track_offline": command.offline}, say)
+    for one in sent:
+        if one.failed is not None:
+            sys.stdout.flush()
+            print_error(
+                f"{one.tracker} failed: {one.failed}. The same command sends what is left; "
+                "--offline writes files instead."
+            )
+        else:
+            place = f"{'written to' if one.offline else 'sent to'} {one.link or one.tracker}"
+            console.print(f"[bold]{escape(one.tracker):<7}[/] {escape(place)}", soft_wrap=True)
+    return 1 if any(one.failed is not None for one in sent) else 0

@@ -1,0 +1,71 @@
+"""The process of one tracker, started by `tracking.process`; everything it says is for that."""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from samestep.errors import UserError
+from samestep.tracking.access import find_access, secrets_of
+from samestep.tracking.channel import Commands, Voice
+from samestep.tracking.follow import follow
+from samestep.tracking.guard import Guard, end_descendants
+
+# None of it is the user's choice to make: noise, and reports to the trackers' makers, who cannot
+# be reached from a compute node.
+_QUIET = {
+    "WANDB_ERROR_REPORTING": "false",
+    "WANDB_SILENT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "COMET_DISABLE_ANNOUNCEMENT": "1",
+}
+
+
+def main() -> int:
+    """Do what the order says; return 0 if all was sent."""
+    _stand_back()
+    voice = Voice()
+    guard = Guard(lambda why: voice.tell(failed=why))
+    commands = Commands()
+    try:
+        order = commands.order()
+        voice.hide((*find_access(order.tracker).secrets, *secrets_of(os.environ)))
+        follow(order, commands, voice.tell, voice.log_to, guard)
+    except UserError as error:
+        voice.tell(failed=str(error))
+    except BaseException as error:  # whatever a tracker does, here it ends
+        traceback.print_exc()
+        voice.tell(failed=_in_words(error))
+    else:
+        voice.close()
+        return 0
+    voice.close()
+    return 1
+
+
+def _in_words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _stand_back() -> None:
+    """Leave the cores and the signals to the training; it says when this process is to end."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(10)
+        # Linux may weigh whole sessions against each other, and this is one of its own.
+        Path("/proc/self/autogroup").write_text("10")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    code = main()
+    # Trackers leave threads and hooks that would hold up an ordinary exit, or send once more.
+    end_descendants(os.getpid())
+    sys.stdout.flush()
+    os._exit(code)

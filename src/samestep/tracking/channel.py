@@ -1,0 +1,153 @@
+"""How the training's process and a tracker's process speak: lines of JSON over two pipes.
+
+The training never waits for an answer, and a pipe that closes is news too: the other is gone.
+"""
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a tracker's process is to do; the first line that it is given. No secret is in it."""
+
+    tracker: str
+    """A name, a file or a module."""
+    name: str
+    """What its files are called."""
+    project: str
+    run_name: str | None
+    workspace: str | None
+    tags: tuple[str, ...]
+    offline: bool
+    address: str | None
+    """What must answer before the tracker is started online."""
+    checkpoints: bool
+    timeout_s: float
+    live: bool
+    """Whether a training is going on: then it follows it, and may choose to be offline."""
+    pid: int
+    """The process that gave the order."""
+
+
+def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
+    """Wait until one of some pipes has news, or has closed; return whether one has."""
+    with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(within_s))
+
+
+class Commands:
+    """What a tracker's process is told: its order, `go` with the run directory, `end`."""
+
+    def __init__(self, descriptor: int = 0) -> None:
+        self._descriptor, self._buffer, self._closed = descriptor, b"", False
+
+    def order(self) -> Order:
+        """Wait for the order."""
+        return msgspec.convert(self._line(None), Order)
+
+    def go(self) -> Path | None:
+        """Wait for the run directory; None if there will be no run."""
+        told = self._line(None)
+        return Path(told["go"]) if told and "go" in told else None
+
+    def end(self, within_s: float) -> float | None:
+        """Wait so long for the end; return the seconds left for it, or None if it has not come.
+
+        A training that was killed has said nothing; there is time enough then.
+        """
+        told = self._line(within_s)
+        if told is None:
+            return _ORPHANS_S if self._closed else None
+        return float(told["end"])
+
+    def _line(self, within_s: float | None) -> dict[str, Any] | None:
+        while b"\n" not in self._buffer and not self._closed:
+            if not wait_for([self._descriptor], within_s):
+                return None
+            more = os.read(self._descriptor, 65536)
+            self._buffer += more
+            self._closed = not more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line) if line else None
+
+
+_ORPHANS_S = 20.0
+
+
+class Voice:
+    """What a tracker's process says: messages to the training's, all else to a log of its own.
+
+    Trackers print a lot, to descriptors too, and children of theirs do. None of it reaches the
+    user's screen, and no secret reaches the log.
+    """
+
+    def __init__(self) -> None:
+        self._messages = os.dup(1)
+        reading, writing = os.pipe()
+        for descriptor in (1, 2):
+            os.dup2(writing, descriptor)
+        os.close(writing)
+        self._secrets: tuple[str, ...] = ()
+        self._log: Path | None = None
+        self._early = ""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._keep, args=(reading,), daemon=True)
+        self._thread.start()
+
+    def hide(self, secrets: tuple[str, ...]) -> None:
+        """Show these nowhere."""
+        # Longest first: one may be a part of another.
+        self._secrets = tuple(sorted({s for s in secrets if s}, key=len, reverse=True))
+
+    def log_to(self, path: Path) -> None:
+        """Keep what is printed in a file; it is made once there is something."""
+        with self._lock:
+            self._log = path
+            self._write("")
+
+    def tell(self, **message: Any) -> None:
+        """Say something to whoever gave the order, if it is still there."""
+        text = self._scrub(json.dumps(message))
+        with contextlib.suppress(OSError):
+            os.write(self._messages, (text + "\n").encode())
+
+    def close(self) -> None:
+        """Write down what was printed last."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        self._thread.join(0.5)  # a child that the tracker left behind may keep it open
+
+    def _keep(self, reading: int) -> None:
+        with os.fdopen(reading, errors="replace") as lines:
+            for line in lines:
+                with self._lock:
+                    self._write(line)
+
+    def _write(self, line: str) -> None:
+        self._early += line
+        if self._log is None or not self._early:
+            return
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
+            file.write(self._scrub(self._early))
+        self._early = ""
+
+    def _scrub(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return re.sub(r"://[^/@\s]+@", "://", text)

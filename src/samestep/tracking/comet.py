@@ -1,0 +1,52 @@
+"""Comet: `--track comet`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import comet_ml
+
+from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+
+COUNTS_AT_END = True
+"""Offline, what was written counts once it is packed."""
+
+# Comet would describe this process, not the training, and keep its source.
+_NOT = ("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch",
+        "log_env_details", "auto_output_logging", "auto_param_logging", "auto_metric_logging",
+        "auto_log_co2")  # fmt: skip
+
+
+def start(run: TrackedRun) -> Started:
+    """Open the experiment: its key is our id, so that it is the same whenever the run goes on."""
+    config = comet_ml.ExperimentConfig(
+        offline_directory=str(run.folder), name=run.name, tags=list(run.tags),
+        display_summary_level=0, **dict.fromkeys(_NOT, False),
+    )  # fmt: skip
+    client = comet_ml.start(
+        online=not run.offline, experiment_key=run.id, workspace=run.workspace,
+        project_name=run.project, mode="get" if run.known else "get_or_create",
+        experiment_config=config,
+    )  # fmt: skip
+    if not client.alive:
+        raise ConnectionError("Comet has not taken the experiment")
+    client.log_parameters(dict(run.settings))
+    client.log_others({f"facts.{key}": value for key, value in run.facts.items()})
+    return Started(client=client, run=run.id, link=None if run.offline else client.url)
+
+
+def record(client: Any, entries: Sequence[Entry]) -> None:
+    """Log the metrics by step and epoch, and wait until they have arrived."""
+    for entry in entries:
+        if entry.file is not None and entry.file.is_file():
+            client.log_model("checkpoint", str(entry.file), overwrite=True)
+        elif entry.values:
+            client.log_metrics(dict(entry.values), step=entry.step, epoch=entry.epoch)
+    if not isinstance(client, comet_ml.OfflineExperiment) and not client.flush():
+        raise ConnectionError("Comet has not taken all records")
+
+
+def finish(client: Any, result: Result) -> None:
+    """Log the result, and pack the files or wait until all has arrived."""
+    client.log_others({f"result.{key}": value for key, value in result.values.items()})
+    client.log_other("result.status", result.status)
+    client.end()

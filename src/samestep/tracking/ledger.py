@@ -1,0 +1,72 @@
+"""What each tracker has of a run: kept in the run directory, so that nothing is sent twice."""
+
+import secrets
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from samestep.errors import UserError
+from samestep.files import write_text
+
+FOLDER = "tracking"
+"""In a run directory: a ledger, a log and a folder of files for each tracker."""
+
+
+@dataclass(kw_only=True)
+class Account:
+    """What one place has of a run."""
+
+    run: str | None = None
+    """The tracker's own name of the run."""
+    link: str | None = None
+    lines: int = 0
+    """How many lines of events.jsonl it has, or was found to need nothing of."""
+    system_lines: int = 0
+    """How many of system.jsonl."""
+    finished: bool = False
+    """Whether the tracker closed the run, and so has all of these."""
+    files: list[str] = field(default_factory=list)
+    """Its files that are whole, where they count only once they are closed."""
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """One tracker's accounts: of its service, and of its files in the run directory."""
+
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    online: Account = field(default_factory=Account)
+    offline: Account = field(default_factory=Account)
+
+    def account(self, *, offline: bool) -> Account:
+        """Return the account of one place."""
+        return self.offline if offline else self.online
+
+
+def ledger_path(run: Path, tracker: str) -> Path:
+    """Return where a tracker's ledger is kept."""
+    return run / FOLDER / f"{tracker}.json"
+
+
+def read_ledger(run: Path, tracker: str) -> Ledger:
+    """Return a tracker's ledger of a run, a new one if there is none.
+
+    Raises:
+        UserError: it is damaged, so nobody knows what was sent.
+    """
+    path = ledger_path(run, tracker)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Ledger)
+    except FileNotFoundError:
+        return Ledger()
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), so it is not known what {tracker} has of this run. "
+            "Look there; remove the file to send the whole run to a new one."
+        ) from error
+
+
+def write_ledger(run: Path, tracker: str, ledger: Ledger) -> None:
+    """Write a tracker's ledger, whole or not at all."""
+    text = msgspec.json.format(msgspec.json.encode(asdict(ledger)), indent=2)
+    write_text(ledger_path(run, tracker), text.decode() + "\n")

@@ -1,0 +1,81 @@
+"""MLflow: `--track mlflow`, at MLFLOW_TRACKING_URI, or else in an SQLite file of the run's own."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+
+_MOST = 100  # parameters in one request
+
+
+@dataclass(frozen=True)
+class _Client:
+    store: MlflowClient
+    run: str
+
+
+def start(run: TrackedRun) -> Started:
+    """Open the run: MLflow names it, so one that was begun here is found by a tag with our id."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    place = None
+    if run.offline:
+        uri, place = f"sqlite:///{run.folder}/mlflow.db", f"file://{run.folder}/artifacts"
+        if run.known is None:  # a store that was killed while it was made cannot be opened
+            (run.folder / "mlflow.db").unlink(missing_ok=True)
+        _write_fast()
+    store = MlflowClient(uri)
+    experiment = store.get_experiment_by_name(run.project)
+    number = experiment.experiment_id if experiment else store.create_experiment(run.project, place)
+    found = store.search_runs([number], f"tags.`samestep.id` = '{run.id}'")
+    began = int(run.started_at * 1000)
+    known = found[0] if found else store.create_run(number, began, run_name=run.name)
+    identifier = known.info.run_id
+    tags = {"samestep.id": run.id} | ({"tags": ", ".join(run.tags)} if run.tags else {})
+    tags |= {f"facts.{key}": str(value) for key, value in run.facts.items()}
+    # A parameter cannot change; a setting that did, when the run was resumed, becomes a tag.
+    tags |= {f"resumed.{key}": str(value) for key, value in run.settings.items()
+             if known.data.params.get(key, str(value)) != str(value)}  # fmt: skip
+    new = [Param(k, str(v)) for k, v in run.settings.items() if k not in known.data.params]
+    for first in range(0, max(len(new), 1), _MOST):
+        store.log_batch(identifier, params=new[first : first + _MOST])
+    store.log_batch(identifier, tags=[RunTag(*item) for item in tags.items()])
+    store.update_run(identifier, status="RUNNING")
+    link = f"{uri.rstrip('/')}/#/experiments/{number}/runs/{identifier}" if "http" in uri else uri
+    return Started(client=_Client(store, identifier), run=identifier, link=link)
+
+
+def record(client: _Client, entries: Sequence[Entry]) -> None:
+    """Log the metrics in few requests; the same ones once more would change nothing."""
+    metrics = []
+    for entry in entries:
+        if entry.file is not None and entry.file.is_file():
+            client.store.log_artifact(client.run, str(entry.file), "checkpoints")
+        metrics += [Metric(re.sub(r"[^/\w.\- ]", "_", key), value, int(entry.time * 1000), entry.at)
+                    for key, value in entry.values.items()]  # fmt: skip
+    for first in range(0, len(metrics), 1000):
+        client.store.log_batch(client.run, metrics=metrics[first : first + 1000])
+
+
+def finish(client: _Client, result: Result) -> None:
+    """Log the result as tags, and close the run."""
+    tags = [RunTag(f"result.{key}", str(value)) for key, value in result.values.items()]
+    client.store.log_batch(client.run, tags=tags)
+    status = {"completed": "FINISHED", "failed": "FAILED"}.get(result.status, "KILLED")
+    client.store.set_terminated(client.run, status)
+
+
+def _write_fast() -> None:
+    """Let SQLite not wait for the disk: what it holds is in events.jsonl too."""
+
+    def set_pragma(connection: Any, _record: object) -> None:
+        connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "connect", set_pragma)

@@ -1,0 +1,258 @@
+"""The trackers of a training, from its side: started beside it, told of its end, never waited for.
+
+Each is a process of its own, a fresh interpreter, so that a tracker that raises, hangs or is
+killed harms nothing here; what it has to say is read without waiting.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import samestep
+from samestep.run import Record
+from samestep.settings import Settings
+from samestep.tracking.access import Access, find_access
+from samestep.tracking.channel import Order, wait_for
+from samestep.tracking.guard import end_descendants
+from samestep.tracking.names import chosen, default_project, short_name, split
+
+END_S, STOP_S = 30.0, 3.0
+"""How long trackers are waited for once the training is done, and once it was told to stop."""
+_ASK_EVERY_S = 0.1
+_REAP_S = 0.5
+_PROJECT = {
+    "comet": "COMET_PROJECT_NAME", "mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT",
+}  # fmt: skip
+_LOCAL = ("mlflow", "tensorboard")  # their files are all that is needed to look at them
+
+# -P: nothing in the user's folder may pose as a package.
+_PROGRAM = """\
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+runpy.run_module("samestep.tracking", run_name="__main__")
+"""
+_COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).parent.parent))
+
+
+class Tracker:
+    """One tracker's process."""
+
+    def __init__(self, order: Order, source: str) -> None:
+        self.name, self.source = order.name, source
+        self.link: str | None = None
+        self.offline = order.offline
+        self.failed: str | None = None
+        self.done = False
+        self._buffer = b""
+        self._gone = False
+        self._process = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the training
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self.tell(asdict(order))
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Tell the process something, if it is still there."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def heard(self) -> list[dict[str, Any]]:
+        """Return what the process has said since, without waiting."""
+        if self._gone:
+            return []
+        assert self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while not self._gone:
+                more = os.read(self._process.stdout.fileno(), 65536)
+                self._gone = not more
+                self._buffer += more
+        *lines, self._buffer = self._buffer.split(b"\n")
+        messages = [json.loads(line) for line in lines]
+        if self._gone and not (self.done or self.failed or any(_is_last(m) for m in messages)):
+            messages.append({"failed": self._how_it_ended()})
+        for message in messages:
+            self.link = message.get("link", self.link)
+            self.offline = message.get("offline", self.offline)
+            self.failed = message.get("failed", self.failed)
+            self.done = message.get("done", self.done)
+        return messages
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be heard."""
+        return self._gone
+
+    @property
+    def output(self) -> int:
+        """The descriptor that can be read when there is news."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Let go of the process; with `at_once`, end it and what it has started."""
+        if at_once and self._process.poll() is None:
+            end_descendants(self._process.pid)
+            self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+        if at_once or self._gone:
+            self._exit_code()
+
+    def _exit_code(self) -> int | None:
+        """Return the exit code of a process that is ending; None if it does not come to it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_REAP_S)
+        return None
+
+    def _how_it_ended(self) -> str:
+        code = self._exit_code()
+        if code is None:
+            return "its process has fallen silent"
+        if code < 0:
+            return f"its process was killed by signal {-code}"
+        return f"its process ended with exit code {code}"
+
+
+def _is_last(message: dict[str, Any]) -> bool:
+    return "done" in message or "failed" in message
+
+
+def make_order(
+    settings: Settings, tracker: str, project: str, access: Access, *, live: bool
+) -> Order:
+    """Return the order that the settings give one tracker's process."""
+    return Order(
+        tracker=str(Path(tracker).resolve()) if tracker.endswith(".py") else tracker,
+        name=short_name(tracker),
+        project=settings.track_project
+        or os.environ.get(_PROJECT.get(tracker, ""))
+        or default_project(project),
+        run_name=settings.track_name,
+        workspace=settings.track_workspace,
+        tags=tuple(split(settings.track_tags)),
+        offline=settings.track_offline or access.offline,
+        address=access.address,
+        checkpoints=settings.track_checkpoints,
+        timeout_s=settings.track_timeout,
+        live=live,
+        pid=os.getpid(),
+    )
+
+
+class Trackers:
+    """The trackers of one training, on rank 0; on other ranks there are none."""
+
+    def __init__(
+        self, settings: Settings, recipe: str, show: Callable[[Record], None], *,
+        is_main: bool, stopped: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._settings, self._recipe, self._show = settings, recipe, show
+        self._names = chosen(settings.track) if is_main else []
+        self._stopped = stopped
+        self._trackers: list[Tracker] = []
+        self._run: str | None = None
+
+    def __enter__(self) -> Self:
+        """Start their processes, which import what they need beside the training's own start."""
+        for tracker in self._names:
+            access = find_access(tracker)
+            name = short_name(tracker)
+            if access.why and not self._settings.track_offline:
+                self._say(name, "note", f"{access.why}, so {name} is offline.")
+            order = make_order(self._settings, tracker, self._recipe, access, live=True)
+            try:
+                self._trackers.append(Tracker(order, tracker))
+            except OSError as error:
+                self._say(name, "warning", f"{name} could not be started: {error}")
+        return self
+
+    def show(self, record: Record) -> None:
+        """Show a record, and what the trackers have said meanwhile."""
+        self._show(record)
+        if not self._trackers:
+            return
+        if record["event"] == "start":
+            self._run = record["run_dir"]
+            for tracker in self._trackers:
+                tracker.tell({"go": str(Path(record["run_dir"]).resolve())})
+        for tracker in self._trackers:
+            self._pass_on(tracker)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        """Wait a bounded time until all is sent, and say what is not."""
+        if kind is None:
+            self._wait()
+        for tracker in self._trackers:
+            # After a failure the message to the user comes first: they close by themselves.
+            if kind is not None and self._run is not None:
+                tracker.tell({"end": END_S})
+                tracker.close()
+            else:
+                tracker.close(at_once=True)
+        if kind is None:
+            self._say_what_is_left()
+
+    def _wait(self) -> None:
+        patience_s = STOP_S if self._stopped() else END_S
+        for tracker in self._trackers:
+            tracker.tell({"end": patience_s})
+        began, was_stopped = time.monotonic(), self._stopped()
+        while going := [t for t in self._trackers if not t.over]:
+            if self._stopped() and not was_stopped:  # a signal while waiting
+                patience_s, was_stopped = time.monotonic() - began + STOP_S, True
+            left_s = began + patience_s + 0.5 - time.monotonic()
+            if left_s <= 0:
+                break
+            wait_for([t.output for t in going], min(_ASK_EVERY_S, left_s))
+            for tracker in going:
+                self._pass_on(tracker)
+        for tracker in going:
+            if tracker.failed is None:
+                tracker.failed = f"it had not taken everything {patience_s:.0f} s after the end"
+                self._warn(tracker)
+
+    def _pass_on(self, tracker: Tracker) -> None:
+        for message in tracker.heard():
+            if message.get("link"):
+                why = f" ({message['why']})" if message.get("why") else ""
+                offline = "offline: " if message["offline"] and tracker.name not in _LOCAL else ""
+                self._say(tracker.name, "link", f"{offline}{message['link']}{why}")
+            if "failed" in message:
+                self._warn(tracker)
+
+    def _warn(self, tracker: Tracker) -> None:
+        self._say(tracker.name, "warning", f"{tracker.name} failed: {tracker.failed}. The records "
+                  f"are whole; send them with: {self._command([tracker])}")  # fmt: skip
+
+    def _command(self, trackers: list[Tracker]) -> str:
+        return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
+
+    def _say_what_is_left(self) -> None:
+        """Say how what lies in files is sent; of those that failed it was said."""
+        local = [t for t in self._trackers if t.done and t.offline and t.name not in _LOCAL]
+        if local:
+            names = " and ".join(t.name for t in local)
+            self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")
+
+    def _say(self, tracker: str, kind: str, text: str) -> None:
+        self._show({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})

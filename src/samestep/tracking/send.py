@@ -1,0 +1,125 @@
+"""Send a run that has ended to trackers: what they do not have yet, and no second time."""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from samestep.errors import UserError
+from samestep.run import lock_run
+from samestep.settings import Settings
+from samestep.tracking.access import find_access
+from samestep.tracking.channel import Order, wait_for
+from samestep.tracking.entries import Entries
+from samestep.tracking.ledger import read_ledger
+from samestep.tracking.names import check_choice, check_installed, chosen, short_name
+from samestep.tracking.process import Tracker, make_order
+
+# Of everything, in start timeouts: checkpoints may be large.
+_ALL_IN_TIMEOUTS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What became of one tracker."""
+
+    tracker: str
+    link: str | None
+    offline: bool
+    failed: str | None
+
+
+def send_run(run: Path, overrides: dict[str, object], say: Callable[[str], None]) -> list[Sent]:
+    """Send a run to trackers, one after the other.
+
+    Args:
+        run: the run directory.
+        overrides: settings by name that win over those of the run; `track` names the trackers.
+        say: called with a sentence for each thing that is amiss.
+
+    Raises:
+        UserError: there is no run, it is going on, a tracker has it already, or cannot be used.
+    """
+    if not run.is_dir():
+        raise UserError(f"There is no directory {run}. Give the directory of a run: runs/ID.")
+    settings, recipe = _settings_of(run, overrides, say)
+    trackers = chosen(settings.track)
+    check_choice(settings)
+    check_installed(trackers)
+    entries = Entries(run)
+    for _ in entries.read():
+        pass
+    if entries.lines == len(entries.damaged):
+        raise UserError(f"{run / 'events.jsonl'} has no records, so there is nothing to send.")
+    _say_what_is_amiss(run, entries, say)
+    with lock_run(run):  # a training that goes on is followed by its own trackers
+        orders = [_order(run, settings, tracker, recipe, entries.lines) for tracker in trackers]
+        return [_send(run, order) for order in orders]
+
+
+def _settings_of(
+    run: Path, overrides: dict[str, object], say: Callable[[str], None]
+) -> tuple[Settings, str]:
+    """Return the settings of trackers of a run, and its recipe's name."""
+    table: dict[str, Any] = {}
+    try:
+        table = tomllib.loads((run / "settings.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        say(f"{run / 'settings.toml'} cannot be read ({error}): the settings are not sent.")
+    own = {key: value for key, value in table.items() if key.startswith("track")}
+    try:
+        settings = msgspec.convert({**own, **overrides}, Settings)
+    except msgspec.ValidationError as error:
+        say(f"{run / 'settings.toml'}: {error}: what it says of trackers does not count.")
+        settings = msgspec.convert(overrides, Settings)
+    return settings, Path(str(table.get("recipe") or "samestep")).stem
+
+
+def _say_what_is_amiss(run: Path, entries: Entries, say: Callable[[str], None]) -> None:
+    events = run / "events.jsonl"
+    if entries.damaged:
+        lines = ", ".join(map(str, entries.damaged))
+        say(f"{events}: line {lines} cannot be read and is left out.")
+    for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
+        path = run / name
+        try:
+            msgspec.json.decode(path.read_bytes(), type=dict)
+        except FileNotFoundError:
+            say(f"{path} is missing: {what} is not sent.")
+        except (OSError, msgspec.DecodeError):
+            say(f"{path} cannot be read: {what} is not sent.")
+
+
+def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> Order:
+    """Return the order for one tracker, unless it has the run already or cannot be reached."""
+    access = find_access(tracker)
+    name = short_name(tracker)
+    if access.why and not settings.track_offline:
+        raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
+    order = make_order(settings, tracker, recipe, access, live=False)
+    account = read_ledger(run, name).account(offline=order.offline)
+    if account.finished and account.lines >= lines:
+        where = f" at {account.link}" if account.link else ""
+        hint = " Set MLFLOW_TRACKING_URI to send it to a server." if (
+            name == "mlflow" and order.offline) else ""  # fmt: skip
+        raise UserError(
+            f"{name} has all of {run} already{where}; it is not sent a second time.{hint}"
+        )
+    return order
+
+
+def _send(run: Path, order: Order) -> Sent:
+    tracker = Tracker(order, order.tracker)
+    try:
+        tracker.tell({"go": str(run.resolve())})
+        tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
+        while not tracker.over:
+            wait_for([tracker.output], None)  # its own guard bounds it
+            tracker.heard()
+    finally:
+        tracker.close(at_once=True)
+    return Sent(tracker=order.name, link=tracker.link, offline=tracker.offline,
+                failed=tracker.failed)  # fmt: skip

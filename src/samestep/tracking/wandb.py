@@ -1,0 +1,70 @@
+"""Weights & Biases: `--track wandb`."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+
+COUNTS_AT_END = True
+"""Offline, what was written counts once its file is closed."""
+
+
+def start(run: TrackedRun) -> Started:
+    """Open the run: its id is ours, so that it is the same run whenever it goes on."""
+    # Copies of checkpoints wait here, not in the home directory, until they are sent.
+    os.environ.setdefault("WANDB_DATA_DIR", str(run.folder))
+    settings = wandb.Settings(
+        console="off",
+        silent=True,
+        disable_code=True,
+        disable_git=True,
+        x_disable_meta=True,  # it would describe this process, not the training
+        x_disable_stats=run.pid is None,
+        x_stats_pid=run.pid or os.getpid(),
+        init_timeout=run.timeout_s,
+    )
+    client = wandb.init(
+        id=run.id,
+        resume="allow",
+        mode="offline" if run.offline else "online",
+        dir=run.folder,
+        project=run.project,
+        entity=run.workspace,
+        name=run.name,
+        tags=run.tags,
+        settings=settings,
+    )
+    facts = {f"facts.{key}": value for key, value in run.facts.items()}
+    client.config.update({**run.settings, **facts}, allow_val_change=True)
+    client.define_metric("step")
+    client.define_metric("epoch")
+    client.define_metric("epoch/*", step_metric="epoch")
+    for series in ("train", "validation", "test"):
+        client.define_metric(f"{series}/*", step_metric="step")
+    # The server knows how far it has come, also after a kill; our lines are its steps.
+    lines = None if run.offline else client.starting_step
+    return Started(client=client, run=run.id, link=None if run.offline else client.url, lines=lines)
+
+
+def record(client: Any, entries: Sequence[Entry]) -> None:
+    """Log a row an entry; of the machine W&B has its own measurements."""
+    for entry in entries:
+        if entry.file is not None and entry.file.is_file():
+            client.log_artifact(str(entry.file), name=f"checkpoint-{client.id}", type="model")
+        elif entry.values and entry.event != "system":
+            place = {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
+            client.log({**entry.values, **place}, step=entry.line)
+
+
+def finish(client: Any, result: Result) -> None:
+    """Write the result into the summary, and wait until all has arrived."""
+    client.summary.update({f"result.{key}": value for key, value in result.values.items()})
+    log = Path(client.settings.log_internal)
+    client.finish(exit_code=0 if result.status in ("completed", "stopped") else 1)
+    # Where the server refused the records (403), this returns all the same; only the log says it.
+    if log.is_file() and b"fatal error" in log.read_bytes():
+        raise ConnectionError(f"W&B has not taken all records, see {log}")

@@ -1,0 +1,161 @@
+"""`samestep track`: runs that never had a tracker, twice, damaged ones, and what is no run."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.files import hold
+from samestep.run import lock_run
+from tests import tiny
+from tests.command_line import run as run_command
+from tests.tracking import own_tracker
+from tests.tracking.readers import expected
+from tests.tracking.test_following import TRACKER, sent, train, what
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that had no tracker."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(tiny.write_recipe(folder), "--run-dir", folder / "run", "--epochs", "1", folder=folder)
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def track(*arguments, code=0):
+    """Run `samestep track`; return what it printed."""
+    command = [sys.executable, "-m", "samestep", "track", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    if code:
+        assert done.stderr.count("samestep: ") == 1
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_run_that_never_had_a_tracker_is_sent_once(run):
+    before = tiny.files(run)
+    text = track(run, "--to", TRACKER, "--project", "later", "--name", "it", "--tags", "x,y")
+    assert "own_tracker sent to https://tracker.example/the-run" in text
+    assert sent(run) == expected(run)
+    (start,), (finish,) = what(run, "start"), what(run, "finish")
+    assert (start["project"], start["name"], start["tags"]) == ("later", "it", ["x", "y"])
+    assert finish["status"] == "completed"
+    text = track(run, "--to", TRACKER, code=2)
+    assert f"own_tracker has all of {run} already at https://tracker.example/the-run" in text
+    assert sent(run) == expected(run)
+    after = tiny.files(run)
+    assert {name: after[name] for name in before if name != "run.lock"} == {
+        name: content for name, content in before.items() if name != "run.lock"
+    }, "what the run had is as it was"
+
+
+def test_checkpoints_are_sent_when_they_are_asked_for_as_far_as_they_are_there(run):
+    (run / "checkpoints" / "checkpoint_step_4.pt").unlink()
+    track(run, "--to", TRACKER, "--checkpoints")
+    files = [line["file"] for line in what(run, "checkpoint")]
+    assert files == ["checkpoint_step_4.pt", "checkpoint_step_8.pt", "checkpoint_epoch_1.pt"]
+
+
+def _damage_ledger(run):
+    (run / "tracking").mkdir()
+    (run / "tracking" / "own_tracker.json").write_text("{")
+
+
+REFUSED = {
+    "no such directory": (shutil.rmtree, "There is no directory"),
+    "no records": (lambda run: (run / "events.jsonl").unlink(), "has no records"),
+    "records that cannot be read": (
+        lambda run: (run / "events.jsonl").write_bytes(b"\xff\n\x00\n"), "has no records"
+    ),
+    "a damaged ledger": (_damage_ledger, "own_tracker.json cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sent_is_refused(run, name):
+    damage, says = REFUSED[name]
+    damage(run)
+    assert says in track(run, "--to", TRACKER, code=2)
+    assert not own_tracker.lines(run)
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (("--to", "wanb"), "Did you mean 'wandb'?"),
+    (("--to", "nope.py"), "cannot be read"),
+    (("--to", TRACKER, "--project", "a/b"), "--track-project 'a/b'"),
+    ((), "--to"),
+])  # fmt: skip
+def test_a_wrong_command_is_refused(run, flags, says):
+    done = subprocess.run([sys.executable, "-m", "samestep", "track", run, *flags],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 2
+    assert says in done.stderr + done.stdout
+
+
+def test_without_a_key_a_run_is_not_sent_and_the_message_says_what_to_do(run, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(run))
+    text = track(run, "--to", "wandb", code=2)
+    assert "WANDB_API_KEY is not set" in text
+    assert "--offline" in text
+    assert not (run / "tracking").exists()
+
+
+def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(run):
+    (run / "settings.toml").write_text("lr = = 3")
+    (run / "result.json").write_text('{"status":')
+    (run / "environment.json").unlink()
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = b'{"event": "st\n'
+    (run / "events.jsonl").write_bytes(b"".join(lines) + b'{"event": "torn')
+    text = track(run, "--to", TRACKER)
+    for words in (
+        "settings.toml cannot be read", "result.json cannot be read: the result is not sent",
+        "environment.json is missing: the machine is not sent", "events.jsonl: line 3 cannot be",
+    ):  # fmt: skip
+        assert words in text
+    assert [step for step, _, _ in sent(run)["train"]] == [1, *range(3, 12)]
+    (start,), (finish,) = what(run, "start"), what(run, "finish")
+    assert (start["project"], start["settings"]) == ("samestep", {})
+    assert finish["status"] == "killed", "nothing says how it ended"
+
+
+def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(run):
+    held = lock_run(run)
+    assert "is being written by process" in track(run, "--to", TRACKER, code=2)
+    held.close()
+    (run / "tracking").mkdir()
+    held = hold(run / "tracking" / "own_tracker.lock")
+    text = track(run, "--to", TRACKER, "--timeout", "1", code=1)
+    assert "is still sending this run" in text
+    held.close()
+    assert not own_tracker.lines(run)
+    track(run, "--to", TRACKER)
+
+
+def test_one_tracker_that_fails_does_not_keep_the_run_from_another(run, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "def start(run): raise ConnectionError('gone')\n"
+        "def record(client, entries): pass\ndef finish(client, result): pass\n"
+    )
+    text = track(run, "--to", f"{broken},{TRACKER}", code=1)
+    assert "broken failed: ConnectionError: gone. The same command sends what is left" in text
+    assert sent(run) == expected(run)
+    log = (run / "tracking" / "broken.log").read_text()
+    assert "Traceback" in log, "whoever wrote it finds where"
+
+
+def test_the_help_names_every_tracker(tmp_path):
+    text = run_command("track", "--help", folder=tmp_path).printed(0)
+    assert all(name in text for name in ("comet", "mlflow", "tensorboard", "wandb"))

@@ -1,0 +1,82 @@
+"""A tracker for tests: it writes down what it is given, and misbehaves where it is told to.
+
+TRACKER_FAULT="WHERE:WHAT" says where (import, start, record, later record, finish) and what (raise,
+hang, kill, exit, or mute: hang without a word); `start:wait` waits until the training has ended.
+It writes beside the run directory, as a service would, so that what a second process sends is added
+to it.
+"""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from samestep.tracking import Started
+
+
+def fault(where, run=None):
+    place, _, what = os.environ.get("TRACKER_FAULT", "").partition(":")
+    if place != where:
+        return
+    if what == "raise":
+        raise ConnectionError(f"the service has gone at {where}")
+    if what == "hang":
+        threading.Event().wait()
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        sys.exit("the tracker thinks that it is alone")
+    if what == "mute":
+        os.closerange(0, 100)
+        threading.Event().wait()
+    if what == "wait":
+        pause = threading.Event()
+        while b'"event": "stop"' not in (run.path / "events.jsonl").read_bytes():
+            pause.wait(0.01)
+
+
+class Service:
+    def __init__(self, run):
+        self.path = run.path.parent / f"{run.path.name}.service"
+
+    def write(self, **line):
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def start(run):
+    fault("start", run)
+    service = Service(run)
+    service.write(what="start", known=run.known, project=run.project, name=run.name,
+                  tags=run.tags, workspace=run.workspace, offline=run.offline,
+                  settings=dict(run.settings), facts=dict(run.facts), pid=os.getpid(),
+                  group=os.getpgrp(), has_torch="torch" in sys.modules)  # fmt: skip
+    return Started(client=service, run="the run", link="https://tracker.example/the-run")
+
+
+calls = itertools.count()
+
+
+def record(client, entries):
+    fault("later record" if next(calls) else "record")
+    for entry in entries:
+        client.write(what=entry.event, step=entry.step, epoch=entry.epoch, axis=entry.axis,
+                     time=entry.time, values=dict(entry.values),
+                     file=entry.file and entry.file.name)  # fmt: skip
+
+
+def finish(client, result):
+    fault("finish")
+    client.write(what="finish", status=result.status, values=dict(result.values))
+
+
+fault("import")
+
+
+def lines(run: Path):
+    """Return what the service has of a run."""
+    path = run.parent / f"{run.name}.service"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,108 @@
+"""Read back what the trackers' own clients wrote into a run directory."""
+
+import json
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+
+HEADER, BLOCK = 7, 32_768
+
+
+def wandb_records(run: Path):
+    """Yield the protobuf records of each .wandb file of a run, in the order they were begun."""
+    from wandb.proto import wandb_internal_pb2
+
+    for path in sorted((run / "tracking" / "wandb").glob("wandb/offline-run-*/*.wandb")):
+        for data in _leveldb_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            yield path, record
+
+
+def _leveldb_records(data: bytes):
+    """Yield the records of a LevelDB log with W&B's header of 7 bytes."""
+    assert data[:4] == b":W&B"
+    place, pieces = HEADER, []
+    while place + HEADER <= len(data):
+        if BLOCK - place % BLOCK < HEADER:
+            place += BLOCK - place % BLOCK  # too little is left of a block for a header
+            continue
+        _checksum, length, kind = struct.unpack_from("<IHB", data, place)
+        pieces.append(data[place + HEADER : place + HEADER + length])
+        place += HEADER + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield b"".join(pieces)
+            pieces = []
+
+
+def wandb_rows(run: Path):
+    """Return the rows that `run.log` wrote, as tables."""
+    return [
+        {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in r.history.item}
+        for _, r in wandb_records(run)
+        if r.WhichOneof("record_type") == "history"
+    ]
+
+
+def wandb_axes(run: Path):
+    """Return metric name or pattern → the metric that it is drawn over."""
+    definitions = [
+        r.metric for _, r in wandb_records(run) if r.WhichOneof("record_type") == "metric"
+    ]
+    return {d.glob_name or d.name: d.step_metric for d in definitions}
+
+
+def comet_messages(run: Path):
+    """Return each Comet archive of a run, oldest first: (experiment.json, its messages)."""
+    found = []
+    for path in (run / "tracking" / "comet").glob("*.zip"):
+        with zipfile.ZipFile(path) as archive:
+            about = json.loads(archive.read("experiment.json"))
+            lines = archive.read("messages.json").decode().splitlines()
+            found.append((about, [json.loads(line) for line in lines]))
+    return sorted(found, key=lambda pair: pair[0]["start_time"])
+
+
+def comet_metrics(run: Path):
+    """Return (name, step, epoch, value) of each metric, in order; without Comet's own."""
+    messages = [m for _, part in comet_messages(run) for m in part if m["type"] == "metric_msg"]
+    metrics = [m["payload"]["metric"] for m in messages]
+    return [(m["metricName"], m["step"], m["epoch"], m["metricValue"]) for m in metrics
+            if "/" in m["metricName"]]  # fmt: skip
+
+
+def tensorboard(run: Path):
+    """Return TensorBoard's own reader of a run's folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(run / "tracking" / "tensorboard"), size_guidance={"scalars": 0})
+    return reader.Reload()
+
+
+def mlflow_store(run: Path):
+    """Return MLflow's client for the store in a run directory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what MLflow uses of SQLAlchemy is deprecated
+        from mlflow import MlflowClient
+
+        return MlflowClient(f"sqlite:///{run}/tracking/mlflow/mlflow.db")
+
+
+def expected(run: Path):
+    """Return what a tracker has to have: series name → [(step, epoch, values by their name)]."""
+    from samestep import read_records
+
+    series = {}
+    for record in read_records(run):
+        event = record["event"]
+        if event not in ("step", "epoch", "evaluation"):
+            continue
+        name = {"step": "train", "evaluation": record.get("split")}.get(event, event)
+        values = {
+            f"{name}/{key}": value
+            for key, value in record.items()
+            if isinstance(value, int | float) and key not in ("step", "epoch")
+        }
+        series.setdefault(name, []).append((record["step"], record["epoch"], values))
+    return series

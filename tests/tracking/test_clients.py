@@ -1,0 +1,225 @@
+"""The trackers' own clients, offline, at two ranks, on both engines: what they wrote is read back.
+
+One run per engine serves all tests of this file: it ends within its second epoch and goes
+on, with all four trackers, whose keys are there but whose servers are not.
+"""
+
+import importlib.util
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.command_line import read_json, start
+from tests.ranks import free_port
+from tests.tracking import readers
+
+PACKAGES = ("comet_ml", "mlflow", "tensorboard", "wandb")
+MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.xdist_group("trackers"),
+    pytest.mark.timeout(300),
+]
+
+PLANTED = "hunter2" * 6
+RECIPE = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "").replace(
+    '"epochs": 6', '"epochs": 2'
+)
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A run of two executions, and what they printed."""
+
+    path: Path
+    printed: list[str]
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=["native", "lightning"])
+def tracked(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    recipe = tiny.write_recipe(folder, RECIPE)
+    nowhere = f"127.0.0.1:{free_port()}"
+    environment = {
+        "HOME": str(folder), "WANDB_API_KEY": PLANTED, "COMET_API_KEY": PLANTED,
+        "WANDB_BASE_URL": f"http://{nowhere}", "COMET_URL_OVERRIDE": f"http://{nowhere}/clientlib/",
+        "MLFLOW_TRACKING_URI": f"http://somebody:{PLANTED}@{nowhere}",
+    }  # fmt: skip
+    run = folder / "run"
+    begin = ("train", str(recipe), "--engine", request.param, "--run-dir", str(run),
+             "--track", "wandb,comet,tensorboard,mlflow", "--track-project", "odd ones",
+             "--track-name", "the first", "--track-tags", "a, b", "--log-every", "2",
+             "--track-checkpoints", "--max-steps", "16")  # fmt: skip
+    printed = []
+    for arguments in (begin, ("train", str(run), "--resume", "--max-steps", "22")):
+        done = start(*arguments, world_size=2, folder=folder / "outputs", environment=environment)
+        assert done.wait() == [0, 0], done.output()
+        printed.append(done.printed(0))
+    return Tracked(run, printed, folder)
+
+
+def metrics_of(run, series):
+    """Return (name, step, epoch, value) of what a series must show, in order."""
+    return [
+        (name, step, epoch, value)
+        for step, epoch, values in readers.expected(run)[series]
+        for name, value in values.items()
+    ]
+
+
+SERIES = ("train", "epoch", "validation")
+
+
+def last_test(run):
+    """Return name → value of the last test; the first execution's is at the tracker too."""
+    ((step, _, values),) = readers.expected(run)["test"]
+    return step, values
+
+
+def test_the_run_ended_within_an_epoch_and_went_on(tracked):
+    events = [r["event"] for r in tiny.all_records(tracked.path)]
+    assert events.count("start") == 2
+    assert events.count("resume") == 1
+    assert read_json(tracked.path / "result.json")["status"] == "completed"
+
+
+def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
+    ids = {r.run.run_id for _, r in readers.wandb_records(tracked.path) if r.HasField("run")}
+    assert ids == {read_json(tracked.path / "tracking" / "wandb.json")["id"]}
+    rows = readers.wandb_rows(tracked.path)
+    for series in SERIES:
+        found = [(name, row["step"], row["epoch"], row[name])
+                 for row in rows for name in row if name.startswith(f"{series}/")]  # fmt: skip
+        assert sorted(found) == sorted(metrics_of(tracked.path, series))
+    step, values = last_test(tracked.path)
+    assert [row["step"] for row in rows if "test/loss" in row] == [16, step]
+    assert values.items() <= rows[-1].items()
+    steps = [row["_step"] for row in rows]
+    assert steps == sorted(set(steps)), "W&B's own count only goes up, over both executions"
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+
+
+def test_wandb_draws_epochs_over_epochs_and_all_else_over_steps(tracked):
+    axes = readers.wandb_axes(tracked.path)
+    assert axes["epoch/*"] == "epoch"
+    assert {axes[f"{series}/*"] for series in ("train", "validation", "test")} == {"step"}
+
+
+def test_wandb_has_the_settings_the_machine_the_result_and_the_checkpoints(tracked):
+    records = [r for _, r in readers.wandb_records(tracked.path)]
+    config = {u.key or u.nested_key[0]: json.loads(u.value_json)
+              for r in records if r.HasField("config") for u in r.config.update}  # fmt: skip
+    assert config["lr"] == 0.01
+    assert config["options.hidden"] == 16
+    assert config["facts.world_size"] == 2
+    summary = {u.key or u.nested_key[0]: json.loads(u.value_json)
+               for r in records if r.HasField("summary") for u in r.summary.update}  # fmt: skip
+    result = read_json(tracked.path / "result.json")
+    assert summary["result.test.accuracy"] == result["test"]["accuracy"]
+    run = next(r.run for r in records if r.HasField("run"))
+    assert (run.project, run.display_name, list(run.tags)) == ("odd ones", "the first", ["a", "b"])
+    kinds = [r.WhichOneof("record_type") for r in records]
+    assert "request" in kinds or "artifact" in kinds
+
+
+def test_comet_has_one_experiment_with_every_value_by_step_and_epoch(tracked):
+    archives = readers.comet_messages(tracked.path)
+    assert len(archives) == 2, "one for each execution"
+    assert {about["offline_id"] for about, _ in archives} == {
+        read_json(tracked.path / "tracking" / "comet.json")["id"]
+    }
+    assert archives[1][0]["resume_strategy"] in ("get", "get_or_create")
+    found = readers.comet_metrics(tracked.path)
+    for series in SERIES:
+        own = [metric for metric in found if metric[0].startswith(f"{series}/")]
+        assert sorted(own) == sorted(metrics_of(tracked.path, series))
+    step, values = last_test(tracked.path)
+    assert ("test/loss", step, 2, values["test/loss"]) in found
+    steps = [step for name, step, _, _ in found if name == "train/loss"]
+    assert steps == sorted(steps)
+    about = archives[0][0]
+    assert (about["project_name"], sorted(about["tags"])) == ("odd ones", ["a", "b"])
+    parameters = {m["payload"]["param"]["paramName"]: m["payload"]["param"]["paramValue"]
+                  for m in archives[0][1] if m["type"] == "parameter_msg"}  # fmt: skip
+    assert parameters["lr"] == 0.01
+    others = {m["payload"]["key"]: m["payload"]["value"]
+              for m in archives[1][1] if m["type"] == "log_other"}  # fmt: skip
+    assert others["result.status"] == "completed"
+
+
+def test_tensorboard_has_every_value_at_its_step_or_epoch(tracked):
+    reader = readers.tensorboard(tracked.path)
+    for series in SERIES:
+        for name in {metric[0] for metric in metrics_of(tracked.path, series)}:
+            must = [(epoch if series == "epoch" else step, np.float32(value))
+                    for found, step, epoch, value in metrics_of(tracked.path, series)
+                    if found == name]  # fmt: skip
+            assert [(e.step, np.float32(e.value)) for e in reader.Scalars(name)] == must, name
+    step, values = last_test(tracked.path)
+    last = reader.Scalars("test/accuracy")[-1]
+    assert (last.step, np.float32(last.value)) == (step, np.float32(values["test/accuracy"]))
+    texts = {tag: reader.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+             for tag in reader.Tags()["tensors"]}  # fmt: skip
+    assert "| lr | 0.01 |" in texts["settings"]
+    assert "| status | completed |" in texts["result"]
+
+
+def test_mlflow_has_one_run_with_every_value_at_its_step_or_epoch(tracked):
+    store = readers.mlflow_store(tracked.path)
+    experiment = store.get_experiment_by_name("odd ones")
+    (run,) = store.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "the first"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["lr"] == "0.01"
+    assert run.data.tags["tags"] == "a, b"
+    assert run.data.tags["facts.world_size"] == "2"
+    for series in SERIES:
+        for name in {metric[0] for metric in metrics_of(tracked.path, series)}:
+            must = [(epoch if series == "epoch" else step, value)
+                    for found, step, epoch, value in metrics_of(tracked.path, series)
+                    if found == name]  # fmt: skip
+            history = store.get_metric_history(run.info.run_id, name)
+            assert [(m.step, m.value) for m in history] == must, name
+    _, values = last_test(tracked.path)
+    assert run.data.metrics["test/loss"] == values["test/loss"]
+    artifacts = store.list_artifacts(run.info.run_id, "checkpoints")
+    kept = {path.name for path in (tracked.path / "checkpoints").glob("*.pt")}
+    assert {Path(artifact.path).name for artifact in artifacts} == kept
+
+
+def test_facts_of_the_machine_reach_those_trackers_that_do_not_measure_it_themselves(tracked):
+    names = {name for name, *_ in readers.comet_metrics(tracked.path)}
+    assert {"system/cpu_percent", "system/process_memory_gib"} <= names
+    assert "system/memory_percent" in readers.tensorboard(tracked.path).Tags()["scalars"]
+
+
+def test_no_key_and_no_password_is_in_any_file_of_the_run_or_on_the_screen(tracked):
+    assert PLANTED not in "".join(tracked.printed)
+    for path in (p for p in tracked.folder.rglob("*") if p.is_file()):
+        contents = [path.read_bytes()]
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                contents += [archive.read(name) for name in archive.namelist()]
+        for content in contents:
+            assert PLANTED.encode() not in content, path
+
+
+def test_trackers_leave_files_in_the_run_directory_alone(tracked):
+    left = {path.name for path in tracked.folder.iterdir()}
+    assert left <= {"tiny.py", "tiny.pace", "run", "outputs", "__pycache__", ".config",
+                    ".cache", ".local"}  # fmt: skip
+
+
+def test_the_screen_says_once_for_each_tracker_where_it_is_and_why_it_is_offline(tracked):
+    for text in tracked.printed:
+        for name in ("wandb", "comet"):
+            assert text.count(f"{name:<7} offline: {tracked.path}/tracking/{name}") == 1, text
+            assert "127.0.0.1 cannot be reached" in text
+        assert f"sqlite:///{tracked.path}/tracking/mlflow/mlflow.db" in text
+        assert f"samestep track {tracked.path} --to wandb,comet" in text

@@ -1,0 +1,88 @@
+"""The small parts of a tracker's process: what it prints, its ledger, its measurements."""
+
+import subprocess
+import sys
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.files import Held, hold
+from samestep.tracking.ledger import Account, Ledger, ledger_path, read_ledger, write_ledger
+from samestep.tracking.system import parse_gpu
+
+
+def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
+    program = f"""
+import os, sys
+from samestep.tracking.channel import Voice
+voice = Voice()
+voice.hide(("planted-secret", "planted"))
+print("early planted-secret")
+os.write(2, b"of C: http://me:pass@host/ planted\\n")
+os.system("echo of a child: planted-secret")
+voice.log_to(__import__("pathlib").Path({str(tmp_path / "log")!r}))
+voice.tell(failed="the planted-secret is wrong")
+voice.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == '{"failed": "the … is wrong"}\n'
+    log = (tmp_path / "log").read_text()
+    assert sorted(log.splitlines()) == ["early …", "of C: http://host/ …", "of a child: …"]
+
+
+def test_a_tracker_that_prints_nothing_leaves_no_log(tmp_path):
+    program = f"""
+from pathlib import Path
+from samestep.tracking.channel import Voice
+voice = Voice()
+voice.log_to(Path({str(tmp_path / "log")!r}))
+voice.close()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_path):
+    (tmp_path / "tracking").mkdir()
+    fresh = read_ledger(tmp_path, "wandb")
+    assert len(fresh.id) == 32
+    ledger = Ledger(online=Account(run="r", lines=7), offline=Account(files=["a"], finished=True))
+    write_ledger(tmp_path, "wandb", ledger)
+    assert read_ledger(tmp_path, "wandb") == ledger
+    for text in ("", "{}x", '{"online": 3}'):
+        ledger_path(tmp_path, "wandb").write_text(text)
+        with pytest.raises(UserError, match=r"wandb\.json cannot be read"):
+            read_ledger(tmp_path, "wandb")
+
+
+def test_a_lock_names_the_process_that_holds_it(tmp_path):
+    program = """
+import sys
+from pathlib import Path
+from samestep.files import hold
+held = hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "lock"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as other:  # fmt: skip
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(Held, match=f"process {other.pid} on "):
+            hold(tmp_path / "lock")
+        other.stdin.close()
+        other.wait()
+        hold(tmp_path / "lock").close()
+
+
+def test_a_gpu_is_told_of_by_the_numbers_that_its_driver_knows():
+    assert parse_gpu("37, 5120, 210.50, 61") == {
+        "utilization_percent": 37.0, "memory_used_mib": 5120.0, "power_w": 210.5,
+        "temperature_c": 61.0,
+    }  # fmt: skip
+    assert parse_gpu("0, [N/A], [Not Supported], 33") == {
+        "utilization_percent": 0.0, "temperature_c": 33.0,
+    }  # fmt: skip

@@ -1,0 +1,121 @@
+"""The trackers' real clients against servers that misbehave: one that never answers, one that
+returns errors, one that dies within the run. The training is the same, and all is sent later, once.
+"""
+
+import importlib.util
+
+import pytest
+
+from tests import tiny
+from tests.command_line import read_json
+from tests.tracking.readers import expected
+from tests.tracking.servers import Errors, Silent, Wandb
+from tests.tracking.test_following import samestep, train
+
+MISSING = [p for p in ("comet_ml", "mlflow", "wandb") if importlib.util.find_spec(p) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.xdist_group("trackers"),
+]
+SERIES = ("train", "epoch", "validation")
+KEY = "0123456789" * 4
+
+
+def at(url, folder):
+    """Return the variables that let all trackers take a server for theirs."""
+    return {
+        "WANDB_BASE_URL": url, "COMET_URL_OVERRIDE": f"{url}/clientlib/",
+        "MLFLOW_TRACKING_URI": url, "WANDB_API_KEY": KEY, "COMET_API_KEY": KEY,
+        "HOME": str(folder),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def untracked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untracked")
+    train(tiny.write_recipe(folder), "--run-dir", folder / "run", folder=folder)
+    return folder / "run"
+
+
+def test_a_server_that_accepts_and_never_answers_leaves_every_tracker_offline(tmp_path, untracked):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    with Silent(is_there=False) as server:
+        ranks = train(recipe, "--track", "wandb,comet", "--run-dir", run, folder=tmp_path,
+                      **at(server.url, tmp_path))  # fmt: skip
+    tiny.assert_same_training(run, untracked, 0)
+    assert ranks.output().count("127.0.0.1 cannot be reached: no answer in 5 s") == 2
+    assert not server.asked or {method for method, _ in server.asked} == {"HEAD"}
+    for tracker in ("wandb", "comet"):
+        assert read_json(run / "tracking" / f"{tracker}.json")["offline"]["finished"]
+
+
+@pytest.mark.parametrize("kind", ["hangs", "errors"])
+def test_a_server_that_is_there_and_hangs_or_fails_is_given_up_with_one_warning_each(
+    tmp_path, kind, untracked
+):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    with Silent(is_there=True) if kind == "hangs" else Errors() as server:
+        ranks = train(
+            recipe, "--track", "wandb,comet,mlflow", "--track-timeout", "6", "--run-dir", run,
+            folder=tmp_path, **at(server.url, tmp_path),
+        )  # fmt: skip
+    tiny.assert_same_training(run, untracked, 0)
+    for tracker in ("wandb", "comet", "mlflow"):
+        assert ranks.output().count(f"warning {tracker} failed: ") == 1, ranks.output()
+        assert not read_json(run / "tracking" / f"{tracker}.json")["online"]["finished"]
+    assert KEY not in ranks.output()
+
+
+def history(server, run):
+    """Return what W&B's server has of a run: series → [(step, epoch, values)]."""
+    found = {}
+    for row in server.rows(read_json(run / "tracking" / "wandb.json")["id"]):
+        values = {name: value for name, value in row.items() if "/" in name}
+        series = next(iter(values)).split("/")[0]
+        found.setdefault(series, []).append((row["step"], row["epoch"], values))
+    return found
+
+
+@pytest.mark.parametrize("dead", [0, 403, 500])
+def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, dead):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    with Wandb() as server:
+        here = at(server.url, tmp_path)
+        train(
+            recipe, "--track", "wandb", "--run-dir", run, "--epochs", "1", folder=tmp_path, **here
+        )
+        assert history(server, run) == expected(run)
+        ((name, state),) = server.runs.items()
+        known = list(state["history"])
+        server.dies_with_history = dead
+        ranks = train(run, "--resume", "--epochs", "6", folder=tmp_path, end_s=3.0, **here)
+        assert server.dead == dead
+        tiny.assert_same_training(run, untracked, 0)
+        assert ranks.output().count("warning wandb failed: ") == 1
+        assert state["history"] == known
+        server.dead = server.dies_with_history = None
+        again = samestep("track", run, "--to", "wandb", folder=tmp_path,
+                         **at(server.url, tmp_path))  # fmt: skip
+        assert again.wait() == [0], again.output()
+        assert list(server.runs) == [name]
+        assert all(history(server, run)[series] == expected(run)[series] for series in SERIES)
+        assert f"{server.url}/me/tiny/runs/{name}" in again.output()
+        twice = samestep("track", run, "--to", "wandb", folder=tmp_path,
+                         **at(server.url, tmp_path))  # fmt: skip
+        assert twice.wait() == [2]
+        assert f"wandb has all of {run} already at {server.url}" in twice.output()
+
+
+def test_a_run_that_was_offline_is_sent_whole_under_the_same_name(tmp_path):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    train(recipe, "--track", "wandb", "--track-offline", "--run-dir", run, folder=tmp_path)
+    offline = read_json(run / "tracking" / "wandb.json")["offline"]
+    with Wandb() as server:
+        sent = samestep("track", run, "--to", "wandb", "--tags", "a,b", folder=tmp_path,
+                        **at(server.url, tmp_path))  # fmt: skip
+        assert sent.wait() == [0], sent.output()
+        assert list(server.runs) == [offline["run"]]
+        assert history(server, run) == expected(run)
+        ((_, state),) = server.runs.items()
+        assert state["tags"] == ["a", "b"]
+        assert state["config"]["lr"]["value"] == 0.01
