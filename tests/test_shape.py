@@ -20,6 +20,7 @@ ROWS = [
     [
         *("training.checkpoint", "training.clock", "training.memory", "training.optimizer"),
         "training.parallel",
+        "training.phases",
         *("training.confusion", "training.plan", "training.precision", "training.prepare"),
         *("training.stopping", "training.threads", "training.window"),
     ],

@@ -14,6 +14,7 @@ from torch import nn
 
 from samestep.config import RECIPE_COPY, Request, to_toml
 from samestep.data.batches import Source, open_source
+from samestep.data.blocks import Lap, untimed
 from samestep.data.memory import MemorySource
 from samestep.data.ready import load_splits
 from samestep.errors import UserError
@@ -28,6 +29,7 @@ from samestep.training.loop import Job, train
 from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
+from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.prepare import prepare
@@ -156,11 +158,13 @@ def _build(
     seed_alike(settings.seed)
     splits = load_splits(recipe, request.options, world)
 
-    def source(data: Any) -> Source:
-        return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
-                           num_workers=settings.num_workers)  # fmt: skip
+    phases = make_phases(world.device)
 
-    train_source = source(splits.train)
+    def source(data: Any, lap: Lap = untimed) -> Source:
+        return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
+                           num_workers=settings.num_workers, lap=lap)  # fmt: skip
+
+    train_source = source(splits.train, phases.lap)
     num_samples = _agree_on_size(train_source, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
@@ -191,12 +195,13 @@ def _build(
         plan=plan,
         world=world,
         trainee=trainee,
-        step=make_step(compiles, trainee, settings, world, plan, per_block),
+        step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
         train=train_source,
         validation=source(splits.validation) if splits.validation is not None else None,
         metrics=recipe.metrics,
         agreement=Agreement(world, received, settings.checkpoint_every_minutes),
         watch=_watch(request, splits),
+        phases=phases,
         classes=splits.classes,
         save=lambda _job, _name, _metric: {},
     )
