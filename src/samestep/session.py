@@ -99,11 +99,11 @@ def run_session(
     Raises:
         UserError: on every rank, for anything the user can mend.
     """
-    path = world.on_main(lambda: _choose_path(request))
+    path = world.on_main(lambda: choose_path(request))
     if request.recipe.complete is not None:
         options = world.on_main(lambda: request.recipe.complete_options(request.options))
         request = replace(request, options=options)
-    job, splits, threads = _build(request, world, received, engine)
+    job, splits, threads = build_job(request, world, received, engine)
     run = _open(path, world)
     world.on_every(lambda: _begin(begin, path))
     begun = False
@@ -113,7 +113,7 @@ def run_session(
         job.save = make_saver(request, world, write)
         emit = _emitter(run, show)
         if run is not None:
-            _describe(run, request, job, threads)
+            describe(run, request, job, threads)
         begun = True
         emit(_start_record(request, job, splits, path, threads, resumed))
         if resumed is not None:
@@ -137,7 +137,12 @@ def run_session(
             run.close()
 
 
-def _choose_path(request: Request) -> Path:
+def choose_path(request: Request) -> Path:
+    """Return the directory of a run that is to begin or to go on.
+
+    Raises:
+        UserError: it holds another run.
+    """
     wanted = request.settings.run_dir
     path = Path(wanted) if wanted else new_run_path(request.recipe.name)
     if not request.resume and is_run(path):
@@ -148,7 +153,7 @@ def _choose_path(request: Request) -> Path:
     return path
 
 
-def _build(
+def build_job(
     request: Request, world: World, received: Received, engine: Engine
 ) -> tuple[Job, Splits, int]:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace."""
@@ -164,7 +169,8 @@ def _build(
         return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
                            num_workers=settings.num_workers, lap=lap)  # fmt: skip
 
-    train_source = source(splits.train, phases.lap)
+    # Looked up anew each time: a profile puts marks into its trace there.
+    train_source = source(splits.train, lambda phase: phases.lap(phase))  # noqa: PLW0108
     num_samples = _agree_on_size(train_source, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
@@ -278,7 +284,8 @@ def _emitter(run: Run | None, show: Show) -> Show:
     return emit
 
 
-def _describe(run: Run, request: Request, job: Job, threads: int) -> None:
+def describe(run: Run, request: Request, job: Job, threads: int) -> None:
+    """Write the settings, a copy of the recipe's file, and the environment into a run."""
     world = job.world
     write_text(run.path / "settings.toml", to_toml(request, job.plan))
     kept = run.path / RECIPE_COPY

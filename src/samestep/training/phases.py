@@ -7,6 +7,7 @@ spent on it, or idled in it, and no step waits for the host.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -31,7 +32,8 @@ class Phases:
         """Whether what a step computes cannot be told apart."""
         self.earlier: dict[str, float] = {}
         """Seconds of the running epoch that an earlier attempt spent, as its checkpoint says."""
-        self._seconds = dict.fromkeys((*PHASES, "step"), 0.0)
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of all epochs
+        self._cleared: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def begin(self) -> None:
@@ -44,40 +46,45 @@ class Phases:
         self._seconds[phase] += now - self._last
         self._last = now
 
+    def running(self) -> dict[str, float]:
+        """Return the seconds of all epochs of this attempt in each phase that there was."""
+        return dict(self._seconds)
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of this epoch that this attempt spent in each phase."""
-        return self._named(self._seconds)
+        running, cleared = self.running(), self._cleared
+        return self._named({p: s - cleared.get(p, 0.0) for p, s in running.items()})
 
     def total(self) -> dict[str, float]:
         """Return the seconds of this epoch in each phase, earlier attempts' included."""
-        both = dict(self._seconds)
-        for phase, seconds in self.earlier.items():
-            both[phase] += seconds
-        return self._named(both)
+        running, cleared, earlier = self.running(), self._cleared, self.earlier
+        return self._named({
+            phase: running.get(phase, 0.0) - cleared.get(phase, 0.0) + earlier.get(phase, 0.0)
+            for phase in running.keys() | earlier.keys()
+        })  # fmt: skip
 
     def clear(self) -> None:
         """Begin another epoch."""
-        self.seconds()
-        self.earlier = {}
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._cleared, self.earlier = self.running(), {}
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Count nothing of what happens inside: compiling is no training."""
         self.lap("other")
-        self.seconds()
-        kept = dict(self._seconds)
+        kept = self.running()
         yield
-        self.seconds()
-        self._seconds = kept
+        self.running()
+        self._seconds = defaultdict(float, kept)
         self.begin()
 
     def _named(self, seconds: dict[str, float]) -> dict[str, float]:
         if not self.whole:
-            return {phase: seconds[phase] for phase in PHASES}
+            # An earlier attempt of this epoch may have compiled its steps.
+            names = (*PHASES, "step") if seconds.get("step") else PHASES
+            return {phase: seconds.get(phase, 0.0) for phase in names}
         # Steps that are left over run one by one; to the reader they are steps too.
-        inside = sum(seconds[phase] for phase in (*COMPUTE, "all_reduce"))
-        return {phase: inside if phase == "step" else seconds[phase] for phase in WHOLE}
+        inside = sum(seconds.get(phase, 0.0) for phase in (*COMPUTE, "all_reduce"))
+        return {phase: inside if phase == "step" else seconds.get(phase, 0.0) for phase in WHOLE}
 
 
 class DevicePhases(Phases):
@@ -101,20 +108,12 @@ class DevicePhases(Phases):
         if len(self._marks) >= _READ_EVERY and self._marks[_READ_EVERY // 2][1].query():
             self._read(_READ_EVERY // 2 + 1)
 
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds in each phase; the host waits for the device."""
-        self._finish()
-        return super().seconds()
-
-    def total(self) -> dict[str, float]:
-        """Return the seconds in each phase, earlier attempts' included; the host waits."""
-        self._finish()
-        return super().total()
-
-    def _finish(self) -> None:
+    def running(self) -> dict[str, float]:
+        """Return the seconds of all epochs in each phase; the host waits for the device."""
         if self._marks:
             self._marks[-1][1].synchronize()
             self._read(len(self._marks))
+        return super().running()
 
     def _read(self, count: int) -> None:
         """Read the first marks, all of which have passed; the last of them begins the next lap."""

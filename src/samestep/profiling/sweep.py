@@ -1,0 +1,189 @@
+"""Try values of one setting in turns, and stop where more does not help beyond noise."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from samestep.data.batches import Source
+from samestep.profiling.profile import Row, Sweep
+from samestep.run import Record
+from samestep.settings import Settings
+from samestep.training.clock import Position
+from samestep.training.compiled import make_step, what_compiles
+from samestep.training.loop import Job, train
+from samestep.training.phases import make_phases
+from samestep.training.plan import make_plan
+from samestep.training.stopping import Agreement, Received
+from samestep.world import World
+
+ROUNDS = 3
+TURN_S = 0.5
+NOISE = 0.03
+"""A value helps if it is faster by more than this in the median round, and in most rounds."""
+_PATIENCE = 2
+"""So many values in a row that do not help end the sweep: one worker alone is often slower than
+none, and two are not."""
+_ENDLESS = 2**40
+
+
+@dataclass
+class Candidate:
+    """A job with one value of the setting, which trains a little whenever it is its turn."""
+
+    value: int
+    job: Job
+    records: Iterator[Record]
+    prefetched: int
+    """Steps that the loader has ready after a pause: they are not measured."""
+    seconds: list[float] = field(default_factory=list)
+    """A step, in each turn."""
+    data: list[float] = field(default_factory=list)
+
+
+def sweep(
+    world: World, setting: str, values: Sequence[int], make: Callable[[int], Job],
+    look: Callable[[Job], None] = lambda _job: None,
+) -> Sweep:  # fmt: skip
+    """Try values in ascending order, each in turns with the best so far; return what to use.
+
+    Args:
+        world: this rank; all ranks try the same values, and rank 0's clock counts.
+        setting: name of the setting.
+        values: of the setting.
+        make: returns a job with a value, with a source of its own.
+        look: given each job before it is tried.
+    """
+    ordered = sorted(set(values))
+
+    def open_one(value: int) -> Candidate:
+        job = make(value)
+        look(job)
+        return _open(value, job, world)
+
+    best = open_one(ordered[0])
+    _turns(world, [best])
+    first = best.job.plan.global_batch_size / median(best.seconds)
+    rows = [_row(best, first, [1.0], helps=True)]
+    misses = 0
+    tried = 1
+    for value in ordered[1:]:
+        if misses == _PATIENCE:
+            break
+        candidate = open_one(value)
+        tried += 1
+        for kept in (best, candidate):
+            kept.seconds, kept.data = [], []
+        _turns(world, [best, candidate])
+        ratios = _ratios(setting, best, candidate)
+        helps = median(ratios) > 1 + NOISE and sum(r > 1 for r in ratios) > len(ratios) / 2
+        rows.append(_row(candidate, first, ratios, helps=helps))
+        misses = 0 if helps else misses + 1
+        best, other = (candidate, best) if helps else (best, candidate)
+        _close(other)
+    _close(best)
+    return Sweep(
+        setting=setting, rows=tuple(rows), best=best.value, skipped=tuple(ordered[tried:]),
+        why=_why(ordered[tried:], rows),
+    )  # fmt: skip
+
+
+def _why(skipped: list[int], rows: list[Row]) -> str:
+    if skipped:
+        return f"Not tried: {', '.join(map(str, skipped))}. More had stopped to help."
+    return (
+        "Each larger value was faster; a still larger one may be, too."
+        if rows[-1].helps and len(rows) > 1
+        else ""
+    )
+
+
+def variant(job: Job, settings: Settings, source: Source) -> Job:
+    """Return a job with other settings that trains the same model on a source of its own."""
+    world = job.world
+    plan = make_plan(settings, source.num_samples, world.world_size, resumed=False)
+    phases = make_phases(world.device)
+    compiles = what_compiles(settings, world, job.trainee.model)
+    step = make_step(compiles, job.trainee, settings, world, plan,
+                     source.steps_per_block(plan.global_batch_size), phases)  # fmt: skip
+    return replace(
+        job, settings=settings, plan=replace(plan, total_steps=_ENDLESS), step=step, train=source,
+        validation=None, position=Position(), phases=phases, loss_sum=0.0,
+        agreement=Agreement(world, Received(), None), save=lambda *_: {"event": "checkpoint"},
+    )  # fmt: skip
+
+
+def _open(value: int, job: Job, world: World) -> Candidate:
+    """Make a candidate, and let it train for a moment: workers start, and its speed shows."""
+    job.settings = replace(
+        job.settings, log_every=1, eval_every_steps=None, checkpoint_every_steps=None,
+        checkpoint_every_minutes=None, patience=None,
+    )  # fmt: skip
+    workers = job.settings.num_workers
+    prefetched = 2 * workers + 2 if workers else 1
+    records = _steps(job)
+    for _ in range(prefetched + 2):
+        next(records)
+    began, steps = time.perf_counter(), 0
+    while world.broadcast(time.perf_counter() - began < TURN_S):
+        next(records)
+        steps += 1
+    # From here on a record comes several times a turn, and none of them costs anything.
+    each = (time.perf_counter() - began) / max(1, steps)
+    log_every = world.broadcast(max(1, round(TURN_S / 4 / each)))
+    job.settings = replace(job.settings, log_every=log_every)
+    return Candidate(value, job, _steps(job), prefetched)
+
+
+def _steps(job: Job) -> Iterator[Record]:
+    return (record for record in train(job) if record["event"] == "step")
+
+
+def _turns(world: World, candidates: list[Candidate]) -> None:
+    for _ in range(ROUNDS):
+        for candidate in candidates:
+            seconds, data = _turn(candidate)
+            candidate.seconds.append(world.broadcast(seconds))
+            candidate.data.append(world.broadcast(data))
+
+
+def _turn(candidate: Candidate) -> tuple[float, float]:
+    """Train for a moment; return the seconds a step, and what of them it waited for data."""
+    job, every = candidate.job, candidate.job.settings.log_every
+    job.phases.begin()
+    for _ in range(1 + candidate.prefetched // every):
+        before = next(candidate.records)["step"]
+    waited = job.phases.running().get("data", 0.0)
+    began = time.perf_counter()
+    for _ in range(4):
+        after = next(candidate.records)["step"]
+    seconds = time.perf_counter() - began
+    steps = after - before
+    return seconds / steps, (job.phases.running().get("data", 0.0) - waited) / steps
+
+
+def _ratios(setting: str, best: Candidate, other: Candidate) -> list[float]:
+    """Return in each round how many times as fast as the best the other was, by samples."""
+    size = 1.0
+    if setting == "batch_size":
+        size = other.job.plan.global_batch_size / best.job.plan.global_batch_size
+    return [size * a / b for a, b in zip(best.seconds, other.seconds, strict=True)]
+
+
+def _row(candidate: Candidate, first: float, ratios: list[float], *, helps: bool) -> Row:
+    seconds = median(candidate.seconds)
+    return Row(
+        value=candidate.value,
+        seconds=seconds,
+        samples_per_s=candidate.job.plan.global_batch_size / seconds,
+        ratio=candidate.job.plan.global_batch_size / seconds / first,
+        low=min(ratios),
+        high=max(ratios),
+        data=median(candidate.data),
+        helps=helps,
+    )
+
+
+def _close(candidate: Candidate) -> None:
+    candidate.records = iter(())
+    candidate.job.train.close()
