@@ -34,6 +34,7 @@ ROWS = [
     ["lightning"],
     ["slurm"],
     ["doctor"],
+    ["profiling"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -53,7 +54,8 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "lightning", "models", "recipes", "slurm", "training"}
+PACKAGES = {"commands", "data", "doctor", "lightning", "models", "profiling", "recipes", "slurm",
+            "training"}  # fmt: skip
 
 
 def modules() -> dict[str, ast.Module]:

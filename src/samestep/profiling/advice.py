@@ -147,8 +147,8 @@ def _sync_why(seconds: float, measured: Measured) -> str:
     operations = measured.typical.operations
     assert operations is not None
     return (
-        f"The step asks for {operations.syncs:,.0f} numbers (.item(), float(), .cpu()) and with "
-        f"what surrounds them takes {_of_step(seconds, measured)} in which nothing is computed."
+        f"Reading {operations.syncs:,.0f} numbers a step from tensors (.item(), float(), int(), "
+        f"bool()) takes {_of_step(seconds, measured)}, each read waiting for what it reads."
     )
 
 
@@ -183,7 +183,7 @@ def _compute_change(_seconds: float, measured: Measured) -> str:
 def _rarely(kind: str, seconds: float, measured: Measured) -> str:
     """Return how much more rarely something has to happen to be affordable."""
     step = measured.typical.step - measured.typical.phases.get(kind, 0.0)
-    factor = max(2, math.ceil(seconds / (_AFFORDABLE * step)))
+    factor = max(2, math.ceil(seconds / max(_AFFORDABLE * step, 1e-9)))
     steps = measured.counts.get(kind, 0)
     every = f", once in {steps * factor:,} steps" if steps else ""
     return f"{factor} times more rarely{every}"

@@ -24,13 +24,14 @@ def apply(path: Path, values: Mapping[str, int], recipe: str) -> None:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is no valid TOML: {error}. Nothing was changed.") from error
-    assert all(table[key] == value for key, value in values.items())
+    found = {key.replace("-", "_"): value for key, value in table.items()}
+    assert all(found[key] == value for key, value in values.items())
     write_whole(path, text.encode())
 
 
 def _set(text: str, key: str, value: int) -> str:
     head, table, rest = text, "", ""
-    first = re.search(r"^\s*\[", text, re.MULTILINE)
+    first = re.search(r"^[ \t]*\[", text, re.MULTILINE)
     if first:
         head, table, rest = text[: first.start()], text[first.start() :], ""
     name = key.replace("_", "[_-]")

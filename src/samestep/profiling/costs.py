@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from samestep.data.batches import Source
+from samestep.errors import UserError
 from samestep.profiling.tracing import unwritable
 from samestep.training import checkpoint
 from samestep.training.evaluate import evaluate
@@ -67,8 +68,8 @@ def checkpoint_seconds(job: Job, path: Path) -> float:
     def write() -> None:
         try:
             checkpoint.save(folder, _NAME, state)
-        except OSError as error:
-            raise unwritable(folder / _NAME, error) from error
+        except UserError as error:
+            raise unwritable(folder / _NAME, error.__cause__) from error
         (folder / _NAME).unlink()
 
     began = time.perf_counter()

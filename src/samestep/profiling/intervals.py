@@ -7,10 +7,10 @@ Interval = tuple[float, float]
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
-    """Return the same time as intervals that do not overlap, in order."""
+    """Return the same time as intervals in order; those that overlap become one."""
     merged: list[Interval] = []
     for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
+        if merged and begin < merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
             merged.append((begin, end))
@@ -35,3 +35,15 @@ def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]
         else:
             j += 1
     return shared
+
+
+def gaps(covered: Sequence[Interval], window: Interval) -> list[Interval]:
+    """Return what of a window none of some intervals covers; they are in order, none overlaps."""
+    inside = common(covered, [window])
+    edges = [window[0], *(edge for one in inside for edge in one), window[1]]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def without(spans: Iterable[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """Return what of some intervals others do not cover."""
+    return [gap for one in spans for gap in gaps(taken, one)]

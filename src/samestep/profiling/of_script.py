@@ -56,7 +56,7 @@ def profile_script(
     phases = Phases()
     hooks = Hooks(phases, several=meeting.world_size > 1)
     stages = Stages(phases=phases, agree=meeting.agree, seconds=seconds, epoch=epoch,
-                    whole_epochs=True)  # fmt: skip
+                    whole_epochs=lambda: hooks.loader is not None)  # fmt: skip
     hooks.on_step, hooks.on_epoch = stages.at, stages.epoch_begins
     hooks.on_device = lambda phases: setattr(stages, "phases", phases)
     with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():

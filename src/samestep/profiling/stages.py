@@ -13,7 +13,7 @@ from samestep.training.phases import Phases
 
 _FIRST_DECISION, _GROWTH = 4, 1.25
 _WARM_UP_S, _TRACE_S = 0.5, 0.5
-_TRACED_STEPS = (3, 20)
+_TRACED_STEPS = (5, 20)
 _LEAST_STEPS = 8
 _LONGEST_S = 20.0
 """So long a profile waits for a whole epoch, with what lies between two of them."""
@@ -55,8 +55,8 @@ class Stages:
     """How long to measure, at least."""
     epoch: int | None = None
     """Trace this epoch, counted from 1, from its first step to its last; else a few steps."""
-    whole_epochs: bool = False
-    """Measure a whole epoch if there are any, with what lies between it and the next."""
+    whole_epochs: Callable[[], bool] = lambda: False
+    """Whether to measure a whole epoch, with what lies between it and the next."""
     tracer: Tracer | None = None
     span: Span | None = None
     """What was measured."""
@@ -130,7 +130,7 @@ class Stages:
         seconds = time.perf_counter() - self._start.at
         if self.step - self._start.step < _LEAST_STEPS or seconds < self.seconds:
             return False
-        waits = self.whole_epochs and len(self._epochs) < 2
+        waits = self.whole_epochs() and len(self._epochs) < 2
         return not waits or seconds >= max(_LONGEST_S, self.seconds)
 
     def _begin_trace(self) -> None:
@@ -156,7 +156,7 @@ class Stages:
     def _measure(self) -> None:
         """Measure up to here: whole epochs if there are any, else from the end of the warm-up."""
         start, end = self._start or self._first, self._snapshot()
-        if self.whole_epochs and len(self._epochs) > 1:
+        if self.whole_epochs() and len(self._epochs) > 1:
             start, end = self._epochs[0], self._epochs[-1]
         if start is not None and end.step - start.step >= 2:
             self.span = _between(start, end)

@@ -91,11 +91,9 @@ def sweep(
 def _why(skipped: list[int], rows: list[Row]) -> str:
     if skipped:
         return f"Not tried: {', '.join(map(str, skipped))}. More had stopped to help."
-    return (
-        "Each larger value was faster; a still larger one may be, too."
-        if rows[-1].helps and len(rows) > 1
-        else ""
-    )
+    if len(rows) > 1 and rows[-1].helps:
+        return "The largest value was the fastest: a still larger one may be, too."
+    return ""
 
 
 def variant(job: Job, settings: Settings, source: Source) -> Job:

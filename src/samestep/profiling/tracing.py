@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from samestep.errors import UserError
 from samestep.files import write_atomically
-from samestep.profiling.digest import FLOOR, MARK, digest, phases_of
+from samestep.profiling.digest import digest
+from samestep.profiling.events import FLOOR, MARK, phases_of
 from samestep.profiling.measured import Operations
 from samestep.training.phases import Phases
 
@@ -51,14 +52,23 @@ class Tracer:
                 torch.neg(one)
         self._phases.lap = self._mark  # type: ignore[method-assign]
         self._mark("other")
+        self._begin_step()
 
     def step(self) -> None:
         """Count a step."""
+        self._step.__exit__(None, None, None)
         self.steps += 1
-        self._profile.step()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        # The name that readers of PyTorch's traces look for; the profiler writes it by itself only
+        # where it is given a schedule.
+        self._step = record_function(f"ProfilerStep#{self.steps}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """End the trace."""
+        self._step.__exit__(None, None, None)
         self._phases.lap = self._lap  # type: ignore[method-assign]
         self._profile.stop()
 
@@ -98,7 +108,7 @@ class Tracer:
         events: list[dict[str, Any]] = trace["traceEvents"]
         trace["traceEvents"] = [*events, *_phase_row(events)]
         text = json.dumps(trace).encode()
-        write_whole(path, gzip.compress(text, compresslevel=5, mtime=0))
+        write_whole(path, gzip.compress(text, compresslevel=3, mtime=0))
         return events
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from samestep.profiling.advice import advise, explain, milliseconds
-from samestep.profiling.measured import COMPUTE, Measured, Operations
+from samestep.profiling.measured import COMPUTE, Measured
 
 # Below this share of a step a rank that is slower than the others is no straggler: ranks take turns
 # at being last.
@@ -12,8 +12,6 @@ _STRAGGLES = 0.15
 # So much of a step must a thread have waited for a core, and so many times the cores that there
 # are must the ranks have wanted by themselves.
 _STARVED, _OVER = 0.2, 1.2
-# On the CPU a number is read at once; so many reads a step still cost what starting them costs.
-_MANY_SYNCS, _SYNC_SHARE = 10, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,24 +109,16 @@ def _computing(seconds: float, measured: Measured) -> dict[str, float]:
         "memory-bound": operations.memory,
         "compute-bound": operations.matmul,
     }
-    if _syncs_much(operations):
-        shares["host-sync"] += shares.pop("launch-bound")
     whole = sum(shares.values()) or 1.0
     return {kind: seconds * share / whole for kind, share in shares.items()}
-
-
-def _syncs_much(operations: Operations) -> bool:
-    return (
-        operations.syncs >= _MANY_SYNCS
-        and operations.syncs >= _SYNC_SHARE * operations.count
-        and operations.launch > 0
-    )
 
 
 def _oversubscription(measured: Measured, total: float) -> Part | None:
     """Return the wait for a core, where there are more threads than cores and they did wait."""
     starved = max(rank.starved for rank in measured.ranks)
-    if measured.wanted_cores < _OVER * measured.cores or starved < _STARVED * total:
+    started = measured.local_ranks * (measured.threads + measured.workers)
+    wanted = min(started, measured.wanted_cores)  # what others took is not wanted by these
+    if wanted < _OVER * measured.cores or starved < _STARVED * total:
         return None
     return Part(kind="oversubscribed", seconds=min(starved, total))
 
