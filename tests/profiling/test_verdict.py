@@ -34,7 +34,7 @@ def operations(**shares):
         ("input-bound", measured({"data": 0.3}, workers=2, worker_start=0.2), "persistent_workers"),
         ("transfer-bound", measured({"to_device": 0.3}), "pin"),
         ("compute-bound", measured(operations=operations()), "Nothing stands"),
-        ("compute-bound", measured(), "Nothing stands"),
+        ("untraced", measured(), "more steps"),
         ("launch-bound", measured(operations=operations(launch=0.8)), "--compile on"),
         ("launch-bound", measured(operations=operations(launch=0.8), script=True), "torch.compile"),
         ("memory-bound", measured(operations=operations(memory=0.8)), "fuse"),

@@ -262,6 +262,9 @@ _EVIDENCE = {
     "host-sync": _sync_why,
     "memory-bound": _memory_why,
     "compute-bound": _compute_why,
+    "untraced": lambda seconds, measured: (
+        f"Computing takes {_of_step(seconds, measured)}; no step of it was traced."
+    ),
     "evaluation-bound": _evaluation_why,
     "checkpoint-bound": _checkpoint_why,
     "loop-bound": _loop_why,
@@ -276,6 +279,7 @@ _CHANGE = {
     "host-sync": lambda *_: "Add numbers up as tensors, and read them once in many steps.",
     "memory-bound": _memory_change,
     "compute-bound": _compute_change,
+    "untraced": lambda *_: "Let it take more steps: a trace of some splits what they compute.",
     "evaluation-bound": _evaluation_change,
     "checkpoint-bound": _checkpoint_change,
     "loop-bound": _loop_change,

@@ -11,7 +11,7 @@ from samestep.profiling.on_device import kernels, split_device
 from samestep.profiling.on_host import split_host
 
 _READS_ITSELF = ("Optimizer.step#", "enumerate(DataLoader)#", "aten::_fused")
-_COLLATE = re.compile(r"aten::(stack|cat|concat|_to_copy|lift_fresh|pin_memory)")
+_COLLATE = re.compile(r"aten::(stack|cat|concat|pin_memory)")
 
 
 def digest(events: Sequence[Event], steps: int) -> Operations:

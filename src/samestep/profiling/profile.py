@@ -17,10 +17,10 @@ class Row:
 
     value: int
     seconds: float
-    """A step, median of the rounds."""
+    """A step, in the fastest of the rounds: whatever else runs only adds to it."""
     samples_per_s: float
     ratio: float
-    """How many times as fast as the first value, in the same rounds."""
+    """How many times as many samples a second as the first value."""
     low: float
     high: float
     """The smallest and the largest of the rounds' ratios to the best value before it."""

@@ -11,6 +11,7 @@ from samestep.profiling.measured import Measured, Rank
 from samestep.profiling.profile import Profile, Sweep
 from samestep.profiling.verdict import Verdict
 
+_ALL = 0.999
 _MOST_COLUMNS = 4
 """Ranks that have a column of their own; of more the least, the typical and the most are shown."""
 PHASE_NAMES = {
@@ -30,7 +31,8 @@ PHASE_NAMES = {
 def show(profile: Profile, console: Console) -> None:
     """Print a profile."""
     measured = profile.measured
-    console.print(f"[bold]{escape(profile.name)}[/]  {_where(measured, profile.precision)}")
+    console.print(f"[bold]{escape(profile.name)}[/]")
+    _line(console, "where", _where(measured, profile.precision))
     console.print()
     console.print(_phases(measured, profile.verdict))
     console.print()
@@ -64,8 +66,8 @@ def _where(measured: Measured, precision: str) -> str:
         parts.append(f"{measured.workers} worker{'' if measured.workers == 1 else 's'} each")
     if precision:
         parts.append(precision)
-    cores = f"{measured.cores} core{'s' if measured.cores > 1 else ''}"
-    return f"{', '.join(parts)}; {cores}; {measured.steps:,} steps"
+    parts.append(f"{measured.cores} core{'s' if measured.cores > 1 else ''}")
+    return f"{', '.join(parts)}; {measured.steps:,} steps measured"
 
 
 def _phases(measured: Measured, verdict: Verdict) -> Table:
@@ -112,8 +114,7 @@ def _verdict(profile: Profile) -> dict[str, str]:
     verdict, measured = profile.verdict, profile.measured
     lines = {
         "verdict": f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}",
-        "ceiling": f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
-        f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} a step.",
+        "ceiling": _ceiling(verdict),
         "change": verdict.change,
     }
     if measured.samples:
@@ -129,6 +130,15 @@ def _verdict(profile: Profile) -> dict[str, str]:
     for number, note in enumerate(verdict.notes):
         lines["note" if not number else "note" + " " * number] = note
     return lines
+
+
+def _ceiling(verdict: Verdict) -> str:
+    if verdict.share > _ALL:
+        return "There is nothing else: all of the step is that."
+    return (
+        f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
+        f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} a step."
+    )
 
 
 def _sweep(one: Sweep) -> Table:

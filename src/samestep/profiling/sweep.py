@@ -17,10 +17,12 @@ from samestep.training.plan import make_plan
 from samestep.training.stopping import Agreement, Received
 from samestep.world import World
 
-ROUNDS = 3
+ROUNDS, MOST_ROUNDS = 3, 7
+_WIDE = 0.15
+"""Rounds are added while their ratios differ by more than this: something else uses the machine."""
 TURN_S = 0.5
 NOISE = 0.03
-"""A value helps if it is faster by more than this in the median round, and in most rounds."""
+"""A value helps if it is faster in most rounds, and by more than this in the fastest."""
 _PATIENCE = 2
 """So many values in a row that do not help end the sweep: one worker alone is often slower than
 none, and two are not."""
@@ -62,8 +64,8 @@ def sweep(
         return _open(value, job, world)
 
     best = open_one(ordered[0])
-    _turns(world, [best])
-    first = best.job.plan.global_batch_size / median(best.seconds)
+    _turns(world, [best], ROUNDS)
+    first = best.job.plan.global_batch_size / min(best.seconds)
     rows = [_row(best, first, [1.0], helps=True)]
     misses = 0
     tried = 1
@@ -74,9 +76,12 @@ def sweep(
         tried += 1
         for kept in (best, candidate):
             kept.seconds, kept.data = [], []
-        _turns(world, [best, candidate])
-        ratios = _ratios(setting, best, candidate)
-        helps = median(ratios) > 1 + NOISE and sum(r > 1 for r in ratios) > len(ratios) / 2
+        ratios: list[float] = []
+        while len(ratios) < ROUNDS or (_is_wide(ratios) and len(ratios) < MOST_ROUNDS):
+            _turns(world, [best, candidate], 1)
+            ratios = _ratios(setting, best, candidate)
+        fastest = _ratios(setting, best, candidate, fastest=True)
+        helps = fastest[0] > 1 + NOISE and median(ratios) > 1
         rows.append(_row(candidate, first, ratios, helps=helps))
         misses = 0 if helps else misses + 1
         best, other = (candidate, best) if helps else (best, candidate)
@@ -137,8 +142,12 @@ def _steps(job: Job) -> Iterator[Record]:
     return (record for record in train(job) if record["event"] == "step")
 
 
-def _turns(world: World, candidates: list[Candidate]) -> None:
-    for _ in range(ROUNDS):
+def _is_wide(ratios: list[float]) -> bool:
+    return max(ratios) - min(ratios) > _WIDE * median(ratios)
+
+
+def _turns(world: World, candidates: list[Candidate], rounds: int) -> None:
+    for _ in range(rounds):
         for candidate in candidates:
             seconds, data = _turn(candidate)
             candidate.seconds.append(world.broadcast(seconds))
@@ -160,16 +169,23 @@ def _turn(candidate: Candidate) -> tuple[float, float]:
     return seconds / steps, (job.phases.running().get("data", 0.0) - waited) / steps
 
 
-def _ratios(setting: str, best: Candidate, other: Candidate) -> list[float]:
-    """Return in each round how many times as fast as the best the other was, by samples."""
+def _ratios(
+    setting: str, best: Candidate, other: Candidate, *, fastest: bool = False
+) -> list[float]:
+    """Return in each round how many times as fast as the best the other was, by samples.
+
+    Or only that of the fastest rounds: whatever else runs here only adds to the time.
+    """
     size = 1.0
     if setting == "batch_size":
         size = other.job.plan.global_batch_size / best.job.plan.global_batch_size
+    if fastest:
+        return [size * min(best.seconds) / min(other.seconds)]
     return [size * a / b for a, b in zip(best.seconds, other.seconds, strict=True)]
 
 
 def _row(candidate: Candidate, first: float, ratios: list[float], *, helps: bool) -> Row:
-    seconds = median(candidate.seconds)
+    seconds = min(candidate.seconds)
     return Row(
         value=candidate.value,
         seconds=seconds,
@@ -177,7 +193,7 @@ def _row(candidate: Candidate, first: float, ratios: list[float], *, helps: bool
         ratio=candidate.job.plan.global_batch_size / seconds / first,
         low=min(ratios),
         high=max(ratios),
-        data=median(candidate.data),
+        data=candidate.data[candidate.seconds.index(seconds)],
         helps=helps,
     )
 

@@ -102,7 +102,7 @@ def _computing(seconds: float, measured: Measured) -> dict[str, float]:
     """Split what a step computes by what limits its operations."""
     operations = measured.typical.operations
     if operations is None:
-        return {"compute-bound": seconds}
+        return {"untraced": seconds}
     shares = {
         "launch-bound": operations.launch,
         "host-sync": operations.sync,
@@ -137,9 +137,8 @@ def _notes(measured: Measured, kind: str) -> tuple[str, ...]:
             "makes the device idle until the host has caught up"
         )  # fmt: skip
         notes.append(
-            f"The step reads {operations.syncs:.3g} numbers from tensors (.item(), float()); that "
+            f"The step reads {operations.syncs:.3g} number{'' if operations.syncs == 1 else 's'} "
+            "from tensors (.item(), float()); that "
             f"{here}. Read them once in many steps."
         )
-    if operations is None:
-        notes.append("Without a trace, what a step computes is not split any further.")
     return tuple(notes)
