@@ -38,8 +38,8 @@ def data() -> Splits:
 def model() -> nn.Module:
     """Return a small convolutional network."""
     return nn.Sequential(
-        nn.Conv2d(1, 8, 7, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
-        nn.Linear(128, 2),
+        nn.Conv2d(1, 4, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        nn.Linear(64, 2),
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ SITUATIONS = [
     Situation("workers that start in every epoch", "input-bound", "persistent_workers",
               script=(("samples", "64"), ("loader", ", num_workers=1"))),
     Situation("large batches put together in the training process", "input-bound", "puts samples",
-              script=(("samples", "8192"), ("batch", "4096"), ("width", "512"), ("depth", "0"))),
+              script=(("samples", "4096"), ("batch", "2048"), ("width", "2048"), ("depth", "0"))),
     Situation("slow saving in a script", "checkpoint-bound", "more rarely", script=(
         ("save", "0.02"), ("after_step", "torch.save({'s': SlowToSave()}, os.devnull)"))),
     Situation("much logging in a script", "loop-bound", "once in many",

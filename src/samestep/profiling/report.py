@@ -42,7 +42,7 @@ def show(profile: Profile, console: Console) -> None:
         console.print()
         console.print(_sweep(one))
         if one.why:
-            console.print(f"[dim]{escape(one.why)}[/]")
+            _line(console, "", one.why)
         console.print(f"[bold]use[/]      --{one.setting.replace('_', '-')} {one.best}")
     console.print()
     for trace in profile.traces:

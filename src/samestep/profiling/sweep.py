@@ -26,6 +26,8 @@ NOISE = 0.03
 _PATIENCE = 2
 """So many values in a row that do not help end the sweep: one worker alone is often slower than
 none, and two are not."""
+_UNSURE = 0.5
+"""Rounds that differ by more than this, relative to the value, say nothing."""
 _ENDLESS = 2**40
 
 
@@ -64,36 +66,55 @@ def sweep(
         return _open(value, job, world)
 
     best = open_one(ordered[0])
-    _turns(world, [best], ROUNDS)
-    first = best.job.plan.global_batch_size / min(best.seconds)
-    rows = [_row(best, first, [1.0], helps=True)]
+    _turns(world, [best], 1)
+    tried: list[_Tried] = [_Tried(best, [1.0], helps=True)]
     misses = 0
-    tried = 1
     for value in ordered[1:]:
         if misses == _PATIENCE:
             break
         candidate = open_one(value)
-        tried += 1
-        for kept in (best, candidate):
-            kept.seconds, kept.data = [], []
-        ratios: list[float] = []
-        while len(ratios) < ROUNDS or (_is_wide(ratios) and len(ratios) < MOST_ROUNDS):
-            _turns(world, [best, candidate], 1)
-            ratios = _ratios(setting, best, candidate)
-        fastest = _ratios(setting, best, candidate, fastest=True)
-        helps = fastest[0] > 1 + NOISE and median(ratios) > 1
-        rows.append(_row(candidate, first, ratios, helps=helps))
-        misses = 0 if helps else misses + 1
-        best, other = (candidate, best) if helps else (best, candidate)
+        one = _compare(world, best, candidate)
+        tried.append(one)
+        misses = 0 if one.helps else misses + 1
+        best, other = (candidate, best) if one.helps else (best, candidate)
         _close(other)
     _close(best)
-    return Sweep(
-        setting=setting, rows=tuple(rows), best=best.value, skipped=tuple(ordered[tried:]),
-        why=_why(ordered[tried:], rows),
-    )  # fmt: skip
+    rows = tuple(_row(one, tried[0].candidate) for one in tried)
+    left = tuple(ordered[len(tried) :])
+    return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, why=_why(left, rows))
 
 
-def _why(skipped: list[int], rows: list[Row]) -> str:
+@dataclass
+class _Tried:
+    candidate: Candidate
+    ratios: list[float]
+    """In each round, how many times as many samples a second as the best before it."""
+    helps: bool
+
+
+def _compare(world: World, best: Candidate, candidate: Candidate) -> _Tried:
+    """Let both take turns until their ratio is known, or as often as is worth while."""
+    size = candidate.job.plan.global_batch_size / best.job.plan.global_batch_size
+    ratios: list[float] = []
+    before = len(best.seconds)
+    while len(ratios) < ROUNDS or (_spread(ratios) > _WIDE and len(ratios) < MOST_ROUNDS):
+        _turns(world, [best, candidate], 1)
+        ratios.append(size * best.seconds[-1] / candidate.seconds[-1])
+    # Whatever else runs here only adds to the time, so the fastest rounds are nearest to the truth.
+    fastest = size * min(best.seconds[before:]) / min(candidate.seconds)
+    return _Tried(candidate, ratios, helps=fastest > 1 + NOISE and median(ratios) > 1)
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    return (max(ratios) - min(ratios)) / median(ratios)
+
+
+def _why(skipped: Sequence[int], rows: Sequence[Row]) -> str:
+    if any(_spread([row.low, row.high]) > _UNSURE for row in rows):
+        return (
+            "The rounds differ too much to be sure: something else uses the machine. Measure "
+            "again on a quiet one."
+        )
     if skipped:
         return f"Not tried: {', '.join(map(str, skipped))}. More had stopped to help."
     if len(rows) > 1 and rows[-1].helps:
@@ -142,10 +163,6 @@ def _steps(job: Job) -> Iterator[Record]:
     return (record for record in train(job) if record["event"] == "step")
 
 
-def _is_wide(ratios: list[float]) -> bool:
-    return max(ratios) - min(ratios) > _WIDE * median(ratios)
-
-
 def _turns(world: World, candidates: list[Candidate], rounds: int) -> None:
     for _ in range(rounds):
         for candidate in candidates:
@@ -169,32 +186,19 @@ def _turn(candidate: Candidate) -> tuple[float, float]:
     return seconds / steps, (job.phases.running().get("data", 0.0) - waited) / steps
 
 
-def _ratios(
-    setting: str, best: Candidate, other: Candidate, *, fastest: bool = False
-) -> list[float]:
-    """Return in each round how many times as fast as the best the other was, by samples.
-
-    Or only that of the fastest rounds: whatever else runs here only adds to the time.
-    """
-    size = 1.0
-    if setting == "batch_size":
-        size = other.job.plan.global_batch_size / best.job.plan.global_batch_size
-    if fastest:
-        return [size * min(best.seconds) / min(other.seconds)]
-    return [size * a / b for a, b in zip(best.seconds, other.seconds, strict=True)]
-
-
-def _row(candidate: Candidate, first: float, ratios: list[float], *, helps: bool) -> Row:
+def _row(one: _Tried, first: Candidate) -> Row:
+    candidate = one.candidate
     seconds = min(candidate.seconds)
+    speed = candidate.job.plan.global_batch_size / seconds
     return Row(
         value=candidate.value,
         seconds=seconds,
-        samples_per_s=candidate.job.plan.global_batch_size / seconds,
-        ratio=candidate.job.plan.global_batch_size / seconds / first,
-        low=min(ratios),
-        high=max(ratios),
+        samples_per_s=speed,
+        ratio=speed * min(first.seconds) / first.job.plan.global_batch_size,
+        low=min(one.ratios),
+        high=max(one.ratios),
         data=candidate.data[candidate.seconds.index(seconds)],
-        helps=helps,
+        helps=one.helps,
     )
 
 
