@@ -20,6 +20,7 @@ ROWS = [
     [
         *("training.checkpoint", "training.clock", "training.memory", "training.optimizer"),
         "training.parallel",
+        "training.phases",
         *("training.confusion", "training.plan", "training.precision", "training.prepare"),
         *("training.stopping", "training.threads", "training.window"),
     ],
@@ -33,6 +34,7 @@ ROWS = [
     ["lightning"],
     ["slurm"],
     ["doctor"],
+    ["profiling"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -52,8 +54,8 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "lightning", "models", "recipes", "slurm", "tracking",
-            "training"}  # fmt: skip
+PACKAGES = {"commands", "compare", "data", "doctor", "lightning", "models", "profiling", "recipes",
+            "scale", "slurm", "tracking", "training", "verify"}  # fmt: skip
 
 
 def modules() -> dict[str, ast.Module]:

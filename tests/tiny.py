@@ -60,7 +60,7 @@ SLEEP = next(line for line in RECIPE.splitlines(keepends=True) if "time.sleep" i
 STEPS_PER_EPOCH, STEPS = 11, 66
 
 # What differs from run to run: the clock, and nothing else.
-_OF_THE_CLOCK = {"seconds", "samples_per_s", "train_seconds", "time"}
+_OF_THE_CLOCK = {"seconds", "samples_per_s", "train_seconds", "time", "phases", "ranks"}
 _outputs = itertools.count()
 
 

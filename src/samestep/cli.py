@@ -15,6 +15,7 @@ VERBS = {
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "name the classes of files with a checkpoint of a run",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
+    "profile": "where the time goes, of a recipe or of any script, and what to change",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",

@@ -1,6 +1,7 @@
 """How a run ends: the test of its best checkpoint, result.json, and what is said of a failure."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,12 @@ def finish_run(
     status = "stopped" if job.signum else "completed"
     test = None
     if status == "completed" and splits.test is not None:
+        started = time.perf_counter()
         test, problems = _test(request, job, splits, path)
+        seconds = time.perf_counter() - started
         emit({"event": "evaluation", "split": "test", "epoch": job.position.epoch,
-              "step": job.position.step, **test, "problems": problems})  # fmt: skip
+              "step": job.position.step, **test, "seconds": seconds,
+              "problems": problems})  # fmt: skip
     emit({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
     if run is not None:
         result = _result(request, job, status, test, first_step_s)

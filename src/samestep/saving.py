@@ -1,5 +1,6 @@
 """Write the checkpoints of a run, and go on from the newest."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +44,10 @@ def make_saver(
     """Return what all ranks call to save a job."""
 
     def save(job: Job, name: str, metric: float | None) -> Record:
+        started = time.perf_counter()
         state = capture(job, request.recipe.name)
-        return world.on_main(lambda: write(name, metric, state))
+        record = world.on_main(lambda: write(name, metric, state))
+        return {**record, "seconds": time.perf_counter() - started}
 
     return save
 

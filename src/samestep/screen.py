@@ -175,7 +175,7 @@ class Screen:
 
 
 _NOT_METRICS = {
-    *("event", "split", "epoch", "step", "samples", "checkpoint", "problems"),
+    *("event", "split", "epoch", "step", "samples", "seconds", "checkpoint", "problems"),
     *("per_class", "confusion"),
 }
 

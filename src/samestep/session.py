@@ -14,6 +14,7 @@ from torch import nn
 
 from samestep.config import RECIPE_COPY, Request, to_toml
 from samestep.data.batches import Source, open_source
+from samestep.data.blocks import Lap, untimed
 from samestep.data.memory import MemorySource
 from samestep.data.ready import load_splits
 from samestep.errors import UserError
@@ -28,6 +29,7 @@ from samestep.training.loop import Job, train
 from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
+from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.prepare import prepare
@@ -97,11 +99,11 @@ def run_session(
     Raises:
         UserError: on every rank, for anything the user can mend.
     """
-    path = world.on_main(lambda: _choose_path(request))
+    path = world.on_main(lambda: choose_path(request))
     if request.recipe.complete is not None:
         options = world.on_main(lambda: request.recipe.complete_options(request.options))
         request = replace(request, options=options)
-    job, splits, threads = _build(request, world, received, engine)
+    job, splits, threads = build_job(request, world, received, engine)
     run = _open(path, world)
     world.on_every(lambda: _begin(begin, path))
     begun = False
@@ -111,7 +113,7 @@ def run_session(
         job.save = make_saver(request, world, write)
         emit = _emitter(run, show)
         if run is not None:
-            _describe(run, request, job, threads)
+            describe(run, request, job, threads)
         begun = True
         emit(_start_record(request, job, splits, path, threads, resumed))
         if resumed is not None:
@@ -135,7 +137,12 @@ def run_session(
             run.close()
 
 
-def _choose_path(request: Request) -> Path:
+def choose_path(request: Request) -> Path:
+    """Return the directory of a run that is to begin or to go on.
+
+    Raises:
+        UserError: it holds another run.
+    """
     wanted = request.settings.run_dir
     path = Path(wanted) if wanted else new_run_path(request.recipe.name)
     if not request.resume and is_run(path):
@@ -146,7 +153,7 @@ def _choose_path(request: Request) -> Path:
     return path
 
 
-def _build(
+def build_job(
     request: Request, world: World, received: Received, engine: Engine
 ) -> tuple[Job, Splits, int]:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace."""
@@ -156,11 +163,14 @@ def _build(
     seed_alike(settings.seed)
     splits = load_splits(recipe, request.options, world)
 
-    def source(data: Any) -> Source:
-        return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
-                           num_workers=settings.num_workers)  # fmt: skip
+    phases = make_phases(world.device)
 
-    train_source = source(splits.train)
+    def source(data: Any, lap: Lap = untimed) -> Source:
+        return open_source(data, recipe, world, seed=settings.seed, dtype=dtype,
+                           num_workers=settings.num_workers, lap=lap)  # fmt: skip
+
+    # Looked up anew each time: a profile puts marks into its trace there.
+    train_source = source(splits.train, lambda phase: phases.lap(phase))  # noqa: PLW0108
     num_samples = _agree_on_size(train_source, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
@@ -191,12 +201,13 @@ def _build(
         plan=plan,
         world=world,
         trainee=trainee,
-        step=make_step(compiles, trainee, settings, world, plan, per_block),
+        step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
         train=train_source,
         validation=source(splits.validation) if splits.validation is not None else None,
         metrics=recipe.metrics,
         agreement=Agreement(world, received, settings.checkpoint_every_minutes),
         watch=_watch(request, splits),
+        phases=phases,
         classes=splits.classes,
         save=lambda _job, _name, _metric: {},
     )
@@ -273,7 +284,8 @@ def _emitter(run: Run | None, show: Show) -> Show:
     return emit
 
 
-def _describe(run: Run, request: Request, job: Job, threads: int) -> None:
+def describe(run: Run, request: Request, job: Job, threads: int) -> None:
+    """Write the settings, a copy of the recipe's file, and the environment into a run."""
     world = job.world
     write_text(run.path / "settings.toml", to_toml(request, job.plan))
     kept = run.path / RECIPE_COPY

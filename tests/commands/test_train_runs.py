@@ -117,8 +117,9 @@ def test_the_times_of_a_run_are_plausible(here):
 EVENTS = {
     "start": {"recipe", "world_size", "global_batch_size", "batch_size", "accumulate", "lr"},
     "step": {"step", "epoch", "loss", "grad_norm", "lr", "samples", "seconds", "samples_per_s"},
-    "evaluation": {"split", "epoch", "loss", "accuracy", "samples"},
-    "checkpoint": {"step", "path", "sha256"},
+    "epoch": {"epoch", "step", "loss", "samples", "train_seconds", "samples_per_s", "phases"},
+    "evaluation": {"split", "epoch", "loss", "accuracy", "samples", "seconds"},
+    "checkpoint": {"step", "path", "sha256", "seconds"},
     "stop": {"reason", "step"},
 }
 

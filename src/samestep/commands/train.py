@@ -32,6 +32,11 @@ examples:
   samestep train runs/ID --resume --nproc 2
 """
 
+_WHAT = {
+    "train": "Train {}: the same step on one process and on many.",
+    "profile": "Profile {}: where the time of its steps goes.",
+}
+
 
 @dataclass(frozen=True)
 class Command:
@@ -79,30 +84,38 @@ def _train(arguments: list[str], log: RankLog) -> int:
     if command.nproc > 1 and not os.environ.get(PARENT):
         from samestep.ranks import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
-        _refuse_inside_launcher(command.nproc)
+        refuse_inside_launcher(command.nproc)
         return start_ranks(command.nproc, ["train", *arguments], started_at)
     die_with_parent()
     return _run_rank(request, log, started_at)
 
 
-def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
+def parse(
+    target: str, flags: list[str], *, kind: type = Command, verb: str = "train"
+) -> tuple[Any, Request]:
     """Return the command and the request that these flags make of a target.
+
+    Args:
+        target: a recipe, a recipe file or a run.
+        flags: what follows it.
+        kind: a dataclass of what the verb itself takes.
+        verb: its name.
 
     Raises:
         UserError: anything in them is wrong.
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
     start = draft(target, _config_of(flags))
-    kinds: list[tuple[str, Any]] = [("command", Command), ("settings", Settings)]
-    defaults: dict[str, Any] = {"command": Command(), "settings": start.settings()}
+    kinds: list[tuple[str, Any]] = [("command", kind), ("settings", Settings)]
+    defaults: dict[str, Any] = {"command": kind(), "settings": start.settings()}
     if start.recipe.options:
         kinds.append(("recipe", start.recipe.options))
         defaults["recipe"] = start.options()
-    form = dataclasses.make_dataclass("Train", kinds, frozen=True)
-    form.__doc__ = f"Train {start.recipe.name}: the same step on one process and on many."
+    form = dataclasses.make_dataclass(verb.title(), kinds, frozen=True)
+    form.__doc__ = _WHAT[verb].format(start.recipe.name)
     parsed = tyro.cli(
         form,
-        prog=f"samestep train {target}",
+        prog=f"samestep {verb} {target}",
         args=flags,
         default=form(**defaults),
         config=(tyro.conf.OmitArgPrefixes,),
@@ -112,7 +125,7 @@ def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
         parsed.settings,
         getattr(parsed, "recipe", None),
         given=_given(flags),
-        resume=parsed.command.resume,
+        resume=getattr(parsed.command, "resume", False),
     )
     _check_resume(start, request)
     return parsed.command, request
@@ -143,7 +156,12 @@ def _check_resume(start: Draft, request: Request) -> None:
         )
 
 
-def _refuse_inside_launcher(nproc: int) -> None:
+def refuse_inside_launcher(nproc: int) -> None:
+    """Refuse --nproc where a launcher has started this process among others.
+
+    Raises:
+        UserError: it has.
+    """
     from samestep.launch import detect_launch  # noqa: PLC0415
 
     launch = detect_launch(os.environ)

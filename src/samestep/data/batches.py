@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from samestep.data.blocks import Block
+from samestep.data.blocks import Block, Lap, untimed
 from samestep.data.loader import LoaderSource
 from samestep.data.memory import MemorySource
 from samestep.errors import UserError
@@ -40,9 +40,11 @@ class Source(Protocol):
 
 def open_source(
     data: InMemory | Dataset[Any], recipe: Recipe, world: World, *, seed: int,
-    dtype: torch.dtype, num_workers: int,
+    dtype: torch.dtype, num_workers: int, lap: Lap = untimed,
 ) -> Source:  # fmt: skip
     """Return the source that suits a data set: memory for tensors, else a DataLoader.
+
+    `lap` is told where reading ends ("data"), and copying to the device ("to_device").
 
     Raises:
         UserError: the data has no samples, or is neither tensors nor a map-style data set.
@@ -56,9 +58,10 @@ def open_source(
                 f"The recipe's data is a tuple of {len(data)} ({kinds}); it must be (inputs, "
                 "targets), both tensors. torch.from_numpy makes one of a NumPy array."
             )
-        source: Source = MemorySource(data, recipe, world, seed=seed, dtype=dtype)
+        source: Source = MemorySource(data, recipe, world, seed=seed, dtype=dtype, lap=lap)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = LoaderSource(data, recipe, world, seed=seed, dtype=dtype, num_workers=num_workers)
+        source = LoaderSource(data, recipe, world, seed=seed, dtype=dtype,
+                              num_workers=num_workers, lap=lap)  # fmt: skip
     else:
         raise UserError(
             f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "

@@ -1,6 +1,6 @@
 """A block: one rank's part of consecutive steps; and how an epoch's order is cut into them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,13 @@ from torch import Tensor
 
 from samestep.data.order import share, step_range, steps_per_epoch
 from samestep.world import World
+
+Lap = Callable[[str], None]
+"""Told where reading samples ends ("data") and where copying them to the device does."""
+
+
+def untimed(_phase: str) -> None:
+    """Do nothing: nobody counts the time."""
 
 
 @dataclass(frozen=True, slots=True)

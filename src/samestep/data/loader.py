@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from samestep.data.blocks import Block, spans
+from samestep.data.blocks import Block, Lap, spans, untimed
 from samestep.data.keys import mix, sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.errors import UserError
@@ -21,10 +21,11 @@ class LoaderSource:
 
     def __init__(
         self, dataset: Dataset[Any], recipe: Recipe, world: World, *, seed: int,
-        dtype: torch.dtype, num_workers: int,
+        dtype: torch.dtype, num_workers: int, lap: Lap = untimed,
     ) -> None:  # fmt: skip
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self._recipe, self._world, self._seed, self._dtype = recipe, world, seed, dtype
+        self._lap = lap
         self._plan: list[list[tuple[int, int]]] = []
         reads_batches = hasattr(dataset, "read_batch")
         self._loader = DataLoader(
@@ -82,7 +83,10 @@ class LoaderSource:
     def _batches(self) -> Iterator[tuple[Any, Any]]:
         try:
             for inputs, targets in self._loader:
-                yield self._place(inputs), self._cast(self._place(targets))
+                self._lap("data")
+                placed = self._place(inputs), self._place(targets)
+                self._lap("to_device")
+                yield placed[0], self._cast(placed[1])
         except Exception as error:
             _end_workers(self._loader)
             if isinstance(error, UserError):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samestep.data.blocks import Block, spans
+from samestep.data.blocks import Block, Lap, spans, untimed
 from samestep.data.keys import sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.errors import UserError
@@ -22,8 +22,9 @@ class MemorySource:
     """Samples held in memory as they are stored, on the device if they fit there."""
 
     def __init__(
-        self, data: InMemory, recipe: Recipe, world: World, *, seed: int, dtype: torch.dtype
-    ) -> None:
+        self, data: InMemory, recipe: Recipe, world: World, *, seed: int, dtype: torch.dtype,
+        lap: Lap = untimed,
+    ) -> None:  # fmt: skip
         inputs, targets = data
         if len(inputs) != len(targets):
             raise UserError(
@@ -37,6 +38,7 @@ class MemorySource:
         self._inputs = _store(inputs, home, dtype)
         self._targets = _store(targets, home, dtype)
         row = max(1, self._inputs[:1].numel() * 4)  # bytes of a sample as float32
+        self._lap = lap
         self._rows_per_gather = max(1, _BYTES_PER_GATHER // row)
 
     def steps_per_block(self, global_batch: int) -> int:
@@ -81,7 +83,10 @@ class MemorySource:
         device = self._world.device
         inputs = self._inputs.index_select(0, indices)
         targets = self._targets.index_select(0, indices)
-        return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        self._lap("data")
+        moved = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        self._lap("to_device")
+        return moved
 
     def _finish(self, inputs: Tensor) -> Tensor:
         if self._recipe.transform is not None:

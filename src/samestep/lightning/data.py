@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from samestep.data.batches import Source, open_source
-from samestep.data.blocks import Block, narrow
+from samestep.data.blocks import Block, Lap, narrow, untimed
 from samestep.data.cifar import has_cifar10
 from samestep.data.download import download
 from samestep.data.ready import SPLITS
@@ -86,12 +86,14 @@ class LitData(pl.LightningDataModule):
         self.world = World()
         self._sources: dict[str, Source | None] = {}
         self._is_built = False
+        self._lap: Lap = untimed
 
     @classmethod
     def of_job(cls, job: Job, recipe: Recipe, options: object) -> "LitData":
         """Return the data of a job that samestep has built."""
         data = cls(recipe, job.settings, options)
         data.plan, data.world, data._is_built = job.plan, job.world, True
+        data._lap = job.phases.lap
         data._sources = {"train": job.train, "validation": job.validation, "test": None}
         return data
 
@@ -154,7 +156,7 @@ class LitData(pl.LightningDataModule):
         source, trainer = self._sources["train"], self.trainer
         assert source is not None
         assert self.plan is not None, 'setup("fit") comes first'
-        return Parts(source, self.plan, trainer, drop_last=self.settings.drop_last)
+        return Parts(source, self.plan, trainer, drop_last=self.settings.drop_last, lap=self._lap)
 
     def val_dataloader(self) -> "_Share | list[Any]":
         """Return what yields this rank's share of the validation samples."""
@@ -229,9 +231,10 @@ class Parts:
     """The parts of one rank, epoch by epoch; it knows where it stands, for resuming."""
 
     def __init__(
-        self, source: Source, plan: Plan, trainer: "pl.Trainer | None", *, drop_last: bool
-    ) -> None:
-        self._source, self._plan, self._trainer = source, plan, trainer
+        self, source: Source, plan: Plan, trainer: "pl.Trainer | None", *, drop_last: bool,
+        lap: Lap = untimed,
+    ) -> None:  # fmt: skip
+        self._source, self._plan, self._trainer, self._lap = source, plan, trainer, lap
         self._drop_last = drop_last
         self._first_step = 0
         self._step = 0
@@ -257,7 +260,9 @@ class Parts:
             for step in block.singles():
                 parts = list(self._cut(step))
                 self._step = step.first_step + 1
+                self._lap("data")
                 yield from parts
+                self._lap("other")
 
     def _parts_of(self, size: int) -> int:
         largest_share = -(-size // self._plan.world_size)

@@ -6,7 +6,7 @@ holds what either needs: Lightning goes on from it, and `samestep evaluate` read
 
 import logging
 import os
-import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
@@ -29,27 +28,14 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.lightning.data import LitData, Part
+from samestep.lightning.data import LitData
 from samestep.lightning.module import LitRecipe
+from samestep.lightning.records import Records, Stopped
 from samestep.session import Engine, Task
 from samestep.settings import Settings, flag_name
 from samestep.training import checkpoint
-from samestep.training.clock import Clock
-from samestep.training.loop import (
-    check_weights,
-    close_epoch,
-    epoch_record,
-    evaluate_job,
-    file_name,
-    judge,
-    settle,
-    stop_early,
-)
-from samestep.training.plan import learning_rate
-from samestep.training.prepare import match_layouts
+from samestep.training.loop import check_weights, file_name, stop_early
 from samestep.training.state import capture
-from samestep.training.step import check_used
-from samestep.training.window import Window
 from samestep.world import World
 
 # What Lightning's loop has no place for; refused before anything is written.
@@ -71,10 +57,6 @@ def check_settings(settings: Settings) -> None:
                 f"--{flag_name(name)} {getattr(settings, name)} needs --engine native: Lightning's "
                 "loop evaluates and saves at the end of every epoch, and compiles no whole steps."
             )
-
-
-class _Stopped(Exception):  # noqa: N818 - it is no error
-    """All ranks have agreed to stop, and saved."""
 
 
 class _Module(LitRecipe):
@@ -100,7 +82,7 @@ class _Module(LitRecipe):
 class _Writer(CheckpointIO):
     """Write checkpoints whole or not at all, and announce them in the run's index."""
 
-    def __init__(self, task: Task, records: "_Records") -> None:
+    def __init__(self, task: Task, records: Records) -> None:
         self._task, self._records = task, records
 
     def save_checkpoint(
@@ -109,7 +91,8 @@ class _Writer(CheckpointIO):
         """Write and announce; rank 0 alone comes here."""
         del storage_options
         record = self._task.write(Path(path).name, self._records.metric, checkpoint)
-        self._task.emit(record)
+        seconds = time.perf_counter() - self._records.saving_began
+        self._task.emit({**record, "seconds": seconds})
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -150,128 +133,10 @@ class _Checkpoints(ModelCheckpoint):
         return str(Path(cast("str", self.dirpath)) / file_name(self._job))
 
 
-class _Records(Callback):
-    """Keep the job's own account, and pass its records on."""
-
-    def __init__(self, task: Task) -> None:
-        self._task, self._job = task, task.job
-        self._window = Window(self._job.world, self._job.loss_sum)
-        self._clock = Clock(self._job.position)
-        self._norm: float | None = None
-        self._unchecked = self._job.world.world_size > 1
-        # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
-        self._heed = signal.getsignal(signal.SIGTERM)
-        self.metric: float | None = None
-        """The monitored metric of the newest evaluation, if nothing was trained since."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
-        del trainer, pl_module
-        signal.signal(signal.SIGTERM, self._heed)
-        match_layouts(self._job.trainee.optimizer)  # Lightning has loaded its state
-        self._job.agreement.start(self._job.position.step)
-        self._clock = Clock(self._job.position)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the clock: evaluations and checkpoints are no training."""
-        del trainer, pl_module
-        self._clock.resume(self._job.position)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the first backward, as samestep's own step does."""
-        del trainer, pl_module
-        if self._unchecked:
-            self._unchecked = False
-            check_used(self._job.trainee.model)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Measure the gradient before it is clipped, where it will be recorded."""
-        del optimizer
-        if (trainer.global_step + 1) % self._job.settings.log_every == 0:
-            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            self._norm = float(nn.utils.get_total_norm(grads))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Part,
-        batch_idx: int,
-    ) -> None:  # fmt: skip
-        """Count a step once its last part is done."""
-        del outputs, batch_idx
-        if not batch.last:
-            return
-        job, position = self._job, self._job.position
-        part = torch.as_tensor(cast("LitRecipe", pl_module).step_loss)
-        self._window.add(position.step, [part], batch.size)
-        self.metric = None
-        position.step += 1
-        position.step_in_epoch += 1
-        position.samples += batch.size
-        self._tell()
-        ends = position.step_in_epoch == job.plan.steps_per_epoch
-        if ends or position.step == job.plan.total_steps:
-            self._settle()
-            self._task.emit(epoch_record(job))
-        agreed = job.agreement.after(position.step)
-        if position.step == job.plan.total_steps and not ends:
-            # Now, not when Lightning ends the epoch: by its count this one would be over.
-            if job.validation is not None:
-                record, self.metric = evaluate_job(job, job.validation)
-                self._task.emit(record)
-            trainer.save_checkpoint(self._task.path / "checkpoints" / file_name(job))
-        elif agreed.signum and not ends:
-            self._settle()
-            trainer.save_checkpoint(self._task.path / "checkpoints" / file_name(job))
-            job.signum = agreed.signum
-            job.stop_reason = signal.Signals(agreed.signum).name
-            raise _Stopped
-
-    def _tell(self) -> None:
-        """Pass on the `step` record if one is due, and `progress` now and then."""
-        job, position = self._job, self._job.position
-        lr = learning_rate(job.plan, job.settings, position.step - 1)
-        due = position.step % job.settings.log_every == 0
-        if due or self._window.full:
-            losses = self._window.read([position.step] if due else [], lr)
-            for loss in losses:
-                self._task.emit({
-                    "event": "step", "step": position.step, "epoch": position.epoch + 1,
-                    "loss": loss, "grad_norm": self._norm, "lr": lr,
-                    "samples": position.samples, **self._clock.rate(position),
-                })  # fmt: skip
-                self._clock.mark(position)
-        if self._clock.shows():
-            now = {"event": "progress", "step": position.step, "samples": position.samples}
-            self._task.emit(now | self._clock.rate(position))
-
-    def _settle(self) -> None:
-        job = self._job
-        self._window.read([], learning_rate(job.plan, job.settings, job.position.step - 1))
-        settle(job, self._window, self._clock)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record what was measured, and close the epoch, before the checkpoint is written."""
-        del trainer
-        record, self.metric = judge(self._job, cast("LitRecipe", pl_module).means)
-        self._task.emit(record)
-        self._close()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the epoch where nothing is validated."""
-        del trainer, pl_module
-        if self._job.position.step_in_epoch == self._job.plan.steps_per_epoch:
-            self._close()
-
-    def _close(self) -> None:
-        close_epoch(self._job)
-        self._window = Window(self._job.world, 0.0)
-
-
 def _drive(task: Task) -> None:
     """Train a job with a Trainer of Lightning's."""
     job = task.job
-    records = _Records(task)
+    records = Records(task)
     early = _early_stopping(task)
     callbacks = [records, LearningRateMonitor("step"), *early, _Checkpoints(task)]
     with _quietly():
@@ -283,7 +148,7 @@ def _drive(task: Task) -> None:
                 ckpt_path=task.checkpoint,
                 weights_only=True,
             )
-        except _Stopped:
+        except Stopped:
             return
         except MisconfigurationException as error:
             raise UserError(f"Lightning refuses these settings: {error}") from error

@@ -1,7 +1,7 @@
 """Where the training stands, and the seconds that its steps have taken."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from samestep.run import Record
 
@@ -23,6 +23,8 @@ class Position:
     """Seconds spent in training steps, over all attempts."""
     epoch_started_s: float = 0.0
     """The value of `seconds` when the running epoch began."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of the running epoch in each phase of its steps, on rank 0."""
 
 
 class Clock:

@@ -18,6 +18,7 @@ from samestep.data.blocks import Block
 from samestep.errors import UserError
 from samestep.run import Record
 from samestep.settings import Settings
+from samestep.training.phases import Phases
 from samestep.training.plan import Plan
 from samestep.training.precision import autocast
 from samestep.training.step import EagerStep, StepResult, Trainee
@@ -55,13 +56,13 @@ def what_compiles(settings: Settings, world: World, model: nn.Module) -> Compile
 
 def make_step(
     compiles: Compiles, trainee: Trainee, settings: Settings, world: World, plan: Plan,
-    steps_per_block: int,
+    steps_per_block: int, phases: Phases,
 ) -> EagerStep:  # fmt: skip
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
     if compiles == "step":
-        return WholeStep(trainee, settings, world, plan, steps_per_block)
+        return WholeStep(trainee, settings, world, plan, steps_per_block, phases)
     kind = ModelStep if compiles == "model" else EagerStep
-    return kind(trainee, settings, world, plan.batch_size)
+    return kind(trainee, settings, world, plan.batch_size, phases)
 
 
 class ModelStep(EagerStep):
@@ -74,13 +75,14 @@ class ModelStep(EagerStep):
         if block.rows % self._batch_size:
             with torch.compiler.set_stance("force_eager"):
                 return super().__call__(block, step, lrs, want_norm=want_norm)
+        if not self._to_compile:
+            return super().__call__(block, step, lrs, want_norm=want_norm)
+        self._to_compile = False
         before = time.perf_counter()
-        with explained() if self._to_compile else contextlib.nullcontext():
+        with self._phases.left_out(), explained():
             result = super().__call__(block, step, lrs, want_norm=want_norm)
-        if self._to_compile:
-            self._to_compile = False
-            what = "the model's forward and backward; optimizer and all-reduce are not compiled"
-            self.notes.append(_note(what, 0, time.perf_counter() - before))
+        what = "the model's forward and backward; optimizer and all-reduce are not compiled"
+        self.notes.append(_note(what, 0, time.perf_counter() - before))
         return result
 
 
@@ -88,9 +90,11 @@ class WholeStep(EagerStep):
     """Compile whole steps; an incomplete batch, and what is left of a group, run eagerly."""
 
     def __init__(
-        self, trainee: Trainee, settings: Settings, world: World, plan: Plan, steps_per_block: int
-    ) -> None:
-        super().__init__(trainee, settings, world, plan.batch_size)
+        self, trainee: Trainee, settings: Settings, world: World, plan: Plan,
+        steps_per_block: int, phases: Phases,
+    ) -> None:  # fmt: skip
+        super().__init__(trainee, settings, world, plan.batch_size, phases)
+        phases.whole = True
         if is_small(trainee.model):
             self.steps_per_call = _steps_per_graph(settings, plan, steps_per_block)
         self._accumulate = plan.accumulate
@@ -105,10 +109,12 @@ class WholeStep(EagerStep):
         shape = (block.num_steps, self._accumulate, self._batch_size)
         inputs, targets = _fold(block.inputs, shape), _fold(block.targets, shape)
         if self._graph is not None:
-            return self._graph.run(inputs, targets, lrs)
+            result = self._graph.run(inputs, targets, lrs)
+            self._phases.lap("step")
+            return result
         before = time.perf_counter()
         self._graph = _Graph(self._trainee, self._settings, self._world.device)
-        with explained():
+        with self._phases.left_out(), explained():
             result = self._graph.run(inputs, targets, lrs)
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
         self.notes.append(_note(what, block.num_steps, time.perf_counter() - before))

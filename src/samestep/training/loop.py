@@ -1,6 +1,7 @@
 """The training loop: it yields records, and whoever calls it does with them what it likes."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from signal import Signals
@@ -17,6 +18,7 @@ from samestep.settings import Settings
 from samestep.training.clock import Clock, Position
 from samestep.training.evaluate import evaluate
 from samestep.training.parallel import share_buffers
+from samestep.training.phases import Phases, compute_of
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.stopping import NOTHING, Agreed, Agreement, Watch
@@ -43,6 +45,8 @@ class Job:
     classes: tuple[str, ...] = ()
     """Names of the classes, if the data has them."""
     position: Position = field(default_factory=Position)
+    phases: Phases = field(default_factory=Phases)
+    """Where this rank's time goes; the source and the step take part in the count."""
     loss_sum: float = 0.0
     """This rank's part of the sum of the sample losses of the running epoch."""
     stop_reason: str = ""
@@ -61,6 +65,7 @@ def train(job: Job) -> Iterator[Record]:
         UserError: the loss became NaN or infinite, or a checkpoint could not be written.
     """
     job.trainee.model.train()
+    job.phases.earlier = dict(job.position.phases)
     job.agreement.start(job.position.step)
     stop_early(job)  # a resumed run may have stopped for that reason
     if job.stop_reason:
@@ -82,9 +87,11 @@ def _steps(job: Job) -> Iterator[Record]:
     """Take the remaining steps of the running epoch."""
     plan, settings = job.plan, job.settings
     window = Window(job.world, job.loss_sum)
-    clock = Clock(job.position)
+    clock, phases = Clock(job.position), job.phases
     position, dues = job.position, _dues(settings)
+    phases.begin()
     for piece in _pieces(job):
+        phases.lap("data")
         before = position.step
         after = before + piece.num_steps
         lrs = [learning_rate(plan, settings, step) for step in range(before, after)]
@@ -109,6 +116,7 @@ def _steps(job: Job) -> Iterator[Record]:
             yield from _between_steps(job, agreed, window, clock, lrs[-1])
             if job.stop_reason:
                 return
+        phases.lap("other")
     window.read([], learning_rate(plan, settings, job.position.step - 1))
     settle(job, window, clock)
 
@@ -198,6 +206,7 @@ def _between_steps(
         job.signum = agreed.signum
         job.stop_reason = Signals(agreed.signum).name
     clock.resume(job.position)
+    job.phases.begin()
 
 
 def _end_of_epoch(job: Job) -> Iterator[Record]:
@@ -228,17 +237,29 @@ def epoch_record(job: Job) -> Record:
     """Return the `epoch` record of the epoch that has just been trained."""
     plan, position = job.plan, job.position
     samples = min(position.step_in_epoch * plan.global_batch_size, plan.num_samples)
-    total = float(job.world.reduce(torch.tensor(job.loss_sum, dtype=torch.float64)))
+    # Each rank fills its own row, so that the sum over the ranks is all of them.
+    rows = torch.zeros(plan.world_size, 4, dtype=torch.float64)
+    mine = [job.loss_sum, *_spread(job.phases.seconds()).values()]
+    rows[job.world.rank] = torch.tensor(mine, dtype=torch.float64)
+    losses, *columns = job.world.reduce(rows).T.tolist()
     seconds = position.seconds - position.epoch_started_s
     return {
         "event": "epoch",
         "epoch": position.epoch + 1,
         "step": position.step,
-        "loss": total / samples,
+        "loss": sum(losses) / samples,
         "samples": samples,
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),
+        "phases": position.phases,
+        **({"ranks": dict(zip(_spread({}), columns, strict=True))} if plan.world_size > 1 else {}),
     }
+
+
+def _spread(phases: dict[str, float]) -> dict[str, float]:
+    """Return what tells a slow rank from those that wait for it."""
+    data = phases.get("data", 0.0) + phases.get("to_device", 0.0)
+    return {"data": data, "compute": compute_of(phases), "all_reduce": phases.get("all_reduce", 0)}
 
 
 def close_epoch(job: Job) -> None:
@@ -246,6 +267,8 @@ def close_epoch(job: Job) -> None:
     position = job.position
     position.epoch, position.step_in_epoch = position.epoch + 1, 0
     position.epoch_started_s = position.seconds
+    position.phases = {}
+    job.phases.clear()
     job.loss_sum = 0.0
 
 
@@ -259,6 +282,7 @@ def file_name(job: Job) -> str:
 
 def evaluate_job(job: Job, source: Source) -> tuple[Record, float]:
     """Evaluate where the job stands; return the `evaluation` record and the monitored metric."""
+    started = time.perf_counter()
     share_buffers(job.trainee.model, job.world)
     values = evaluate(
         job.trainee.model,
@@ -269,10 +293,10 @@ def evaluate_job(job: Job, source: Source) -> tuple[Record, float]:
         batch_size=evaluation_batch(job.plan.batch_size),
         precision=job.settings.precision,
     )
-    return judge(job, values)
+    return judge(job, values, time.perf_counter() - started)
 
 
-def judge(job: Job, values: dict[str, float]) -> tuple[Record, float]:
+def judge(job: Job, values: dict[str, float], seconds: float) -> tuple[Record, float]:
     """Take note of a validation's values; return their record and the monitored metric.
 
     Raises:
@@ -283,7 +307,7 @@ def judge(job: Job, values: dict[str, float]) -> tuple[Record, float]:
     epoch = job.position.epoch + 1
     job.watch = job.watch.after(values[job.watch.metric], epoch, job.settings.min_delta)
     record = {"event": "evaluation", "split": "validation", "epoch": epoch,
-              "step": job.position.step, **values}  # fmt: skip
+              "step": job.position.step, **values, "seconds": seconds}  # fmt: skip
     return record, values[job.watch.metric]
 
 
@@ -330,7 +354,9 @@ def settle(job: Job, window: Window, clock: Clock) -> None:
     """Bring the job's own account up to date with what the steps gathered."""
     window.read([], 0.0)
     job.loss_sum = window.loss_sum
+    job.phases.lap("other")
     job.position.seconds = clock.seconds()
+    job.position.phases = job.phases.total()
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -1,9 +1,11 @@
 """Put a model on all ranks. The model knows nothing of them; wrapping takes the built model."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.world import World
@@ -28,6 +30,20 @@ def share_buffers(model: nn.Module, world: World) -> None:
     """
     for buffer in model.buffers():
         world.take_from_main(buffer)
+
+
+def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
+    """Have `tell` called within loss.backward(), once all gradients are computed and sent off.
+
+    The engine calls back in the order in which it was asked to. DDP asks, to wait for its
+    all-reduces, when the last gradient is there; this asks when backward begins.
+    """
+    engine = Variable._execution_engine  # noqa: SLF001 - PyTorch's own DDP has no other way
+
+    def ask(_gradient: Tensor) -> None:
+        engine.queue_callback(tell)
+
+    loss.register_hook(ask)  # type: ignore[no-untyped-call]
 
 
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,8 @@ from samestep.errors import LOST_PEER, UserError
 from samestep.run import Record
 from samestep.settings import Settings
 from samestep.training.optimizer import Update, set_lr
-from samestep.training.parallel import without_sync
+from samestep.training.parallel import tell_end_of_autograd, without_sync
+from samestep.training.phases import Phases
 from samestep.training.precision import autocast, autocast_dtype
 from samestep.world import World
 
@@ -61,9 +62,13 @@ class EagerStep:
 
     steps_per_call: int = 1
 
-    def __init__(self, trainee: Trainee, settings: Settings, world: World, batch_size: int) -> None:
+    def __init__(
+        self, trainee: Trainee, settings: Settings, world: World, batch_size: int,
+        phases: Phases | None = None,
+    ) -> None:  # fmt: skip
         self._trainee, self._world, self._batch_size = trainee, world, batch_size
         self._settings = settings
+        self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
         self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
@@ -99,6 +104,7 @@ class EagerStep:
             set_lr(trainee.optimizer, lrs[0])
             scaler.step(trainee.optimizer)
             scaler.update()
+        self._phases.lap("optimizer")
         return StepResult([loss], None if norm is None else [norm])
 
     def _backward(self, block: Block) -> Tensor:
@@ -134,7 +140,13 @@ class EagerStep:
             loss = trainee.loss(trainee.wrapped(inputs), targets)
         if weight != 1.0:
             loss = loss * weight
+        phases, last = self._phases, "backward"
+        phases.lap("forward")
+        if self._world.world_size > 1 and loss.requires_grad:
+            tell_end_of_autograd(loss, lambda: phases.lap("backward"))
+            last = "all_reduce"
         (loss if trainee.scaler is None else trainee.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        phases.lap(last)
         return loss.detach()
 
     def _first_loss(self, inputs: Any, targets: Any) -> Tensor:

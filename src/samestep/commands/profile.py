@@ -1,0 +1,292 @@
+"""`samestep profile`: where the time of a training goes, and the one thing to change."""
+
+import ast
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from samestep.commands.help import examples
+from samestep.errors import UserError
+from samestep.failure import PARENT, STARTED_AT, die_with_parent, let_rank_0_speak, rank_of, report
+from samestep.rank_log import RankLog
+
+# The profiler's own library writes to standard error when it starts and stops; set before torch is
+# imported.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+OUT = "SAMESTEP_PROFILE_DIR"
+"""Set, to the directory of a script's profile, in the ranks that this verb starts."""
+
+_EXAMPLES = """\
+examples:
+  samestep profile spiral
+  samestep profile my_recipe.py --workers 0,1,2,4 --batch-sizes 32,64,128
+  samestep profile train.py --nproc 2 -- --epochs 1
+"""
+
+_HELP = """\
+usage: samestep profile TARGET [flags]
+       samestep profile SCRIPT.py [flags] [-- ARGUMENTS OF THE SCRIPT]
+
+Measures some steps of a training without a profiler, traces a few more with torch.profiler,
+and says what bounds it, with numbers per step, what would bound it next, and what to change.
+
+TARGET is a recipe ({recipes}), a recipe file, or the directory of a run;
+all flags of `samestep train TARGET` are taken too. SCRIPT.py is any other Python program that
+trains with a torch.optim optimizer; nothing in it has to change. `samestep profile TARGET --help`
+shows all flags.
+
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What this command itself takes, beside the settings."""
+
+    config: Path | None = None
+    """TOML file of settings and options; flags win over it."""
+    nproc: int = 1
+    """Ranks to start on this machine."""
+    workers: str | None = None
+    """Try these numbers of loader workers, and say which to use: 0,1,2,4."""
+    batch_sizes: str | None = None
+    """Try these batch sizes per rank, and say which is fastest: 32,64,128. Another batch size is
+    another training."""
+    apply: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write what --workers and --batch-sizes found into the file that --config names, or into a
+    new RECIPE.toml."""
+    epoch: int | None = None
+    """Trace this epoch as a whole, counted from 1; by default a few steps."""
+    seconds: float = 3.0
+    """How long to measure, at least."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object in place of the tables."""
+
+
+@dataclass(frozen=True)
+class ScriptCommand:
+    """Profile a script. What follows `--` is the script's own."""
+
+    nproc: int = 1
+    """Ranks to start on this machine, with the variables that torchrun sets."""
+    out: Path | None = None
+    """Directory for the traces; by default a new one in runs/."""
+    epoch: int | None = None
+    """Trace this epoch as a whole, counted from 1; by default a few steps."""
+    seconds: float = 3.0
+    """How long to measure, at least."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object; what the script prints goes to standard error."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        from samestep.recipe import recipe_names  # noqa: PLC0415 - imports torch
+
+        sys.stdout.write(_HELP.format(recipes=", ".join(recipe_names())) + _EXAMPLES)
+        return 0 if arguments else 2
+    from samestep.world import abandon  # noqa: PLC0415 - imports torch
+
+    log = RankLog(rank_of())
+    try:
+        with examples(_EXAMPLES):
+            code = _profile(arguments, log)
+    except BrokenPipeError:
+        raise  # the reader of the output has left, as `head` does
+    except SystemExit:
+        let_rank_0_speak(log.rank)
+        raise
+    except Exception as error:
+        code = report(error, log)
+    sys.stdout.flush()
+    abandon(code)
+    return code
+
+
+def _profile(arguments: list[str], log: RankLog) -> int:
+    target, *flags = arguments
+    if target.startswith("-"):
+        raise UserError(f"Name what to profile before {target}: a recipe, a recipe file, a script.")
+    if target.endswith(".py") and not is_recipe_file(Path(target)):
+        return _script(Path(target), flags, arguments, log)
+    if "--" in flags:
+        raise UserError(
+            f"{target} is a recipe: what follows `--` would be a script's own. Leave `--` out."
+        )
+    return _recipe(target, flags, arguments, log)
+
+
+def is_recipe_file(path: Path) -> bool:
+    """Whether a Python file ends up with a `recipe`, which tells a recipe from a script.
+
+    Raises:
+        UserError: there is no such file, or it is not Python.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"There is no file {path} that can be read: {error.strerror}.") from error
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error
+    named: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            named |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            named.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            named |= {alias.asname or alias.name for alias in node.names}
+    return "recipe" in named
+
+
+def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -> int:
+    from samestep.commands.train import parse  # noqa: PLC0415 - imports torch
+
+    command, request = parse(target, flags, kind=Command, verb="profile")
+    _check(command)
+    workers = numbers("workers", command.workers, least=0)
+    batch_sizes = numbers("batch-sizes", command.batch_sizes, least=1)
+    if command.apply and not (workers or batch_sizes):
+        raise UserError("--apply writes what --workers or --batch-sizes finds: give one of them.")
+    if command.nproc > 1 and not os.environ.get(PARENT):
+        return _start(command.nproc, ["profile", *arguments])
+    die_with_parent()
+    from samestep.profiling.of_recipe import Wishes, profile_recipe  # noqa: PLC0415
+    from samestep.profiling.profile import save_profile  # noqa: PLC0415
+    from samestep.world import find_world, join, leave  # noqa: PLC0415
+
+    world, launch = find_world(request.settings.device, request.settings.backend)
+    join(world, launch)
+    wishes = Wishes(workers=workers, batch_sizes=batch_sizes, epoch=command.epoch,
+                    seconds=command.seconds, begin=log.move_to)  # fmt: skip
+    found = profile_recipe(request, world, wishes)
+    world.on_main(lambda: save_profile(found))
+    if world.is_main:
+        _show(found, as_json=command.json)
+        if command.apply:
+            _apply(command.config, found, request.recipe.name, request.source)
+        sys.stdout.flush()
+    leave(world)
+    return 0
+
+
+def _apply(config: Path | None, found: Any, name: str, source: str) -> None:
+    from samestep.profiling.apply import apply  # noqa: PLC0415
+
+    path = config or Path(f"{name}.toml")
+    if config is None and path.exists():
+        raise UserError(f"{path} is there already: name it with --config to have it changed.")
+    values = {one.setting: one.best for one in found.sweeps}
+    apply(path, values, source)
+    told = ", ".join(f"{key} = {value}" for key, value in values.items())
+    sys.stderr.write(f"{path}: {told}\n")
+
+
+def _script(script: Path, flags: list[str], arguments: list[str], log: RankLog) -> int:
+    place = flags.index("--") if "--" in flags else len(flags)
+    own, theirs = flags[:place], flags[place + 1 :]
+    for flag in ("--workers", "--batch-sizes", "--apply", "--config"):
+        if any(given.split("=")[0] == flag for given in own):
+            raise UserError(
+                f"{flag} changes a recipe's settings, and {script} is a script, which has its own: "
+                f"pass its arguments after `--`, and profile it once with each."
+            )
+    command = tyro.cli(ScriptCommand, prog=f"samestep profile {script}", args=own)
+    _check(command)
+    from samestep.run import new_run_path  # noqa: PLC0415
+
+    out = Path(os.environ.get(OUT) or command.out or new_run_path(f"profile-{script.stem}"))
+    if command.nproc > 1 and not os.environ.get(PARENT):
+        os.environ[OUT] = str(out)
+        return _start(command.nproc, ["profile", *arguments])
+    die_with_parent()
+    return _one_script(script, theirs, command, out, log)
+
+
+def _one_script(
+    script: Path, arguments: list[str], command: ScriptCommand, out: Path, log: RankLog
+) -> int:
+    from samestep.launch import detect_launch  # noqa: PLC0415
+    from samestep.profiling.meeting import Meeting  # noqa: PLC0415
+    from samestep.profiling.of_script import ScriptFailed, profile_script  # noqa: PLC0415
+    from samestep.profiling.profile import save_profile  # noqa: PLC0415
+    from samestep.profiling.tracing import unwritable  # noqa: PLC0415
+
+    launch = detect_launch(os.environ)
+    if launch.world_size > 1 and not os.environ.get(OUT) and command.out is None:
+        raise UserError(
+            f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
+            "of them with --out DIR, or let `samestep profile --nproc` start them."
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(out, error) from error
+    log.move_to(out)
+    meeting = Meeting(folder=out, rank=launch.rank, world_size=launch.world_size)
+    try:
+        found = profile_script(
+            script, arguments, meeting, local_ranks=launch.local_world_size, epoch=command.epoch,
+            seconds=command.seconds, quiet=command.json,
+        )  # fmt: skip
+    except ScriptFailed as error:
+        if os.environ.get(PARENT) and error.__cause__ is not None and error.text:
+            raise error.__cause__ from None  # told once, by the parent
+        sys.stderr.write(error.text)
+        return error.code
+    if found is not None:
+        save_profile(found)
+        _show(found, as_json=command.json)
+    return 0
+
+
+def _show(found: Any, *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(found.as_table(), indent=2) + "\n")
+        return
+    from samestep.profiling.report import show  # noqa: PLC0415
+
+    show(found, Console(highlight=False))
+
+
+def _start(nproc: int, arguments: list[str]) -> int:
+    from samestep.commands.train import refuse_inside_launcher  # noqa: PLC0415
+    from samestep.ranks import start_ranks  # noqa: PLC0415 - imports the elastic agent
+
+    refuse_inside_launcher(nproc)
+    return start_ranks(nproc, arguments, float(os.environ.get(STARTED_AT, time.time())))
+
+
+def _check(command: Any) -> None:
+    for name in ("nproc", "epoch"):
+        value = getattr(command, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}; it must be 1 or more.")
+    if not 0 < command.seconds < float("inf"):
+        raise UserError(f"--seconds is {command.seconds}; it must be greater than 0.")
+
+
+def numbers(flag: str, text: str | None, *, least: int) -> tuple[int, ...]:
+    """Return the numbers of a list like `0,1,2,4`.
+
+    Raises:
+        UserError: it is no such list.
+    """
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        raise UserError(
+            f"--{flag} {text}: give whole numbers from {least} on, with commas between: 1,2,4."
+        )
+    return tuple(sorted({int(word) for word in words}))

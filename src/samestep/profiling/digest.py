@@ -1,0 +1,65 @@
+"""Read a trace: how much of what the steps compute is work, and of which kind."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from samestep.profiling.events import READ, Event, Where, calls, phases_of, span
+from samestep.profiling.intervals import Interval, common, length, union
+from samestep.profiling.measured import COMPUTE, Operations
+from samestep.profiling.on_device import kernels, split_device
+from samestep.profiling.on_host import split_host
+
+_READS_ITSELF = ("Optimizer.step#", "enumerate(DataLoader)#", "aten::_fused")
+_COLLATE = re.compile(r"aten::(stack|cat|concat|pin_memory)")
+
+
+def digest(events: Sequence[Event], steps: int) -> Operations:
+    """Return what the operations of a trace of so many steps were."""
+    phases = phases_of(events)
+    compute = union(time for phase, time in phases if phase in COMPUTE)
+    if not compute or not steps:
+        return Operations()
+    waits = union(time for phase, time in phases if phase == "data")
+    on_device = bool(kernels(events))
+    split = (split_device(events, compute, waits, steps) if on_device
+             else split_host(events, compute))  # fmt: skip
+    whole = split.whole or 1.0
+    names: dict[str, float] = defaultdict(float)
+    for name, duration in split.names.items():
+        names[_short(name)] += duration / whole
+    return Operations(
+        launch=split.launch / whole,
+        matmul=split.matmul / whole,
+        memory=split.memory / whole,
+        sync=split.sync / whole,
+        count=len(Where(compute).among(calls(events))) / steps,
+        syncs=_count_reads(events) / steps,
+        collate=_collate_share(events, waits),
+        top=tuple(sorted(names.items(), key=lambda item: -item[1])[:5]),
+    )
+
+
+def _count_reads(events: Sequence[Event]) -> int:
+    """Count the numbers read from tensors, without those that PyTorch reads for itself.
+
+    Optimizers read their counters and loaders their seeds; all of these lie on the CPU.
+    """
+    itself = Where(union(
+        span(event) for event in events
+        if event.get("ph") == "X" and event["name"].startswith(_READS_ITSELF)
+    ))  # fmt: skip
+    reads = [event for event in calls(events) if event["name"] == READ]
+    return len(reads) - len(itself.among(reads))
+
+
+def _collate_share(events: Sequence[Event], waits: list[Interval]) -> float:
+    """Return the share of the wait for data in which samples were put together to a batch."""
+    if not waits:
+        return 0.0
+    spans = union(span(event) for event in calls(events) if _COLLATE.match(event["name"]))
+    return length(common(spans, waits)) / length(waits)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("aten::").split("(")[0].split("<")[0][-40:]

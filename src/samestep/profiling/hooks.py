@@ -1,0 +1,171 @@
+"""Tell the phases of any training script's steps, from what it calls of PyTorch.
+
+Nothing of the script is changed. While it runs, a few functions of PyTorch that its loop calls
+(the loader's `__iter__` and `__next__`, `backward`, `Optimizer.step`, `torch.save`, `train` and
+`eval` of a model) note the time, then do as ever.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader, dataloader
+
+from samestep.training.parallel import tell_end_of_autograd
+from samestep.training.phases import Phases, make_phases
+
+
+class Hooks:
+    """What one rank's script does, as far as PyTorch sees it."""
+
+    def __init__(self, phases: Phases, *, several: bool) -> None:
+        self.phases = phases
+        self.on_step: Callable[[int], None] = lambda _step: None
+        self.on_epoch: Callable[[int], None] = lambda _epoch: None
+        self.on_device: Callable[[Phases], None] = lambda _phases: None
+        """Told where the phases are counted by a device's events from here on."""
+        self.steps = 0
+        self.optimizer: Optimizer | None = None
+        """The one whose steps count: the first that took one."""
+        self.loader: DataLoader[Any] | None = None
+        """The one that the training reads from."""
+        self.batches = 0
+        """Batches that the training has read."""
+        self._several = several
+        self._epochs = 1
+        self._latest: DataLoader[Any] | None = None
+        self._evaluating = False
+        self._eval_mode = False
+        self._depth = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Note the time in PyTorch's functions, inside."""
+        with contextlib.ExitStack() as stack:
+            for hook in (
+                register_optimizer_step_pre_hook(lambda *_: self._lap("optimizer")),
+                register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
+            ):
+                stack.callback(hook.remove)
+            iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
+            for place, name, around in (
+                (DataLoader, "__iter__", self._around_iter),
+                (iterator, "__next__", self._around_next),
+                (torch.autograd, "backward", self._around_backward),
+                (torch, "save", self._around_save),
+                (nn.Module, "train", self._around_train),
+            ):
+                stack.enter_context(_replaced(place, name, around))
+            yield
+
+    def _lap(self, phase: str) -> None:
+        self.phases.lap(phase)
+
+    def _pause(self) -> None:
+        """End what lies between the calls that are looked at."""
+        self._lap("evaluation" if self._evaluating else "other")
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        self._lap("optimizer")
+        if self.optimizer is None:
+            self.optimizer = optimizer
+            device = optimizer.param_groups[0]["params"][0].device
+            if device.type == "cuda":
+                self.phases = make_phases(device)
+                self.phases.begin()
+                self.on_device(self.phases)
+        if optimizer is self.optimizer:
+            self.steps += 1
+            self.on_step(self.steps)
+
+    def _around_iter(self, original: Callable[..., Any], loader: Any) -> Any:
+        self._begin_reading()
+        if loader is self.loader:
+            self._epochs += 1
+            self.on_epoch(self._epochs)
+        starts = loader.num_workers > 0 and loader._iterator is None  # noqa: SLF001 - as it asks
+        iterator = original(loader)
+        self._end_reading("workers" if starts else "data")
+        iterator._samestep = (loader, starts)  # noqa: SLF001 - our own mark
+        return iterator
+
+    def _around_next(self, original: Callable[..., Any], iterator: Any) -> Any:
+        self._begin_reading()
+        loader, starts = getattr(iterator, "_samestep", (None, False))
+        iterator._samestep = (loader, False)  # noqa: SLF001 - our own mark
+        try:
+            batch = original(iterator)
+        finally:
+            # The first batch of new workers comes when they have started.
+            self._end_reading("workers" if starts else "data")
+        if not self._evaluating:
+            self._latest = loader
+            self.batches += loader is self.loader
+        return batch
+
+    def _begin_reading(self) -> None:
+        self._pause()
+        self._evaluating = self._eval_mode or not torch.is_grad_enabled()
+
+    def _end_reading(self, phase: str) -> None:
+        self._lap("evaluation" if self._evaluating else phase)
+
+    def _around_backward(
+        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._depth:  # a checkpointed block computes its part again
+            return original(tensors, *args, **kwargs)
+        self._lap("forward")
+        self._evaluating = self._eval_mode = False  # also where a frozen part stays in eval()
+        if self.loader is None and self._latest is not None:
+            self.loader = self._latest
+            self.batches = 1
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+        ends = "backward"
+        if self._several and loss.requires_grad:
+            tell_end_of_autograd(loss, lambda: self._lap("backward"))
+            ends = "all_reduce"
+        self._depth += 1
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            self._lap(ends)
+
+    def _around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._pause()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._lap("checkpoint")
+
+    def _around_train(self, original: Callable[..., Any], model: Any, mode: bool = True) -> Any:
+        if mode == self._eval_mode:
+            self._pause()
+            self._evaluating = self._eval_mode = not mode
+        return original(model, mode)
+
+
+@contextmanager
+def _replaced(place: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Let `around(original, …)` stand for a function, and put the original back at the end."""
+    original = getattr(place, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(place, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(place, name, original)

@@ -1,0 +1,120 @@
+"""What a profile measures, per step, as plain numbers: the verdict is a function of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+COMPUTE = ("forward", "backward", "optimizer", "step")
+WAITS = ("data", "to_device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """What the operations of the traced steps were, as shares of what a step computes."""
+
+    launch: float = 0.0
+    """No operation did any work: Python, and what it costs to start one."""
+    matmul: float = 0.0
+    """Matrix products, convolutions, attention: they are limited by arithmetic."""
+    memory: float = 0.0
+    """All others: they are limited by moving numbers to and from memory."""
+    sync: float = 0.0
+    """The host stood still until the device had caught up, and the device then idled."""
+    count: float = 0.0
+    """Operations a step."""
+    syncs: float = 0.0
+    """Times a step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
+    collate: float = 0.0
+    """Share of the wait for data in which samples were put together to a batch."""
+    top: tuple[tuple[str, float], ...] = ()
+    """The operations that took most, each with its share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank's seconds a step, by phase."""
+
+    phases: Mapping[str, float]
+    operations: Operations | None = None
+    starved: float = 0.0
+    """Seconds a step in which one of its threads wanted a core and had none: the one that waited
+    longest."""
+    wanted_cores: float = 0.0
+    """Cores that its threads and loader processes wanted on average."""
+    memory: tuple[float, str] | None = None
+    """The most MiB that PyTorch held in a traced step beyond what it holds between two, and the
+    phase in which it did."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds a step until it has its gradients, whatever the others do."""
+        return sum(self.phases.get(phase, 0.0) for phase in (*WAITS, *COMPUTE))
+
+    @property
+    def step(self) -> float:
+        """Seconds a step, all phases together."""
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Some steps of a training, measured without the profiler; `operations` are from the trace."""
+
+    ranks: tuple[Rank, ...]
+    steps: int
+    """Steps that were measured."""
+    wall: float = 0.0
+    """Seconds a step by the clock alone, what the phases have to add up to."""
+    samples: float = 0.0
+    """Samples a step over all ranks; 0 if not known."""
+    evaluation: float = 0.0
+    """Seconds a step, if evaluations are shared out over the steps between them."""
+    checkpoint: float = 0.0
+    """The same of checkpoints."""
+    worker_start: float = 0.0
+    """Part of the wait for data in which loader processes were being started."""
+    device: str = "cpu"
+    cores: int = 1
+    """Cores that these ranks may use on their node."""
+    local_ranks: int = 1
+    """Ranks on that node."""
+    threads: int = 1
+    """CPU threads of a rank."""
+    workers: int = 0
+    """Loader processes of a rank."""
+    in_memory: bool = False
+    """Whether the data is held in memory, so that no worker could read it."""
+    gradient_bytes: int = 0
+    """Bytes that a rank's gradients have."""
+    script: bool = False
+    """Whether it was a script of the user's, not a recipe."""
+    compiled: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Steps between two evaluations and two checkpoints, as the settings have it."""
+
+    @property
+    def slowest(self) -> int:
+        """The rank that the others wait for."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].busy)
+
+    @property
+    def excess(self) -> float:
+        """Seconds a step that the slowest rank takes longer than the others' median."""
+        if len(self.ranks) == 1:
+            return 0.0
+        others = [r.busy for i, r in enumerate(self.ranks) if i != self.slowest]
+        return self.ranks[self.slowest].busy - median(others)
+
+    @property
+    def typical(self) -> Rank:
+        """A rank like most: the one whose work is nearest to the median, not the slowest."""
+        if len(self.ranks) == 1:
+            return self.ranks[0]
+        others = [r for i, r in enumerate(self.ranks) if i != self.slowest]
+        middle = median(r.busy for r in others)
+        return min(others, key=lambda rank: abs(rank.busy - middle))
+
+    @property
+    def wanted_cores(self) -> float:
+        """Cores that the ranks of the node wanted on average."""
+        return self.local_ranks * max(rank.wanted_cores for rank in self.ranks)

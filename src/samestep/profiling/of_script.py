@@ -1,0 +1,199 @@
+"""Profile any training script: run it as Python would, look at some of its steps, then end it."""
+
+import contextlib
+import dataclasses
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.errors import UserError
+from samestep.profiling.hooks import Hooks
+from samestep.profiling.measured import Measured, Operations, Rank
+from samestep.profiling.meeting import Meeting
+from samestep.profiling.profile import Profile
+from samestep.profiling.stages import Finished, Span, Stages
+from samestep.profiling.verdict import judge
+from samestep.run import usable_cores
+from samestep.training.phases import Phases
+
+
+class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
+    """The script ended by an error of its own, or by an exit code, before enough was measured."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+        """Its traceback, as Python would print it; empty for an exit code."""
+
+
+def profile_script(
+    script: Path, arguments: list[str], meeting: Meeting, *, local_ranks: int,
+    epoch: int | None = None, seconds: float = 3.0, quiet: bool = False,
+) -> Profile | None:  # fmt: skip
+    """Run a script until some of its steps are measured and traced; return what rank 0 has to show.
+
+    Args:
+        script: a Python file.
+        arguments: what it is to see as its own.
+        meeting: this rank among the others, and the directory for the traces.
+        local_ranks: ranks on this node.
+        epoch: trace this epoch, counted from 1; by default a few steps.
+        seconds: how long to measure, at least.
+        quiet: whether what it prints goes to standard error.
+
+    Raises:
+        ScriptFailed: the script failed by itself.
+        UserError: it took too few steps, or a file could not be written.
+    """
+    phases = Phases()
+    hooks = Hooks(phases, several=meeting.world_size > 1)
+    stages = Stages(phases=phases, agree=meeting.agree, seconds=seconds, epoch=epoch,
+                    whole_epochs=lambda: hooks.loader is not None)  # fmt: skip
+    hooks.on_step, hooks.on_epoch = stages.at, stages.epoch_begins
+    hooks.on_device = lambda phases: setattr(stages, "phases", phases)
+    with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
+        _run(script, arguments)
+    stages.end()
+    if stages.span is None:
+        raise _too_few(script, hooks.steps)
+    meeting.tell(_found(stages, stages.span, hooks, meeting))
+    if meeting.rank != 0:
+        return None
+    found = meeting.told()
+    meeting.close()
+    return _profile(script, found, stages.span, hooks, meeting, local_ranks)
+
+
+def _run(script: Path, arguments: list[str]) -> None:
+    """Run a script as `python script.py …` does, until it ends or has been looked at."""
+    before, path = sys.argv, sys.path[:]
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Finished:
+        return
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            code = stop.code if isinstance(stop.code, int) else 1
+            text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
+            raise ScriptFailed(code, text) from stop
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:
+        raise ScriptFailed(1, _as_python_prints(error, script)) from error
+    finally:
+        sys.argv, sys.path[:] = before, path
+
+
+def _as_python_prints(error: Exception, script: Path) -> str:
+    """Return a traceback without the frames that called the script."""
+    trace = error.__traceback__
+    own = str(script)
+    while trace is not None and trace.tb_frame.f_code.co_filename != own:
+        trace = trace.tb_next
+    shown = error.with_traceback(trace or error.__traceback__)
+    if isinstance(error, SyntaxError):
+        shown = error.with_traceback(None)
+    return "".join(traceback.format_exception(shown))
+
+
+@contextmanager
+def _to_stderr() -> Iterator[None]:
+    """Let what is printed inside, also by code in C, go to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _too_few(script: Path, steps: int) -> UserError:
+    if steps == 0:
+        return UserError(
+            f"{script} ended without a single step of a torch.optim optimizer, so there is nothing "
+            "to profile. Does it train with these arguments (they follow `--`), and in this very "
+            "process? Let samestep start its ranks with --nproc. A recipe file ends with "
+            "`recipe = Recipe(…)`.",
+            on_all_ranks=True,
+        )
+    return UserError(
+        f"{script} took {steps} optimizer step{'s' if steps > 1 else ''} and ended: too few to tell"
+        " anything. Let it take at least 4, better 100.",
+        on_all_ranks=True,
+    )
+
+
+def _found(stages: Stages, span: Span, hooks: Hooks, meeting: Meeting) -> dict[str, Any]:
+    """Write this rank's trace; return what all are to know of this rank."""
+    kept = None
+    workers = hooks.loader.num_workers if hooks.loader is not None else 0
+    if stages.tracer is not None and stages.traced:
+        name = f"rank{meeting.rank}_workers_{workers}"
+        kept = stages.tracer.keep(meeting.folder / "traces", name)
+    phases = {phase: seconds / span.steps for phase, seconds in span.phases.items()}
+    starts = phases.pop("workers", 0.0)
+    return {
+        "phases": {**phases, "data": phases.get("data", 0.0) + starts},
+        "worker_start": starts,
+        "batches": hooks.batches / max(1, hooks.steps),
+        "operations": dataclasses.asdict(kept.operations) if kept is not None else None,
+        "starved": span.cores.waited / span.steps,
+        "wanted_cores": span.cores.wanted,
+        "memory": kept.memory if kept is not None else None,
+    }
+
+
+def _rank(found: dict[str, Any]) -> Rank:
+    """Return a rank as it came out of JSON, which knows no tuples."""
+    operations, memory = found["operations"], found["memory"]
+    if operations is not None:
+        top = tuple((name, share) for name, share in operations["top"])
+        operations = Operations(**{**operations, "top": top})
+    return Rank(
+        phases=found["phases"],
+        operations=operations,
+        starved=found["starved"],
+        wanted_cores=found["wanted_cores"],
+        memory=(memory[0], memory[1]) if memory else None,
+    )
+
+
+def _profile(
+    script: Path, found: list[dict[str, Any]], span: Span, hooks: Hooks,
+    meeting: Meeting, local_ranks: int,
+) -> Profile:  # fmt: skip
+    loader, optimizer = hooks.loader, hooks.optimizer
+    assert optimizer is not None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    batch = getattr(loader, "batch_size", None) or 0
+    measured = Measured(
+        ranks=tuple(_rank(each) for each in found),
+        steps=span.steps,
+        wall=span.seconds / span.steps,
+        samples=batch * round(found[0]["batches"]) * len(found),
+        worker_start=max(each["worker_start"] for each in found),
+        device=parameters[0].device.type,
+        cores=len(usable_cores()),
+        local_ranks=local_ranks,
+        threads=torch.get_num_threads(),
+        workers=loader.num_workers if loader is not None else 0,
+        in_memory=loader is None,
+        gradient_bytes=sum(p.nbytes for p in parameters),
+        script=True,
+    )
+    traces = [f"traces/{p.name}" for p in sorted((meeting.folder / "traces").glob("trace_*"))]
+    return Profile(name=script.name, path=meeting.folder, measured=measured,
+                   verdict=judge(measured), traces=tuple(traces))  # fmt: skip

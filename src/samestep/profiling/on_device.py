@@ -1,0 +1,49 @@
+"""What a step computes on a GPU: its kernels are work; where none runs, it waits for the host."""
+
+import re
+from collections.abc import Sequence
+
+from samestep.profiling.events import Event, communicates, multiplies, span
+from samestep.profiling.intervals import Interval, common, length, union, without
+from samestep.profiling.on_host import Split
+
+_WORK = ("kernel", "gpu_memset", "gpu_memcpy")
+_WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy$|hip\w+Synchronize")
+
+
+def kernels(events: Sequence[Event]) -> list[Event]:
+    """Return what ran on a GPU."""
+    return [event for event in events if event.get("cat") in _WORK]
+
+
+def split_device(
+    events: Sequence[Event], compute: list[Interval], waits: list[Interval], steps: int
+) -> Split:
+    """Split what a GPU did in some steps.
+
+    Args:
+        events: of the trace.
+        compute: when the host was in the phases that compute; it runs ahead of the device.
+        waits: when the host waited for data: a device that idles then waits for data, too.
+        steps: how many there are.
+    """
+    ran = kernels(events)
+    window = (compute[0][0], max(compute[-1][1], *(span(event)[1] for event in ran)))
+    computing = [event for event in ran if not communicates(event["name"])]
+    arithmetic = union(span(event) for event in computing if multiplies(event["name"]))
+    all_of_it = union(span(event) for event in computing)
+    idle = without([window], union([*(span(event) for event in ran), *waits]))
+    syncs = union(span(e) for e in events
+                  if e.get("cat") == "cuda_runtime" and _WAITS.match(e["name"]))  # fmt: skip
+    # The device runs dry while the host waits for it, and idles until the host has caught up.
+    drained = [gap for gap in idle if common(syncs, [gap])]
+    matmul = length(common(arithmetic, [window]))
+    split = Split(
+        matmul=matmul / steps,
+        memory=(length(common(all_of_it, [window])) - matmul) / steps,
+        sync=length(drained) / steps,
+        launch=(length(idle) - length(drained)) / steps,
+    )
+    for event in computing:
+        split.names[event["name"]] += event["dur"] / steps
+    return split

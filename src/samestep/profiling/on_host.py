@@ -1,0 +1,129 @@
+"""What a step computes on the CPU: work, the starting of operations, loops that read numbers.
+
+The same call in the same place of each step is one measurement repeated, and its median counts, so
+that a step in which another program had the core does not.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from samestep.profiling.events import (
+    FLOOR,
+    READ,
+    Event,
+    Where,
+    calls,
+    multiplies,
+    own_times,
+    span,
+    steps_of,
+    works,
+)
+from samestep.profiling.intervals import Interval, common, length, union, without
+
+_CHAIN = 25
+"""So few calls, nested ones too, lie between two reads of numbers in a loop that does no more."""
+_DEFAULT_FLOOR_US = 2.0
+_NO_WORK_FLOORS = 3
+"""Up to so many times an operation on one number, it still is more overhead than work."""
+_END = "the end"
+
+
+@dataclass
+class Split:
+    """µs a step of what the steps compute, by what limits it."""
+
+    matmul: float = 0.0
+    memory: float = 0.0
+    launch: float = 0.0
+    sync: float = 0.0
+    names: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Each operation's work."""
+
+    @property
+    def whole(self) -> float:
+        """All of it."""
+        return self.matmul + self.memory + self.launch + self.sync
+
+
+def split_host(events: Sequence[Event], compute: list[Interval]) -> Split:
+    """Split what was computed in some intervals by calls of the host."""
+    host = Where(compute).among(calls(events))
+    steps = [step for step in steps_of(events) if common(compute, [step])]
+    steps = steps or [(compute[0][0], compute[-1][1])]
+    where, number = Where(steps), len(steps)
+    chains = common(union(_chains(host, where)), compute)
+    rest = without(compute, chains)
+    result = Split(sync=median(length(common(chains, [step])) for step in steps))
+    least = _NO_WORK_FLOORS * _floor(events)
+    beyond, below = _Repeated(number), _Repeated(number)
+    reading = Where(chains)
+    for event, own in own_times(host):
+        if reading.of(event["ts"]) < 0:
+            step = where.of(event["ts"])
+            work = max(0.0, own - least) if works(event["name"]) else 0.0
+            beyond.add(event["name"], step, work)
+            below.add(event["name"], step, own - work)
+    between = _Repeated(number)
+    for name, begin, end in _between(host, rest):
+        between.add(name, where.of(begin), end - begin)
+    for name, work in beyond.a_step().items():
+        result.names[name] = work
+        if multiplies(name):
+            result.matmul += work
+        else:
+            result.memory += work
+    result.launch = sum(below.a_step().values()) + sum(between.a_step().values())
+    return result
+
+
+class _Repeated:
+    """µs of the same calls in each step: the n-th of a name is the same one."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._values: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self._seen: dict[tuple[str, int], int] = defaultdict(int)
+
+    def add(self, name: str, step: int, value: float) -> None:
+        """Add a value of a step."""
+        self._values[name, self._seen[name, step]].append(value)
+        self._seen[name, step] += 1
+
+    def a_step(self) -> dict[str, float]:
+        """Return the median µs a step of each name."""
+        sums: dict[str, float] = defaultdict(float)
+        for (name, _), values in self._values.items():
+            sums[name] += median(values) * len(values) / self._num_steps
+        return sums
+
+
+def _between(host: Sequence[Event], rest: list[Interval]) -> Iterator[tuple[str, float, float]]:
+    """Yield the time in which no call ran, each piece with the name of the call that followed."""
+    taken = union(span(event) for event in host)
+    followed = {event["ts"]: str(event["name"]) for event in reversed(host)}
+    for begin, end in without(rest, taken):
+        yield followed.get(end, _END), begin, end
+
+
+def _chains(host: Sequence[Event], where: Where) -> Iterator[Interval]:
+    """Yield the time from one read of a number to the next, in loops that read again and again."""
+    before: float | None = None
+    between = 0
+    for event in host:
+        if event["name"] != READ:
+            between += "::" in event["name"]
+            continue
+        same_step = before is not None and where.of(before) == where.of(event["ts"])
+        if before is not None and same_step and between <= _CHAIN:
+            yield before, event["ts"]
+        before, between = event["ts"], 0
+
+
+def _floor(events: Sequence[Event]) -> float:
+    """Return the µs of an operation that does no work, as the trace itself has measured it."""
+    ranges = union(span(event) for event in events if event.get("name") == FLOOR)
+    durations = [event["dur"] for event in Where(ranges).among(calls(events))]
+    return median(durations) if durations else _DEFAULT_FLOOR_US

@@ -1,0 +1,156 @@
+"""A profile as text: the table of phases, the verdict, what was tried. It fits 80 columns."""
+
+import textwrap
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from samestep.profiling.advice import milliseconds
+from samestep.profiling.measured import Measured, Rank
+from samestep.profiling.profile import Profile, Sweep
+from samestep.profiling.verdict import Verdict
+
+_ALL = 0.999
+_MOST_COLUMNS = 4
+"""Ranks that have a column of their own; of more the least, the typical and the most are shown."""
+PHASE_NAMES = {
+    "data": "waiting for data",
+    "to_device": "to the device",
+    "forward": "forward",
+    "backward": "backward",
+    "all_reduce": "all-reduce, not hidden",
+    "optimizer": "optimizer",
+    "step": "step (one graph)",
+    "other": "other",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
+
+
+def show(profile: Profile, console: Console) -> None:
+    """Print a profile."""
+    measured = profile.measured
+    console.print(f"[bold]{escape(profile.name)}[/]")
+    _line(console, "where", _where(measured, profile.precision))
+    console.print()
+    console.print(_phases(measured, profile.verdict))
+    console.print()
+    for name, text in _verdict(profile).items():
+        _line(console, name, text)
+    for one in profile.sweeps:
+        console.print()
+        console.print(_sweep(one))
+        if one.why:
+            _line(console, "", one.why)
+        console.print(f"[bold]use[/]      --{one.setting.replace('_', '-')} {one.best}")
+    console.print()
+    for trace in profile.traces:
+        console.print(f"[bold]trace[/]    {escape(str(profile.path))}/{trace}", soft_wrap=True)
+    if profile.traces:
+        _line(console, "", "Open it at https://ui.perfetto.dev: it stays on your machine.")
+
+
+def _line(console: Console, name: str, text: str) -> None:
+    indent = " " * 9
+    lines = textwrap.wrap(text, max(20, console.width - len(indent)), break_on_hyphens=False)
+    console.print(f"[bold]{name.strip():<9}[/]" + escape(f"\n{indent}".join(lines)), soft_wrap=True)
+
+
+def _where(measured: Measured, precision: str) -> str:
+    ranks = len(measured.ranks)
+    parts = [f"{ranks} rank{'s' if ranks > 1 else ''}", measured.device]
+    if measured.device == "cpu":
+        parts.append(f"{measured.threads} thread{'s' if measured.threads > 1 else ''} each")
+    if not measured.in_memory:
+        parts.append(f"{measured.workers} worker{'' if measured.workers == 1 else 's'} each")
+    if precision:
+        parts.append(precision)
+    parts.append(f"{measured.cores} core{'s' if measured.cores > 1 else ''}")
+    return f"{', '.join(parts)}; {measured.steps:,} steps measured"
+
+
+def _phases(measured: Measured, verdict: Verdict) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("ms a step")
+    columns = _columns(measured)
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    table.add_column("share", justify="right")
+    shared = {"evaluation": measured.evaluation, "checkpoint": measured.checkpoint}
+    for phase, name in PHASE_NAMES.items():
+        values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0)
+                  for rank in columns.values()]  # fmt: skip
+        present = any(phase in rank.phases for rank in columns.values())
+        if not present and not any(values):
+            continue
+        mean = values[0] if len(values) == 1 else (
+            measured.typical.phases.get(phase, 0.0) + shared.get(phase, 0.0)
+        )  # fmt: skip
+        cells = [_number(value) for value in values]
+        table.add_row(name, *cells, f"{mean / verdict.step:.0%}")
+    totals = [rank.step + sum(shared.values()) for rank in columns.values()]
+    table.add_row(
+        "[bold]step[/]", *(f"[bold]{_number(total)}[/]" for total in totals), "[bold]100%[/]"
+    )
+    return table
+
+
+def _columns(measured: Measured) -> dict[str, Rank]:
+    ranks = measured.ranks
+    if len(ranks) <= _MOST_COLUMNS:
+        names = [f"rank {number}" for number in range(len(ranks))] if len(ranks) > 1 else [""]
+        return dict(zip(names, ranks, strict=True))
+    slowest = measured.slowest
+    return {f"rank {ranks.index(measured.typical)}": measured.typical,
+            f"rank {slowest} (slowest)": ranks[slowest]}  # fmt: skip
+
+
+def _number(seconds: float) -> str:
+    return milliseconds(seconds).removesuffix(" ms")
+
+
+def _verdict(profile: Profile) -> dict[str, str]:
+    verdict, measured = profile.verdict, profile.measured
+    lines = {
+        "verdict": f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}",
+        "ceiling": _ceiling(verdict),
+        "change": verdict.change,
+    }
+    if measured.samples:
+        rate = measured.samples / verdict.step
+        lines["speed"] = (
+            f"{1 / verdict.step:,.4g} steps a second, {rate:,.5g} samples a second, with "
+            "evaluations and checkpoints."
+        )
+    if measured.typical.memory is not None:
+        most, phase = measured.typical.memory
+        size = f"{most:,.1f} MiB" if most >= 1 else f"{most * 1024:,.1f} KiB"
+        lines["memory"] = f"at most {size} more than between the steps, in {phase}"
+    for number, note in enumerate(verdict.notes):
+        lines["note" if not number else "note" + " " * number] = note
+    return lines
+
+
+def _ceiling(verdict: Verdict) -> str:
+    if verdict.share > _ALL:
+        return "There is nothing else: all of the step is that."
+    return (
+        f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
+        f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} a step."
+    )
+
+
+def _sweep(one: Sweep) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in (f"--{one.setting.replace('_', '-')}", "ms a step", "of it waiting",
+                    "samples/s", "ratio", "to best before"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for row in one.rows:
+        spread = "" if row is one.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
+        mark = " *" if row.value == one.best else "  "
+        table.add_row(
+            f"{row.value}{mark}", _number(row.seconds), _number(row.data),
+            f"{row.samples_per_s:,.0f}", f"{row.ratio:.2f}", spread,
+        )  # fmt: skip
+    return table

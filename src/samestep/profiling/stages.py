@@ -1,0 +1,175 @@
+"""The stages of a profile: warm-up, measured steps without the profiler, traced steps, the end.
+
+All ranks change stage after the same step: rank 0 decides, at steps that all know beforehand.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from samestep.profiling.cores import Clocks, Cores, between, core_clocks
+from samestep.profiling.tracing import Tracer
+from samestep.training.phases import Phases
+
+_FIRST_DECISION, _GROWTH = 4, 1.25
+_WARM_UP_S, _TRACE_S = 0.5, 0.5
+_TRACED_STEPS = (5, 20)
+_LEAST_STEPS = 8
+_LONGEST_S = 20.0
+"""So long a profile waits for a whole epoch, with what lies between two of them."""
+
+
+class Finished(BaseException):
+    """All stages are done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The accounts at one moment."""
+
+    step: int
+    at: float
+    phases: dict[str, float]
+    clocks: Clocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What lies between two snapshots."""
+
+    steps: int
+    seconds: float
+    phases: dict[str, float]
+    """Seconds in all of its steps."""
+    cores: Cores
+
+
+@dataclass(kw_only=True)
+class Stages:
+    """Where a profile of this rank stands. It is told of every step and of every epoch."""
+
+    phases: Phases
+    agree: Callable[[Callable[[], bool]], bool]
+    """Calls a function on rank 0, and returns what it said on every rank."""
+    seconds: float = 3.0
+    """How long to measure, at least."""
+    epoch: int | None = None
+    """Trace this epoch, counted from 1, from its first step to its last; else a few steps."""
+    whole_epochs: Callable[[], bool] = lambda: False
+    """Whether to measure a whole epoch, with what lies between it and the next."""
+    tracer: Tracer | None = None
+    span: Span | None = None
+    """What was measured."""
+    step: int = 0
+    stage: str = "warm-up"
+    _began: float = field(default_factory=time.perf_counter)
+    _first: Snapshot | None = None
+    _start: Snapshot | None = None
+    _epochs: list[Snapshot] = field(default_factory=list)
+    _next: int = _FIRST_DECISION
+    _trace_until: int = 0
+
+    @property
+    def traced(self) -> int:
+        """Steps that the trace holds."""
+        return self.tracer.steps if self.tracer is not None else 0
+
+    def at(self, step: int) -> None:
+        """Take note that so many steps have been taken.
+
+        Raises:
+            Finished: all is measured.
+        """
+        self.step = step
+        if self._first is None and step:
+            self._first = self._snapshot()
+        if self.stage == "trace":
+            assert self.tracer is not None
+            self.tracer.step()
+            if self.epoch is None and step >= self._trace_until:
+                self._finish()
+        elif step >= self._next:
+            self._next = max(step + 1, int(step * _GROWTH))
+            self._decide()
+
+    def epoch_begins(self, number: int) -> None:
+        """Take note that an epoch begins, counted from 1.
+
+        Raises:
+            Finished: all is measured.
+        """
+        if self.stage == "measure":
+            self._epochs.append(self._snapshot())
+        if self.epoch is None or self.stage == "done":
+            return
+        if self.stage == "trace" and number > self.epoch:
+            self._finish()
+        elif self.stage != "trace" and number == self.epoch:
+            self._begin_trace()
+
+    def end(self) -> None:
+        """Make do with what there is: the training has ended by itself."""
+        if self.stage == "trace" and self.tracer is not None:
+            self.tracer.stop()
+        if self.span is None:
+            self._measure()
+        self.stage = "done"
+
+    def _decide(self) -> None:
+        if self.stage == "warm-up":
+            if self.agree(self._is_warm):
+                self.stage, self._start = "measure", self._snapshot()
+        elif self.stage == "measure" and self.epoch is None and self.agree(self._is_enough):
+            self._begin_trace()
+
+    def _is_warm(self) -> bool:
+        return self.epoch is not None or time.perf_counter() - self._began >= _WARM_UP_S
+
+    def _is_enough(self) -> bool:
+        assert self._start is not None
+        seconds = time.perf_counter() - self._start.at
+        if self.step - self._start.step < _LEAST_STEPS or seconds < self.seconds:
+            return False
+        waits = self.whole_epochs() and len(self._epochs) < 2
+        return not waits or seconds >= max(_LONGEST_S, self.seconds)
+
+    def _begin_trace(self) -> None:
+        if self._start is not None:
+            self._measure()
+        if self.epoch is None:
+            assert self.span is not None
+            each = self.span.seconds / self.span.steps
+            few, many = (self.step + count for count in _TRACED_STEPS)
+            self._trace_until = few
+            while self._trace_until < many and self.agree(
+                lambda: (self._trace_until - self.step) * each < _TRACE_S
+            ):
+                self._trace_until += 1
+        self.stage, self.tracer = "trace", Tracer(self.phases)
+        self.tracer.start()
+        self._start = self._start or self._snapshot()
+
+    def _finish(self) -> None:
+        self.end()
+        raise Finished
+
+    def _measure(self) -> None:
+        """Measure up to here: whole epochs if there are any, else from the end of the warm-up."""
+        start, end = self._start or self._first, self._snapshot()
+        if self.whole_epochs() and len(self._epochs) > 1:
+            start, end = self._epochs[0], self._epochs[-1]
+        if start is not None and end.step - start.step >= 2:
+            self.span = _between(start, end)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(step=self.step, at=time.perf_counter(), phases=self.phases.running(),
+                        clocks=core_clocks())  # fmt: skip
+
+
+def _between(start: Snapshot, end: Snapshot) -> Span:
+    return Span(
+        steps=end.step - start.step,
+        seconds=end.at - start.at,
+        phases={k: s - start.phases.get(k, 0.0) for k, s in end.phases.items()},
+        cores=between(start.clocks, end.clocks, end.at - start.at),
+    )

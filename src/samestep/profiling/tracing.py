@@ -1,0 +1,207 @@
+"""Trace some steps with torch.profiler, and keep the trace as one whole file a rank."""
+
+import csv
+import gzip
+import io
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from samestep.errors import UserError
+from samestep.files import write_atomically
+from samestep.profiling.digest import digest
+from samestep.profiling.events import FLOOR, MARK, phases_of
+from samestep.profiling.measured import Operations
+from samestep.training.phases import Phases
+
+_FLOOR_OPERATIONS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a trace that was written says."""
+
+    operations: Operations
+    memory: tuple[float, str] | None
+
+
+class Tracer:
+    """The profiler around some steps of this rank."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._lap = phases.lap
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, profile_memory=True, acc_events=True)
+        self.steps = 0
+        """Steps traced so far."""
+
+    def start(self) -> None:
+        """Begin to trace, and to mark the end of each phase in the trace."""
+        self._profile.start()
+        with record_function(FLOOR):
+            one = torch.ones(())
+            for _ in range(_FLOOR_OPERATIONS):
+                torch.neg(one)
+        self._phases.lap = self._mark  # type: ignore[method-assign]
+        self._mark("other")
+        self._begin_step()
+
+    def step(self) -> None:
+        """Count a step."""
+        self._step.__exit__(None, None, None)
+        self.steps += 1
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        # The name that readers of PyTorch's traces look for; the profiler writes it by itself only
+        # where it is given a schedule.
+        self._step = record_function(f"ProfilerStep#{self.steps}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """End the trace."""
+        self._step.__exit__(None, None, None)
+        self._phases.lap = self._lap  # type: ignore[method-assign]
+        self._profile.stop()
+
+    def _mark(self, phase: str) -> None:
+        self._lap(phase)
+        with record_function(MARK + phase):
+            pass
+
+    def keep(self, folder: Path, name: str) -> "Kept":
+        """Write the trace and the memory's timeline into a folder; return what they say.
+
+        Raises:
+            UserError: one of them could not be written; no part of it is left.
+        """
+        events = self.save(folder / f"trace_{name}.json.gz")
+        rows = memory_timeline(events)
+        save_memory(folder / f"memory_{name}.csv", rows)
+        return Kept(operations=digest(events, self.steps), memory=peak_memory(rows))
+
+    def save(self, path: Path) -> list[dict[str, Any]]:
+        """Write the trace, compressed, with its phases as a row of their own; return its events.
+
+        Raises:
+            UserError: it could not be written; no part of it is left.
+        """
+        with tempfile.TemporaryDirectory(prefix="samestep-trace-") as folder:
+            raw = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(raw))
+            try:
+                # The profiler writes what fits on a full disk, and does not say so.
+                trace = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"The trace could not be written to {folder}: is that disk full? Free some "
+                    "space, or set TMPDIR to a directory that has some."
+                ) from error
+        events: list[dict[str, Any]] = trace["traceEvents"]
+        trace["traceEvents"] = [*events, *_phase_row(events)]
+        text = json.dumps(trace).encode()
+        write_whole(path, gzip.compress(text, compresslevel=3, mtime=0))
+        return events
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace, compressed or not."""
+    raw = path.read_bytes()
+    text = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return events
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of a profile, whole or not at all.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        raise unwritable(path, error) from error
+    except UserError as error:
+        raise unwritable(path, error.__cause__) from error
+
+
+def unwritable(path: Path, cause: BaseException | None) -> UserError:
+    """Return the message for a file of a profile that could not be written."""
+    reason = getattr(cause, "strerror", None) or cause
+    return UserError(
+        f"{path} could not be written: {reason}. Nothing of it is left; free some space or choose "
+        "another directory with --run-dir (for a script: --out)."
+    )
+
+
+def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the phases as ranges on a row of their own, above all others in a viewer."""
+    marks = [e for e in events if str(e.get("name", "")).startswith(MARK)]
+    if not marks:
+        return []
+    pid = marks[0]["pid"]
+    base = {"pid": pid, "tid": 0, "ph": "M", "ts": marks[0]["ts"]}
+    named = [
+        {**base, "name": "thread_name", "args": {"name": "phases of a step (samestep)"}},
+        {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
+    ]
+    ranges = [
+        {"ph": "X", "cat": "phase", "name": phase, "pid": pid, "tid": 0,
+         "ts": begin, "dur": end - begin}
+        for phase, (begin, end) in phases_of(events)
+    ]  # fmt: skip
+    return [*named, *ranges]
+
+
+def memory_timeline(events: list[dict[str, Any]]) -> list[tuple[float, str, float]]:
+    """Return (ms since the trace began, phase, MiB) for each change of the allocated memory.
+
+    The bytes are PyTorch's allocator's: on the GPU if there is one in the trace, else the CPU's.
+    """
+    changes = [e for e in events if e.get("name") == "[memory]"]
+    on_device = [e for e in changes if e["args"].get("Device Type", 0) == 1]
+    phases = phases_of(events)
+    if not phases:
+        return []
+    begin, rows, place = phases[0][1][0], [], 0
+    held = 0.0
+    for event in sorted(on_device or changes, key=lambda e: e["ts"]):
+        # "Total Allocated" is the device's; the CPU's allocator keeps no such account.
+        total = event["args"].get("Total Allocated", 0) if on_device else None
+        held = float(total) if total is not None else held + event["args"]["Bytes"]
+        while place < len(phases) - 1 and event["ts"] >= phases[place][1][1]:
+            place += 1
+        if event["ts"] >= begin:
+            rows.append(((event["ts"] - begin) / 1000, phases[place][0], held / 2**20))
+    return rows
+
+
+def peak_memory(rows: list[tuple[float, str, float]]) -> tuple[float, str] | None:
+    """Return the most MiB beyond what is held between the steps, and the phase it is held in."""
+    if not rows:
+        return None
+    _, phase, most = max(rows, key=lambda row: row[2])
+    return most - min(mib for _, _, mib in rows), phase
+
+
+def save_memory(path: Path, rows: list[tuple[float, str, float]]) -> None:
+    """Write a memory timeline as CSV.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["ms", "phase", "MiB"])
+    table.writerows([f"{ms:.3f}", phase, f"{mib:.4f}"] for ms, phase, mib in rows)
+    write_whole(path, text.getvalue().encode())

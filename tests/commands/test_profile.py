@@ -1,0 +1,277 @@
+"""`samestep profile`: what it measures and writes, on recipes and scripts; what it refuses."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.profiling.events import phases_of
+from samestep.profiling.tracing import read_trace
+from tests import tiny
+from tests.command_line import end_with_first_failure, read_json, refusal, run, start
+from tests.profiling.planted import SITUATIONS
+from tests.training.test_full_disk import disk, fill  # noqa: F401 - the disk is a fixture
+
+QUICK = ("--seconds", "0.3")
+SLOW_DATA = next(one for one in SITUATIONS if one.name == "a data set that sleeps")
+SCRIPT = next(one for one in SITUATIONS if one.name == "slow saving in a script")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def profiled(here: Path, *arguments: str, **how) -> dict:
+    run("profile", *arguments, folder=here.parent / "outputs", **how)
+    (path,) = here.rglob("profile.json")
+    return read_json(path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_phases_of_a_profile_add_up_to_the_clock(here, world_size):
+    """Measured by the clock alone, over whole steps; every rank for itself."""
+    recipe = tiny.write_recipe(here)
+    tiny.set_pace(recipe, 0.003)
+    found = profiled(here, str(recipe), *QUICK, "--run-dir", "out", world_size=world_size)
+    measured = found["measured"]
+    assert len(measured["ranks"]) == world_size
+    for rank in measured["ranks"]:
+        assert sum(rank["phases"].values()) == pytest.approx(measured["wall"], rel=0.1)
+        assert rank["phases"]["forward"] >= 0.003
+    assert found["verdict"]["step"] >= sum(measured["ranks"][0]["phases"].values()) * 0.99
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_leaves_a_whole_trace_that_viewers_can_open(here, world_size):
+    recipe = tiny.write_recipe(here)
+    profiled(here, str(recipe), *QUICK, "--run-dir", "out", world_size=world_size)
+    traces = sorted(path.name for path in (here / "out" / "traces").glob("trace_*"))
+    assert traces == [f"trace_rank{rank}_workers_0.json.gz" for rank in range(world_size)]
+    for name in traces:
+        raw = gzip.decompress((here / "out" / "traces" / name).read_bytes())
+        trace = json.loads(raw)
+        assert trace["traceEvents"]
+        complete = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+        assert all({"name", "ts", "dur", "pid", "tid"} <= event.keys() for event in complete)
+        steps = [e for e in complete if e["name"].startswith("ProfilerStep#")]
+        assert len(steps) >= 3
+        assert any(event["name"] == "aten::addmm" for event in complete)
+        ranges = {event["name"] for event in complete if event.get("cat") == "phase"}
+        assert {"data", "forward", "backward", "optimizer"} <= ranges
+        assert ("all_reduce" in ranges) == (world_size == 2)
+    rows = (here / "out" / "traces" / "memory_rank0_workers_0.csv").read_text().splitlines()
+    assert rows[0] == "ms,phase,MiB"
+    assert len(rows) > 10
+
+
+def test_a_whole_epoch_can_be_traced(here):
+    """The tiny recipe has 11 steps an epoch."""
+    found = profiled(here, str(tiny.write_recipe(here)), "--epoch", "2", "--run-dir", "out")
+    (trace,) = (here / "out" / "traces").glob("trace_*")
+    events = read_trace(trace)
+    phases = [phase for phase, _ in phases_of(events)]
+    assert phases.count("forward") == 11
+    assert found["measured"]["steps"] <= 11  # those of the epoch before
+
+
+def test_a_sweep_of_workers_finds_those_that_help_and_writes_them_where_it_is_told(here):
+    """Each sample sleeps, so more workers than none are faster on any machine."""
+    recipe = SLOW_DATA.write(here)
+    (here / "mine.toml").write_text("lr = 0.5  # mine\n")
+    found = profiled(here, str(recipe), *QUICK, "--workers", "2,0", "--config", "mine.toml",
+                     "--apply", "--run-dir", "out")  # fmt: skip
+    (sweep,) = found["sweeps"]
+    assert [row["value"] for row in sweep["rows"]] == [0, 2]
+    assert sweep["best"] == 2
+    assert sweep["rows"][1]["ratio"] > 1.3
+    assert (here / "mine.toml").read_text() == "lr = 0.5  # mine\nnum_workers = 2\n"
+    traces = {path.name for path in (here / "out" / "traces").glob("trace_*")}
+    assert traces == {"trace_rank0_workers_0.json.gz", "trace_rank0_workers_2.json.gz"}
+
+
+def test_a_sweep_of_batch_sizes_finds_the_fastest(here):
+    """A step sleeps however many samples it has, so that the largest batch is the fastest."""
+    recipe = tiny.write_recipe(here)
+    tiny.set_pace(recipe, 0.004)
+    flags = ("--batch-sizes", "2,8,32", "--run-dir", "out")
+    (sweep,) = profiled(here, str(recipe), *QUICK, *flags)["sweeps"]
+    assert sweep["best"] == 32
+    assert sweep["rows"][2]["samples_per_s"] > 2 * sweep["rows"][0]["samples_per_s"]
+
+
+def test_the_profile_of_a_run_is_a_directory_of_its_own(here):
+    recipe = tiny.write_recipe(here)
+    tiny.train(recipe, "--run-dir", str(here / "run"), "--epochs", "1", folder=here.parent)
+    before = tiny.files(here / "run")
+    profiled(here, "run", *QUICK)
+    assert tiny.files(here / "run") == before
+    (made,) = (here / "runs").iterdir()
+    assert made.name.startswith("profile-tiny-")
+    assert (made / "settings.toml").is_file()
+
+
+def test_the_table_fits_80_columns_and_json_is_nothing_but_json(here):
+    recipe = str(tiny.write_recipe(here))
+    shown = run("profile", recipe, *QUICK, "--run-dir", "a", folder=here.parent / "o",
+                environment={"COLUMNS": "80"}).printed(0)  # fmt: skip
+    lines = [line for line in shown.splitlines() if not line.startswith(("trace", "[W"))]
+    assert max(map(len, lines)) <= 80
+    for word in ("forward", "verdict", "ceiling", "change", "100%"):
+        assert word in shown
+    ranks = run("profile", recipe, *QUICK, "--json", "--run-dir", "b", folder=here.parent / "o")
+    printed = ranks.printed(0)  # PyTorch's own warning comes first where it was loaded before
+    found = json.loads(printed[printed.index("{") :])
+    assert found["verdict"]["kind"]
+    assert found == read_json(here / "b" / "profile.json")
+
+
+def write(here: Path, text: str, name: str = "train.py") -> str:
+    (here / name).write_text(text)
+    return name
+
+
+LOOP = """
+import sys
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("arguments", sys.argv[1:], "name", __name__)
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+print("the end", step)
+"""
+
+
+def test_a_script_gets_its_own_arguments_and_is_ended_when_it_has_been_seen(here):
+    script = write(here, LOOP.format(steps=10**9))
+    ranks = run("profile", script, *QUICK, "--out", "out", "--", "--lr", "1", "--json",
+                folder=here.parent / "o")  # fmt: skip
+    printed = ranks.printed(0)
+    assert "arguments ['--lr', '1', '--json'] name __main__" in printed
+    assert "the end" not in printed
+    assert "verdict" in printed
+    assert read_json(here / "out" / "profile.json")["measured"]["script"]
+
+
+def test_a_short_script_runs_to_its_end_and_what_there_is_is_told(here):
+    script = write(here, LOOP.format(steps=12))
+    ranks = run("profile", script, "--out", "out", folder=here.parent / "o")
+    assert "the end 11" in ranks.printed(0)
+    assert "untraced" in ranks.printed(0)
+    assert not list((here / "out").rglob("trace_*"))
+
+
+def test_what_a_script_prints_does_not_spoil_the_json(here):
+    """Standard output is read alone, as a program would."""
+    write(here, LOOP.format(steps=10**9))
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", "profile", "train.py", *QUICK, "--json"],
+        capture_output=True, text=True, check=True, cwd=here,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["name"] == "train.py"
+    assert "arguments []" in done.stderr
+
+
+def test_a_script_on_two_ranks_is_profiled_on_both(here):
+    script = SCRIPT.write(here)
+    found = profiled(here, str(script), *QUICK, "--out", "out", world_size=2)
+    assert len(found["measured"]["ranks"]) == 2
+    assert {path.name for path in (here / "out" / "traces").glob("trace_*")} == {
+        "trace_rank0_workers_0.json.gz", "trace_rank1_workers_0.json.gz"}  # fmt: skip
+    assert not list((here / "out").glob("agreed-*"))
+
+
+def test_scripts_are_told_from_recipes_by_what_is_in_them(here):
+    from samestep.commands.profile import is_recipe_file
+
+    for text, expected in (
+        ("recipe = Recipe()", True), ("recipe: Recipe = f()", True),
+        ("from mine import recipe", True), ("from a import b as recipe", True),
+        ("recipes = 1", False), ("def f():\n    recipe = 1", False), ("", False),
+    ):  # fmt: skip
+        assert is_recipe_file(Path(write(here, text))) is expected, text
+
+
+FAILS = """
+def inner():
+    raise ValueError("the script's own")
+inner()
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_script_that_fails_tells_its_own_error_once(here, world_size):
+    ranks = start("profile", write(here, FAILS), "--out", "out", world_size=world_size,
+                  folder=here.parent / "o")  # fmt: skip
+    assert end_with_first_failure(ranks) == 1
+    text = ranks.output()
+    assert text.count("ValueError: the script's own") == 1
+    assert "runpy" not in text
+    assert 'train.py", line 3, in inner' in text
+
+
+def test_a_scripts_exit_code_is_passed_on(here):
+    ranks = start("profile", write(here, "import sys; sys.exit(3)"), folder=here.parent / "o")
+    assert ranks.wait() == [3]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "says"),
+    [
+        ("print('nothing')", (), "without a single step"),
+        (LOOP.format(steps=1), (), "took 1 optimizer step"),
+        ("x = (", (), "train.py:1: '(' was never closed"),
+        (LOOP, ("--workers", "0,1"), "train.py is a script"),
+        (LOOP, ("--epoch", "0"), "--epoch is 0"),
+        (LOOP, ("--seconds", "0"), "--seconds is 0"),
+        (LOOP, ("--nproc", "0"), "--nproc is 0"),
+        (LOOP, ("--lr", "1"), "Unrecognized"),
+        (LOOP, ("--out", "/dev/null/x"), "could not be written"),
+    ],
+)
+def test_what_is_wrong_with_a_script_is_one_message(here, text, arguments, says):
+    message = refusal("profile", write(here, text), *arguments, folder=here.parent / "o")
+    assert says in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--workers", "0,1"), "holds its data in memory"),
+        (("--workers", "0,x"), "whole numbers from 0 on"),
+        (("--batch-sizes", "0"), "whole numbers from 1 on"),
+        (("--apply",), "--apply writes what --workers"),
+        (("--engine", "lightning"), "leave --engine out"),
+        (("--", "x"), "what follows `--`"),
+        (("--run-dir", "/dev/null/x"), "could not be written"),
+    ],
+)
+def test_what_is_wrong_with_the_profile_of_a_recipe_is_one_message(here, arguments, says):
+    recipe = str(tiny.write_recipe(here))
+    assert says in refusal("profile", recipe, *arguments, folder=here.parent / "o")
+
+
+def test_a_target_that_is_not_there_is_named(here):
+    assert "no recipe 'spirl'" in refusal("profile", "spirl", folder=here.parent / "o")
+    assert "no file gone.py" in refusal("profile", "gone.py", folder=here.parent / "o")
+
+
+def test_a_full_disk_leaves_no_part_of_a_trace(here, disk):  # noqa: F811
+    recipe = str(tiny.write_recipe(here))
+    (disk / "out").mkdir()
+    fill(disk / "ballast", leave=40_000)  # for the run's own files, not for a trace
+    message = refusal("profile", recipe, *QUICK, "--run-dir", str(disk / "out"),
+                      folder=here.parent / "o")  # fmt: skip
+    assert "trace_rank0_workers_0.json.gz could not be written" in message
+    assert "No space left" in message
+    assert not [p for p in (disk / "out").rglob("*") if "trace_" in p.name or ".tmp" in p.name]

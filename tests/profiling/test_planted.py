@@ -1,0 +1,18 @@
+"""A planted bottleneck is found, and named with its cause: the whole command, real processes."""
+
+import pytest
+
+from tests.profiling.planted import SITUATIONS, read
+from tests.ranks import samestep
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda one: one.name)
+def test_the_bottleneck_that_was_planted_is_the_verdict(tmp_path, situation):
+    command = situation.command(tmp_path, seconds=0.4)
+    ranks = samestep(*command, world_size=situation.nproc, folder=tmp_path / "out")
+    assert ranks.wait() == [0] * situation.nproc, ranks.output()
+    verdict = read(tmp_path)["verdict"]
+    assert verdict["kind"] == situation.verdict, ranks.output()
+    assert situation.says in f"{verdict['why']} {verdict['change']}"
+    assert verdict["ceiling"] > 1
+    assert verdict["next_kind"] != verdict["kind"]

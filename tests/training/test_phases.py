@@ -1,0 +1,167 @@
+"""Every run says where the seconds of its steps went; the phases add up to its training time."""
+
+import itertools
+
+import pytest
+
+from samestep import read_records
+from samestep.training.phases import PHASES, DevicePhases, Phases
+from tests import tiny
+
+# 11 steps an epoch. The planted cause sleeps in the phase that it is named after.
+SLOW = """
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(FORWARD)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        time.sleep(BACKWARD)
+        return g
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(Slow.apply(outputs), targets)
+"""
+ENGINES = [(), ("--engine", "lightning")]
+# Lightning saves at the end of epochs alone.
+TINY = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
+
+
+def epochs(run):
+    return [r for r in read_records(run) if r["event"] == "epoch"]
+
+
+def with_slow(forward="0.0", backward="0.0"):
+    slow = SLOW.replace("FORWARD", forward).replace("BACKWARD", backward)
+    return TINY.replace("\nrecipe = ", slow + "\nrecipe = ")
+
+
+def assert_adds_up(record, names=PHASES):
+    assert tuple(record["phases"]) == tuple(names)
+    assert all(seconds >= 0 for seconds in record["phases"].values())
+    total = sum(record["phases"].values())
+    assert total == pytest.approx(record["train_seconds"], rel=0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_phases_of_every_epoch_add_up_to_its_training_time(tmp_path, engine, world_size):
+    """Also with micro-steps, validation between epochs, and the checkpoints after them."""
+    run = tmp_path / "run"
+    tiny.train(
+        tiny.write_recipe(tmp_path, TINY), "--run-dir", str(run), "--epochs", "3",
+        "--batch-size", "3", *engine, world_size=world_size, folder=tmp_path,
+    )  # fmt: skip
+    assert len(epochs(run)) == 3
+    for record in epochs(run):
+        assert_adds_up(record)
+        assert (record["phases"]["all_reduce"] > 0) == (world_size > 1)
+        spread = record.get("ranks", {})
+        assert [len(ranks) for ranks in spread.values()] == [2] * (3 if world_size == 2 else 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_time_is_counted_to_the_phase_that_took_it(tmp_path, engine, phase):
+    run = tmp_path / "run"
+    recipe = tiny.write_recipe(tmp_path, with_slow(**{phase: "0.01"}))
+    tiny.train(recipe, "--run-dir", str(run), "--epochs", "2", *engine, folder=tmp_path)
+    _, record = epochs(run)  # Lightning's first epoch has more to begin with
+    assert_adds_up(record)
+    assert record["phases"][phase] >= 0.11
+    assert max(record["phases"], key=record["phases"].get) == phase
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_that_waits_for_a_slow_one_waits_in_all_reduce_and_the_slow_one_is_named(
+    tmp_path, engine
+):
+    run = tmp_path / "run"
+    slow = "(0.02 if __import__('os').environ['RANK'] == '1' else 0)"
+    recipe = tiny.write_recipe(tmp_path, with_slow(backward=slow))
+    flags = ("--run-dir", str(run), "--epochs", "1", *engine)
+    tiny.train(recipe, *flags, world_size=2, folder=tmp_path)
+    (record,) = epochs(run)
+    assert_adds_up(record)
+    assert record["phases"]["all_reduce"] >= 0.11
+    compute, waited = record["ranks"]["compute"], record["ranks"]["all_reduce"]
+    assert compute[1] >= 0.22
+    assert compute[1] > compute[0]
+    assert waited[0] > waited[1]
+
+
+def test_a_run_that_stops_within_an_epoch_and_goes_on_still_adds_up(tmp_path):
+    """The seconds of an epoch are those of all attempts, and so are its phases."""
+    run = tmp_path / "run"
+    recipe = tiny.write_recipe(tmp_path)
+    tiny.train(recipe, "--run-dir", str(run), "--max-steps", "8", folder=tmp_path)
+    tiny.resume(run, "--max-steps", "22", folder=tmp_path)
+    for record in epochs(run):
+        assert_adds_up(record)
+
+
+def test_evaluations_and_checkpoints_say_how_long_they_took(tmp_path):
+    run = tmp_path / "run"
+    tiny.train(tiny.write_recipe(tmp_path), "--run-dir", str(run), "--epochs", "1",
+               folder=tmp_path)  # fmt: skip
+    timed = [r for r in read_records(run) if r["event"] in ("evaluation", "checkpoint")]
+    assert {r["event"] for r in timed} == {"evaluation", "checkpoint"}
+    assert all(r["seconds"] > 0 for r in timed)
+
+
+def test_what_is_left_out_counts_to_no_phase():
+    phases = Phases()
+    phases.begin()
+    phases.lap("forward")
+    before = phases.seconds()["forward"]
+    with phases.left_out():
+        phases.lap("forward")
+    assert phases.seconds()["forward"] == before
+
+
+def test_whole_steps_have_one_phase_for_what_they_compute():
+    phases = Phases(whole=True)
+    phases.lap("step")
+    phases.lap("forward")
+    assert list(phases.total()) == ["data", "to_device", "step", "other"]
+    assert phases.total()["step"] > 0
+
+
+class Event:
+    """An event of a device that takes a millisecond from one to the next."""
+
+    clock = itertools.count()
+    made = 0
+
+    def __init__(self):
+        Event.made += 1
+
+    def record(self):
+        self.at = next(Event.clock)
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return float(later.at - self.at)
+
+
+def test_on_a_device_phases_are_the_time_between_events_and_events_are_used_again():
+    """No event is waited for until the epoch is summed up, and a long epoch needs no more."""
+    phases = DevicePhases(Event)
+    Event.made = 0
+    for _ in range(10_000):
+        phases.begin()  # what lies before is no training
+        phases.lap("data")
+        phases.lap("forward")
+    seconds = phases.total()
+    assert seconds["data"] == pytest.approx(10.0)
+    assert seconds["forward"] == pytest.approx(10.0)
+    assert sum(seconds.values()) == pytest.approx(20.0)
+    assert Event.made <= 1024
+    phases.clear()
+    assert sum(phases.total().values()) == 0
