@@ -89,11 +89,9 @@ def main(arguments: list[str]) -> int:
     started_at = time.time()
 
     def launch(num_ranks: int, path: Path) -> Ended:
-        os.environ[ORDER_FILE] = str(path)
-        with _own_signals():
-            return run_ranks(
-                num_ranks, ["verify", *arguments, "--device", device], started_at
-            )
+        with _as_before():
+            os.environ[ORDER_FILE] = str(path)
+            return run_ranks(num_ranks, ["verify", *arguments, "--device", device], started_at)
 
     with _telling() as tell:
         found = verify(request, sizes, launch, batch=batch, accept=_accepted(command.accept),
@@ -201,13 +199,16 @@ def _refuse_inside_launcher() -> None:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Give signals back to Python after torchrun's agent has had them."""
+def _as_before() -> Iterator[None]:
+    """Take signals and variables back that are meant for the ranks and their agent."""
     names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
     before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    variables = dict(os.environ)
     try:
         yield
     finally:
+        os.environ.clear()
+        os.environ.update(variables)
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)
 

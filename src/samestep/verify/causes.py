@@ -41,21 +41,21 @@ def likely(evidence: Evidence, found: Difference) -> Cause:
         return order()
     if facts.unsteady:
         return augmentation(facts.unsteady, batchwise=facts.batchwise)
-    uneven = found.first_step is not None and found.first_step == facts.cut.uneven_step
     if facts.loss is not None and facts.loss.full > rounding:
         return loss(adds_up=facts.loss.adds_up)
-    if uneven and (facts.loss is not None and facts.loss.uneven > rounding):
+    if facts.loss is not None and facts.loss.uneven > rounding:
         return last_batch(facts.cut.rest, "its loss is no longer the mean over its samples")
     if facts.mixes is not None:
         return mixing(*facts.mixes)
     if facts.remembers is not None:
         return remembering(*facts.remembers)
-    where = f" in step {found.first_step}" if found.first_step else ""
+    first = [f"step {found.first_step}"] if found.first_step else []
+    first += [found.what] if found.what else []
+    first += [found.first_parameter] if found.first_parameter else []
     return Cause(
         UNKNOWN,
-        f"None of the known causes was found; the first difference is{where} in the "
-        f"{found.what or 'data'}{f' of {found.first_parameter}' if found.first_parameter else ''}.",
-        "Look for what depends on the rank, on the number of samples a rank holds, or on what ran "
+        f"None of the known causes was found. What differs first: {', '.join(first)}.",
+        "Look for what depends on the rank, on how many samples a rank holds, or on what ran "
         "before.",
     )
 
@@ -94,7 +94,7 @@ def order() -> Cause:
 
 def augmentation(part: str, *, batchwise: bool) -> Cause:
     """Samples that change with the rank."""
-    reader = {"dataset": "the data set", "transform": "transform()", "augment": "augment()"}[part]
+    reader = {"dataset": "The data set", "transform": "transform()", "augment": "augment()"}[part]
     if batchwise:
         why = f"{reader} gives a sample something else when other samples are beside it."
     else:
@@ -107,7 +107,7 @@ def augmentation(part: str, *, batchwise: bool) -> Cause:
         "augment": "Draw from the keys that augment() is given: samestep.uniform(keys, draws), one "
         "row a sample.",
     }[part]
-    return Cause(AUGMENTATION, why[0].upper() + why[1:], advice)
+    return Cause(AUGMENTATION, why, advice)
 
 
 def loss(*, adds_up: bool) -> Cause:

@@ -86,11 +86,10 @@ class Evidence:
         return own if self.tolerance is None else self.tolerance
 
     def compare(self, one: Trace, other: Trace, name: str = MAIN) -> Difference:
-        """Compare two trainings as the user wants it."""
-        return difference(
-            one, other, self.tolerance_of(name), weights=name != PRECISION,
-            losses_only=self.tolerance is not None,
-        )  # fmt: skip
+        """Compare two trainings as the user wants it; without float64 by their losses alone."""
+        rounded = name == PRECISION or self.facts.exact != "fp64"
+        return difference(one, other, self.tolerance_of(name),
+                          losses_only=rounded or self.tolerance is not None)  # fmt: skip
 
     def failure(self, place: int) -> Failure | None:
         """Return how a start failed, from the rank that caused it."""

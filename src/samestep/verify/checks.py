@@ -37,31 +37,23 @@ def judge(evidence: Evidence) -> list[Check]:
 def _one_process(evidence: Evidence) -> Check:
     cut, reference = evidence.facts.cut, evidence.reference
     compared = f"{cut.steps} steps of {cut.global_batch} samples"
-    if reference is None:
-        failure = evidence.failure(0)
-        message = failure.message if failure else evidence.ended.get(0, "it ended")
-        return _failed("one process", compared, evidence, failure, message)
+    if reference is None or _died(evidence, 0):
+        return _failed_start("one process", compared, evidence, 0)
     first, last = reference.losses[1], reference.losses[cut.steps]
-    return Check(
-        name="one process", status="same", compared=f"{compared}: loss {first:.4g} to {last:.4g}"
-    )
+    compared = f"{cut.steps} steps: loss {first:.4g} to {last:.4g}"
+    return Check(name="one process", status="same", compared=compared)
 
 
 def _ranks(evidence: Evidence, start: Start) -> Check:
     cut, size = evidence.facts.cut, start.world_size
     name = f"{size} ranks"
     shares = [cut.global_batch // size + (r < cut.global_batch % size) for r in range(size)]
-    even = len(set(shares)) == 1
-    compared = f"{cut.global_batch} = {size} × {shares[0]}" if even else (
-        f"{cut.global_batch} = {' + '.join(map(str, shares))}"
-    )  # fmt: skip
-    compared = f"loss, gradients, weights; {compared}"
+    parts = f"{size} × {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+    compared = f"loss, gradients, weights: {parts}"
     reference, trace = evidence.reference, evidence.trace(start.place, MAIN)
     assert reference is not None
-    if trace is None:
-        failure = evidence.failure(start.place)
-        message = failure.message if failure else evidence.ended.get(start.place, "they ended")
-        return _failed(name, compared, evidence, failure, message)
+    if trace is None or _died(evidence, start.place):
+        return _failed_start(name, compared, evidence, start.place)
     found = worst([evidence.compare(reference, trace), _between_ranks(evidence, start)])
     return _compared(name, compared, evidence, found)
 
@@ -75,9 +67,11 @@ def _between_ranks(evidence: Evidence, start: Start) -> Difference:
 
 
 def _precision(evidence: Evidence) -> list[Check]:
-    reference = evidence.trace(0, PRECISION)
-    if reference is None:
+    if evidence.chosen == evidence.facts.exact:
         return []
+    reference = evidence.trace(0, PRECISION)
+    if reference is None or _failures(evidence, PRECISION):
+        return [_failed_or_skipped(evidence.chosen, "losses", evidence, PRECISION)]
     found = [
         (start.world_size, evidence.compare(reference, trace, PRECISION))
         for start in evidence.middle
@@ -87,7 +81,7 @@ def _precision(evidence: Evidence) -> list[Check]:
         return []
     sizes = _sizes(size for size, _ in found)
     return [
-        _compared(evidence.chosen, f"the same on {sizes} ranks", evidence,
+        _compared(evidence.chosen, f"losses: {sizes} ranks", evidence,
                   worst(d for _, d in found), PRECISION)
     ]  # fmt: skip
 
@@ -100,10 +94,10 @@ def _accumulation(evidence: Evidence) -> Check:
         for start in evidence.starts
         if (trace := evidence.trace(start.place, ACCUMULATED)) is not None
     }
-    compared = "two micro-steps a step"
+    compared = "2 micro-steps a step"
     if not found or _failures(evidence, ACCUMULATED):
         return _failed_or_skipped("accumulation", compared, evidence, ACCUMULATED)
-    compared = f"{compared}, {_sizes(found)} ranks"
+    compared = f"{compared}: {_sizes(found)} ranks"
     return _compared("accumulation", compared, evidence, worst(found.values()))
 
 
@@ -117,9 +111,12 @@ def _resume(evidence: Evidence) -> Check:
         if trace is not None:
             found.append(evidence.compare(reference, trace))
             pairs.append(f"{before.world_size}→{start.world_size}")
+    closing = evidence.starts[-1].place
+    if _died(evidence, closing):
+        return _failed_start("stop and resume", f"after step {stop}", evidence, closing)
     if not found or _failures(evidence, RESUMED):
         return _failed_or_skipped("stop and resume", f"after step {stop}", evidence, RESUMED)
-    compared = f"after step {stop}, ranks {', '.join(pairs)}"
+    compared = f"after step {stop}: ranks {', '.join(pairs)}"
     return _compared("stop and resume", compared, evidence, worst(found))
 
 
@@ -136,7 +133,7 @@ def _lightning(evidence: Evidence) -> list[Check]:
     }
     if not found or _failures(evidence, LIGHTNING):
         return [_failed_or_skipped("lightning", "its Trainer", evidence, LIGHTNING)]
-    compared = f"its Trainer on {_sizes(found)} rank{'s' * (len(found) > 1)}, last weights"
+    compared = f"its Trainer on {_sizes(found)} rank{'s' * (len(found) > 1)}"
     return [_compared("lightning", compared, evidence, worst(found.values()))]
 
 
@@ -158,13 +155,24 @@ def _compared(
     )
 
 
+def _died(evidence: Evidence, place: int) -> bool:
+    """Whether a start ended before it could say why."""
+    return place in evidence.ended and evidence.failure(place) is None
+
+
+def _failed_start(name: str, compared: str, evidence: Evidence, place: int) -> Check:
+    failure = evidence.failure(place)
+    message = failure.message if failure else evidence.ended.get(place, "it ended")
+    return _failed(name, compared, evidence, failure, message)
+
+
 def _failed(
     name: str, compared: str, evidence: Evidence, failure: Failure | None, message: str
 ) -> Check:
     cause = causes.of_failure(evidence, failure, message)
     step = failure.step if failure else 0
     words = _words(cause)
-    words["why"] = f"It failed: {message}" + (f" {words['why']}" if words.get("why") else "")
+    words["why"] = " ".join([f"It failed: {message.rstrip('.')}.", words.get("why", "")]).strip()
     return Check(name=name, status="different", compared=compared, first_step=step or None, **words)  # type: ignore[arg-type]
 
 

@@ -50,7 +50,7 @@ def _by_intent(
         return Check(name=name, status="skipped", compared=f"{what}; {why}")
     found, size = free
     tolerance = evidence.tolerance_of(MAIN)
-    compared = f"{what}: as it is, on {size} ranks"
+    compared = f"{what}, on {size} ranks"
     if found.largest <= tolerance:
         return Check(name=name, status="same", compared=compared, tolerance=tolerance,
                      difference=found.largest)  # fmt: skip
@@ -73,7 +73,7 @@ def _batchnorm(evidence: Evidence) -> Check:
     names = evidence.facts.batchnorm
     if not names:
         return Check(name="BatchNorm", status="same", compared="the model has none")
-    shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    shown = "Layer " + (names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more")
     cause = Cause(
         causes.BATCHNORM,
         f"{shown}: each rank normalises over its own share of the batch; frozen, they make no "
@@ -81,7 +81,7 @@ def _batchnorm(evidence: Evidence) -> Check:
         "GroupNorm needs no batch; --sync-batchnorm works on NVIDIA GPUs; or accept it: --accept "
         'batchnorm, in the recipe accepts=("batchnorm",).',
     )
-    what = f"{len(names)} layer{'s' * (len(names) > 1)}"
+    what = f"{len(names)} layer{'s' * (len(names) > 1)} as they are"
     return _by_intent(evidence, "batchnorm", "BatchNorm", what, cause, "batchnorm")
 
 
@@ -98,28 +98,27 @@ def _dropout(evidence: Evidence) -> Check:
         'It is by intent? Accept it: --accept dropout, in the recipe accepts=("dropout",); or '
         "compare losses alone, up to --tolerance 0.1. Else set its probability to 0.",
     )
-    return _by_intent(evidence, "dropout", "dropout", "draws from torch", cause, "dropout")
+    return _by_intent(evidence, "dropout", "dropout", "draws as they are", cause, "dropout")
 
 
 def _state(evidence: Evidence) -> Check:
     facts, name = evidence.facts, "state"
     if facts.remembers is not None:
-        compared = "a second forward, weights and buffers as before"
+        compared = "a second forward gives the same"
         return _found(evidence, name, compared, causes.remembering(*facts.remembers),
                       difference=facts.remembers[1], tolerance=evidence.exact)  # fmt: skip
     if facts.generators:
         cause = causes.generators(facts.generators)
-        what = " and ".join(sorted(facts.generators))
-        return _by_intent(evidence, "state", name, what, cause, None)
-    compared = "a second forward gives the same; no draws from Python or NumPy"
+        return _by_intent(evidence, "state", name, "draws as they are", cause, None)
+    compared = "a second forward gives the same"
     return Check(name=name, status="same", compared=compared)
 
 
 def _order(evidence: Evidence) -> Check:
     name, facts = "order", evidence.facts
-    epoch = f"{facts.cut.num_samples} samples, on all ranks those of one process"
+    epoch = "on all ranks that of one process"
     if causes.other_data(evidence):
-        return _found(evidence, name, "the same samples in every process", causes.order())
+        return _found(evidence, name, "the same data in every process", causes.order())
     if facts.unsteady:
         return Check(name=name, status="skipped", compared="samples change when they are read")
     for start in evidence.middle:
@@ -143,7 +142,7 @@ def _shared_out(evidence: Evidence, start: Start) -> dict[int, bool]:
 
 def _augmentation(evidence: Evidence) -> Check:
     facts = evidence.facts
-    compared = "a sample read twice, and in another batch"
+    compared = "a sample read again, in other batches"
     if facts.unsteady:
         cause = causes.augmentation(facts.unsteady, batchwise=facts.batchwise)
         return _found(evidence, "augmentation", compared, cause)
@@ -152,7 +151,7 @@ def _augmentation(evidence: Evidence) -> Check:
 
 def _loss(evidence: Evidence) -> Check:
     found, tolerance = evidence.facts.loss, evidence.exact
-    compared = "a batch's loss and its parts', by their sizes"
+    compared = "of a batch, and of its parts"
     if found is None:
         return Check(name="loss", status="skipped", compared="outputs are not one a sample")
     if found.full > tolerance:
@@ -182,7 +181,7 @@ def _last_batch(evidence: Evidence) -> Check:
             advice="Choose sizes that never leave one sample, or --drop-last.",
         )  # fmt: skip
     largest = 0.0 if loss is None else loss.uneven
-    return Check(name=name, status="same", compared=f"{compared}, and a batch of one",
+    return Check(name=name, status="same", compared=f"{compared}, and 1 alone",
                  difference=largest, tolerance=tolerance)  # fmt: skip
 
 
@@ -197,7 +196,7 @@ def _unused(evidence: Evidence) -> Check:
 
 def _mixing(evidence: Evidence) -> Check:
     found = evidence.facts.mixes
-    compared = "a sample's output, with others beside it"
+    compared = "outputs, with others in the batch"
     if found is not None:
         return _found(evidence, "samples apart", compared, causes.mixing(*found),
                       difference=found[1], tolerance=evidence.exact)  # fmt: skip

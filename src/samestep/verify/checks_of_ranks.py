@@ -4,7 +4,7 @@ from collections import Counter
 
 from samestep.verify import causes
 from samestep.verify.check import Check, Evidence
-from samestep.verify.compare import evaluations_apart
+from samestep.verify.compare import Difference, evaluations_apart
 from samestep.verify.situations import MAIN
 
 
@@ -47,11 +47,10 @@ def _metrics(evidence: Evidence) -> Check:
                      difference=largest)  # fmt: skip
     told = [rank for ranks in evidence.told.values() for rank in ranks]
     across = any(rank.across.get(name, 0.0) > tolerance for rank in told)
-    cause = causes.metric(name, across=across)
-    if name == "loss" and evidence.facts.loss is not None and evidence.facts.loss.full > tolerance:
-        cause = causes.loss(adds_up=evidence.facts.loss.adds_up)
-    elif causes.other_data(evidence):
-        cause = causes.order()
+    if across or evidence.facts.metrics.get(name, 0.0) > tolerance:
+        cause = causes.metric(name, across=across)
+    else:
+        cause = causes.likely(evidence, Difference(largest, what=name))
     return Check(name="metrics", status="different", compared=compared, tolerance=tolerance,
                  difference=largest, cause=cause.name, why=cause.why,
                  advice=cause.advice)  # fmt: skip
@@ -67,7 +66,7 @@ def _writer(evidence: Evidence) -> Check:
         for path, line in found.written.items()
         if str(rank) not in path.rpartition("/")[2]
     }
-    compared = "what ranks other than 0 print and write"
+    compared = "what other ranks than 0 print, write"
     if written:
         path, line = next(iter(written.items()))
         more = f" and {len(written) - 1} more files" if len(written) > 1 else ""
@@ -96,15 +95,16 @@ def _one_device(evidence: Evidence) -> Check:
     trace = evidence.trace(before.place, MAIN)
     loaded = next((t.loaded for t in evidence.told.get(last.place, []) if t.loaded), None)
     name = "one device"
-    compared = f"a checkpoint of {before.world_size} ranks, evaluated by one process"
+    compared = f"a checkpoint of {before.world_size} ranks, evaluated"
     if trace is None or loaded is None or stop not in trace.evaluations:
         return Check(name=name, status="skipped", compared="there is no checkpoint to load")
     apart, value = evaluations_apart(trace.evaluations[stop], loaded)
-    return Check(
-        name=name,
-        status="same" if apart <= evidence.exact else "different",
-        compared=compared,
-        tolerance=evidence.exact,
-        difference=apart,
-        why="" if apart <= evidence.exact else f"{value} differs.",
-    )
+    if apart <= evidence.exact:
+        return Check(name=name, status="same", compared=compared, tolerance=evidence.exact,
+                     difference=apart)  # fmt: skip
+    if not _metrics(evidence).passed:
+        return Check(name=name, status="skipped", compared="metrics differ by themselves")
+    cause = causes.likely(evidence, Difference(apart, what=value))
+    return Check(name=name, status="different", compared=compared, tolerance=evidence.exact,
+                 difference=apart, cause=cause.name, why=cause.why,
+                 advice=cause.advice)  # fmt: skip

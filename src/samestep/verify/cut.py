@@ -24,6 +24,8 @@ class Cut:
     """Full batches of an epoch."""
     drop_last: bool
     num_evaluated: int
+    ranks: int
+    """The most ranks."""
 
     @property
     def steps(self) -> int:
@@ -43,7 +45,7 @@ class Cut:
 
 def choose_cut(
     num_samples: int, num_evaluated: int, sizes: Sequence[int], *, batch: int | None = None,
-    drop_last: bool = False,
+    drop_last: bool = False, heavy: bool = False,
 ) -> Cut:  # fmt: skip
     """Return the smallest training that shows what may differ on these numbers of ranks.
 
@@ -55,6 +57,7 @@ def choose_cut(
         sizes: the numbers of ranks.
         batch: the global batch, if the user wants a certain one.
         drop_last: whether the incomplete batch is left out.
+        heavy: whether a step takes so long that one full batch an epoch has to do.
 
     Raises:
         UserError: there are too few samples.
@@ -64,11 +67,13 @@ def choose_cut(
     evaluated = min(num_evaluated, next((n for n in primes if n >= 2 * top), num_evaluated))
     needed = 0
     for full, global_batch, rest in _candidates(sizes, batch):
+        if full > 1 and heavy and not drop_last:
+            continue
         needed = full * global_batch + rest
         if needed <= num_samples:
             return Cut(
                 num_samples=needed, global_batch=global_batch, rest=rest, full=full,
-                drop_last=drop_last, num_evaluated=evaluated,
+                drop_last=drop_last, num_evaluated=evaluated, ranks=top,
             )  # fmt: skip
     raise UserError(
         f"{num_samples} training samples are too few to compare {_listed(sizes)} ranks: {needed} "

@@ -3,6 +3,7 @@
 They are not needed to see that ranks differ, but to say why.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from samestep.settings import Precision, Settings
 from samestep.training.precision import autocast, data_dtype
 from samestep.training.prepare import prepare
 from samestep.training.state import seed_alike
+from samestep.verify.compare import TOLERANCES, relative
 from samestep.verify.cut import Cut
 from samestep.verify.digest import sample_marks
 from samestep.verify.facts import Facts, Loss
@@ -24,7 +26,6 @@ from samestep.verify.hold import KINDS, Seen, batch_norms, hold_model, watched
 from samestep.world import World
 
 _ALL = frozenset(KINDS)
-_ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,20 +87,21 @@ class Subject:
     @property
     def rounding(self) -> float:
         """Relative difference that is no more than rounding."""
-        return _ROUNDING[self.settings.precision]
+        return TOLERANCES[self.settings.precision]
 
 
 def exact_precision(subject: Subject, chosen: Precision) -> tuple[Precision, str, str]:
     """Return the precision to compare in, why it is not float64, and why no other works either."""
     problem = last = ""
-    for precision in dict.fromkeys(("fp64", chosen)):
+    candidates: tuple[Precision, ...] = ("fp64", chosen)
+    for precision in dict.fromkeys(candidates):
         if precision == "fp64" and subject.world.device.type == "mps":
             problem = "Apple GPUs have no float64"
             continue
-        settings = replace(subject.settings, precision=cast("Precision", precision))
+        settings = replace(subject.settings, precision=precision)
         error = _try_step(replace(subject, settings=settings))
         if not error:
-            return cast("Precision", precision), problem if precision != "fp64" else "", ""
+            return precision, problem if precision != "fp64" else "", ""
         problem = problem or error
         last = error
     return chosen, problem, last
@@ -128,20 +130,27 @@ def look_at(subject: Subject, facts: Facts) -> Facts:
     if not _by_sample(outputs, block.rows):
         return facts
     outputs = _detached(outputs)
-    facts = replace(
+    remembers = remembering(subject, block)
+    return replace(
         facts,
-        loss=loss_of_parts(subject, model, outputs, block),
+        loss=loss_of_parts(subject, model),
         metrics=metrics_of_parts(subject, outputs, block.targets),
-        mixes=mixing(subject, model, block),
+        remembers=remembers,
+        # What remembers gives something else each time, in whichever company.
+        mixes=None if remembers is not None else mixing(subject, model, block),
     )
-    return replace(facts, remembers=remembering(subject, block))
 
 
 def held_model(subject: Subject, block: Block) -> nn.Module:
     """Return the model with all that it draws held still."""
     model = subject.build()
-    hold_model(model, Seen(), _ALL, lambda: block.inputs)
+    hold_model(model, Seen(), _ALL, lambda: few_inputs(block))
     return model
+
+
+def few_inputs(block: Block) -> Any:
+    """Return some inputs for the statistics at which batch normalisation is held."""
+    return narrow(block.inputs, 0, min(4, block.rows))
 
 
 def _randomness(subject: Subject, facts: Facts) -> Facts:
@@ -218,28 +227,34 @@ def _origin(subject: Subject, is_same: Callable[[Recipe], bool]) -> str:
 # --- loss and metrics ---
 
 
-def loss_of_parts(subject: Subject, model: nn.Module, outputs: Any, block: Block) -> Loss:
-    """Compare a batch's loss with its parts', for the full batch and for the incomplete one."""
-    full, sums = _parts(subject, outputs, block.targets, block.rows)
-    rest = min(subject.cut.rest, block.rows)
-    inputs = narrow(block.inputs, 0, rest)
-    try:
-        short = _detached(subject.forward(model, inputs))
-        uneven, _sums = _parts(subject, short, narrow(block.targets, 0, rest), rest)
-    except Exception:  # it fails with so many, and that is told elsewhere
-        uneven = 0.0
-    return Loss(full=full, uneven=uneven, adds_up=sums <= subject.rounding < full)
+def loss_of_parts(subject: Subject, model: nn.Module) -> Loss:
+    """Compare batches' losses with their parts', for full batches and for the incomplete one.
+
+    The parts are as small as those that ranks will hold.
+    """
+    cut = subject.cut
+    apart, from_sum = zip(*(_parts(subject, model, step) for step in range(cut.full)), strict=True)
+    uneven = 0.0
+    if not cut.drop_last:
+        with contextlib.suppress(Exception):  # it fails with so many, and that is told elsewhere
+            uneven, _ = _parts(subject, model, cut.full)
+    full = max(apart)
+    return Loss(full=full, uneven=uneven, adds_up=max(from_sum) <= subject.rounding < full)
 
 
-def _parts(subject: Subject, outputs: Any, targets: Any, rows: int) -> tuple[float, float]:
+def _parts(subject: Subject, model: nn.Module, step: int) -> tuple[float, float]:
     """Return how far a loss is from its parts' weighted mean, and how far from their sum."""
+    block = subject.batch(step)
+    with torch.no_grad():
+        outputs = subject.forward(model, block.inputs)
+    rows = block.rows
+    last = max(1, rows // max(2, subject.cut.ranks))
     if rows < 2:
         return 0.0, 0.0
-    first = rows // 2 + 1 if rows > 2 else 1
-    places = ((0, first), (first, rows - first))
-    whole = float(subject.loss(outputs, targets))
+    whole = float(subject.loss(outputs, block.targets))
     losses = [
-        (float(subject.loss(narrow(outputs, s, n), narrow(targets, s, n))), n) for s, n in places
+        (float(subject.loss(narrow(outputs, s, n), narrow(block.targets, s, n))), n)
+        for s, n in ((0, rows - last), (rows - last, last))
     ]
     mean = sum(loss * count for loss, count in losses) / rows
     total = sum(loss for loss, _ in losses)
@@ -347,12 +362,6 @@ def _difference(mine: list[Tensor], others: list[Tensor]) -> float:
 
 def _scale(tensor: Tensor) -> float:
     return max(float(tensor.abs().max()), 1e-12)
-
-
-def relative(one: float, other: float) -> float:
-    """Return the difference of two numbers relative to the larger of them."""
-    scale = max(abs(one), abs(other))
-    return abs(one - other) / scale if scale > 1e-12 else 0.0
 
 
 def _leaves(tree: Any) -> list[Tensor]:

@@ -58,11 +58,11 @@ def is_users(file: str) -> bool:
     return not file.startswith(_NOT_THE_USERS)
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note every random operation, and give each a constant result if it is to be held still."""
 
     def __init__(self, found: dict[str, str], *, hold: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found, self._hold = found, hold
 
     def __torch_dispatch__(

@@ -1,6 +1,5 @@
 """What each rank of a start does: the situations one after the other, each kept in a file."""
 
-import importlib.util
 import time
 import traceback
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +26,13 @@ from samestep.training.state import load_model, seed_alike
 from samestep.training.stopping import Received
 from samestep.verify.cut import choose_cut
 from samestep.verify.digest import sample_marks
-from samestep.verify.experiments import Subject, exact_precision, held_model, look_at
+from samestep.verify.experiments import (
+    Subject,
+    exact_precision,
+    few_inputs,
+    held_model,
+    look_at,
+)
 from samestep.verify.facts import Facts, read_facts, write_facts
 from samestep.verify.hold import KINDS, Seen, hold_model, is_users, watched
 from samestep.verify.record import keep_record, recording
@@ -44,6 +49,7 @@ from samestep.verify.writes import Writes
 from samestep.world import World
 
 _ALL = frozenset(KINDS)
+_HEAVY = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,8 @@ class Order:
     sizes: tuple[int, ...]
     batch: int | None
     """The global batch, if the user named one."""
+    lightning: bool
+    """Whether Lightning is installed and to be compared too."""
 
 
 def folder_of(folder: Path, place: int, rank: int) -> Path:
@@ -179,9 +187,10 @@ class _Start:
             cut=choose_cut(
                 num_samples(self._splits.train), num_samples(getattr(self._splits, name)),
                 self._order.sizes, batch=self._order.batch, drop_last=settings.drop_last,
+                heavy=self._is_heavy(),
             ),
             evaluates=name,
-            lightning=_has_lightning(),
+            lightning=self._order.lightning,
         )  # fmt: skip
         self._facts = facts
         self._cut_down(facts)
@@ -192,6 +201,15 @@ class _Start:
             facts = look_at(self._subject(), facts)
         write_facts(self._folder / "facts.json", facts)
         return facts
+
+    def _is_heavy(self) -> bool:
+        """Whether the model is so large that a minute needs fewer steps."""
+        seed_alike(self._request.settings.seed)
+        try:
+            model = self._recipe.build_model(self._request.options)
+        except UserError:  # the run will tell of it
+            return False
+        return sum(p.numel() for p in model.parameters()) > _HEAVY
 
     def _subject(self, precision: str | None = None) -> Subject:
         settings = replace(
@@ -221,7 +239,7 @@ class _Start:
         held = _ALL - situation.free
         cut = self._facts.cut
         settings = settings_of(
-            situation, self._request.settings, cut, self._world.world_size, run
+            situation, self._request.settings, self._facts, self._world.world_size, run
         )
         if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
@@ -232,7 +250,7 @@ class _Start:
         )
 
         def inputs() -> Any:
-            return self._subject(situation.precision).batch().inputs
+            return few_inputs(self._subject(situation.precision).batch())
 
         def prepare(job: Job) -> None:
             # A checkpoint brings the statistics that it was trained with.
@@ -242,6 +260,7 @@ class _Start:
         engine = recording(
             self._engine(lightning=situation.lightning), trace, prepare=prepare,
             saves_at=cut.stop if situation.saves else None,
+            ends_at=cut.stop if situation.short else None,
             evaluates=situation.evaluates and not situation.lightning,
         )  # fmt: skip
         run_session(
@@ -258,7 +277,7 @@ class _Start:
             built = recipe.model(*options)
             for name, parameter in built.named_parameters():
                 if name in unused:
-                    parameter.requires_grad_(requires_grad=False)
+                    parameter.requires_grad = False
             return built
 
         return replace(
@@ -330,6 +349,3 @@ def _failure(situation: Situation, trace: Trace, error: Exception) -> Failure:
         mistake=mistake, lost_peer=not mistake and bool(LOST_PEER.search(str(error))),
     )  # fmt: skip
 
-
-def _has_lightning() -> bool:
-    return importlib.util.find_spec("lightning") is not None

@@ -16,8 +16,8 @@ from samestep.verify.trace import Trace
 
 
 def recording(
-    inner: Engine, trace: Trace, *, prepare: Callable[[Job], None], saves_at: int | None,
-    evaluates: bool,
+    inner: Engine, trace: Trace, *, prepare: Callable[[Job], None], saves_at: int | None = None,
+    ends_at: int | None = None, evaluates: bool = False,
 ) -> Engine:  # fmt: skip
     """Return an engine that fills a trace while another one drives.
 
@@ -26,6 +26,7 @@ def recording(
         trace: what is filled.
         prepare: called with the job before anything is computed.
         saves_at: the one step whose checkpoint is kept; large ones take their time.
+        ends_at: the step at which a checkpoint is due, after which enough is known.
         evaluates: whether to evaluate before training too.
     """
 
@@ -40,6 +41,8 @@ def recording(
         def save_once(job: Job, name: str, metric: float | None) -> Record:
             if job.position.step == saves_at:
                 return save(job, name, metric)
+            if job.position.step == ends_at:
+                job.stop_reason = "enough is known"
             return _not_saved(job)
 
         job.save = save_once

@@ -39,10 +39,9 @@ def show(report: Report, console: Console) -> None:
         console.print(_block("held still", held_words(facts.present)))
     console.print()
     console.print(_table(report.checks))
-    for check in report.checks:
-        if check.why or (check.advice and not check.passed):
-            console.print()
-            _explain(check, console)
+    for checks in _by_cause(report.checks):
+        console.print()
+        _explain(checks, console)
     console.print()
     console.print(_sentence(report))
 
@@ -104,7 +103,7 @@ def _block(name: str, text: str, style: str = "bold") -> Table:
 
 
 def _table(checks: list[Check]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True, style="bold")
     table.add_column("differs", no_wrap=True, justify="right")
@@ -123,16 +122,26 @@ def _number(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else "∞"
 
 
-def _explain(check: Check, console: Console) -> None:
-    """Print the cause of a row below the table."""
+def _by_cause(checks: list[Check]) -> list[list[Check]]:
+    """Return the rows that have something to say, those that say the same together."""
+    groups: dict[tuple[object, ...], list[Check]] = {}
+    for check in checks:
+        if check.why:
+            groups.setdefault((check.cause, check.why, check.status), []).append(check)
+    return list(groups.values())
+
+
+def _explain(checks: list[Check], console: Console) -> None:
+    """Print the cause of some rows below the table."""
+    check = checks[0]
     where = [f"from step {check.first_step}"] if check.first_step else []
     where += [f"first in {check.first_parameter}"] if check.first_parameter else []
-    head = Text(f"{check.name}: {check.cause or 'it failed'}", style=_COLOURS[check.status])
+    head = Text(check.cause or "failure", style=_COLOURS[check.status])
+    head.append(f"  {', '.join(c.name for c in checks)}", style="not bold default")
     if where:
-        head.append(f" ({', '.join(where)})", style="not bold default")
+        head.append(f": {', '.join(where)}", style="not bold default")
     console.print(head)
-    if check.why:
-        console.print(Padding(Text(check.why), (0, 0, 0, 2)))
+    console.print(Padding(Text(check.why), (0, 0, 0, 2)))
     if check.advice:
         advice = Table.grid(padding=(0, 1, 0, 0))
         advice.add_row(Text("→", style=_COLOURS[check.status]), Text(check.advice))

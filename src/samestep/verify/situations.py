@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.settings import Precision, Settings
-from samestep.verify.cut import Cut
 from samestep.verify.facts import Facts
 from samestep.verify.hold import KINDS, Kind
 
 MAIN, FREE, ACCUMULATED, RESUMED, PRECISION, LIGHTNING = (
     "main", "as it is", "accumulated", "resumed", "precision", "lightning",
 )  # fmt: skip
+_SLOWER = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class Situation:
     """Whether each rank takes its share in two micro-steps."""
     resumes: int | None = None
     saves: bool = False
+    short: bool = False
+    """Whether it ends where others stop and resume."""
     evaluates: bool = False
     lightning: bool = False
 
@@ -73,13 +75,13 @@ def plan_situations(start: Start, facts: Facts, chosen: Precision) -> list[Situa
     if start.place <= 1:
         # What differs by itself is measured once: on one process and on the fewest ranks.
         if present:
-            found.append(Situation(name=FREE, precision=exact, free=frozenset(present)))
+            found.append(Situation(name=FREE, precision=exact, free=frozenset(present), short=True))
         if len(present) > 1:
             found += [
-                Situation(name=f"{FREE}: {kind}", precision=exact, free=frozenset({kind}))
+                Situation(name=f"{FREE}: {kind}", precision=exact, free=frozenset({kind}), short=True)
                 for kind in present
             ]
-    found.append(Situation(name=ACCUMULATED, precision=exact, halves=True))
+    found.append(Situation(name=ACCUMULATED, precision=exact, halves=True, short=True))
     if start.resumes is not None:
         found.append(resumed)
     if chosen != exact:
@@ -90,18 +92,21 @@ def plan_situations(start: Start, facts: Facts, chosen: Precision) -> list[Situa
 
 
 def settings_of(
-    situation: Situation, settings: Settings, cut: Cut, world_size: int, run: Path
+    situation: Situation, settings: Settings, facts: Facts, world_size: int, run: Path
 ) -> Settings:
     """Return the user's settings with what a situation needs of them changed."""
+    cut = facts.cut
     share = -(-cut.global_batch // world_size)
     return replace(
         settings,
         run_dir=str(run), epochs=None, max_steps=cut.steps, precision=situation.precision,
         global_batch_size=cut.global_batch, accumulate=None,
         batch_size=-(-share // 2) if situation.halves else share,
+        # With frozen statistics a rate that batch normalisation bears may diverge.
+        lr=settings.lr * (_SLOWER if facts.batchnorm else 1.0),
         engine="lightning" if situation.lightning else "native", compile="off",
         log_every=1, patience=None, keep_top_k=None, checkpoint_every_minutes=None,
         monitor=None, mode="auto", eval_every_epochs=1, checkpoint_every_epochs=1,
         eval_every_steps=cut.stop if situation.evaluates and not situation.lightning else None,
-        checkpoint_every_steps=cut.stop if situation.saves else None,
+        checkpoint_every_steps=cut.stop if situation.saves or situation.short else None,
     )  # fmt: skip

@@ -68,8 +68,8 @@ def _some(data: Any, count: int, *, lenient: bool) -> Any:
     if isinstance(data, tuple):
         if [isinstance(part, Tensor) for part in data] != [True, True]:
             return data
-        places = torch.tensor(_spread(total, count), dtype=torch.int64)
-        return data[0][places], data[1][places]
+        taken = torch.tensor(_spread(total, count), dtype=torch.int64)
+        return data[0][taken], data[1][taken]
     if not hasattr(data, "__getitem__"):
         return data
     places = _readable(data, count) if lenient else _spread(total, count)

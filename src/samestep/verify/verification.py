@@ -1,5 +1,6 @@
 """Start the ranks one size after the other, read back what they left, and judge it."""
 
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -51,7 +52,8 @@ class Report:
 def verify(
     request: Request, sizes: Sequence[int], launch: Launch, *, batch: int | None = None,
     accept: Sequence[Accepted] = (), tolerance: float | None = None,
-    tell: Callable[[str], None] = lambda _text: None, notes: tuple[str, ...] = (),
+    lightning: bool = True, tell: Callable[[str], None] = lambda _text: None,
+    notes: tuple[str, ...] = (),
 ) -> Report:  # fmt: skip
     """Return whether a recipe trains the same on one process and on these numbers of ranks.
 
@@ -62,6 +64,7 @@ def verify(
         batch: the global batch, if not the smallest that will do.
         accept: what may differ by intent, beside what the recipe accepts.
         tolerance: largest relative difference of losses; else everything is compared, to rounding.
+        lightning: whether Lightning's Trainer is compared too, if it is installed.
         tell: called with what is being done.
         notes: what the user should know of how it was done.
 
@@ -72,13 +75,15 @@ def verify(
     began = time.perf_counter()
     sizes = tuple(sorted({1, *sizes}))
     starts = plan_starts(sizes)
+    lightning = lightning and importlib.util.find_spec("lightning") is not None
+    order = Order(start=starts[0], sizes=sizes, batch=batch, lightning=lightning)
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
         ended: dict[int, str] = {}
         for start in starts:
             tell(f"{start.world_size} rank{'s' * (start.world_size > 1)} "
                  f"({start.place + 1} of {len(starts)} starts)")  # fmt: skip
-            failure = _run(start, Order(start=start, sizes=sizes, batch=batch), folder, launch)
+            failure = _run(start, replace(order, start=start), folder, launch)
             if failure is not None:
                 ended[start.place] = failure
             if start.place == 0 and not _main_trace(folder):
