@@ -31,6 +31,7 @@ ROWS = [
     ["saving", "evaluation"],
     ["session", "prediction"],
     ["lightning"],
+    ["verify"],
     ["slurm"],
     ["doctor"],
     ["commands"],
@@ -52,7 +53,17 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "lightning", "models", "recipes", "slurm", "training"}
+PACKAGES = {
+    "commands",
+    "data",
+    "doctor",
+    "lightning",
+    "models",
+    "recipes",
+    "slurm",
+    "training",
+    "verify",
+}
 
 
 def modules() -> dict[str, ast.Module]:

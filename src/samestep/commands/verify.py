@@ -20,7 +20,8 @@ from samestep.commands.train import config_of, names_given
 from samestep.config import Request, draft, finish
 from samestep.errors import UserError
 from samestep.failure import die_with_parent, rank_of, report
-from samestep.launch import detect_launch
+from samestep.launch import Launch, detect_launch
+from samestep.rank_log import RankLog
 from samestep.ranks import Ended, run_ranks
 from samestep.recipe import Accepted, nearest, recipe_names
 from samestep.settings import Settings, flag_name
@@ -70,6 +71,9 @@ def main(arguments: list[str]) -> int:
     order = order_of_this_rank()
     if order is not None:
         return _rank(arguments, order)
+    launched = detect_launch(os.environ)
+    if launched.world_size > 1:
+        return report(_started_already(launched), RankLog(launched.rank))
     if not arguments or arguments[0] in ("-h", "--help"):
         return _general_help(arguments)
     target, *flags = arguments
@@ -84,7 +88,6 @@ def main(arguments: list[str]) -> int:
         command, request = _parse(target, flags)
     sizes, batch = _sizes(command.world_sizes), _batch(request, flags)
     device, notes = _device(request.settings, max(sizes))
-    _refuse_inside_launcher()
     request = replace(request, settings=replace(request.settings, device=device))
     started_at = time.time()
 
@@ -189,13 +192,12 @@ def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
     return "cpu", ()
 
 
-def _refuse_inside_launcher() -> None:
-    launch = detect_launch(os.environ)
-    if launch.world_size > 1:
-        raise UserError(
-            f"`samestep verify` starts its ranks itself, but {launch.launcher} has already started "
-            f"{launch.world_size}. Start it alone, in a shell or a job of one task."
-        )
+def _started_already(launch: Launch) -> UserError:
+    return UserError(
+        f"`samestep verify` starts its ranks itself, but {launch.launcher} has already started "
+        f"{launch.world_size}. Start it alone, in a shell or a job of one task.",
+        on_all_ranks=True,
+    )
 
 
 @contextmanager

@@ -107,9 +107,7 @@ def relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-12)
 
 
-def evaluations_apart(
-    one: Mapping[str, float], other: Mapping[str, float]
-) -> tuple[float, str]:
+def evaluations_apart(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, str]:
     """Return the largest relative difference of two evaluations, and of which value."""
     found = [(relative(one[name], other.get(name, math.nan)), name) for name in one]
     return max(found, default=(0.0, ""))

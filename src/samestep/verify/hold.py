@@ -72,7 +72,9 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs  # noqa: SLF001
+        known = func._schema.arguments  # noqa: SLF001
+        given = {a.name: a.default_value for a in known if a.has_default_value()}
+        given |= {a.name: v for a, v in zip(known, args, strict=False)} | kwargs
         name = func.overloadpacket.__name__
         if _draws_nothing(name, given):
             return func(*args, **kwargs)

@@ -348,4 +348,3 @@ def _failure(situation: Situation, trace: Trace, error: Exception) -> Failure:
         situation=situation.name, step=max(trace.samples, default=0), message=text,
         mistake=mistake, lost_peer=not mistake and bool(LOST_PEER.search(str(error))),
     )  # fmt: skip
-

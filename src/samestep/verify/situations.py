@@ -78,7 +78,9 @@ def plan_situations(start: Start, facts: Facts, chosen: Precision) -> list[Situa
             found.append(Situation(name=FREE, precision=exact, free=frozenset(present), short=True))
         if len(present) > 1:
             found += [
-                Situation(name=f"{FREE}: {kind}", precision=exact, free=frozenset({kind}), short=True)
+                Situation(
+                    name=f"{FREE}: {kind}", precision=exact, free=frozenset({kind}), short=True
+                )
                 for kind in present
             ]
     found.append(Situation(name=ACCUMULATED, precision=exact, halves=True, short=True))
