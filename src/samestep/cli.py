@@ -14,7 +14,7 @@ VERBS = {
     "train": "train a recipe, a recipe file, or go on with a run",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "name the classes of files with a checkpoint of a run",
-    "verify": "is it the same training on 1 and on N ranks? a few steps, a table, the cause",
+    "verify": "is it the same training on one process and on many?",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",

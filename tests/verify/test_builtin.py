@@ -1,4 +1,4 @@
-"""The recipes that come with samestep train the same on any number of ranks, and say what they accept."""
+"""The recipes that come with samestep train the same but for what they say they accept."""
 
 import pytest
 

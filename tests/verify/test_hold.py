@@ -6,23 +6,25 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from samestep.verify.hold import KINDS, Seen, hold_model, watched
 
 ALL = frozenset(KINDS)
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 DRAWS = {
-    "dropout": lambda x: F.dropout(x, 0.3),
-    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "alpha dropout": lambda x: functional.alpha_dropout(x, 0.3, training=True),
     "rand": lambda x: x * torch.rand(len(x), 1),
     "randn_like": lambda x: x + torch.randn_like(x),
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "normal_": lambda x: x + x.clone().normal_(),
     "randint": lambda x: x * torch.randint(3, 9, (1,)),
-    "rrelu": lambda x: F.rrelu(x, training=True),
-    "gumbel": F.gumbel_softmax,
-    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "rrelu": lambda x: functional.rrelu(x, training=True),
+    "gumbel": functional.gumbel_softmax,
+    "attention": lambda x: functional.scaled_dot_product_attention(
+        x[None], x[None], x[None], dropout_p=0.5
+    ),
     "distribution": lambda x: x + torch.distributions.Normal(0.0, x.abs() + 1).rsample(),
 }
 
@@ -46,11 +48,11 @@ def test_held_still_a_sample_gets_the_same_in_any_batch(name):
 def test_what_draws_nothing_is_not_seen():
     seen = Seen()
     for function in (
-        lambda: F.dropout(X, 0.0),
-        lambda: F.dropout(X, 0.5, training=False),
-        lambda: F.rrelu(X),
-        lambda: F.scaled_dot_product_attention(X[None], X[None], X[None]),
-        lambda: F.linear(X, X),
+        lambda: functional.dropout(X, 0.0),
+        lambda: functional.dropout(X, 0.5, training=False),
+        lambda: functional.rrelu(X),
+        lambda: functional.scaled_dot_product_attention(X[None], X[None], X[None]),
+        lambda: functional.linear(X, X),
     ):
         watched(function, seen)()
     assert not seen.draws

@@ -1,11 +1,12 @@
 """Why ranks differ, in words: what the experiments found, and what to do about it."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from samestep.verify.check import Evidence
 from samestep.verify.compare import Difference
-from samestep.verify.rank import Failure
+from samestep.verify.told import Failure
 
 BATCHNORM = "BatchNorm statistics per rank"
 DROPOUT = "dropout"
@@ -36,23 +37,27 @@ class Cause:
 
 def likely(evidence: Evidence, found: Difference) -> Cause:
     """Return the cause of a difference that is left when all draws are held still."""
+    return next(_candidates(evidence, found))
+
+
+def _candidates(evidence: Evidence, found: Difference) -> Iterator[Cause]:
+    """Yield what the experiments found, the decisive first; at last that they found nothing."""
     facts, rounding = evidence.facts, evidence.exact
     if other_data(evidence):
-        return order()
+        yield order()
     if facts.unsteady:
-        return augmentation(facts.unsteady, batchwise=facts.batchwise)
+        yield augmentation(facts.unsteady, batchwise=facts.batchwise)
     if facts.loss is not None and facts.loss.full > rounding:
-        return loss(adds_up=facts.loss.adds_up)
+        yield loss(adds_up=facts.loss.adds_up)
     if facts.loss is not None and facts.loss.uneven > rounding:
-        return last_batch(facts.cut.rest, "its loss is no longer the mean over its samples")
+        yield last_batch(facts.cut.rest, "its loss is no longer the mean over its samples")
     if facts.mixes is not None:
-        return mixing(*facts.mixes)
+        yield mixing(*facts.mixes)
     if facts.remembers is not None:
-        return remembering(*facts.remembers)
+        yield remembering(*facts.remembers)
     first = [f"step {found.first_step}"] if found.first_step else []
-    first += [found.what] if found.what else []
-    first += [found.first_parameter] if found.first_parameter else []
-    return Cause(
+    first += [part for part in (found.what, found.first_parameter) if part]
+    yield Cause(
         UNKNOWN,
         f"None of the known causes was found. What differs first: {', '.join(first)}.",
         "Look for what depends on the rank, on how many samples a rank holds, or on what ran "
@@ -118,7 +123,12 @@ def loss(*, adds_up: bool) -> Cause:
         else "The loss of a batch is not the mean of its parts' losses by their numbers of "
         "samples: it is weighted (class weights, ignored targets), or made over the whole batch."
     )
-    return Cause(LOSS, why, "Return the mean over the samples of the batch, each with weight 1/n.")
+    return Cause(
+        LOSS,
+        why,
+        "Return a mean in which each of the n samples weighs 1/n. With class weights: "
+        'cross_entropy(…, weight=w, reduction="sum") / len(targets).',
+    )
 
 
 def metric(name: str, *, across: bool) -> Cause:

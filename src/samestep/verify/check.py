@@ -8,8 +8,8 @@ from samestep.recipe import Accepted
 from samestep.settings import Precision
 from samestep.verify.compare import TOLERANCES, Difference, difference
 from samestep.verify.facts import Facts
-from samestep.verify.rank import Failure, Told
 from samestep.verify.situations import MAIN, PRECISION, Start
+from samestep.verify.told import Failure, Told
 from samestep.verify.trace import Trace
 
 Status = Literal["same", "accepted", "note", "skipped", "different"]

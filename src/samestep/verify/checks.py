@@ -6,7 +6,6 @@ from samestep.verify.check import Check, Evidence
 from samestep.verify.checks_of_causes import cause_checks
 from samestep.verify.checks_of_ranks import rank_checks
 from samestep.verify.compare import Difference, difference, worst
-from samestep.verify.rank import Failure
 from samestep.verify.situations import (
     ACCUMULATED,
     LIGHTNING,
@@ -15,6 +14,7 @@ from samestep.verify.situations import (
     RESUMED,
     Start,
 )
+from samestep.verify.told import Failure
 from samestep.verify.trace import Trace
 
 

@@ -81,7 +81,7 @@ def _batchnorm(evidence: Evidence) -> Check:
         "GroupNorm needs no batch; --sync-batchnorm works on NVIDIA GPUs; or accept it: --accept "
         'batchnorm, in the recipe accepts=("batchnorm",).',
     )
-    what = f"{len(names)} layer{'s' * (len(names) > 1)} as they are"
+    what = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
     return _by_intent(evidence, "batchnorm", "BatchNorm", what, cause, "batchnorm")
 
 

@@ -5,89 +5,23 @@ They are not needed to see that ranks differ, but to say why.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.data.batches import open_source
-from samestep.data.blocks import Block, narrow
-from samestep.recipe import Recipe, Splits
-from samestep.settings import Precision, Settings
-from samestep.training.precision import autocast, data_dtype
-from samestep.training.prepare import prepare
-from samestep.training.state import seed_alike
-from samestep.verify.compare import TOLERANCES, relative
-from samestep.verify.cut import Cut
+from samestep.data.blocks import narrow
+from samestep.recipe import Recipe
+from samestep.settings import Precision
+from samestep.training.precision import autocast
+from samestep.verify.compare import relative
 from samestep.verify.digest import sample_marks
 from samestep.verify.facts import Facts, Loss
-from samestep.verify.hold import KINDS, Seen, batch_norms, hold_model, watched
+from samestep.verify.hold import Seen, batch_norms, hold_model, watched
+from samestep.verify.modules import mixing, remembering
+from samestep.verify.subject import Subject, held_model
 from samestep.world import World
-
-_ALL = frozenset(KINDS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A recipe with its few samples, on one device."""
-
-    recipe: Recipe
-    options: Any
-    settings: Settings
-    splits: Splits
-    cut: Cut
-    world: World
-    """This process alone, whatever others there are."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of weights and data."""
-        return data_dtype(self.settings.precision)
-
-    def build(self) -> nn.Module:
-        """Return the model as a run builds it, in training mode."""
-        seed_alike(self.settings.seed)
-        plain = replace(self.settings, sync_batchnorm=False, compile="off")
-        model = prepare(self.recipe.build_model(self.options), plain, self.world, self.dtype)
-        return model.train()
-
-    def batch(self, step: int = 0, *, recipe: Recipe | None = None, seed: int = 0,
-              world: World | None = None) -> Block:  # fmt: skip
-        """Return a step of the first epoch, read anew.
-
-        Args:
-            step: of the epoch, counted from 0.
-            recipe: another one that reads the same data.
-            seed: of the global generators while it is read.
-            world: whose part of the step.
-        """
-        source = open_source(
-            self.splits.train, recipe or self.recipe, world or self.world,
-            seed=self.settings.seed, dtype=self.dtype, num_workers=0,
-        )  # fmt: skip
-        seed_alike(seed)
-        try:
-            blocks = source.blocks(0, step, global_batch=self.cut.global_batch,
-                                   drop_last=self.cut.drop_last)  # fmt: skip
-            return next(single for block in blocks for single in block.singles())
-        finally:
-            source.close()
-
-    def forward(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the model's outputs in the precision of the settings."""
-        with autocast(self.settings.precision, self.world.device):
-            return model(inputs)
-
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the loss with all that it draws held still."""
-        with autocast(self.settings.precision, self.world.device):
-            return cast("Tensor", watched(self.recipe.loss, Seen(), _ALL)(outputs, targets))
-
-    @property
-    def rounding(self) -> float:
-        """Relative difference that is no more than rounding."""
-        return TOLERANCES[self.settings.precision]
 
 
 def exact_precision(subject: Subject, chosen: Precision) -> tuple[Precision, str, str]:
@@ -139,18 +73,6 @@ def look_at(subject: Subject, facts: Facts) -> Facts:
         # What remembers gives something else each time, in whichever company.
         mixes=None if remembers is not None else mixing(subject, model, block),
     )
-
-
-def held_model(subject: Subject, block: Block) -> nn.Module:
-    """Return the model with all that it draws held still."""
-    model = subject.build()
-    hold_model(model, Seen(), _ALL, lambda: few_inputs(block))
-    return model
-
-
-def few_inputs(block: Block) -> Any:
-    """Return some inputs for the statistics at which batch normalisation is held."""
-    return narrow(block.inputs, 0, min(4, block.rows))
 
 
 def _randomness(subject: Subject, facts: Facts) -> Facts:
@@ -275,97 +197,6 @@ def metrics_of_parts(subject: Subject, outputs: Any, targets: Any) -> dict[str, 
         except Exception:  # what it fails with, the evaluation tells
             found[name] = 0.0
     return found
-
-
-# --- the model ---
-
-
-def mixing(subject: Subject, model: nn.Module, block: Block) -> tuple[str, float] | None:
-    """Return the first module that gives a sample something of the others, all draws held still."""
-    rows = block.rows // 2
-    if rows < 1:
-        return None
-    part = narrow(block.inputs, 0, rows)
-
-    def kept(tree: Any) -> list[Tensor]:
-        return [leaf[:rows] for leaf in _leaves(tree) if leaf.dim() and len(leaf) >= rows]
-
-    return _first_difference(
-        model, subject,
-        lambda: _outputs(subject, model, block.inputs, kept),
-        lambda: _outputs(subject, model, part, kept),
-    )  # fmt: skip
-
-
-def remembering(subject: Subject, block: Block) -> tuple[str, float] | None:
-    """Return the first module whose output changes though weights, buffers and inputs do not."""
-    model = held_model(subject, block)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def run() -> list[tuple[str, list[Tensor]]]:
-        model.load_state_dict(state)
-        return _outputs(subject, model, block.inputs, _leaves)
-
-    return _first_difference(model, subject, run, run)
-
-
-Run = Callable[[], list[tuple[str, list[Tensor]]]]
-
-
-def _first_difference(
-    model: nn.Module, subject: Subject, one: Run, other: Run
-) -> tuple[str, float] | None:
-    """Return the first of two runs' modules that gave something else, if the model did at all."""
-    try:
-        pairs = list(zip(one(), other(), strict=True))
-    except Exception:  # modules that run or not, or a size that fails
-        return None
-    if not pairs or _difference(pairs[-1][0][1], pairs[-1][1][1]) <= subject.rounding:
-        return None
-    for (name, mine), (_, others) in pairs:
-        found = _difference(mine, others)
-        if found > subject.rounding:
-            return name or type(model).__name__, found
-    return None
-
-
-def _outputs(
-    subject: Subject, model: nn.Module, inputs: Any, kept: Callable[[Any], list[Tensor]]
-) -> list[tuple[str, list[Tensor]]]:
-    """Return what each module gave, in the order in which they ended; the model is the last."""
-    found: list[tuple[str, list[Tensor]]] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda _module, _inputs, output, name=name: found.append(
-                (name, [leaf.detach().clone() for leaf in kept(output)])
-            )
-        )
-        for name, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad():
-            subject.forward(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _difference(mine: list[Tensor], others: list[Tensor]) -> float:
-    pairs = [
-        (a.double(), b.double())
-        for a, b in zip(mine, others, strict=False)
-        if a.shape == b.shape and a.is_floating_point() and a.numel()
-    ]
-    return max((float((a - b).abs().max() / _scale(a)) for a, b in pairs), default=0.0)
-
-
-def _scale(tensor: Tensor) -> float:
-    return max(float(tensor.abs().max()), 1e-12)
-
-
-def _leaves(tree: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]  # noqa: SLF001
 
 
 def _detached(tree: Any) -> Any:

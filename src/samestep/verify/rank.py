@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,89 +26,25 @@ from samestep.training.state import load_model, seed_alike
 from samestep.training.stopping import Received
 from samestep.verify.cut import choose_cut
 from samestep.verify.digest import sample_marks
-from samestep.verify.experiments import (
-    Subject,
-    exact_precision,
-    few_inputs,
-    held_model,
-    look_at,
-)
+from samestep.verify.experiments import exact_precision, look_at
 from samestep.verify.facts import Facts, read_facts, write_facts
 from samestep.verify.hold import KINDS, Seen, hold_model, is_users, watched
 from samestep.verify.record import keep_record, recording
 from samestep.verify.situations import (
     MAIN,
     Situation,
-    Start,
     plan_situations,
     settings_of,
 )
+from samestep.verify.subject import Subject, few_inputs, held_model
 from samestep.verify.subset import cut_down, evaluated_split, num_samples
+from samestep.verify.told import Failure, Order, Told, folder_of, run_of
 from samestep.verify.trace import Trace, save_trace
 from samestep.verify.writes import Writes
 from samestep.world import World
 
 _ALL = frozenset(KINDS)
 _HEAVY = 1_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """How a situation failed on a rank."""
-
-    situation: str
-    step: int
-    """The step that was being taken, counted from 1; 0 before the first."""
-    message: str
-    mistake: bool
-    """Whether it is one that the user is told of as it is."""
-    lost_peer: bool
-    """Whether it is the effect of another rank's."""
-
-
-@dataclass(kw_only=True)
-class Told:
-    """What a rank tells of itself beside its traces."""
-
-    num_samples: int = 0
-    """Training samples that its data has."""
-    marks: list[str] = field(default_factory=list)
-    """Of the first training samples as they are stored."""
-    printed: dict[str, str] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)
-    across: dict[str, float] = field(default_factory=dict)
-    """Metric → how much its value changes when other ranks measure other samples beside it."""
-    loaded: dict[str, float] = field(default_factory=dict)
-    """Evaluation of the resumed checkpoint on one device."""
-    failures: list[Failure] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What the parent asks of a start, left in a file."""
-
-    start: Start
-    sizes: tuple[int, ...]
-    batch: int | None
-    """The global batch, if the user named one."""
-    lightning: bool
-    """Whether Lightning is installed and to be compared too."""
-
-
-def folder_of(folder: Path, place: int, rank: int) -> Path:
-    """Return where a rank of a start keeps its files."""
-    return folder / f"start-{place}" / f"rank-{rank}"
-
-
-def run_of(folder: Path, place: int, situation: str) -> Path:
-    """Return the run directory of a situation."""
-    return folder / f"start-{place}" / "runs" / situation.replace(": ", "-").replace(" ", "-")
-
-
-def read_told(folder: Path, place: int, rank: int) -> Told:
-    """Return what a rank told; nothing if it came to no end."""
-    path = folder_of(folder, place, rank) / "told.json"
-    return msgspec.json.decode(path.read_bytes(), type=Told) if path.is_file() else Told()
 
 
 def run_start(request: Request, order: Order, folder: Path, world: World, writes: Writes) -> None:

@@ -19,8 +19,8 @@ from samestep.recipe import Accepted
 from samestep.verify.check import Check, Evidence
 from samestep.verify.checks import judge
 from samestep.verify.facts import Facts, read_facts
-from samestep.verify.rank import Order, folder_of, read_told
 from samestep.verify.situations import MAIN, Start, plan_starts
+from samestep.verify.told import Order, folder_of, read_told
 from samestep.verify.trace import load_trace
 
 ORDER_FILE = "SAMESTEP_VERIFY"
