@@ -32,6 +32,7 @@ ROWS = [
     ["saving", "evaluation"],
     ["session", "prediction"],
     ["lightning"],
+    ["verify"],
     ["slurm"],
     ["doctor"],
     ["profiling"],

@@ -16,6 +16,7 @@ VERBS = {
     "predict": "name the classes of files with a checkpoint of a run",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
     "profile": "where the time goes, of a recipe or of any script, and what to change",
+    "verify": "is it the same training on one process and on many?",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",

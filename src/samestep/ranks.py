@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -15,17 +16,33 @@ from samestep.early import held_warning
 from samestep.failure import PARENT, STARTED_AT, print_error
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended: an exit code, and what to tell the user of a failure, if anything."""
+
+    code: int
+    message: str = ""
+
+
 def start_ranks(num_ranks: int, arguments: list[str], started_at: float) -> int:
     """Run `samestep` with these arguments on each of some new ranks; return the exit code.
 
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C ends all at once. If a
     rank fails, the agent ends the others, and the first failure is printed.
     """
+    ended = run_ranks(num_ranks, arguments, started_at)
+    if ended.message:
+        print_error(ended.message)
+    return ended.code
+
+
+def run_ranks(num_ranks: int, arguments: list[str], started_at: float) -> Ended:
+    """Do as `start_ranks`, and return what it would print."""
     # The agent's own accounts of a failure are for its developers; ours follows. This process
     # does nothing else, so nothing else is silenced.
     logging.disable(logging.CRITICAL)
     if held_warning():
-        return 128 + held_warning()  # no rank has begun, so none has to be told
+        return Ended(128 + held_warning())  # no rank has begun, so none has to be told
     os.environ[PARENT] = str(os.getpid())
     os.environ[STARTED_AT] = str(started_at)
     # The ranks choose their threads themselves; torchrun would set 1 with a warning.
@@ -50,33 +67,32 @@ def start_ranks(num_ranks: int, arguments: list[str], started_at: float) -> int:
         try:
             elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
         except ChildFailedError as error:
-            return _report(error)
+            return _first_failure(error)
         except SignalException as error:
-            return 128 + int(error.sigval)
-    return 0
+            return Ended(128 + int(error.sigval))
+    return Ended(0)
 
 
-def _report(error: ChildFailedError) -> int:
-    """Print the first failure, and return its exit code."""
+def _first_failure(error: ChildFailedError) -> Ended:
+    """Return the first failure, as a user is told of it."""
     rank, failure = min(error.failures.items(), key=lambda item: _order(item[1]))
     if failure.exitcode > 128:
-        return failure.exitcode  # stopped as it was asked to: nothing failed
+        return Ended(failure.exitcode)  # stopped as it was asked to: nothing failed
     table = failure.error_file_data.get("message") if failure.error_file_data else None
     if isinstance(table, dict) and "errorCode" in table:
         unforeseen = int(table["errorCode"]) == 1  # a mistake is the same on every rank
         prefix = f"[rank {rank}] " if rank and unforeseen else ""
-        print_error(prefix + table["message"])
-        return int(table["errorCode"])
+        return Ended(int(table["errorCode"]), prefix + table["message"])
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
-        print_error(
+        return Ended(
+            1,
             f"Rank {rank} was killed by {name}{hint}; the other ranks were stopped. Every "
-            "announced checkpoint is whole: go on with samestep train RUN --resume."
+            "announced checkpoint is whole: go on with samestep train RUN --resume.",
         )
-        return 1
-    print_error(f"Rank {rank} ended with exit code {failure.exitcode}.")
-    return 2 if failure.exitcode == 2 else 1
+    code = 2 if failure.exitcode == 2 else 1
+    return Ended(code, f"Rank {rank} ended with exit code {failure.exitcode}.")
 
 
 def _order(failure: ProcessFailure) -> tuple[bool, int]:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from samestep.errors import UserError
 from samestep.settings import Settings
 from samestep.world import World
 
+Accepted = Literal["batchnorm", "dropout"]
+"""What may differ on another number of ranks by intent."""
 InMemory = tuple[Tensor, Tensor]
 """Inputs (samples, …) and targets (samples, …), as they are stored."""
 
@@ -92,6 +94,9 @@ class Recipe:
     why a file cannot be read."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Default settings that differ from samestep's."""
+    accepts: tuple[Accepted, ...] = ()
+    """What may differ on another number of ranks by intent: `samestep verify` names it, proves that
+    nothing else differs, and calls the training the same."""
     name: str = ""
     """Set from the file when the recipe is found."""
 
@@ -103,6 +108,12 @@ class Recipe:
                 raise UserError(
                     f"The recipe's settings name {key!r}, which is no setting. "
                     f"{nearest(key, known)}The settings are: {', '.join(sorted(known))}."
+                )
+        for accepted in self.accepts:
+            if accepted not in get_args(Accepted):
+                raise UserError(
+                    f"Recipe(accepts={self.accepts}): {accepted!r} is none of "
+                    f"{', '.join(get_args(Accepted))}."
                 )
         for key in ("model", "data"):
             if isinstance(getattr(self, key), nn.Module) or not callable(getattr(self, key)):

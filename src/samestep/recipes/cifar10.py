@@ -101,6 +101,7 @@ recipe = Recipe(
     read=read,
     augment=augment,
     transform=normalise,
+    accepts=("batchnorm",),
     settings={
         "epochs": 50,
         "batch_size": 128,

@@ -189,6 +189,7 @@ recipe = Recipe(
     read=read,
     transform=normalise,
     augment=augment,
+    accepts=("batchnorm",),
     settings={
         "epochs": 30,
         "batch_size": 64,

@@ -126,5 +126,6 @@ recipe = Recipe(
     data=data,
     options=MnistOptions,
     transform=normalise,
+    accepts=("dropout",),
     settings={"epochs": 5, "batch_size": 64, "optimizer": "adam", "lr": 1e-3},
 )

@@ -67,5 +67,6 @@ recipe = Recipe(
     model=model,
     data=data,
     options=SpiralOptions,
+    accepts=("dropout",),
     settings={"epochs": 30, "batch_size": 32, "optimizer": "adam", "lr": 1e-3},
 )

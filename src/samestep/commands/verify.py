@@ -1,0 +1,263 @@
+"""`samestep verify`: is it the same training on one process and on many?"""
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import torch
+import tyro
+from rich.console import Console
+
+from samestep.commands.help import examples
+from samestep.commands.train import config_of, names_given
+from samestep.config import Request, draft, finish
+from samestep.errors import UserError
+from samestep.failure import die_with_parent, rank_of, report
+from samestep.launch import Launch, detect_launch
+from samestep.rank_log import RankLog
+from samestep.ranks import Ended, run_ranks
+from samestep.recipe import Accepted, nearest, recipe_names
+from samestep.settings import Settings, flag_name
+from samestep.verify.rank import run_start
+from samestep.verify.report import as_json, show
+from samestep.verify.verification import ORDER_FILE, order_of_this_rank, read_order, verify
+from samestep.verify.writes import watch_writes
+from samestep.world import abandon, find_world, join, leave
+
+_EXAMPLES = """\
+examples:
+  samestep verify spiral
+  samestep verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json
+"""
+# What a verification decides by itself, or has no use for.
+_NO_EFFECT = frozenset(
+    {
+        *("run_dir", "epochs", "max_steps", "accumulate", "engine", "compile", "log_every"),
+        *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
+        *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience"),
+        "min_delta",
+    }
+)
+_MOST_RANKS = 64
+# A rank that waits for one that does something else is a finding, not a reason to wait long.
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """What this command itself takes, beside the settings."""
+
+    config: Path | None = None
+    """TOML file of settings and options; flags win over it."""
+    world_sizes: str = "1,2,3"
+    """Numbers of ranks to compare; 1 is always among them."""
+    accept: str = ""
+    """What may differ by intent, beside what the recipe accepts: batchnorm, dropout, or both."""
+    tolerance: float | None = None
+    """Compare losses alone, up to this relative difference: for what is random by intent."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object in place of the table."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb: 0 the same, 1 different, 2 a mistake in the command or the recipe."""
+    order = order_of_this_rank()
+    if order is not None:
+        return _rank(arguments, order)
+    launched = detect_launch(os.environ)
+    if launched.world_size > 1:
+        return report(_started_already(launched), RankLog(launched.rank))
+    if not arguments or arguments[0] in ("-h", "--help"):
+        return _general_help(arguments)
+    target, *flags = arguments
+    if target.startswith("-"):
+        raise UserError(
+            f"Name what to verify before {target}: a recipe ({', '.join(recipe_names())}), a "
+            "recipe file, or the directory of a run."
+        )
+    # What a recipe prints when it is read would stand before the JSON object.
+    wants_help = bool({"-h", "--help"} & set(flags))
+    with examples(_EXAMPLES), redirect_stdout(sys.stdout if wants_help else sys.stderr):
+        command, request = _parse(target, flags)
+    sizes, batch = _sizes(command.world_sizes), _batch(request, flags)
+    device, notes = _device(request.settings, max(sizes))
+    request = replace(request, settings=replace(request.settings, device=device))
+    started_at = time.time()
+
+    def launch(num_ranks: int, path: Path) -> Ended:
+        with _as_before():
+            os.environ[ORDER_FILE] = str(path)
+            return run_ranks(num_ranks, ["verify", *arguments, "--device", device], started_at)
+
+    with _telling() as tell:
+        found = verify(request, sizes, launch, batch=batch, accept=_accepted(command.accept),
+                       tolerance=command.tolerance, tell=tell, notes=notes)  # fmt: skip
+    if command.json:
+        print(as_json(found))  # noqa: T201
+    else:
+        show(found, Console(highlight=False))
+    return 0 if found.same else 1
+
+
+def _parse(target: str, flags: list[str]) -> tuple[Command, Request]:
+    start = draft(target, config_of(flags))
+    kinds: list[tuple[str, Any]] = [("command", Command), ("settings", Settings)]
+    defaults: dict[str, Any] = {"command": Command(), "settings": start.settings()}
+    if start.recipe.options:
+        kinds.append(("recipe", start.recipe.options))
+        defaults["recipe"] = start.options()
+    form = dataclasses.make_dataclass("Verify", kinds, frozen=True)
+    form.__doc__ = (
+        f"Train {start.recipe.name} for a few steps on one process and on several, and compare. "
+        f"Without effect here: --{', --'.join(flag_name(name) for name in sorted(_NO_EFFECT))}."
+    )
+    parsed = tyro.cli(
+        form,
+        prog=f"samestep verify {target}",
+        args=flags,
+        default=form(**defaults),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    given = names_given(flags)
+    without_effect = sorted(given & _NO_EFFECT)
+    if without_effect:
+        raise UserError(
+            f"--{flag_name(without_effect[0])} has no effect on `samestep verify`, which chooses "
+            "its own few steps. Leave it out."
+        )
+    options = getattr(parsed, "recipe", None)
+    request = finish(start, parsed.settings, options, given=given, resume=False)
+    _check(parsed.command)
+    return parsed.command, request
+
+
+def _check(command: Command) -> None:
+    _sizes(command.world_sizes)
+    _accepted(command.accept)
+    if command.tolerance is not None and not 0 < command.tolerance < float("inf"):
+        raise UserError(f"--tolerance is {command.tolerance}; it must be greater than 0.")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and 1 <= int(word) <= _MOST_RANKS for word in words):
+        raise UserError(
+            f"--world-sizes {text}: give numbers of ranks from 1 to {_MOST_RANKS} with commas "
+            "between them: 1,2,3."
+        )
+    return tuple(sorted({1, *(int(word) for word in words)}))
+
+
+def _accepted(text: str) -> tuple[Accepted, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    known = list(get_args(Accepted))
+    for word in words:
+        if word not in known:
+            raise UserError(
+                f"--accept {text}: {word!r} is nothing that can be accepted. "
+                f"{nearest(word, known)}There is: {', '.join(known)}."
+            )
+    return cast("tuple[Accepted, ...]", tuple(words))
+
+
+def _batch(request: Request, flags: list[str]) -> int | None:
+    """Return the global batch that was asked for on the command line, if one was."""
+    given, settings = names_given(flags), request.settings
+    if "global_batch_size" in given:
+        return settings.global_batch_size
+    return settings.batch_size if "batch_size" in given else None
+
+
+def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
+    """Return the device of all ranks, one GPU each or the CPU, and what to say of it."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if settings.device == "cuda" and 0 < gpus < top:
+        raise UserError(
+            f"--device cuda: {top} ranks need a GPU each, and {gpus} are here. Use --device cpu, "
+            f"or --world-sizes 1{',2' if gpus > 1 else ''}."
+        )
+    if settings.device != "auto":
+        return settings.device, ()
+    if gpus >= top or (top == 1 and torch.backends.mps.is_available()):
+        return "auto", ()
+    if gpus:
+        return "cpu", (f"On the CPU: {top} ranks need a GPU each, and {gpus} are here.",)
+    return "cpu", ()
+
+
+def _started_already(launch: Launch) -> UserError:
+    return UserError(
+        f"`samestep verify` starts its ranks itself, but {launch.launcher} has already started "
+        f"{launch.world_size}. Start it alone, in a shell or a job of one task.",
+        on_all_ranks=True,
+    )
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Take signals and variables back that are meant for the ranks and their agent."""
+    names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    variables = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+@contextmanager
+def _telling() -> Iterator[Any]:
+    """Show on a terminal what is being done."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda _text: None
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _rank(arguments: list[str], path: Path) -> int:
+    """Run as one rank of a start; nothing of it reaches the screen."""
+    rank, order, folder = rank_of(), read_order(path), path.parent
+    log = folder / f"start-{order.start.place}-rank-{rank}.log"
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    writes = watch_writes(folder)
+    die_with_parent()
+    try:
+        _, request = _parse(arguments[0], arguments[1:])
+        world, launch = find_world(request.settings.device, request.settings.backend)
+        join(world, launch, _TIMEOUT_S)
+        run_start(request, order, folder, world, writes)
+        leave(world)
+    except Exception as error:
+        code = report(error)
+        abandon(code)
+        return code
+    return 0
+
+
+def _general_help(arguments: list[str]) -> int:
+    sys.stdout.write(
+        "usage: samestep verify TARGET [--world-sizes 1,2,3] [--accept WHAT] [--tolerance X] "
+        "[--json] [flags]\n\n"
+        "Train a recipe's own model and data for a few steps on one process and on several ranks, "
+        "and compare:\nlosses, gradients, weights, samples, metrics. What differs is named with "
+        "its likely cause.\n\n"
+        f"TARGET is a recipe ({', '.join(recipe_names())}), a recipe file (my_recipe.py), or the "
+        "directory of a run.\n`samestep verify TARGET --help` shows all its flags.\n\n"
+        "exit codes: 0 the same training, 1 different, 2 a mistake in the command or the recipe\n\n"
+        + _EXAMPLES
+    )
+    return 0 if arguments else 2

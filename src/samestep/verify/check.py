@@ -1,0 +1,97 @@
+"""One row of the table, and the evidence that the rows are made of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from samestep.recipe import Accepted
+from samestep.settings import Precision
+from samestep.verify.compare import TOLERANCES, Difference, difference
+from samestep.verify.facts import Facts
+from samestep.verify.situations import MAIN, PRECISION, Start
+from samestep.verify.told import Failure, Told
+from samestep.verify.trace import Trace
+
+Status = Literal["same", "accepted", "note", "skipped", "different"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One question, and its answer."""
+
+    name: str
+    status: Status
+    compared: str
+    """What was compared with what, or what was looked at."""
+    tolerance: float | None = None
+    """Largest relative difference that is none."""
+    difference: float | None = None
+    """The largest that was met."""
+    first_step: int | None = None
+    """The first step with a difference beyond the tolerance, counted from 1."""
+    first_parameter: str | None = None
+    cause: str | None = None
+    """The likely cause by its name."""
+    why: str = ""
+    """The cause in words: what of this recipe, and how that was found."""
+    advice: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether this is no reason to call the training different."""
+        return self.status != "different"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that the starts left, read back."""
+
+    facts: Facts
+    starts: Sequence[Start]
+    traces: Mapping[tuple[int, str], list[Trace]]
+    """(start, situation) → the trace of each rank; absent where one has none."""
+    told: Mapping[int, list[Told]]
+    """Start → what each of its ranks told."""
+    ended: Mapping[int, str]
+    """Start that failed → what was said of it."""
+    chosen: Precision
+    accepts: frozenset[Accepted]
+    tolerance: float | None = None
+    """The user's own, for losses."""
+
+    @property
+    def reference(self) -> Trace | None:
+        """The training of one process."""
+        found = self.traces.get((0, MAIN))
+        return found[0] if found else None
+
+    @property
+    def middle(self) -> list[Start]:
+        """The starts of several ranks."""
+        return [start for start in self.starts if start.world_size > 1]
+
+    @property
+    def exact(self) -> float:
+        """Tolerance of what is compared in the exact precision."""
+        return TOLERANCES[self.facts.exact]
+
+    def trace(self, place: int, name: str) -> Trace | None:
+        """Return rank 0's trace of a situation, if there is one."""
+        found = self.traces.get((place, name))
+        return found[0] if found else None
+
+    def tolerance_of(self, name: str) -> float:
+        """Return the tolerance of a situation's comparison."""
+        own = TOLERANCES[self.chosen] if name == PRECISION else self.exact
+        return own if self.tolerance is None else self.tolerance
+
+    def compare(self, one: Trace, other: Trace, name: str = MAIN) -> Difference:
+        """Compare two trainings as the user wants it; without float64 by their losses alone."""
+        rounded = name == PRECISION or self.facts.exact != "fp64"
+        return difference(one, other, self.tolerance_of(name),
+                          losses_only=rounded or self.tolerance is not None)  # fmt: skip
+
+    def failure(self, place: int) -> Failure | None:
+        """Return how a start failed, from the rank that caused it."""
+        found = [f for told in self.told.get(place, []) for f in told.failures]
+        return min(found, key=lambda f: f.lost_peer, default=None)

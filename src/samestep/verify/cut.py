@@ -1,0 +1,110 @@
+"""How little is enough: the samples, the batch and the steps that a verification trains."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from samestep.errors import UserError
+
+_SMALLEST_BATCH = 8
+_SMALLEST_REST = 5
+# Primes are shared out unevenly by every number of ranks but their own.
+_EVALUATED = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is taken of the training data, and how far the training goes."""
+
+    num_samples: int
+    """Training samples, an epoch of them: some full batches and an incomplete one."""
+    global_batch: int
+    rest: int
+    """Samples of the incomplete last batch."""
+    full: int
+    """Full batches of an epoch."""
+    drop_last: bool
+    num_evaluated: int
+    ranks: int
+    """The most ranks."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that are taken: an epoch, and one of the next."""
+        return self.full + (not self.drop_last) + 1
+
+    @property
+    def stop(self) -> int:
+        """Steps after which a run is stopped and resumed: within the epoch where it has room."""
+        return max(1, self.full - self.drop_last)
+
+    @property
+    def uneven_step(self) -> int | None:
+        """The step, counted from 1, that trains the incomplete batch."""
+        return None if self.drop_last else self.full + 1
+
+
+def choose_cut(
+    num_samples: int, num_evaluated: int, sizes: Sequence[int], *, batch: int | None = None,
+    drop_last: bool = False, heavy: bool = False,
+) -> Cut:  # fmt: skip
+    """Return the smallest training that shows what may differ on these numbers of ranks.
+
+    Its batch is one that at least one of them does not divide, and neither do they its last one.
+
+    Args:
+        num_samples: of the training set.
+        num_evaluated: samples of what is evaluated.
+        sizes: the numbers of ranks.
+        batch: the global batch, if the user wants a certain one.
+        drop_last: whether the incomplete batch is left out.
+        heavy: whether a step takes so long that one full batch an epoch has to do.
+
+    Raises:
+        UserError: there are too few samples.
+    """
+    top = max(sizes)
+    primes = [n for n in _EVALUATED if top < n <= num_evaluated]
+    evaluated = min(num_evaluated, next((n for n in primes if n >= 2 * top), num_evaluated))
+    needed = 0
+    for full, global_batch, rest in _candidates(sizes, batch):
+        if full > 1 and heavy and not drop_last:
+            continue
+        needed = full * global_batch + rest
+        if needed <= num_samples:
+            return Cut(
+                num_samples=needed, global_batch=global_batch, rest=rest, full=full,
+                drop_last=drop_last, num_evaluated=evaluated, ranks=top,
+            )  # fmt: skip
+    raise UserError(
+        f"{num_samples} training samples are too few to compare {_listed(sizes)} ranks: {needed} "
+        "are needed, a full batch and an incomplete one. Take more data, or fewer ranks: "
+        "--world-sizes 1,2."
+    )
+
+
+def _candidates(sizes: Sequence[int], batch: int | None) -> Iterator[tuple[int, int, int]]:
+    """Yield (full batches, global batch, rest), the best first and the smallest last."""
+    top = max(sizes)
+    if batch is not None:
+        rest = next((n for n in range(min(2 * top, batch - 1), 0, -1) if _uneven(n, sizes)), 1)
+        yield from ((2, batch, rest), (1, batch, rest))
+        return
+    for least, smallest in ((max(2 * top, _SMALLEST_REST), _SMALLEST_BATCH), (top, top + 1)):
+        rest = next(n for n in range(least, 10 * top + 20) if _uneven(n, sizes))
+        start = max(rest + 1, smallest)
+        several = [size for size in sizes if size > 1]
+        global_batch = next(
+            n for n in range(start, start + 20)
+            if not several or any(n % size for size in several)
+        )  # fmt: skip
+        yield 2, global_batch, rest
+        yield 1, global_batch, rest
+
+
+def _uneven(number: int, sizes: Sequence[int]) -> bool:
+    return all(number % size for size in sizes if size > 1)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    *some, last = [str(size) for size in sizes]
+    return f"{', '.join(some)} and {last}" if some else last

@@ -1,0 +1,221 @@
+"""A recipe that trains the same on any ranks, and what may be planted in it."""
+
+from pathlib import Path
+
+GOOD = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits, uniform
+
+def data():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(90, 6, generator=generator)
+    y = (x[:, 0] > 0).long()
+    return Splits(train=(x[:60], y[:60]), validation=(x[60:], y[60:]))
+
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 10})
+"""
+
+REPLACED = """
+from dataclasses import replace
+"""
+
+
+def write(folder: Path, planted: str = "", name: str = "planted.py") -> Path:
+    """Write the good recipe, with some lines after it that plant something."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(GOOD + REPLACED + planted)
+    return path
+
+
+def line_of(path: Path, text: str) -> str:
+    """Return where some text stands in a recipe, as it is told: `planted.py:31`."""
+    lines = path.read_text().splitlines()
+    return f"{path.name}:{next(k for k, line in enumerate(lines, start=1) if text in line)}"
+
+
+BATCHNORM = """
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+recipe = replace(recipe, model=model)
+"""
+DROPOUT = """
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
+recipe = replace(recipe, model=model)
+"""
+FUNCTIONAL = """
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+    def forward(self, x):
+        return nn.functional.dropout(self.line(x), 0.3, self.training)
+recipe = replace(recipe, model=Noisy)
+"""
+BOTH = """
+def model():
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)
+    )
+recipe = replace(recipe, model=model)
+"""
+AUGMENT = """
+def augment(x, keys):
+    return x + torch.rand_like(x)
+recipe = replace(recipe, augment=augment)
+"""
+AUGMENT_WHOLE_BATCH = """
+def augment(x, keys):
+    return -x if uniform(keys[:1], 1) < 0.5 else x
+recipe = replace(recipe, augment=augment)
+"""
+TRANSFORM = """
+def transform(x):
+    return x * (0.5 + torch.rand(1))
+recipe = replace(recipe, transform=transform)
+"""
+DATASET = """
+import random
+generator = random.Random()
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, pair):
+        self.x, self.y = pair
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return self.x[index] + generator.random(), self.y[index]
+def noisy():
+    splits = data()
+    return Splits(train=Noisy(splits.train), validation=splits.validation)
+recipe = replace(recipe, data=noisy)
+"""
+LOSS_SUM = """
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum") / 10
+recipe = replace(recipe, loss=loss)
+"""
+LOSS_WEIGHTED = """
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0]).to(outputs))
+recipe = replace(recipe, loss=loss)
+"""
+METRIC_OF_BATCH = """
+def spread(outputs, targets):
+    return outputs.std().expand(len(targets))
+recipe = replace(recipe, metrics={"spread": spread})
+"""
+METRIC_OVER_RANKS = """
+import torch.distributed as dist
+def accuracy(outputs, targets):
+    mean = (outputs.argmax(1) == targets).double().mean()
+    if dist.is_initialized():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return mean.expand(len(targets))
+recipe = replace(recipe, metrics={"accuracy": accuracy})
+"""
+ORDER = """
+import os
+def shuffled():
+    splits = data()
+    seed = int.from_bytes(os.urandom(4), "big")
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(seed))
+    x, y = splits.train
+    return Splits(train=(x[order], y[order]), validation=splits.validation)
+recipe = replace(recipe, data=shuffled)
+"""
+SIZES = """
+import os
+def cut():
+    splits = data()
+    x, y = splits.train
+    count = 60 - int(os.environ.get("RANK", "0"))
+    return Splits(train=(x[:count], y[:count]), validation=splits.validation)
+recipe = replace(recipe, data=cut)
+"""
+UNUSED = """
+class Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+        self.spare = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.line(x)
+recipe = replace(recipe, model=Spare)
+"""
+UNUSED_AT_TIMES = """
+class Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return self.line(x) + (self.spare(x) if self.calls < 3 else 0)
+recipe = replace(recipe, model=Spare)
+"""
+PYTHONS_RANDOM = """
+import random
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.more = nn.Linear(6, 2), nn.Linear(6, 2)
+    def forward(self, x):
+        return self.line(x) + self.more(x) * random.random()
+recipe = replace(recipe, model=Skips)
+"""
+NUMPYS_RANDOM = PYTHONS_RANDOM.replace("import random", "import numpy").replace(
+    "random.random()", "float(numpy.random.rand())"
+)
+COUNTER = """
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.calls = nn.Linear(6, 2), 0
+    def forward(self, x):
+        self.calls += 1
+        return self.line(x) / self.calls
+recipe = replace(recipe, model=Counts)
+"""
+FIXED_SHAPE = """
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.line(x.reshape(-1, 4, 6) if self.training else x).reshape(-1, 2)
+recipe = replace(recipe, model=Fixed)
+"""
+LAST_BENT = """
+def loss(outputs, targets):
+    value = nn.functional.cross_entropy(outputs, targets)
+    return value if len(targets) > 3 else value * len(targets) / 4
+recipe = replace(recipe, loss=loss)
+"""
+MIXES = """
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+def model():
+    return nn.Sequential(nn.Linear(6, 8), Centred(), nn.Tanh(), nn.Linear(8, 2))
+recipe = replace(recipe, model=model)
+"""
+PRINTS = """
+def loud():
+    print("reading data")
+    return data()
+recipe = replace(recipe, data=loud)
+"""
+WRITES = """
+from pathlib import Path
+def noted():
+    Path(__file__).with_name("notes.txt").write_text("read")
+    return data()
+recipe = replace(recipe, data=noted)
+"""
