@@ -34,6 +34,8 @@ ROWS = [
     ["lightning"],
     ["slurm"],
     ["doctor"],
+    ["compare"],
+    ["scale"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -53,7 +55,10 @@ LONG_FUNCTIONS: dict[str, str] = {
     "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
 }
 
-PACKAGES = {"commands", "data", "doctor", "lightning", "models", "recipes", "slurm", "training"}
+PACKAGES = {
+    *("commands", "compare", "data", "doctor", "lightning", "models", "recipes", "scale"),
+    *("slurm", "training"),
+}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -134,7 +139,8 @@ def test_no_recipe_and_no_data_source_asks_for_its_rank():
 
 @pytest.mark.parametrize(
     "name", ["", "cli", "errors", "failure", "files", "launch", "rank_log", "run", "settings",
-             "version", "data.catalog", "data.download", "commands.data"],
+             "version", "data.catalog", "data.download", "commands.compare",
+             "commands.data"],
 )  # fmt: skip
 def test_importing_it_does_not_import_torch(name):
     module = f"samestep.{name}".rstrip(".")

@@ -14,6 +14,8 @@ VERBS = {
     "train": "train a recipe, a recipe file, or go on with a run",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "name the classes of files with a checkpoint of a run",
+    "compare": "put runs side by side: settings, the same training or not, speed, curves",
+    "scale": "measure 1, 2, 4 … ranks, and say where the time goes that scaling loses",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",
