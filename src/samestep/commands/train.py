@@ -90,7 +90,7 @@ def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
         UserError: anything in them is wrong.
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
-    start = draft(target, _config_of(flags))
+    start = draft(target, config_of(flags))
     kinds: list[tuple[str, Any]] = [("command", Command), ("settings", Settings)]
     defaults: dict[str, Any] = {"command": Command(), "settings": start.settings()}
     if start.recipe.options:
@@ -109,14 +109,14 @@ def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
         start,
         parsed.settings,
         getattr(parsed, "recipe", None),
-        given=_given(flags),
+        given=names_given(flags),
         resume=parsed.command.resume,
     )
     _check_resume(start, request)
     return parsed.command, request
 
 
-def _config_of(flags: list[str]) -> Path | None:
+def config_of(flags: list[str]) -> Path | None:
     """Return the TOML file among the flags: it decides what the other flags' defaults are."""
     config = None  # the last one counts, as for every flag
     for flag, following in itertools.pairwise([*flags, ""]):
@@ -127,7 +127,7 @@ def _config_of(flags: list[str]) -> Path | None:
     return config
 
 
-def _given(flags: list[str]) -> set[str]:
+def names_given(flags: list[str]) -> set[str]:
     """Return the names of the settings and options that are among the flags."""
     names = {f.removeprefix("--").split("=")[0].replace("-", "_") for f in flags if f[:2] == "--"}
     return names | {name.removeprefix("no_") for name in names}
