@@ -107,7 +107,7 @@ def _parent(arguments: list[str]) -> int:
 
 
 def _scale(command: Command, request: Request, arguments: list[str], folder: Path) -> int:
-    from samestep.ranks import start_ranks  # noqa: PLC0415 - imports the elastic agent
+    from samestep.ranks import own_signals, start_ranks  # noqa: PLC0415 - imports the elastic agent
 
     modes: Sequence[Mode] = ("weak", "strong") if command.mode == "both" else (command.mode,)
     study = plan_study(request.settings, parse_ranks(command.nproc), modes)
@@ -116,7 +116,8 @@ def _scale(command: Command, request: Request, arguments: list[str], folder: Pat
 
     def launch(ranks: int, task: Task) -> None:
         os.environ[_TASK] = msgspec.json.encode(task).decode()
-        code = start_ranks(ranks, ["scale", *arguments], time.time())
+        with own_signals():
+            code = start_ranks(ranks, ["scale", *arguments], time.time())
         if code:
             raise SystemExit(code)  # what went wrong has been told
 

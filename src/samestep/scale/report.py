@@ -11,16 +11,18 @@ from samestep.scale.study import Mode
 def lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report."""
     for mode, results in report.results.items():
+        if len(results) == 1:
+            continue  # a warning says why there is nothing to hold against it
         yield from _table(mode, results)
-        if len(results) > 1:
-            yield from _phases(results)
-            yield from _why(mode, results, report.crowded)
+        yield from _phases(results)
+        yield from _why(mode, results, report.crowded)
         yield ""
     for warning in report.warnings:
         yield from _wrapped(f"warning: {warning}", "  ")
     first = next(iter(report.results.values()))[0]
+    rounds = f"{first.rounds} round" + ("s" if first.rounds > 1 else "")
     yield from _wrapped(
-        f"{first.rounds} rounds, numbers of ranks in turn, {report.seconds:g} s each after warming "
+        f"{rounds}, numbers of ranks in turn, {report.seconds:g} s each after warming "
         "up; training steps alone. In brackets 95 % intervals: a bootstrap over rounds, then over "
         "the segments of a round.",
         "",
