@@ -62,6 +62,7 @@ def test_it_leaves_segments_whose_steps_samples_and_seconds_are_the_loops(tmp_pa
         assert measurement.threads == 1
         events = {record["event"] for record in read_records(run)}
         assert not events & {"evaluation", "checkpoint"}
+        assert "epoch" in events
         assert not list((run / "checkpoints").glob("*.pt"))
 
 

@@ -120,7 +120,15 @@ def _check_paths(paths: Sequence[Path]) -> None:
 
 
 def _list(runs: Sequence[RunData]) -> str:
-    return ", ".join(f"{run.path} is of recipe {run.recipe or 'unknown'}" for run in runs)
+    """Return which run is of which recipe, in words."""
+    by_recipe: dict[str, list[str]] = {}
+    for run in runs:
+        by_recipe.setdefault(run.recipe or "unknown", []).append(str(run.path))
+    parts = []
+    for recipe, (first, *others) in by_recipe.items():
+        more = f" and {len(others)} more are" if others else " is"
+        parts.append(f"{first}{more} of recipe {recipe}")
+    return ", ".join(parts)
 
 
 def _default_metric(runs: Sequence[RunData]) -> str:

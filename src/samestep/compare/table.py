@@ -34,7 +34,8 @@ def _header(found: Comparison) -> Iterator[str]:
             where = f"{ranks} rank{'s' * (ranks != 1)} on {plan.get('device', '?')}"
         steps = max((r["step"] for r in run.records if "step" in r), default=0)
         yield f"{name}  {run.path}"
-        yield f"   {run.recipe or 'recipe unknown'}, {where}, {steps:,} steps, {run.status}"
+        head = f"   {run.recipe or 'recipe unknown'}, {where}, {steps:,} steps, {run.status}"
+        yield from _wrapped(head, "   ")
         for problem in run.problems:
             yield from _wrapped(f"   ! {problem}", "     ")
 

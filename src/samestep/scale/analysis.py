@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from samestep.scale.study import Measured, Measurement, Mode, Segment, Setup, Study
 
 DRAWS = 1000
+BUSY = 0.5
+"""Load average above which other work counts."""
 Interval = tuple[float, float]
 
 
@@ -46,7 +48,7 @@ class Report:
     results: dict[Mode, list[Result]]
     """Of each mode that was asked for, by the number of ranks; the base first."""
     crowded: dict[int, bool]
-    """Whether so many ranks share cores."""
+    """Whether so many ranks share cores, with each other or with other work."""
     warnings: list[str]
     seconds: float
     """Of each measurement, as asked for."""
@@ -68,14 +70,14 @@ def analyse(
         found: what was.
         modes: of which to tell.
         seconds: of each measurement, as asked for.
-        busy: cores that other work kept busy when it began.
+        busy: load average when it began.
     """
     by_setup = {one.setup: one for one in found}
     base = by_setup[study.base]
     results = {
         mode: [result(by_setup[setup], base, mode) for setup in study.of(mode)] for mode in modes
     }
-    crowded = {one.setup.ranks: is_crowded(one) for one in found}
+    crowded = {one.setup.ranks: busy > BUSY or is_crowded(one) for one in found}
     return Report(recipe=recipe, study=study, results=results, seconds=seconds, crowded=crowded,
                   warnings=[*study.left_out, *warnings(found, busy)])  # fmt: skip
 
@@ -159,10 +161,10 @@ def warnings(found: Sequence[Measured], busy: float = 0.0) -> list[str]:
             f"{_these(ranks)} share {cores} usable core{'s' if cores > 1 else ''}: they take "
             "turns, so this measures the machine's limit and not how the training scales."
         )
-    if busy > 0.5:
+    if busy > BUSY:
         said.append(
-            f"Other work kept {busy:.1f} cores busy when this began: the numbers are of what it "
-            "left over. Measure again on a quiet machine."
+            f"The load average was {busy:.1f} when this began: other work ran here too, and the "
+            "numbers are of what it left over. Measure again on a quiet machine."
         )
     base = found[0].rounds[0]
     fewer = sorted({o.setup.ranks for o in found if o.rounds[0].threads < base.threads})
@@ -198,7 +200,7 @@ def reasons(one: Result, *, crowded: bool) -> list[tuple[str, float, str]]:
         "other": "what lies between the steps' work",
     }
     compute = (
-        "ranks take turns on the cores"
+        "ranks, or other work, take turns on the cores"
         if crowded
         else "less for each rank to do, but every operation has a cost of its own"
         if strong

@@ -17,7 +17,7 @@ from samestep.run import Record, usable_cores
 from samestep.scale.study import FILE, Measurement, Segment
 from samestep.session import NATIVE, Engine, Task, run_session
 from samestep.settings import Settings
-from samestep.training.loop import Job, train
+from samestep.training.loop import Job, epoch_record, train
 from samestep.training.stopping import Received
 from samestep.world import World
 
@@ -119,6 +119,8 @@ class _Stopwatch:
                     self._look(job)
                     task.emit(record)
             if job.signum == _TIME_IS_UP:
+                if job.position.step_in_epoch:
+                    task.emit(epoch_record(job))  # so that other tools can read a kept run
                 job.signum, job.stop_reason = 0, "measured"
 
     def _look(self, job: Job) -> None:
