@@ -1,7 +1,7 @@
 """Speed-up, efficiency and losses of measurements whose every number is known."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.scale.analysis import analyse, interval, reasons, result, warnings
@@ -43,6 +43,7 @@ def test_in_strong_scaling_what_does_not_shrink_is_lost():
     assert "a cost of its own" in why
 
 
+@settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
     st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
