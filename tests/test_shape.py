@@ -36,6 +36,8 @@ ROWS = [
     ["slurm"],
     ["doctor"],
     ["profiling"],
+    ["compare"],
+    ["scale"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -137,8 +139,8 @@ def test_no_recipe_and_no_data_source_asks_for_its_rank():
 
 @pytest.mark.parametrize(
     "name", ["", "cli", "errors", "failure", "files", "launch", "rank_log", "run", "settings",
-             "version", "data.catalog", "data.download", "commands.data", "commands.track",
-             "tracking.follow", "tracking.process", "tracking.send"],
+             "version", "data.catalog", "data.download", "commands.compare", "commands.data",
+             "commands.track", "tracking.follow", "tracking.process", "tracking.send"],
 )  # fmt: skip
 def test_importing_it_does_not_import_torch(name):
     module = f"samestep.{name}".rstrip(".")

@@ -16,32 +16,9 @@ import tomli_w
 from samestep.errors import UserError
 from samestep.recipe import Recipe, find_recipe, nearest, recipe_names
 from samestep.run import is_run
-from samestep.settings import Settings, as_table, merge_layers
+from samestep.settings import MAY_CHANGE, Settings, as_table, merge_layers
 from samestep.tracking.names import check_choice
 from samestep.training.plan import Plan
-
-# What may differ when a run goes on; anything else would make it another training.
-MAY_CHANGE = frozenset(
-    {
-        *(
-            "epochs",
-            "max_steps",
-            "run_dir",
-            "device",
-            "backend",
-            "compile",
-            "channels_last",
-            "checkpoint_activations",
-            "threads",
-            "num_workers",
-        ),
-        *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
-        *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
-        *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),
-        *("track", "track_project", "track_name", "track_workspace", "track_tags"),
-        *("track_offline", "track_checkpoints", "track_timeout"),
-    }
-)
 
 # What the file of a run holds as it was derived, not as it was asked for.
 _DERIVED = ("batch_size", "global_batch_size")

@@ -1,11 +1,13 @@
 """Start ranks on this machine through torchrun's elastic agent."""
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -98,3 +100,18 @@ def _first_failure(error: ChildFailedError) -> Ended:
 def _order(failure: ProcessFailure) -> tuple[bool, int]:
     # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
     return failure.exitcode == -signal.SIGTERM, failure.timestamp
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Give signals back to Python after `start_ranks`, for a command that goes on.
+
+    The agent keeps them, and would raise its own exception where nobody expects it.
+    """
+    names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)

@@ -8,8 +8,9 @@ import platform
 import re
 import secrets
 import socket
+import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -116,6 +117,27 @@ def lock_run(path: Path) -> BinaryIO:
         ) from None
 
 
+def is_written(path: Path) -> bool:
+    """Whether a process of this machine has the run open; it is asked of the lock, not taken.
+
+    A process of another machine is seen if the file system passes locks on.
+    """
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return False
+    # struct flock: type, whence, start, length, process; the order is macOS's or that of Linux.
+    shape = "@qqihh" if sys.platform == "darwin" else "@hhqqi4x"
+    place = 3 if sys.platform == "darwin" else 0
+    asked = [0, 0, 0, fcntl.F_WRLCK, 0] if place else [fcntl.F_WRLCK, 0, 0, 0, 0]
+    try:
+        with (path / "run.lock").open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(shape, *asked))
+    except OSError:
+        return False
+    return bool(struct.unpack(shape, answer)[place] != fcntl.F_UNLCK)
+
+
 def _open_events(path: Path) -> BinaryIO:
     """Open the records for appending; a line that a kill tore off at the end is cut away."""
     file = path.open("a+b", buffering=0)
@@ -202,15 +224,20 @@ def read_records(path: Path) -> Iterator[Record]:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise UserError(f"{path} holds no run: {file} cannot be read.") from error
+    # What follows the last newline was torn off by a kill.
+    yield from as_uninterrupted(json.loads(line) for line in lines[:-1])
+
+
+def as_uninterrupted(written: Iterable[Record]) -> list[Record]:
+    """Leave out of a run's records those that a later attempt has superseded."""
     records: list[Record] = []
-    for line in lines[:-1]:  # what follows the last newline was torn off by a kill
-        record = json.loads(line)
+    for record in written:
         if record["event"] == "start" and not record["resumed"]:
             records = []  # killed before its first checkpoint, and begun anew
         if record["event"] == "resume":
             records = _up_to_checkpoint(records, record)
         records.append(record)
-    yield from records
+    return records
 
 
 def _up_to_checkpoint(records: list[Record], resume: Record) -> list[Record]:

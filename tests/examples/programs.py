@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN_DISTRIBUTED = str(ROOT / "examples" / "mnist_torchrun" / "train_distributed.py")
+MNIST_PROFILING = ROOT / "examples" / "mnist_profiling"
 SPIRAL_LIGHTNING = str(ROOT / "examples" / "spiral_lightning" / "train.py")
 JOB_SCRIPTS = sorted([*ROOT.glob("examples/*/*.slurm"), *ROOT.glob("examples/*/*.sbatch")])
 

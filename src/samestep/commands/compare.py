@@ -1,0 +1,50 @@
+"""`samestep compare`: runs side by side, from their directories alone."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from samestep.commands.help import examples
+from samestep.compare.as_json import as_json
+from samestep.compare.comparison import compare
+from samestep.compare.table import lines
+
+_EXAMPLES = """\
+examples:
+  samestep compare runs/ONE runs/OTHER
+  samestep compare runs/spiral-* --metric accuracy --target 0.95 --plot curves.png
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Compare runs: settings that differ, whether it is the same training, speed, curves."""
+
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
+    """Directories of two runs or more; a running or damaged one is read as far as it goes."""
+    metric: str | None = None
+    """Of the validation set (loss, accuracy …), or train_loss; by default accuracy, else loss."""
+    target: float | None = None
+    """Tell when the metric was first at this value."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draw the curves into a file (samestep[plot])."""
+    any_recipe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compare runs of different recipes too."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    with examples(_EXAMPLES):
+        command = tyro.cli(Command, prog="samestep compare", args=arguments)
+    found = compare(command.runs, command.metric, command.target, any_recipe=command.any_recipe)
+    if command.plot is not None:
+        from samestep.compare.plot import plot  # noqa: PLC0415 - matplotlib is an extra
+
+        plot(found, command.plot)
+    sys.stdout.write((as_json(found) if command.json else "\n".join(lines(found))) + "\n")
+    return 0

@@ -1,0 +1,219 @@
+"""`samestep scale`: what more ranks are worth here, measured."""
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tyro
+
+from samestep.commands.help import examples
+from samestep.commands.train import config_of, names_given
+from samestep.config import Request, draft, finish
+from samestep.errors import UserError
+from samestep.failure import PARENT, STARTED_AT, die_with_parent, let_rank_0_speak, rank_of, report
+from samestep.launch import detect_launch
+from samestep.rank_log import RankLog
+from samestep.recipe import recipe_names
+from samestep.scale import report as shown
+from samestep.scale.analysis import analyse
+from samestep.scale.study import Mode, Task, parse_ranks, plan_study, run_study
+from samestep.settings import Settings, flag_name
+from samestep.training.stopping import catch_signals
+from samestep.world import abandon, find_world, join, leave
+
+_EXAMPLES = """\
+examples:
+  samestep scale spiral --nproc 1,2,4
+  samestep scale my_recipe.py --nproc 1,2 --mode strong --global-batch-size 256 --json
+"""
+# In the environment of ranks that are started: what to measure, as JSON.
+_TASK = "SAMESTEP_SCALE_TASK"
+# What a measurement decides by itself.
+_DECIDED = ("epochs", "max_steps", "patience", "monitor")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What this command itself takes, beside the settings."""
+
+    config: Path | None = None
+    """TOML file of settings and options; flags win over it."""
+    nproc: str = "1,2,4"
+    """Numbers of ranks to start on this machine, one after the other."""
+    mode: Literal["weak", "strong", "both"] = "both"
+    """Keep the batch of a rank (weak), or the global batch (strong)."""
+    seconds: float = 1.5
+    """Of training in each measurement, after warming up."""
+    rounds: int = 3
+    """How often everything is measured, in turn."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings(Settings):
+    """The settings, where `--mode` is this command's: nothing is monitored here."""
+
+    mode: Annotated[
+        Literal["auto", "min", "max"], tyro.conf.arg(name="monitor-mode"), tyro.conf.Suppress
+    ] = field(default="auto")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb: on a rank, measure; else start ranks and tell what they found."""
+    log = RankLog(rank_of())
+    try:
+        if os.environ.get(PARENT) and os.environ.get(_TASK):
+            return _rank(arguments)
+        return _parent(arguments)
+    except BrokenPipeError:
+        raise  # the reader of the output has left, as `head` does
+    except SystemExit:
+        let_rank_0_speak(log.rank)
+        raise
+    except Exception as error:
+        code = report(error, log)
+        abandon(code)
+        return code
+
+
+def _parent(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(
+            "usage: samestep scale TARGET [flags]\n\nMeasure how training scales: TARGET is a "
+            f"recipe ({', '.join(recipe_names())}), a recipe file, or the directory of a run.\n"
+            "`samestep scale TARGET --help` shows all its flags; those of train are among them.\n\n"
+            + _EXAMPLES
+        )
+        return 0 if arguments else 2
+    # What a recipe prints when it is read would stand before the JSON object.
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    with examples(_EXAMPLES), redirect_stdout(sys.stdout if wants_help else sys.stderr):
+        command, request = _parse(arguments)
+    _check(command, request, arguments)
+    folder = request.settings.run_dir
+    if folder is not None:
+        return _scale(command, request, arguments, _empty(Path(folder)))
+    with tempfile.TemporaryDirectory(prefix="samestep-scale-") as temporary:
+        return _scale(command, request, arguments, Path(temporary))
+
+
+def _scale(command: Command, request: Request, arguments: list[str], folder: Path) -> int:
+    from samestep.ranks import own_signals, start_ranks  # noqa: PLC0415 - imports the elastic agent
+
+    modes: Sequence[Mode] = ("weak", "strong") if command.mode == "both" else (command.mode,)
+    study = plan_study(request.settings, parse_ranks(command.nproc), modes)
+
+    busy = _busy_cores()
+
+    def launch(ranks: int, task: Task) -> None:
+        os.environ[_TASK] = msgspec.json.encode(task).decode()
+        with own_signals():
+            code = start_ranks(ranks, ["scale", *arguments], time.time())
+        if code:
+            raise SystemExit(code)  # what went wrong has been told
+
+    found = run_study(study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch,
+                      tell=_tell)  # fmt: skip
+    told = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
+    text = shown.as_json(told) if command.json else "\n".join(shown.lines(told))
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _busy_cores() -> float:
+    """Return how many cores other work kept busy in the last minute, where that can be told."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _rank(arguments: list[str]) -> int:
+    """Measure, as one rank of the world that the environment describes."""
+    from samestep.scale.measure import measure  # noqa: PLC0415 - the parent trains nothing
+
+    os.dup2(2, 1)  # standard output is the report's
+    die_with_parent()
+    _, request = _parse(arguments)
+    task = msgspec.json.decode(os.environ[_TASK], type=Task)
+    world, launch = find_world(request.settings.device, request.settings.backend)
+    join(world, launch)
+    started_at = float(os.environ.get(STARTED_AT, time.time()))
+    signum = 0
+    with catch_signals() as received:
+        for sizes in task.setups:
+            signum = measure(request, world, received, sizes, task.seconds, started_at)
+            if signum:
+                break
+    leave(world)
+    return 128 + signum if signum else 0
+
+
+def _parse(arguments: list[str]) -> tuple[Command, Request]:
+    target, *flags = arguments
+    if target.startswith("-"):
+        raise UserError(
+            f"Name what to train before {target}: a recipe ({', '.join(recipe_names())}), a "
+            "recipe file, or the directory of a run."
+        )
+    start = draft(target, config_of(flags))
+    kinds: list[tuple[str, Any]] = [("command", Command), ("settings", _Settings)]
+    defaults: dict[str, Any] = {"command": Command(), "settings": _own(start.settings())}
+    if start.recipe.options:
+        kinds.append(("recipe", start.recipe.options))
+        defaults["recipe"] = start.options()
+    form = dataclasses.make_dataclass("Scale", kinds, frozen=True)
+    form.__doc__ = f"Measure how training {start.recipe.name} scales with the number of ranks."
+    parsed = tyro.cli(form, prog=f"samestep scale {target}", args=flags, default=form(**defaults),
+                      config=(tyro.conf.OmitArgPrefixes,))  # fmt: skip
+    request = finish(start, parsed.settings, getattr(parsed, "recipe", None),
+                     given=names_given(flags), resume=False)  # fmt: skip
+    return parsed.command, request
+
+
+def _own(settings: Settings) -> _Settings:
+    return _Settings(**{f.name: getattr(settings, f.name) for f in fields(Settings)})
+
+
+def _check(command: Command, request: Request, arguments: list[str]) -> None:
+    given = names_given(arguments[1:])
+    for name in _DECIDED:
+        if name in given:
+            raise UserError(
+                f"--{flag_name(name)} has no effect on a measurement: --seconds says how long each "
+                "takes, and nothing is evaluated. Leave it out."
+            )
+    if request.settings.engine != "native":
+        raise UserError("samestep scale measures samestep's own loop: leave --engine out.")
+    if not 0 < command.seconds < float("inf"):
+        raise UserError(f"--seconds is {command.seconds}; it must be greater than 0.")
+    if command.rounds < 1:
+        raise UserError(f"--rounds is {command.rounds}; it must be 1 or more.")
+    launch = detect_launch(os.environ)
+    if launch.world_size > 1:
+        raise UserError(
+            f"samestep scale starts its ranks itself, but {launch.launcher} has already started "
+            f"{launch.world_size}. Start it as one process.",
+            on_all_ranks=True,
+        )
+
+
+def _empty(folder: Path) -> Path:
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"--run-dir {folder} is not empty; name a new directory.")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}.") from error
+    return folder

@@ -1,0 +1,1 @@
+"""What more ranks are worth here: measured with real runs, and where the rest of it goes."""

@@ -1,0 +1,223 @@
+"""Speed-up, efficiency and what is lost to whom, from the measurements."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.scale.study import Measured, Measurement, Mode, Segment, Setup, Study
+
+DRAWS = 1000
+BUSY = 0.5
+"""Load average above which other work counts."""
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One setup beside the smallest number of ranks."""
+
+    setup: Setup
+    samples_per_s: float
+    steps_per_s: float
+    speed_up: float
+    """Samples per second, relative to the smallest number of ranks."""
+    speed_up_interval: Interval
+    efficiency: float
+    """The speed-up, relative to that of the ranks' number."""
+    phases: dict[str, float]
+    """Milliseconds of a step, on rank 0."""
+    lost: dict[str, float]
+    """Milliseconds of a step above the ideal, by phase; their sum is the step's own."""
+    rounds: int
+    segments: int
+
+    @property
+    def efficiency_interval(self) -> Interval:
+        """The interval of the speed-up, as efficiency."""
+        low, high = self.speed_up_interval
+        scale = self.efficiency / self.speed_up
+        return low * scale, high * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that is said of a study."""
+
+    recipe: str
+    study: Study
+    results: dict[Mode, list[Result]]
+    """Of each mode that was asked for, by the number of ranks; the base first."""
+    crowded: dict[int, bool]
+    """Whether so many ranks share cores, with each other or with other work."""
+    warnings: list[str]
+    seconds: float
+    """Of each measurement, as asked for."""
+
+
+def analyse(
+    recipe: str,
+    study: Study,
+    found: Sequence[Measured],
+    modes: Sequence[Mode],
+    seconds: float,
+    busy: float = 0.0,
+) -> Report:
+    """Return speed-ups, efficiencies and losses of every setup, and what to beware of.
+
+    Args:
+        recipe: its name.
+        study: what was to be measured.
+        found: what was.
+        modes: of which to tell.
+        seconds: of each measurement, as asked for.
+        busy: load average when it began.
+    """
+    by_setup = {one.setup: one for one in found}
+    base = by_setup[study.base]
+    results = {
+        mode: [result(by_setup[setup], base, mode) for setup in study.of(mode)] for mode in modes
+    }
+    crowded = {one.setup.ranks: busy > BUSY or is_crowded(one) for one in found}
+    return Report(recipe=recipe, study=study, results=results, seconds=seconds, crowded=crowded,
+                  warnings=[*study.left_out, *warnings(found, busy)])  # fmt: skip
+
+
+def result(one: Measured, base: Measured, mode: Mode) -> Result:
+    """Hold a setup against the smallest number of ranks.
+
+    Ideal is, when scaling weakly, the step of the smallest number of ranks; when scaling strongly,
+    that step divided by how many times more ranks share its batch.
+    """
+    times = one.setup.ranks / base.setup.ranks
+    phases, reference = per_step(one), per_step(base)
+    ideal = 1.0 if mode == "weak" else 1 / times
+    names = dict.fromkeys([*reference, *phases])
+    segments = [segment for part in one.rounds for segment in part.segments]
+    speed = samples_per_s(one.rounds)
+    speed_up = speed / samples_per_s(base.rounds)
+    return Result(
+        setup=one.setup,
+        samples_per_s=speed,
+        steps_per_s=1000 / sum(phases.values()),
+        speed_up=speed_up,
+        speed_up_interval=(1.0, 1.0) if one is base else interval(one.rounds, base.rounds),
+        efficiency=speed_up / times,
+        phases=phases,
+        lost={name: phases.get(name, 0.0) - ideal * reference.get(name, 0.0) for name in names},
+        rounds=len(one.rounds),
+        segments=len(segments),
+    )
+
+
+def samples_per_s(rounds: Sequence[Measurement]) -> float:
+    """Return all samples of some rounds by all their seconds."""
+    return _rate([segment for one in rounds for segment in one.segments])
+
+
+def _rate(segments: Sequence[Segment]) -> float:
+    return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
+
+
+def per_step(one: Measured) -> dict[str, float]:
+    """Return the milliseconds of a step in each phase, over all rounds."""
+    segments = [segment for part in one.rounds for segment in part.segments]
+    steps = sum(segment.steps for segment in segments)
+    names = dict.fromkeys(name for segment in segments for name in segment.phases)
+    return {n: 1000 * sum(s.phases.get(n, 0.0) for s in segments) / steps for n in names}
+
+
+def interval(one: Sequence[Measurement], base: Sequence[Measurement]) -> Interval:
+    """Return a 95 % interval of the speed-up.
+
+    A bootstrap in two stages (Davison & Hinkley 1997, "Bootstrap methods and their application",
+    section 3.8): rounds are drawn with replacement, the same for both so that what slowed a whole
+    round cancels, then segments within each. With few rounds it is rather too narrow.
+    """
+    # Seeded, so that the same measurements always give the same interval.
+    generator = random.Random(0)  # noqa: S311 - no secret
+    ratios = sorted(_draw(one, base, generator) for _ in range(DRAWS))
+    return ratios[round(0.025 * (DRAWS - 1))], ratios[round(0.975 * (DRAWS - 1))]
+
+
+def _draw(
+    one: Sequence[Measurement], base: Sequence[Measurement], generator: random.Random
+) -> float:
+    mine: list[Segment] = []
+    its: list[Segment] = []
+    for number in generator.choices(range(len(one)), k=len(one)):
+        for drawn, segments in ((mine, one[number].segments), (its, base[number].segments)):
+            drawn.extend(generator.choices(segments, k=len(segments)))
+    return _rate(mine) / _rate(its)
+
+
+def warnings(found: Sequence[Measured], busy: float = 0.0) -> list[str]:
+    """Return what of this machine keeps more ranks from being more hardware."""
+    said = []
+    crowded = [one for one in found if is_crowded(one)]
+    if crowded:
+        ranks = sorted({one.setup.ranks for one in crowded})
+        cores = crowded[0].rounds[0].cores
+        said.append(
+            f"{_these(ranks)} share {cores} usable core{'s' if cores > 1 else ''}: they take "
+            "turns, so this measures the machine's limit and not how the training scales."
+        )
+    if busy > BUSY:
+        said.append(
+            f"The load average was {busy:.1f} when this began: other work ran here too, and the "
+            "numbers are of what it left over. Measure again on a quiet machine."
+        )
+    base = found[0].rounds[0]
+    fewer = sorted({o.setup.ranks for o in found if o.rounds[0].threads < base.threads})
+    if base.device == "cpu" and fewer:
+        first = found[0].setup.ranks
+        said.append(
+            f"{first} rank{'s' if first > 1 else ''} computed on {base.threads} threads each and "
+            f"{_these(fewer)} on fewer: the smallest number already uses several cores. "
+            "--threads 1 compares core by core."
+        )
+    shared = sorted({o.setup.ranks for o in found if o.rounds[0].sharing_gpu})
+    if shared:
+        said.append(f"Of {_these(shared)}, some share a GPU: they take turns on it.")
+    return said
+
+
+def _these(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last} ranks" if most else f"{last} ranks"
+
+
+def reasons(one: Result, *, crowded: bool) -> list[tuple[str, float, str]]:
+    """Return what most of a loss goes to: (phases, milliseconds of a step, what that means)."""
+    lost = sum(one.lost.values())
+    if lost <= 0:
+        return []
+    strong = one.setup.mode == "strong"
+    meaning = {
+        "all_reduce": "sending gradients, and waiting for "
+        + ("ranks whose turn on the cores has not come" if crowded else "the slowest rank"),
+        "data": "every rank reads, and a step waits for it",
+        "to_device": "ranks share the way to the device",
+        "other": "what lies between the steps' work",
+    }
+    compute = (
+        "ranks, or other work, take turns on the cores"
+        if crowded
+        else "less for each rank to do, but every operation has a cost of its own"
+        if strong
+        else "ranks share memory and caches, and DDP does work of its own"
+    )
+    groups: dict[str, list[tuple[float, str]]] = {}
+    for name, ms in one.lost.items():
+        groups.setdefault(meaning.get(name, compute), []).append((ms, name))
+    found = [
+        (", ".join(name for _, name in parts), sum(ms for ms, _ in parts), what)
+        for what, parts in groups.items()
+    ]
+    found.sort(key=lambda part: -part[1])
+    return [part for part in found if part[1] >= 0.05 * lost][:3]
+
+
+def is_crowded(one: Measured) -> bool:
+    """Whether the ranks of a setup share cores."""
+    first = one.rounds[0]
+    return first.device == "cpu" and one.setup.ranks * first.threads > first.cores

@@ -1,0 +1,196 @@
+"""What to measure: batch sizes for each number of ranks, in rounds that take turns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from samestep.errors import UserError
+from samestep.settings import Settings
+from samestep.training.plan import make_plan
+
+Mode = Literal["weak", "strong"]
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One number of ranks with its batch sizes."""
+
+    mode: Mode
+    ranks: int
+    global_batch_size: int
+    batch_size: int
+    """Most samples per rank and micro-step, as `Settings` means it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """All setups to measure. The smallest number of ranks is what the others are held against."""
+
+    setups: tuple[Setup, ...]
+    """Of the smallest number of ranks there is one, which serves both modes."""
+    left_out: tuple[str, ...] = ()
+    """What cannot be measured, and why; a sentence each."""
+
+    @property
+    def base(self) -> Setup:
+        """What the others are held against."""
+        return self.setups[0]
+
+    def of(self, mode: Mode) -> list[Setup]:
+        """Return the setups of one mode, the base first."""
+        return [self.base, *(s for s in self.setups[1:] if s.mode == mode)]
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a measurement: some steps in a row."""
+
+    steps: int
+    samples: int
+    phases: dict[str, float]
+    """Seconds in each phase, on rank 0; together they are the segment's seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return sum(self.phases.values())
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What one setup did in one round."""
+
+    segments: list[Segment]
+    device: str
+    threads: int
+    """CPU threads per rank."""
+    cores: int
+    """Cores that the ranks of rank 0's node may use, all together."""
+    sharing_gpu: int = 0
+    """Ranks that have a GPU with another one."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks that are started are to measure: setups of their number, one after the other."""
+
+    setups: list[tuple[int, int, str]]
+    """(global batch size, batch size, run directory) of each."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A setup and its measurements, one a round."""
+
+    setup: Setup
+    rounds: list[Measurement]
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the numbers of ranks in a list like `1,2,4`, ascending.
+
+    Raises:
+        UserError: it is no such list, or has fewer than two.
+    """
+    try:
+        numbers = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1 or numbers[-1] > MOST_RANKS:
+        raise UserError(
+            f"--nproc {text}: give numbers of ranks from 1 to {MOST_RANKS}, like 1,2,4."
+        )
+    if len(numbers) == 1:
+        raise UserError(
+            f"--nproc {text} is one size alone; to see how it scales, give two or more: 1,{text}."
+            if numbers[0] > 1
+            else "--nproc 1 is one size alone; to see how it scales, give two or more: 1,2."
+        )
+    return numbers
+
+
+def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) -> Study:
+    """Return the batch sizes of every setup.
+
+    Weak scaling keeps the batch of a rank and strong scaling the global batch, both as the settings
+    make them on the smallest number of ranks.
+
+    Raises:
+        UserError: the settings give no batch size, or nothing is left to measure.
+    """
+    first = _sizes(settings, sizes[0])
+    setups = [Setup(mode=modes[0], ranks=sizes[0], **first)]
+    left_out = []
+    per_rank = first["global_batch_size"] // sizes[0]
+    for ranks in sizes[1:]:
+        for mode in modes:
+            total = per_rank * ranks if mode == "weak" else first["global_batch_size"]
+            wanted = replace(settings, global_batch_size=total, batch_size=first["batch_size"],
+                             accumulate=None)  # fmt: skip
+            try:
+                setups.append(Setup(mode=mode, ranks=ranks, **_sizes(wanted, ranks)))
+            except UserError as error:
+                left_out.append(f"{mode} scaling at {ranks} ranks is left out: {error}")
+    if len(setups) == 1:
+        raise UserError(" ".join(left_out))
+    return Study(setups=tuple(setups), left_out=tuple(left_out))
+
+
+def _sizes(settings: Settings, ranks: int) -> dict[str, int]:
+    plan = make_plan(replace(settings, epochs=1, max_steps=None), 10**12, ranks, resumed=False)
+    return {"global_batch_size": plan.global_batch_size, "batch_size": plan.batch_size}
+
+
+def run_study(
+    study: Study,
+    folder: Path,
+    *,
+    rounds: int,
+    seconds: float,
+    launch: Callable[[int, Task], None],
+    tell: Callable[[str], None],
+) -> list[Measured]:
+    """Measure every setup once a round, so that what else the machine does meets all of them.
+
+    Args:
+        study: what to measure.
+        folder: where the runs are kept.
+        rounds: how often.
+        seconds: of each measurement, after warming up.
+        launch: starts so many ranks, which do the task, and returns when they have ended.
+        tell: shows a line to who waits.
+    """
+    found: dict[Setup, list[Measurement]] = {setup: [] for setup in study.setups}
+    for number in range(1, rounds + 1):
+        for ranks in sorted({setup.ranks for setup in study.setups}):
+            setups = [setup for setup in study.setups if setup.ranks == ranks]
+            runs = [folder / f"{s.mode}-{ranks}-round-{number}" for s in setups]
+            launch(ranks, Task(seconds=seconds, setups=[
+                (s.global_batch_size, s.batch_size, str(run))
+                for s, run in zip(setups, runs, strict=True)
+            ]))  # fmt: skip
+            for setup, run in zip(setups, runs, strict=True):
+                found[setup].append(read_measurement(run))
+            speeds = ", ".join(f"{s.mode} {_speed(found[s][-1]):,.0f}" if s is not study.base
+                               else f"{_speed(found[s][-1]):,.0f}" for s in setups)  # fmt: skip
+            tell(f"round {number} of {rounds}, {_count(ranks)}: {speeds} samples/s")
+    return [Measured(setup=setup, rounds=found[setup]) for setup in study.setups]
+
+
+def _speed(measurement: Measurement) -> float:
+    segments = measurement.segments
+    return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank" + ("s" if ranks > 1 else "")
+
+
+FILE = "measurement.json"
+
+
+def read_measurement(run: Path) -> Measurement:
+    """Return what rank 0 has left in the directory of a run."""
+    return msgspec.json.decode((run / FILE).read_bytes(), type=Measurement)

@@ -1,0 +1,270 @@
+"""The profiling example: as a newcomer types it, what its traces hold, what is made of them."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.examples.programs import MNIST_PROFILING, environment, run
+from tests.idx_files import write_mnist
+
+TRAIN = str(MNIST_PROFILING / "single_gpu_train.py")
+PER_STEP = str(MNIST_PROFILING / "per_step.py")
+IMAGES = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Give the examples and a small data set as a newcomer has them."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    shutil.copytree(MNIST_PROFILING, folder / "examples" / "mnist_profiling")
+    write_mnist(folder / "data" / "mnist", num_train=IMAGES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def from_its_folder(folder):
+    """Return what it prints and its trace, typed in its own folder, without workers."""
+    return profiled(folder / "examples" / "mnist_profiling", "single_gpu_train.py", 0)
+
+
+@pytest.fixture(scope="module")
+def from_elsewhere(folder):
+    """Return the same with two workers, typed where the data is."""
+    return profiled(folder, "examples/mnist_profiling/single_gpu_train.py", 2, "--batch_size", "32")
+
+
+def profiled(folder, script, workers, *more):
+    size = () if more else ("--batch_size", "1")
+    done = run(script, "--num_workers", str(workers), *size, *more, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder / f"trace_single_gpu_workers_{workers}.json"
+
+
+def spans(trace: Path, prefix: str) -> list[dict]:
+    """Return the events of a Chrome trace whose name begins so, by their start."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    found = [e for e in events if e["ph"] == "X" and e["name"].startswith(prefix)]
+    return sorted(found, key=lambda event: event["ts"])
+
+
+def test_typed_in_its_own_folder_it_trains_five_epochs_and_prints_every_100_batches(
+    from_its_folder,
+):
+    printed, _ = from_its_folder
+    lines = printed.splitlines()
+    assert lines[0].startswith("120 batches of 1 images an epoch, 0 workers, ")
+    losses = [line for line in lines if ": loss " in line]
+    assert [line.split(":")[0] for line in losses] == [
+        f"Epoch {epoch}, batch 100/120" for epoch in (1, 2, 3, 4, 5)
+    ]
+    assert float(losses[4].split()[-1]) < float(losses[0].split()[-1])  # it learns
+    assert [line.split(" took")[0] for line in lines if " took " in line] == [
+        f"Epoch {epoch}" for epoch in (1, 3, 4, 5)
+    ]
+    assert "Epoch 2: 120 profiled steps are in trace_single_gpu_workers_0.json" in lines
+
+
+@pytest.mark.parametrize(
+    ("made", "steps"), [("from_its_folder", IMAGES), ("from_elsewhere", 4)], ids=["here", "there"]
+)
+def test_the_trace_is_a_chrome_trace_of_the_steps_of_one_epoch(made, steps, request):
+    _, trace = request.getfixturevalue(made)
+    content = json.loads(trace.read_text())
+    assert {"traceEvents", "displayTimeUnit"} <= content.keys()
+    for name in ("enumerate(DataLoader)#", "to device", "forward", "backward", "Optimizer.step#"):
+        found = spans(trace, name)
+        assert len(found) == steps, name
+        ends = [event["ts"] + event["dur"] for event in found]
+        starts = [event["ts"] for event in found]
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), name
+    assert not trace.with_suffix(".tmp").exists()
+
+
+def test_the_workers_prepare_the_batches_only_if_there_are_some(from_its_folder, from_elsewhere):
+    assert spans(from_its_folder[1], "enumerate(DataLoader)#_SingleProcess")
+    assert spans(from_elsewhere[1], "enumerate(DataLoader)#_MultiProcessing")
+
+
+def test_a_part_of_the_epoch_can_be_profiled(folder, tmp_path):
+    asked = ("--num_workers", "0", "--profile_steps", "2", "--epochs", "2")
+    done = run(TRAIN, *asked, "--data_dir", str(folder / "data/mnist"), folder=tmp_path)
+    assert "Epoch 2: 2 profiled steps are in" in done.stdout, done.stderr
+    assert len(spans(tmp_path / "trace_single_gpu_workers_0.json", "Optimizer.step#")) == 2
+
+
+def table(*traces: Path) -> tuple[dict[str, list[str]], str]:
+    """Return the table's rows, those of one step with their unit, and the text below it."""
+    done = run(PER_STEP, *map(str, traces), folder=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    rows, unit = {}, ""
+    lines = done.stdout.splitlines()
+    end = next(n for n, line in enumerate(lines) if " against " in line)
+    for line in lines[:end]:
+        name, *cells = re.split(r" {2,}", line.strip())
+        unit = "" if not line.startswith(" ") else unit
+        if not cells:
+            unit = name.split()[-1]
+        rows[f"{name} {unit}".strip()] = cells
+    return rows, " ".join(" ".join(lines[end:]).split())
+
+
+def test_the_table_gives_each_trace_by_step_and_warns_of_totals(from_its_folder, from_elsewhere):
+    rows, text = table(from_its_folder[1], from_elsewhere[1])
+    assert rows["workers"] == ["0", "2"]
+    assert rows["steps in the trace"] == ["120", "4"]
+    per_step = [name for name in rows if name.endswith(" ms")]
+    (wall,) = (float(rows.pop(name)[0]) for name in per_step if name == "wall clock ms")
+    parts = [float(rows[name][0]) for name in per_step if rows.get(name)]
+    assert sum(parts) == pytest.approx(wall, abs=0.01)
+    assert text.startswith(
+        "2 workers against 0, per image: waiting for data "
+    )  # the batches differ
+    assert "120 steps of 1 images there, 4 steps of 32 images here." in text
+
+
+def test_the_table_is_right(tmp_path):
+    one, other = (tmp_path / f"trace_single_gpu_workers_{n}.json" for n in (0, 4))
+    write_trace(one, steps=3, data=4000, size=32)
+    write_trace(other, steps=1, data=500, size=32, gpu=True)
+    rows, text = table(one, other)
+    # A step is the wait, then 100 µs each to the device, forward and backward, 200 of optimizer
+    # and 100 of nothing between.
+    assert rows == {
+        "workers": ["0", "4"],
+        "steps in the trace": ["3", "1"],
+        "total, s s": [],
+        "waiting for data s": ["0.01", "0.00"],
+        "wall clock s": ["0.01", "0.00"],
+        "per step, ms ms": [],
+        "waiting for data ms": ["4.000", "0.500"],
+        "to device ms": ["0.100", "0.100"],
+        "forward ms": ["0.100", "0.100"],
+        "backward ms": ["0.100", "0.100"],
+        "optimizer ms": ["0.200", "0.200"],
+        "other ms": ["0.100", "0.100"],
+        "wall clock ms": ["4.600", "1.100"],
+        "GPU busy ms": ["-", "0.150"],  # two kernels of 100 µs overlap by half
+    }
+    assert "per step: waiting for data 8.00 x as fast, the whole 4.18 x By totals" in text
+    assert "24.00 x and 12.55 x, which means nothing" in text
+
+
+def write_trace(path: Path, *, steps: int, data: int, size: int, gpu: bool = False) -> None:
+    """Write a trace of the same step several times over, in µs."""
+    parts = [("enumerate(DataLoader)#x.__next__", data), ("to device", 100), ("forward", 100),
+             ("backward", 100), ("", 100), ("Optimizer.step#Adam.step", 200)]  # fmt: skip
+    events, now = [], 1000.0
+    for _ in range(steps):
+        for name, length in parts:
+            if name:
+                events.append(event(name, now, length, "user_annotation"))
+                events.append(event("aten::mm", now, length / 2, "cpu_op"))
+            now += length
+        if gpu:
+            events.append(event("forward", now, 1e6, "gpu_user_annotation"))
+            events += [event("gemm", now, 100, "kernel"), event("relu", now + 50, 100, "kernel")]
+    path.write_text(json.dumps({"traceEvents": events, "batch_size": size}))
+
+
+def event(name: str, start: float, length: float, category: str) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
+
+
+# What is wrong → the arguments, and words of the message.
+MISTAKES = {
+    "no data": (["--data_dir", "nowhere"], "no train-images-idx3-ubyte[.gz] in nowhere. Download"),
+    "one epoch": (["--epochs", "1"], "argument --epochs: '1' is not a whole number of 2 or more"),
+    "damaged data": (["--data_dir", "torn"], "torn/train-images-idx3-ubyte.gz cannot be used"),
+    "no place to write": (["--num_workers", "0"], "trace_single_gpu_workers_0.json could not be"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name):
+    arguments, words = MISTAKES[name]
+    write_mnist(tmp_path / "data" / "mnist", num_train=40)
+    torn = write_mnist(tmp_path / "torn") / "train-images-idx3-ubyte.gz"
+    torn.write_bytes(torn.read_bytes()[:500])
+    (tmp_path / "trace_single_gpu_workers_0.json").mkdir()
+    done = run(TRAIN, *arguments, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    (message,) = [line for line in done.stderr.splitlines() if not line.startswith("USDT:")]
+    assert message.startswith("single_gpu_train.py: ")
+    assert words in message
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("content", ["", '{"traceEvents": [', "[]", '{"traceEvents": []}'])
+def test_a_file_that_is_no_trace_is_named(tmp_path, content):
+    (tmp_path / "half.json").write_text(content)
+    done = run(PER_STEP, "half.json", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("per_step.py: half.json ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Run the job script where srun and python only note how they were called."""
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "python"):
+        stub = tmp_path / "bin" / name
+        stub.write_text(f'#!/bin/sh\necho "{name} $*" >> "$CALLS"\n')
+        stub.chmod(0o755)
+
+    def start(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", str(MNIST_PROFILING / "profile_workers.slurm"), "--epochs", "2"], cwd=folder,
+            env=environment(PATH=path, CALLS=str(tmp_path / "calls"), SLURM_CPUS_PER_TASK="9"),
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        calls = tmp_path / "calls"
+        return done, calls.read_text().splitlines() if calls.exists() else []
+
+    return start
+
+
+@pytest.mark.parametrize("place", ["examples/mnist_profiling", "."])
+def test_the_job_profiles_0_1_2_4_and_8_workers_and_compares_them(job, folder, place):
+    done, calls = job(folder / place)
+    assert done.returncode == 0, done.stderr
+    script = "./" if "examples" in place else "examples/mnist_profiling/"
+    assert calls == [
+        *(
+            f"srun --cpus-per-task=9 python {script}single_gpu_train.py "
+            f"--num_workers {n} --epochs 2"
+            for n in (0, 1, 2, 4, 8)
+        ),
+        f"python {script}per_step.py "
+        + " ".join(f"trace_single_gpu_workers_{n}.json" for n in (0, 1, 2, 4, 8)),
+    ]
+
+
+def test_the_job_submitted_from_elsewhere_says_from_where_to_submit(job, tmp_path):
+    done, calls = job(tmp_path)
+    assert done.returncode == 2
+    assert "submit from one of them" in done.stderr
+    assert not calls
+
+
+def test_the_example_is_plain_pytorch():
+    for path in MNIST_PROFILING.glob("*.py"):
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        } | {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }
+        assert not [name for name in names if name.split(".")[0] in ("samestep", "torchvision")]

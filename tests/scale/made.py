@@ -1,0 +1,25 @@
+"""Measurements written by hand: every number is known."""
+
+from samestep.scale.study import Measured, Measurement, Segment, Setup
+
+
+def measured(
+    mode="weak", *, ranks=1, batch=32, ms=(1.0,), rounds=3, segments=4, steps=100, **phases
+):
+    """Return a setup whose step took `ms[round]` milliseconds, shared out among the phases.
+
+    The phases are in milliseconds of a step; what they leave is `forward`.
+    """
+    setup = Setup(mode=mode, ranks=ranks, global_batch_size=batch, batch_size=batch // ranks)
+    found = []
+    for number in range(rounds):
+        step = ms[number % len(ms)]
+        parts = {**phases, "forward": step - sum(phases.values())}
+        spent = {name: part * steps / 1000 for name, part in parts.items()}
+        one = Segment(steps=steps, samples=steps * batch, phases=spent)
+        found.append(measurement([one] * segments))
+    return Measured(setup=setup, rounds=found)
+
+
+def measurement(segments, **more):
+    return Measurement(segments=segments, **{"device": "cpu", "threads": 1, "cores": 8, **more})

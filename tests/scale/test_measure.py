@@ -1,0 +1,77 @@
+"""One measurement on real ranks: what it leaves, and that the phase to blame is the right one."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.run import read_records
+from samestep.scale.analysis import reasons, result
+from samestep.scale.study import Measured, Setup, read_measurement
+from tests.ranks import run_ranks
+from tests.tiny import RECIPE, write_recipe
+
+# Planted: every rank but the first takes 6 ms longer in each step.
+SLOW_RANK = RECIPE.replace(
+    "    time.sleep(seconds)",
+    '    import os\n    time.sleep(0.006 if os.environ.get("RANK", "0") != "0" else 0)',
+)
+
+
+def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) -> int:
+    from samestep.commands.train import parse
+    from samestep.scale.measure import measure
+    from samestep.training.stopping import Received
+    from samestep.world import find_world, join, leave
+
+    _, request = parse(recipe, ["--device", "cpu"])
+    world, launch = find_world("cpu", "auto")
+    join(world, launch)
+    received = Received()
+    codes = [measure(request, world, received, setup, seconds, 0.0) for setup in setups]
+    leave(world)
+    return sum(codes) + received.signum
+
+
+def measured(recipe: Path, ranks: int, batches: list[int], folder: Path) -> list[Measured]:
+    """Measure some global batches on so many ranks, one after the other in the same processes."""
+    setups = [(batch, batch // ranks, str(folder / f"{ranks}-{batch}")) for batch in batches]
+    codes = run_ranks(_measure, ranks, folder / f"out-{ranks}", str(recipe), setups, 0.3)
+    assert codes == [0] * ranks
+    return [
+        Measured(
+            setup=Setup(mode="weak", ranks=ranks, global_batch_size=batch, batch_size=own),
+            rounds=[read_measurement(Path(run))],
+        )
+        for batch, own, run in setups
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_leaves_segments_whose_steps_samples_and_seconds_are_the_loops(tmp_path, ranks):
+    recipe = write_recipe(tmp_path)
+    found = measured(recipe, ranks, [12, 24], tmp_path)
+    for one in found:
+        (measurement,) = one.rounds
+        run = tmp_path / f"{ranks}-{one.setup.global_batch_size}"
+        assert len(measurement.segments) >= 2
+        assert sum(s.seconds for s in measurement.segments) >= 0.3
+        for segment in measurement.segments:
+            most = segment.steps * one.setup.global_batch_size
+            assert 0.5 * most < segment.samples <= most  # an epoch's last batch is smaller
+            assert set(segment.phases) >= {"data", "forward", "backward", "all_reduce"}
+        assert measurement.threads == 1
+        events = {record["event"] for record in read_records(run)}
+        assert not events & {"evaluation", "checkpoint"}
+        assert "epoch" in events
+        assert not list((run / "checkpoints").glob("*.pt"))
+
+
+def test_a_rank_that_is_slow_shows_as_waiting_for_it(tmp_path):
+    recipe = write_recipe(tmp_path, SLOW_RANK)
+    (one,) = measured(recipe, 1, [12], tmp_path)
+    (two,) = measured(recipe, 2, [24], tmp_path)
+    found = result(two, one, "weak")
+    (phase, lost, why), *_ = reasons(found, crowded=False)
+    assert phase == "all_reduce"
+    assert lost > 3  # of the 6 ms
+    assert "the slowest rank" in why

@@ -1,0 +1,76 @@
+"""What is measured: sizes that keep a rank's batch or the global one, in rounds that take turns."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from samestep.errors import UserError
+from samestep.scale.study import FILE, Segment, parse_ranks, plan_study, run_study
+from samestep.settings import Settings
+from tests.scale.made import measurement
+
+
+def sizes(study):
+    return [(s.mode, s.ranks, s.global_batch_size, s.batch_size) for s in study.setups]
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_the_global_batch():
+    study = plan_study(Settings(batch_size=32), [1, 2, 4], ["weak", "strong"])
+    assert sizes(study) == [
+        ("weak", 1, 32, 32),
+        *(("weak", 2, 64, 32), ("strong", 2, 32, 16)),
+        *(("weak", 4, 128, 32), ("strong", 4, 32, 8)),
+    ]
+    assert [s.ranks for s in study.of("strong")] == [1, 2, 4]
+
+
+def test_the_smallest_number_of_ranks_is_what_the_settings_mean():
+    study = plan_study(Settings(global_batch_size=64), [2, 4], ["strong", "weak"])
+    assert sizes(study) == [("strong", 2, 64, 32), ("strong", 4, 64, 16), ("weak", 4, 128, 32)]
+
+
+def test_micro_steps_stay_when_scaling_weakly_and_become_fewer_when_strongly():
+    settings = Settings(global_batch_size=64, batch_size=16)  # four micro-steps on one rank
+    study = plan_study(settings, [1, 2], ["weak", "strong"])
+    assert sizes(study)[1:] == [("weak", 2, 128, 16), ("strong", 2, 64, 16)]
+
+
+def test_a_batch_that_ranks_cannot_share_is_left_out_and_said():
+    study = plan_study(Settings(batch_size=32), [1, 3], ["weak", "strong"])
+    assert sizes(study) == [("weak", 1, 32, 32), ("weak", 3, 96, 32)]
+    (note,) = study.left_out
+    assert note.startswith("strong scaling at 3 ranks is left out: --global-batch-size 32 is not")
+    with pytest.raises(UserError, match="not a multiple of 3"):
+        plan_study(Settings(batch_size=32), [1, 3], ["strong"])
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,b", "0,1", "-1,2", "1", "4", "2,2", "1,65", "1.5,2"])
+def test_what_is_no_list_of_several_sizes_is_refused(text):
+    with pytest.raises(UserError, match="--nproc"):
+        parse_ranks(text)
+
+
+def test_sizes_are_put_in_order():
+    assert parse_ranks("4,1,2,2") == [1, 2, 4]
+
+
+def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):
+    study = plan_study(Settings(batch_size=8), [1, 2], ["weak", "strong"])
+    started, told = [], []
+
+    def launch(ranks, task):
+        started.append((ranks, [size for size, *_ in task.setups]))
+        for number, (size, _, run) in enumerate(task.setups):
+            assert Path(run).parent == tmp_path
+            assert not Path(run).exists()
+            Path(run).mkdir()
+            one = Segment(steps=10, samples=10 * size, phases={"forward": 1.0 + number})
+            content = measurement([one, one])
+            (Path(run) / FILE).write_bytes(msgspec.json.encode(content))
+
+    found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=told.append)
+    assert started == [(1, [8]), (2, [16, 8])] * 2
+    assert [(one.setup, len(one.rounds)) for one in found] == [(s, 2) for s in study.setups]
+    assert found[2].rounds[0].segments[0].seconds == 2.0
+    assert told[1] == "round 1 of 2, 2 ranks: weak 160, strong 40 samples/s"
