@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -203,16 +202,15 @@ def _started_already(launch: Launch) -> UserError:
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Take signals and variables back that are meant for the ranks and their agent."""
-    names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    from samestep.ranks import own_signals  # noqa: PLC0415 - imports the elastic agent
+
     variables = dict(os.environ)
     try:
-        yield
+        with own_signals():
+            yield
     finally:
         os.environ.clear()
         os.environ.update(variables)
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
 
 
 @contextmanager
