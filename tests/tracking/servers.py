@@ -95,12 +95,14 @@ class Wandb(Server):
         """Run id → {"history": [rows], "config": …, "tags": …, "inserted": how often begun}."""
         self.dead = None
         """0 once it answers nothing more, or the error that it answers with."""
+        self.died = threading.Event()
         self.dies_with_history = None
         """Set, the error with which it answers the next rows, and whatever comes after."""
 
     def answer(self, method, path, body):
         if self.dies_with_history is not None and b"wandb-history.jsonl" in body:
             self.dead = self.dies_with_history
+            self.died.set()
         if self.dead is not None:
             return (self.dead, b'{"error": "no more"}') if self.dead else None
         if path == "/graphql":

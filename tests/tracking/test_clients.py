@@ -1,7 +1,7 @@
 """The trackers' own clients, offline, at two ranks, on both engines: what they wrote is read back.
 
-One run per engine serves all tests of this file: it ends within its second epoch and goes
-on, with all four trackers, whose keys are there but whose servers are not.
+One run per engine serves all tests of this file: it ends after its first epoch and goes on, with
+all four trackers, whose keys are there but whose servers are not.
 """
 
 import importlib.util
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.command_line import read_json, start
+from tests.command_line import read_json
 from tests.ranks import free_port
 from tests.tracking import readers
+from tests.tracking.test_following import samestep
 
 PACKAGES = ("comet_ml", "mlflow", "tensorboard", "wandb")
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -55,12 +56,13 @@ def tracked(request, tmp_path_factory):
     begin = ("train", str(recipe), "--engine", request.param, "--run-dir", str(run),
              "--track", "wandb,comet,tensorboard,mlflow", "--track-project", "odd ones",
              "--track-name", "the first", "--track-tags", "a, b", "--log-every", "2",
-             "--track-checkpoints", "--max-steps", "16")  # fmt: skip
+             "--track-checkpoints", "--epochs", "1")  # fmt: skip
     printed = []
-    for arguments in (begin, ("train", str(run), "--resume", "--max-steps", "22")):
-        done = start(*arguments, world_size=2, folder=folder / "outputs", environment=environment)
-        assert done.wait() == [0, 0], done.output()
-        printed.append(done.printed(0))
+    (folder / "outputs").mkdir()
+    for arguments in (begin, ("train", run, "--resume", "--epochs", "2")):
+        ranks = samestep(*arguments, world_size=2, folder=folder / "outputs", **environment)
+        assert ranks.wait() == [0, 0], ranks.output()
+        printed.append(ranks.printed(0))
     return Tracked(run, printed, folder)
 
 
@@ -82,7 +84,7 @@ def last_test(run):
     return step, values
 
 
-def test_the_run_ended_within_an_epoch_and_went_on(tracked):
+def test_the_run_ended_and_went_on(tracked):
     events = [r["event"] for r in tiny.all_records(tracked.path)]
     assert events.count("start") == 2
     assert events.count("resume") == 1
@@ -98,7 +100,7 @@ def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
                  for row in rows for name in row if name.startswith(f"{series}/")]  # fmt: skip
         assert sorted(found) == sorted(metrics_of(tracked.path, series))
     step, values = last_test(tracked.path)
-    assert [row["step"] for row in rows if "test/loss" in row] == [16, step]
+    assert [row["step"] for row in rows if "test/loss" in row] == [11, step]
     assert values.items() <= rows[-1].items()
     steps = [row["_step"] for row in rows]
     assert steps == sorted(set(steps)), "W&B's own count only goes up, over both executions"

@@ -3,6 +3,8 @@ returns errors, one that dies within the run. The training is the same, and all 
 """
 
 import importlib.util
+import os
+import signal
 
 import pytest
 
@@ -49,20 +51,23 @@ def test_a_server_that_accepts_and_never_answers_leaves_every_tracker_offline(tm
         assert read_json(run / "tracking" / f"{tracker}.json")["offline"]["finished"]
 
 
-@pytest.mark.parametrize("kind", ["hangs", "errors"])
+HANGS = "wandb,comet,mlflow"
+
+
+@pytest.mark.parametrize(("kind", "trackers"), [("hangs", HANGS), ("errors", "wandb,comet")])
 def test_a_server_that_is_there_and_hangs_or_fails_is_given_up_with_one_warning_each(
-    tmp_path, kind, untracked
+    tmp_path, kind, trackers, untracked
 ):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Silent(is_there=True) if kind == "hangs" else Errors() as server:
         ranks = train(
-            recipe, "--track", "wandb,comet,mlflow", "--track-timeout", "6", "--run-dir", run,
+            recipe, "--track", trackers, "--track-timeout", "12", "--run-dir", run,
             folder=tmp_path, **at(server.url, tmp_path),
         )  # fmt: skip
     tiny.assert_same_training(run, untracked, 0)
-    for tracker in ("wandb", "comet", "mlflow"):
+    for tracker in trackers.split(","):
         assert ranks.output().count(f"warning {tracker} failed: ") == 1, ranks.output()
-        assert not read_json(run / "tracking" / f"{tracker}.json")["online"]["finished"]
+        assert f"samestep track {run} --to {tracker}" in ranks.output()
     assert KEY not in ranks.output()
 
 
@@ -76,7 +81,7 @@ def history(server, run):
     return found
 
 
-@pytest.mark.parametrize("dead", [0, 403, 500])
+@pytest.mark.parametrize("dead", [0, 403])
 def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, dead):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Wandb() as server:
@@ -88,8 +93,12 @@ def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, d
         ((name, state),) = server.runs.items()
         known = list(state["history"])
         server.dies_with_history = dead
-        ranks = train(run, "--resume", "--epochs", "6", folder=tmp_path, end_s=3.0, **here)
-        assert server.dead == dead
+        ranks = samestep("train", run, "--resume", "--epochs", "6", folder=tmp_path, **here)
+        assert server.died.wait(60), ranks.output()
+        tiny.until(lambda: [r["event"] for r in tiny.all_records(run)].count("stop") == 2)
+        if dead == 0:  # W&B would try for ever: a signal shortens the wait for it
+            os.kill(ranks.processes[0].pid, signal.SIGTERM)
+        assert ranks.wait() == [0], ranks.output()
         tiny.assert_same_training(run, untracked, 0)
         assert ranks.output().count("warning wandb failed: ") == 1
         assert state["history"] == known
