@@ -1,6 +1,7 @@
 """`samestep profile`: where the time of a training goes, and the one thing to change."""
 
 import ast
+import contextlib
 import json
 import os
 import sys
@@ -239,7 +240,11 @@ def _one_script(
             script, arguments, meeting, local_ranks=launch.local_world_size, epoch=command.epoch,
             seconds=command.seconds, quiet=command.json,
         )  # fmt: skip
-    except ScriptFailed as error:
+    except (ScriptFailed, UserError) as error:
+        with contextlib.suppress(OSError):
+            out.rmdir()  # only where nothing is in it
+        if isinstance(error, UserError):
+            raise
         if os.environ.get(PARENT) and error.__cause__ is not None and error.text:
             raise error.__cause__ from None  # told once, by the parent
         sys.stderr.write(error.text)
