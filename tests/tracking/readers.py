@@ -89,6 +89,15 @@ def mlflow_store(run: Path):
         return MlflowClient(f"sqlite:///{run}/tracking/mlflow/mlflow.db")
 
 
+def numbers(table, prefix=""):
+    """Yield (name, number) of a record, those of nested tables with a slash in the name."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            yield prefix + key, value
+
+
 def expected(run: Path):
     """Return what a tracker has to have: series name → [(step, epoch, values by their name)]."""
     from samestep import read_records
@@ -100,9 +109,7 @@ def expected(run: Path):
             continue
         name = {"step": "train", "evaluation": record.get("split")}.get(event, event)
         values = {
-            f"{name}/{key}": value
-            for key, value in record.items()
-            if isinstance(value, int | float) and key not in ("step", "epoch")
+            f"{name}/{key}": value for key, value in numbers(record) if key not in ("step", "epoch")
         }
         series.setdefault(name, []).append((record["step"], record["epoch"], values))
     return series
