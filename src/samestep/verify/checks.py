@@ -5,7 +5,7 @@ from samestep.verify.causes import Cause
 from samestep.verify.check import Check, Evidence
 from samestep.verify.checks_of_causes import cause_checks
 from samestep.verify.checks_of_ranks import rank_checks
-from samestep.verify.compare import Difference, difference, worst
+from samestep.verify.compare import Difference, difference, evaluations_apart, worst
 from samestep.verify.situations import (
     ACCUMULATED,
     LIGHTNING,
@@ -127,14 +127,22 @@ def _lightning(evidence: Evidence) -> list[Check]:
     reference = evidence.reference
     assert reference is not None
     found = {
-        start.world_size: evidence.compare(reference, trace)
+        start.world_size: worst([evidence.compare(reference, t), _evaluations(reference, t)])
         for start in evidence.starts[:2]
-        if (trace := evidence.trace(start.place, LIGHTNING)) is not None
+        if (t := evidence.trace(start.place, LIGHTNING)) is not None
     }
     if not found or _failures(evidence, LIGHTNING):
         return [_failed_or_skipped("lightning", "its Trainer", evidence, LIGHTNING)]
     compared = f"its Trainer on {_sizes(found)} rank{'s' * (len(found) > 1)}"
     return [_compared("lightning", compared, evidence, worst(found.values()))]
+
+
+def _evaluations(reference: Trace, other: Trace) -> Difference:
+    """Compare what two trainings evaluated after the same steps."""
+    both = sorted(reference.evaluations.keys() & other.evaluations.keys())
+    apart = [evaluations_apart(reference.evaluations[k], other.evaluations[k]) for k in both]
+    largest, what = max(apart, default=(0.0, ""))
+    return Difference(largest, what=what)
 
 
 def _compared(
