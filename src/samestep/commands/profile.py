@@ -37,13 +37,14 @@ _HELP = """\
 usage: samestep profile TARGET [flags]
        samestep profile SCRIPT.py [flags] [-- ARGUMENTS OF THE SCRIPT]
 
-Measures some steps of a training without a profiler, traces a few more with torch.profiler,
-and says what bounds it, with numbers per step, what would bound it next, and what to change.
+Measures some steps of a training without a profiler, traces a few more with
+torch.profiler, and says what bounds it, with numbers per step, what would bound
+it next, and what to change.
 
-TARGET is a recipe ({recipes}), a recipe file, or the directory of a run;
-all flags of `samestep train TARGET` are taken too. SCRIPT.py is any other Python program that
-trains with a torch.optim optimizer; nothing in it has to change. `samestep profile TARGET --help`
-shows all flags.
+TARGET is a recipe ({recipes}), a recipe file, or the
+directory of a run; all flags of `samestep train TARGET` are taken too.
+SCRIPT.py is any other Python program that trains with a torch.optim optimizer;
+nothing in it has to change. `samestep profile TARGET --help` shows all flags.
 
 """
 
