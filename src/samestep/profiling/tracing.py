@@ -106,7 +106,7 @@ class Tracer:
                     "space, or set TMPDIR to a directory that has some."
                 ) from error
         events: list[dict[str, Any]] = trace["traceEvents"]
-        # Where there is a process group the profiler says it; readers that compare ranks ask for it.
+        # With a process group the profiler says it; readers that compare ranks ask for it.
         trace.setdefault("distributedInfo", {"rank": 0})
         trace["traceEvents"] = [*events, *_phase_row(events)]
         text = json.dumps(trace).encode()
