@@ -19,7 +19,7 @@ DRAWS = {
     "randn_like": lambda x: x + torch.randn_like(x),
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "normal_": lambda x: x + x.clone().normal_(),
-    "randint": lambda x: x * torch.randint(3, 9, (1,)),
+    "randint": lambda x: x * torch.randint(3, 1 << 40, (1,)),
     "rrelu": lambda x: functional.rrelu(x, training=True),
     "gumbel": functional.gumbel_softmax,
     "attention": lambda x: functional.scaled_dot_product_attention(
