@@ -63,7 +63,7 @@ def keep_record(trace: Trace, record: Record) -> None:
 
 
 def _values(record: Record) -> dict[str, float]:
-    words = ("event", "split", "epoch", "step", "samples")
+    words = ("event", "split", "epoch", "step", "samples", "seconds")
     return {k: v for k, v in record.items() if k not in words and isinstance(v, float)}
 
 
