@@ -85,12 +85,16 @@ class Tracker:
         messages = [json.loads(line) for line in lines]
         if self._gone and not (self.done or self.failed or any(_is_last(m) for m in messages)):
             messages.append({"failed": self._how_it_ended()})
+        news = []
         for message in messages:
+            if "failed" in message and self.failed:
+                continue  # the process and its guard may both say so: one warning
+            news.append(message)
             self.link = message.get("link", self.link)
             self.offline = message.get("offline", self.offline)
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
-        return messages
+        return news
 
     @property
     def over(self) -> bool:
