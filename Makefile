@@ -7,8 +7,8 @@ TORCH ?= torch==2.13.0
 # in a folder of its own, since beside a CPU build of torch it breaks whatever imports it.
 TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
-# Two workers: the tests of tests/cluster wait for Slurm most of the time, the others compute.
-WORKERS ?= 2
+# More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
+WORKERS ?= 3
 
 .PHONY: train test lint bench clean help
 help: ## show the targets

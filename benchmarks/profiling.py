@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from report import machine  # noqa: E402
 
-from tests.profiling.planted import RECIPE, SITUATIONS, Situation, read  # noqa: E402
+from tests.profiling.planted import SITUATIONS, Situation, read  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "profiling.md"
 LINK_MBIT = 200
@@ -249,12 +249,11 @@ def workers(folder: Path, *, quick: bool) -> tuple[list[str], bool]:
 
 def _recipe_with(folder: Path, work: str, batch: int) -> Path:
     sizes = f"64, {batch * 40}, {batch}, 64"
-    sizes = f"64, {batch * 40}, {batch}, 64"
     one = Situation("", "", recipe=(("sizes", sizes), ("train", "Samples()"), ("sample", "0")))
     path = one.write(folder)
-    path.write_text(path.read_text().replace("time.sleep(0)\n        return torch.full",
-                                             f"{work}\n        return torch.full"))  # fmt: skip
-    assert RECIPE.count("return torch.full") == 1
+    planted = "time.sleep(0)  # planted: a slow disk"
+    assert path.read_text().count(planted) == 1
+    path.write_text(path.read_text().replace(planted, work))
     return path
 
 

@@ -97,6 +97,15 @@ def test_a_sweep_of_workers_finds_those_that_help_and_writes_them_where_it_is_to
     assert traces == {"trace_rank0_workers_0.json.gz", "trace_rank0_workers_2.json.gz"}
 
 
+def test_where_to_write_is_checked_before_anything_is_measured(here):
+    recipe = SLOW_DATA.write(here)
+    (here / f"{recipe.stem}.toml").write_text("lr = 0.5\n")
+    said = refusal("profile", str(recipe), "--workers", "0,1", "--apply", "--run-dir", "out",
+                   folder=here.parent / "o")  # fmt: skip
+    assert "is there already: name it with --config" in said
+    assert not (here / "out").exists()
+
+
 def test_a_sweep_of_batch_sizes_finds_the_fastest(here):
     """A step sleeps however many samples it has, so that the largest batch is the fastest."""
     recipe = tiny.write_recipe(here)
@@ -188,7 +197,7 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     assert len(found["measured"]["ranks"]) == 2
     assert {path.name for path in (here / "out" / "traces").glob("trace_*")} == {
         "trace_rank0_workers_0.json.gz", "trace_rank1_workers_0.json.gz"}  # fmt: skip
-    assert not list((here / "out").glob("agreed-*"))
+    assert not list((here / "out").glob("meeting*"))
 
 
 def test_scripts_are_told_from_recipes_by_what_is_in_them(here):

@@ -29,7 +29,7 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep({backward})
+        time.sleep({backward})  # planted: a slow rank
         return gradient
 
 class Samples(torch.utils.data.Dataset):
@@ -37,7 +37,7 @@ class Samples(torch.utils.data.Dataset):
         return SAMPLES
 
     def __getitem__(self, index):
-        time.sleep({sample})
+        time.sleep({sample})  # planted: a slow disk
         return torch.full((WIDTH,), float(index % 7)), index % 2
 
 class Net(nn.Module):
@@ -47,11 +47,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         if not self.training:
-            time.sleep({evaluation})
+            time.sleep({evaluation})  # planted: a long evaluation
         return Slow.apply(self.layers(x))
 
     def state_dict(self, *args, **kwargs):
-        time.sleep({checkpoint})
+        time.sleep({checkpoint})  # planted: a long write
         return super().state_dict(*args, **kwargs)
 
 def data():
@@ -93,7 +93,7 @@ class Samples(torch.utils.data.Dataset):
 
 class SlowToSave:
     def __reduce__(self):
-        time.sleep({save})
+        time.sleep({save})  # planted: a long write
         return int, ()
 
 def main():

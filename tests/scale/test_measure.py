@@ -56,8 +56,10 @@ def test_it_leaves_segments_whose_steps_samples_and_seconds_are_the_loops(tmp_pa
         assert len(measurement.segments) >= 2
         assert sum(s.seconds for s in measurement.segments) >= 0.3
         for segment in measurement.segments:
-            most = segment.steps * one.setup.global_batch_size
-            assert 0.5 * most < segment.samples <= most  # an epoch's last batch is smaller
+            batch = one.setup.global_batch_size
+            # An epoch's last batch is smaller, and a slow machine's segment may be that one step.
+            ends = segment.steps // (131 // batch) + 1
+            assert 0 <= segment.steps * batch - segment.samples < ends * batch
             assert set(segment.phases) >= {"data", "forward", "backward", "all_reduce"}
         assert measurement.threads == 1
         events = {record["event"] for record in read_records(run)}

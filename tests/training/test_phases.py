@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from samestep import read_records
-from samestep.training.phases import PHASES, DevicePhases, Phases
+from samestep.phases import PHASES
+from samestep.training.phases import DevicePhases, Phases
 from tests import tiny
 
 # 11 steps an epoch. The planted cause sleeps in the phase that it is named after.

@@ -11,15 +11,16 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.commands.help import examples
+from samestep.commands.rank import run_as_rank
 from samestep.doctor.bounded import still_waiting
 from samestep.doctor.check import worst
 from samestep.doctor.diagnosis import diagnose
 from samestep.doctor.report import as_json, show
 from samestep.doctor.together import CutOffError, Request
 from samestep.errors import UserError
-from samestep.failure import let_rank_0_speak, print_error, rank_of, report
+from samestep.failure import print_error
 from samestep.rank_log import RankLog
-from samestep.world import Backend, Device, abandon
+from samestep.world import Backend, Device
 
 _EXAMPLES = """\
 examples:
@@ -52,17 +53,7 @@ class _Doctor:
 
 def main(arguments: list[str]) -> int:
     """Run the verb: 0 if nothing is red, 1 if something is, 2 for a mistake in the command."""
-    log = RankLog(rank_of())
-    try:
-        code = _doctor(_parse(arguments), log)
-    except BrokenPipeError:
-        raise  # the reader of the output has left, as `head` does
-    except SystemExit:
-        let_rank_0_speak(log.rank)
-        raise
-    except Exception as error:
-        code = report(error, log)
-    abandon(code)  # connected still: another rank has failed
+    code = run_as_rank(lambda log: _doctor(_parse(arguments), log))
     if still_waiting():  # PyTorch may abort where a thread of its is still connecting
         sys.stdout.flush()
         os._exit(code)

@@ -14,8 +14,9 @@ import tyro
 from rich.console import Console
 
 from samestep.commands.help import examples
+from samestep.commands.rank import run_as_rank
 from samestep.errors import UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent, let_rank_0_speak, rank_of, report
+from samestep.failure import PARENT, STARTED_AT, die_with_parent
 from samestep.rank_log import RankLog
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
@@ -96,22 +97,8 @@ def main(arguments: list[str]) -> int:
 
         sys.stdout.write(_HELP.format(recipes=", ".join(recipe_names())) + _EXAMPLES)
         return 0 if arguments else 2
-    from samestep.world import abandon  # noqa: PLC0415 - imports torch
-
-    log = RankLog(rank_of())
-    try:
-        with examples(_EXAMPLES):
-            code = _profile(arguments, log)
-    except BrokenPipeError:
-        raise  # the reader of the output has left, as `head` does
-    except SystemExit:
-        let_rank_0_speak(log.rank)
-        raise
-    except Exception as error:
-        code = report(error, log)
-    sys.stdout.flush()
-    abandon(code)
-    return code
+    with examples(_EXAMPLES):
+        return run_as_rank(lambda log: _profile(arguments, log))
 
 
 def _profile(arguments: list[str], log: RankLog) -> int:
@@ -152,14 +139,17 @@ def is_recipe_file(path: Path) -> bool:
 
 
 def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -> int:
-    from samestep.commands.train import parse  # noqa: PLC0415 - imports torch
+    from samestep.commands.target import parse  # noqa: PLC0415 - imports torch
+    from samestep.profiling.apply import check_place  # noqa: PLC0415 - as does the package
 
-    command, request = parse(target, flags, kind=Command, verb="profile")
+    about = "Profile {}: where the time of its steps goes."
+    command, request = parse(target, flags, verb="profile", about=about, kind=Command)
     _check(command)
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes, least=1)
     if command.apply and not (workers or batch_sizes):
         raise UserError("--apply writes what --workers or --batch-sizes finds: give one of them.")
+    place = check_place(command.config, request.recipe.name) if command.apply else None
     if command.nproc > 1 and not os.environ.get(PARENT):
         return _start(command.nproc, ["profile", *arguments])
     die_with_parent()
@@ -173,25 +163,27 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
                     seconds=command.seconds, begin=log.move_to)  # fmt: skip
     found = profile_recipe(request, world, wishes)
     world.on_main(lambda: save_profile(found))
+    code = 0
     if world.is_main:
         _show(found, as_json=command.json)
-        if command.apply:
-            _apply(command.config, found, request.recipe.name, request.source)
         sys.stdout.flush()
+        code = _apply(place, found, request.source) if place is not None else 0
     leave(world)
-    return 0
+    return code
 
 
-def _apply(config: Path | None, found: Any, name: str, source: str) -> None:
+def _apply(path: Path, found: Any, source: str) -> int:
     from samestep.profiling.apply import apply  # noqa: PLC0415
 
-    path = config or Path(f"{name}.toml")
-    if config is None and path.exists():
-        raise UserError(f"{path} is there already: name it with --config to have it changed.")
-    values = {one.setting: one.best for one in found.sweeps}
-    apply(path, values, source)
-    told = ", ".join(f"{key} = {value}" for key, value in values.items())
-    sys.stderr.write(f"{path}: {told}\n")
+    values = {one.setting: one.best for one in found.sweeps if one.sure}
+    unsure = [one.setting for one in found.sweeps if not one.sure]
+    if values:
+        apply(path, values, source)
+        told = ", ".join(f"{key} = {value}" for key, value in values.items())
+        sys.stderr.write(f"{path}: {told}\n")
+    if unsure:
+        sys.stderr.write(f"{path}: {', '.join(unsure)} not written, for it is not sure.\n")
+    return 1 if unsure else 0
 
 
 def _script(script: Path, flags: list[str], arguments: list[str], log: RankLog) -> int:
@@ -266,10 +258,10 @@ def _show(found: Any, *, as_json: bool) -> None:
 
 
 def _start(nproc: int, arguments: list[str]) -> int:
-    from samestep.commands.train import refuse_inside_launcher  # noqa: PLC0415
+    from samestep.commands.target import refuse_inside_launcher  # noqa: PLC0415 - imports torch
     from samestep.ranks import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
-    refuse_inside_launcher(nproc)
+    refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
     return start_ranks(nproc, arguments, float(os.environ.get(STARTED_AT, time.time())))
 
 

@@ -1,6 +1,5 @@
 """`samestep scale`: what more ranks are worth here, measured."""
 
-import dataclasses
 import os
 import sys
 import tempfile
@@ -9,25 +8,24 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import tyro
 
 from samestep.commands.help import examples
-from samestep.commands.train import config_of, names_given
-from samestep.config import Request, draft, finish
+from samestep.commands.rank import run_as_rank
+from samestep.commands.target import check_named, names_given, parse, refuse_inside_launcher
+from samestep.config import Request
 from samestep.errors import UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent, let_rank_0_speak, rank_of, report
-from samestep.launch import detect_launch
-from samestep.rank_log import RankLog
+from samestep.failure import PARENT, STARTED_AT, die_with_parent
 from samestep.recipe import recipe_names
 from samestep.scale import report as shown
 from samestep.scale.analysis import analyse
 from samestep.scale.study import Mode, Task, parse_ranks, plan_study, run_study
 from samestep.settings import Settings, flag_name
 from samestep.training.stopping import catch_signals
-from samestep.world import abandon, find_world, join, leave
+from samestep.world import find_world, join, leave
 
 _EXAMPLES = """\
 examples:
@@ -69,20 +67,8 @@ class _Settings(Settings):
 
 def main(arguments: list[str]) -> int:
     """Run the verb: on a rank, measure; else start ranks and tell what they found."""
-    log = RankLog(rank_of())
-    try:
-        if os.environ.get(PARENT) and os.environ.get(_TASK):
-            return _rank(arguments)
-        return _parent(arguments)
-    except BrokenPipeError:
-        raise  # the reader of the output has left, as `head` does
-    except SystemExit:
-        let_rank_0_speak(log.rank)
-        raise
-    except Exception as error:
-        code = report(error, log)
-        abandon(code)
-        return code
+    measures = os.environ.get(PARENT) and os.environ.get(_TASK)
+    return run_as_rank(lambda _log: _rank(arguments) if measures else _parent(arguments))
 
 
 def _parent(arguments: list[str]) -> int:
@@ -162,24 +148,9 @@ def _rank(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[Command, Request]:
     target, *flags = arguments
-    if target.startswith("-"):
-        raise UserError(
-            f"Name what to train before {target}: a recipe ({', '.join(recipe_names())}), a "
-            "recipe file, or the directory of a run."
-        )
-    start = draft(target, config_of(flags))
-    kinds: list[tuple[str, Any]] = [("command", Command), ("settings", _Settings)]
-    defaults: dict[str, Any] = {"command": Command(), "settings": _own(start.settings())}
-    if start.recipe.options:
-        kinds.append(("recipe", start.recipe.options))
-        defaults["recipe"] = start.options()
-    form = dataclasses.make_dataclass("Scale", kinds, frozen=True)
-    form.__doc__ = f"Measure how training {start.recipe.name} scales with the number of ranks."
-    parsed = tyro.cli(form, prog=f"samestep scale {target}", args=flags, default=form(**defaults),
-                      config=(tyro.conf.OmitArgPrefixes,))  # fmt: skip
-    request = finish(start, parsed.settings, getattr(parsed, "recipe", None),
-                     given=names_given(flags), resume=False)  # fmt: skip
-    return parsed.command, request
+    check_named(target, "train")
+    about = "Measure how training {} scales with the number of ranks."
+    return parse(target, flags, verb="scale", about=about, kind=Command, settings=_own)
 
 
 def _own(settings: Settings) -> _Settings:
@@ -200,13 +171,7 @@ def _check(command: Command, request: Request, arguments: list[str]) -> None:
         raise UserError(f"--seconds is {command.seconds}; it must be greater than 0.")
     if command.rounds < 1:
         raise UserError(f"--rounds is {command.rounds}; it must be 1 or more.")
-    launch = detect_launch(os.environ)
-    if launch.world_size > 1:
-        raise UserError(
-            f"samestep scale starts its ranks itself, but {launch.launcher} has already started "
-            f"{launch.world_size}. Start it as one process.",
-            on_all_ranks=True,
-        )
+    refuse_inside_launcher("samestep scale", "Start it as one process.")
 
 
 def _empty(folder: Path) -> Path:

@@ -1,21 +1,22 @@
 """`samestep train`: a recipe, a recipe file or a run, on whatever this is started on."""
 
-import dataclasses
-import itertools
 import json
 import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from samestep.commands.help import examples
-from samestep.config import Draft, Request, draft, finish
+from samestep.commands.rank import run_as_rank
+from samestep.commands.target import check_named, refuse_inside_launcher
+from samestep.commands.target import parse as parse_target
+from samestep.config import Request
 from samestep.errors import UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent, let_rank_0_speak, rank_of, report
+from samestep.failure import PARENT, STARTED_AT, die_with_parent
 from samestep.rank_log import RankLog
 from samestep.recipe import recipe_names
 from samestep.screen import Screen
@@ -24,18 +25,13 @@ from samestep.settings import Settings
 from samestep.tracking.names import check_installed, chosen
 from samestep.tracking.process import Trackers
 from samestep.training.stopping import catch_signals
-from samestep.world import abandon, find_world, join, leave
+from samestep.world import find_world, join, leave
 
 _EXAMPLES = """\
 examples:
   samestep train spiral --epochs 10 --lr 0.01
   samestep train runs/ID --resume --nproc 2
 """
-
-_WHAT = {
-    "train": "Train {}: the same step on one process and on many.",
-    "profile": "Profile {}: where the time of its steps goes.",
-}
 
 
 @dataclass(frozen=True)
@@ -54,29 +50,14 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     if not arguments or arguments[0] in ("-h", "--help"):
         return _general_help(arguments)
-    log = RankLog(rank_of())
-    try:
-        known = arguments[0] in recipe_names()
-        with examples(_EXAMPLES.replace("spiral", arguments[0]) if known else _EXAMPLES):
-            return _train(arguments, log)
-    except BrokenPipeError:
-        raise  # the reader of the output has left, as `head` does
-    except SystemExit:
-        let_rank_0_speak(log.rank)
-        raise
-    except Exception as error:
-        code = report(error, log)
-        abandon(code)
-        return code
+    known = arguments[0] in recipe_names()
+    with examples(_EXAMPLES.replace("spiral", arguments[0]) if known else _EXAMPLES):
+        return run_as_rank(lambda log: _train(arguments, log))
 
 
 def _train(arguments: list[str], log: RankLog) -> int:
     target, *flags = arguments
-    if target.startswith("-"):
-        raise UserError(
-            f"Name what to train before {target}: a recipe ({', '.join(recipe_names())}), a "
-            "recipe file, or the directory of a run."
-        )
+    check_named(target, "train")
     command, request = parse(target, flags)
     if command.nproc < 1:
         raise UserError(f"--nproc is {command.nproc}; it must be 1 or more.")
@@ -84,92 +65,21 @@ def _train(arguments: list[str], log: RankLog) -> int:
     if command.nproc > 1 and not os.environ.get(PARENT):
         from samestep.ranks import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
-        refuse_inside_launcher(command.nproc)
+        refuse_inside_launcher(f"--nproc {command.nproc}", "Leave --nproc out.")
         return start_ranks(command.nproc, ["train", *arguments], started_at)
     die_with_parent()
     return _run_rank(request, log, started_at)
 
 
-def parse(
-    target: str, flags: list[str], *, kind: type = Command, verb: str = "train"
-) -> tuple[Any, Request]:
+def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
     """Return the command and the request that these flags make of a target.
-
-    Args:
-        target: a recipe, a recipe file or a run.
-        flags: what follows it.
-        kind: a dataclass of what the verb itself takes.
-        verb: its name.
 
     Raises:
         UserError: anything in them is wrong.
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
-    start = draft(target, config_of(flags))
-    kinds: list[tuple[str, Any]] = [("command", kind), ("settings", Settings)]
-    defaults: dict[str, Any] = {"command": kind(), "settings": start.settings()}
-    if start.recipe.options:
-        kinds.append(("recipe", start.recipe.options))
-        defaults["recipe"] = start.options()
-    form = dataclasses.make_dataclass(verb.title(), kinds, frozen=True)
-    form.__doc__ = _WHAT[verb].format(start.recipe.name)
-    parsed = tyro.cli(
-        form,
-        prog=f"samestep {verb} {target}",
-        args=flags,
-        default=form(**defaults),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    request = finish(
-        start,
-        parsed.settings,
-        getattr(parsed, "recipe", None),
-        given=names_given(flags),
-        resume=getattr(parsed.command, "resume", False),
-    )
-    _check_resume(start, request)
-    return parsed.command, request
-
-
-def config_of(flags: list[str]) -> Path | None:
-    """Return the TOML file among the flags: it decides what the other flags' defaults are."""
-    config = None  # the last one counts, as for every flag
-    for flag, following in itertools.pairwise([*flags, ""]):
-        if flag == "--config" and following:
-            config = Path(following)
-        if flag.startswith("--config="):
-            config = Path(flag.removeprefix("--config="))
-    return config
-
-
-def names_given(flags: list[str]) -> set[str]:
-    """Return the names of the settings and options that are among the flags."""
-    names = {f.removeprefix("--").split("=")[0].replace("-", "_") for f in flags if f[:2] == "--"}
-    return names | {name.removeprefix("no_") for name in names}
-
-
-def _check_resume(start: Draft, request: Request) -> None:
-    if request.resume and start.run is None and request.settings.run_dir is None:
-        raise UserError(
-            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
-            "there and go on there whenever the command is repeated."
-        )
-
-
-def refuse_inside_launcher(nproc: int) -> None:
-    """Refuse --nproc where a launcher has started this process among others.
-
-    Raises:
-        UserError: it has.
-    """
-    from samestep.launch import detect_launch  # noqa: PLC0415
-
-    launch = detect_launch(os.environ)
-    if launch.world_size > 1:
-        raise UserError(
-            f"--nproc {nproc} starts ranks itself, but {launch.launcher} has already started "
-            f"{launch.world_size}. Leave --nproc out."
-        )
+    about = "Train {}: the same step on one process and on many."
+    return parse_target(target, flags, verb="train", about=about, kind=Command)
 
 
 def _general_help(arguments: list[str]) -> int:

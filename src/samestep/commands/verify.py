@@ -1,6 +1,5 @@
 """`samestep verify`: is it the same training on one process and on many?"""
 
-import dataclasses
 import os
 import sys
 import time
@@ -15,12 +14,11 @@ import tyro
 from rich.console import Console
 
 from samestep.commands.help import examples
-from samestep.commands.train import config_of, names_given
-from samestep.config import Request, draft, finish
+from samestep.commands.rank import run_as_rank
+from samestep.commands.target import check_named, names_given, parse, refuse_inside_launcher
+from samestep.config import Request
 from samestep.errors import UserError
 from samestep.failure import die_with_parent, rank_of, report
-from samestep.launch import Launch, detect_launch
-from samestep.rank_log import RankLog
 from samestep.ranks import Ended, run_ranks
 from samestep.recipe import Accepted, nearest, recipe_names
 from samestep.settings import Settings, flag_name
@@ -70,17 +68,15 @@ def main(arguments: list[str]) -> int:
     order = order_of_this_rank()
     if order is not None:
         return _rank(arguments, order)
-    launched = detect_launch(os.environ)
-    if launched.world_size > 1:
-        return report(_started_already(launched), RankLog(launched.rank))
+    return run_as_rank(lambda _log: _verify(arguments))
+
+
+def _verify(arguments: list[str]) -> int:
+    refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     if not arguments or arguments[0] in ("-h", "--help"):
         return _general_help(arguments)
     target, *flags = arguments
-    if target.startswith("-"):
-        raise UserError(
-            f"Name what to verify before {target}: a recipe ({', '.join(recipe_names())}), a "
-            "recipe file, or the directory of a run."
-        )
+    check_named(target, "verify")
     # What a recipe prints when it is read would stand before the JSON object.
     wants_help = bool({"-h", "--help"} & set(flags))
     with examples(_EXAMPLES), redirect_stdout(sys.stdout if wants_help else sys.stderr):
@@ -106,35 +102,20 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(target: str, flags: list[str]) -> tuple[Command, Request]:
-    start = draft(target, config_of(flags))
-    kinds: list[tuple[str, Any]] = [("command", Command), ("settings", Settings)]
-    defaults: dict[str, Any] = {"command": Command(), "settings": start.settings()}
-    if start.recipe.options:
-        kinds.append(("recipe", start.recipe.options))
-        defaults["recipe"] = start.options()
-    form = dataclasses.make_dataclass("Verify", kinds, frozen=True)
-    form.__doc__ = (
-        f"Train {start.recipe.name} for a few steps on one process and on several, and compare. "
-        f"Without effect here: --{', --'.join(flag_name(name) for name in sorted(_NO_EFFECT))}."
+    idle = ", --".join(flag_name(name) for name in sorted(_NO_EFFECT))
+    about = (
+        "Train {} for a few steps on one process and on several, and compare. "
+        f"Without effect here: --{idle}."
     )
-    parsed = tyro.cli(
-        form,
-        prog=f"samestep verify {target}",
-        args=flags,
-        default=form(**defaults),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    given = names_given(flags)
-    without_effect = sorted(given & _NO_EFFECT)
+    command, request = parse(target, flags, verb="verify", about=about, kind=Command)
+    without_effect = sorted(names_given(flags) & _NO_EFFECT)
     if without_effect:
         raise UserError(
             f"--{flag_name(without_effect[0])} has no effect on `samestep verify`, which chooses "
             "its own few steps. Leave it out."
         )
-    options = getattr(parsed, "recipe", None)
-    request = finish(start, parsed.settings, options, given=given, resume=False)
-    _check(parsed.command)
-    return parsed.command, request
+    _check(command)
+    return command, request
 
 
 def _check(command: Command) -> None:
@@ -189,14 +170,6 @@ def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
     if gpus:
         return "cpu", (f"On the CPU: {top} ranks need a GPU each, and {gpus} are here.",)
     return "cpu", ()
-
-
-def _started_already(launch: Launch) -> UserError:
-    return UserError(
-        f"`samestep verify` starts its ranks itself, but {launch.launcher} has already started "
-        f"{launch.world_size}. Start it alone, in a shell or a job of one task.",
-        on_all_ranks=True,
-    )
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from samestep.compare.curves import Point
 from samestep.compare.read import RunData
+from samestep.phases import IN_ORDER
 from samestep.run import Record
-
-PHASES = ("data", "to_device", "forward", "backward", "all_reduce", "optimizer", "step", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ def phases(run: RunData) -> dict[str, float] | None:
     if not epochs:
         return None
     steps = sum(r["num_steps"] for r in epochs)
-    names = [name for name in PHASES if any(name in r["phases"] for r in epochs)]
+    names = [name for name in IN_ORDER if any(name in r["phases"] for r in epochs)]
     return {name: 1000 * sum(r["phases"].get(name, 0.0) for r in epochs) / steps for name in names}
 
 

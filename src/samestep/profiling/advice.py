@@ -2,7 +2,8 @@
 
 import math
 
-from samestep.profiling.measured import COMPUTE, Measured
+from samestep.phases import COMPUTE
+from samestep.profiling.measured import Measured
 
 # What evaluations and checkpoints may take of the time: below it there is nothing to gain.
 _AFFORDABLE = 0.05

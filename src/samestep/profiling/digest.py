@@ -4,9 +4,10 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+from samestep.phases import COMPUTE
 from samestep.profiling.events import READ, Event, Where, calls, phases_of, span
 from samestep.profiling.intervals import Interval, common, length, union
-from samestep.profiling.measured import COMPUTE, Operations
+from samestep.profiling.measured import Operations
 from samestep.profiling.on_device import kernels, split_device
 from samestep.profiling.on_host import split_host
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-COMPUTE = ("forward", "backward", "optimizer", "step")
-WAITS = ("data", "to_device")
+from samestep.phases import COMPUTE, WAITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ def profile_script(
         ScriptFailed: the script failed by itself.
         UserError: it took too few steps, or a file could not be written.
     """
+    meeting.join()
     phases = Phases()
     hooks = Hooks(phases, several=meeting.world_size > 1)
     stages = Stages(phases=phases, agree=meeting.agree, seconds=seconds, epoch=epoch,

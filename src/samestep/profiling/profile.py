@@ -42,6 +42,8 @@ class Sweep:
     """Values that were not tried any more, since larger ones had stopped to help."""
     why: str = ""
     """Why it ended where it did."""
+    sure: bool = True
+    """Whether the rounds agree well enough to rely on it."""
 
 
 @dataclass(frozen=True, kw_only=True)

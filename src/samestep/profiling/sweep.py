@@ -27,7 +27,8 @@ _PATIENCE = 2
 """So many values in a row that do not help end the sweep: one worker alone is often slower than
 none, and two are not."""
 _UNSURE = 0.5
-"""Rounds that differ by more than this, relative to the value, say nothing."""
+"""Rounds that differ by more than this, relative to the value, and of which some say that it is the
+slower one, say nothing."""
 _ENDLESS = 2**40
 
 
@@ -81,7 +82,9 @@ def sweep(
     _close(best)
     rows = tuple(_row(one, tried[0].candidate) for one in tried)
     left = tuple(ordered[len(tried) :])
-    return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, why=_why(left, rows))
+    sure = not any(_spread([row.low, row.high]) > _UNSURE and row.low < 1 for row in rows)
+    return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, sure=sure,
+                 why=_why(left, rows, sure=sure))  # fmt: skip
 
 
 @dataclass
@@ -109,8 +112,8 @@ def _spread(ratios: Sequence[float]) -> float:
     return (max(ratios) - min(ratios)) / median(ratios)
 
 
-def _why(skipped: Sequence[int], rows: Sequence[Row]) -> str:
-    if any(_spread([row.low, row.high]) > _UNSURE for row in rows):
+def _why(skipped: Sequence[int], rows: Sequence[Row], *, sure: bool) -> str:
+    if not sure:
         return (
             "The rounds differ too much to be sure: something else uses the machine. Measure "
             "again on a quiet one."

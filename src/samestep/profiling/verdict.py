@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from samestep.phases import COMPUTE
 from samestep.profiling.advice import advise, explain, milliseconds
-from samestep.profiling.measured import COMPUTE, Measured
+from samestep.profiling.measured import Measured
 
 # Below this share of a step a rank that is slower than the others is no straggler: ranks take turns
 # at being last.

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-PHASES = ("data", "to_device", "forward", "backward", "all_reduce", "optimizer", "other")
-"""In a step's order. `all_reduce` is the wait for other ranks that backward has not hidden."""
-WHOLE = ("data", "to_device", "step", "other")
-"""Where forward, backward and update are one graph, or one queue without events."""
-COMPUTE = ("forward", "backward", "optimizer", "step")
+from samestep.phases import COMPUTE, PHASES, WHOLE
 
 _READ_EVERY = 1024
 
