@@ -83,13 +83,13 @@ from torch import nn
 
 class Samples(torch.utils.data.Dataset):
     def __init__(self, size):
-        self.rows = list(torch.randn(size, {width}).unbind())
+        self.rows = [(row, n % 2) for n, row in enumerate(torch.randn(size, {width}).unbind())]
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return self.rows[index], index % 2
+        return self.rows[index]
 
 class SlowToSave:
     def __reduce__(self):
@@ -191,7 +191,7 @@ SITUATIONS = [
     Situation("workers that start in every epoch", "input-bound", "persistent_workers",
               script=(("samples", "64"), ("loader", ", num_workers=1"))),
     Situation("large batches put together in the training process", "input-bound", "puts samples",
-              script=(("samples", "4096"), ("batch", "2048"), ("width", "2048"), ("depth", "0"))),
+              script=(("samples", "8192"), ("batch", "4096"), ("width", "16"), ("depth", "0"))),
     Situation("slow saving in a script", "checkpoint-bound", "more rarely", script=(
         ("save", "0.02"), ("after_step", "torch.save({'s': SlowToSave()}, os.devnull)"))),
     Situation("much logging in a script", "loop-bound", "once in many",

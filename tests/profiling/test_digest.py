@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.profiling.digest import digest
-from samestep.profiling.events import own_times, phases_of
+from samestep.profiling.events import COLLATE, own_times, phases_of
 from samestep.profiling.intervals import common, gaps, length, union, without
 from samestep.profiling.tracing import memory_timeline, peak_memory
 
@@ -87,6 +87,12 @@ def test_what_optimizers_and_loaders_read_for_themselves_does_not_count():
 def test_putting_samples_together_is_told_as_a_share_of_the_wait():
     found = digest(trace([event("aten::stack", 20, 60), event("aten::mm", 200, 50)]), 5)
     assert found.collate == pytest.approx(0.6)
+
+
+def test_so_is_what_a_loader_spends_in_its_collate_function_whatever_that_calls():
+    collates = event(COLLATE, 10, 80, "user_annotation")
+    found = digest(trace([collates, event("aten::stack", 20, 60), event("aten::mm", 200, 50)]), 5)
+    assert found.collate == pytest.approx(0.8)
 
 
 KERNEL = "kernel"

@@ -5,12 +5,8 @@ import pytest
 from tests.profiling.planted import SITUATIONS, read
 from tests.ranks import samestep
 
-# How large a part copying is of such a step is the machine's: it is in the benchmark alone.
-OF_THE_MACHINE = "large batches put together in the training process"
-PLANTED = [one for one in SITUATIONS if one.name != OF_THE_MACHINE]
 
-
-@pytest.mark.parametrize("situation", PLANTED, ids=lambda one: one.name)
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda one: one.name)
 def test_the_bottleneck_that_was_planted_is_the_verdict(tmp_path, situation):
     command = situation.command(tmp_path, seconds=0.4)
     ranks = samestep(*command, world_size=situation.nproc, folder=tmp_path / "out")

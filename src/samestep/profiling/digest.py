@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from samestep.phases import COMPUTE
-from samestep.profiling.events import READ, Event, Where, calls, phases_of, span
+from samestep.profiling.events import COLLATE, READ, Event, Where, calls, phases_of, span
 from samestep.profiling.intervals import Interval, common, length, union
 from samestep.profiling.measured import Operations
 from samestep.profiling.on_device import kernels, split_device
@@ -58,7 +58,10 @@ def _collate_share(events: Sequence[Event], waits: list[Interval]) -> float:
     """Return the share of the wait for data in which samples were put together to a batch."""
     if not waits:
         return 0.0
-    spans = union(span(event) for event in calls(events) if _COLLATE.match(event["name"]))
+    spans = union(
+        span(event) for event in events
+        if event.get("ph") == "X" and (event["name"] == COLLATE or _COLLATE.match(event["name"]))
+    )  # fmt: skip
     return length(common(spans, waits)) / length(waits)
 
 

@@ -16,6 +16,8 @@ Event = Mapping[str, Any]
 MARK = "samestep::"
 FLOOR = MARK + "floor"
 """A range with operations on a single number: what an operation costs that does no work."""
+COLLATE = "collate_fn of DataLoader"
+"""A range in which a script's loader puts samples together, where it does so itself."""
 READ = "aten::_local_scalar_dense"
 """A number is read from a tensor: `.item()`, `float()`, `int()`, `bool()`."""
 

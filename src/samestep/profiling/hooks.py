@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -20,6 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
+from samestep.profiling.events import COLLATE
 from samestep.training.parallel import tell_end_of_autograd
 from samestep.training.phases import Phases, make_phases
 
@@ -96,6 +98,9 @@ class Hooks:
         iterator = original(loader)
         self._end_reading("workers" if starts else "data")
         iterator._samestep = (loader, starts)  # noqa: SLF001 - our own mark
+        fetcher = getattr(iterator, "_dataset_fetcher", None)  # where this process reads itself
+        if fetcher is not None:
+            fetcher.collate_fn = _in_range(COLLATE, fetcher.collate_fn)
         return iterator
 
     def _around_next(self, original: Callable[..., Any], iterator: Any) -> Any:
@@ -153,6 +158,17 @@ class Hooks:
             self._pause()
             self._evaluating = self._eval_mode = not mode
         return original(model, mode)
+
+
+def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that the profiler shows under a name."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
