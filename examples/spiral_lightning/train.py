@@ -21,10 +21,9 @@ import re
 import sys
 import time
 import tomllib
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from datamodule import SpiralDataModule, part_sizes
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -44,7 +43,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from model import SpiralClassifier
 
-COMET = "https://www.comet.com/clientlib/"
 RANK_0_SPEAKS_WITHIN_S = 30.0
 
 
@@ -160,48 +158,32 @@ class Report(L.Callback):
 
 
 def make_loggers(settings: argparse.Namespace) -> list[Logger]:
-    """Return the loggers of this rank: a CSV file, and Comet if a project is named."""
+    """Return the loggers: a CSV file, and Comet if a project is named; rank 0 alone writes."""
     csv = CSVLogger(settings.output_dir, name=settings.experiment_name)
-    # Rank 0 alone writes, and the other ranks need no tracker to be silent.
-    if settings.comet_project is None or rank_zero_only.rank != 0:
+    if settings.comet_project is None:
         return [csv]
-    reason = why_offline()
-    if reason:
-        # Not CometLogger(online=False): Lightning 2.6 and before then write nothing at all
-        # (Lightning's issue 21617).
-        os.environ["COMET_START_ONLINE"] = "0"
+    missing = [name for name in ("samestep", "comet_ml") if find_spec(name) is None]
+    if missing:
+        say(f"{missing[0]} is not installed (pip install 'samestep[comet]'): no Comet, the metrics "
+            "go to the CSV file alone.")  # fmt: skip
+        return [csv]
+    # Not CometLogger: without a network it drops what it is given, and offline Lightning 2.6 and
+    # before write nothing at all (Lightning's issue 21617). With this one Comet is in a process of
+    # its own, and whatever becomes of it, the metrics are kept and can be sent later.
+    from samestep import TrackerLogger, UserError  # noqa: PLC0415 - needed for Comet alone
+
     try:
-        comet = CometLogger(
-            workspace=settings.comet_workspace,
-            project=settings.comet_project,
+        comet = TrackerLogger(
+            "comet",
+            save_dir=settings.output_dir,
             name=settings.experiment_name,
-            offline_directory=str(settings.output_dir / "comet"),
+            project=settings.comet_project,
+            workspace=settings.comet_workspace,
+            say=say,
         )
-    except ModuleNotFoundError:
-        say("comet_ml is not installed (pip install comet_ml): no Comet, the metrics go to the "
-            "CSV file alone.")  # fmt: skip
-        return [csv]
-    say(f"Comet is offline: {reason}; the end of this run says how to upload it." if reason else
-        "Comet is online.")  # fmt: skip
+    except UserError as error:
+        refuse(str(error))
     return [csv, comet]
-
-
-def why_offline() -> str | None:
-    """Return why Comet cannot be reached, or None if it can.
-
-    Asked before, since a comet_ml that starts online and finds no network drops all it is given.
-    """
-    if not os.environ.get("COMET_API_KEY"):
-        return "COMET_API_KEY is not set"
-    try:
-        # Goes by the environment's proxy, as comet_ml itself does.
-        address = os.environ.get("COMET_URL_OVERRIDE", COMET)
-        urllib.request.build_opener().open(address, timeout=5).close()
-    except urllib.error.HTTPError:
-        return None  # it has answered
-    except (OSError, ValueError) as error:
-        return f"{address} cannot be reached ({getattr(error, 'reason', error)})"
-    return None
 
 
 # --- The settings -----------------------------------------------------------------------------
@@ -348,9 +330,8 @@ def train(settings: argparse.Namespace) -> None:
     (found,) = trainer.test(model, datamodule=data, ckpt_path="best", verbose=False)
     say(f"Test - Avg Loss: {found['test_loss']:.6f}, Accuracy: {found['test_accuracy']:.2%}")
     say(f"Best checkpoint: {best.best_model_path}")
-    for logger in loggers:
-        if isinstance(logger, CometLogger):
-            logger.experiment.end()  # else an offline run would be packed whenever Python ends
+    for comet in loggers[1:]:
+        comet.close()  # else rank 0 would still be sending while the others end
 
 
 def main() -> None:

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from samestep.data.spiral import SpiralDataset
     from samestep.data.splits import split_indices
     from samestep.errors import UserError
-    from samestep.lightning import CIFAR10DataModule, LitData, LitRecipe, SpiralDataModule
+    from samestep.lightning import (
+        CIFAR10DataModule,
+        LitData,
+        LitRecipe,
+        SpiralDataModule,
+        TrackerLogger,
+    )
     from samestep.process_group import (
         barrier,
         cleanup,
@@ -34,6 +40,7 @@ __all__ = [
     "SpiralDataModule",
     "SpiralDataset",
     "Splits",
+    "TrackerLogger",
     "UserError",
     "__version__",
     "barrier",
@@ -55,6 +62,7 @@ _HOMES = {
     "SpiralDataModule": "lightning",
     "SpiralDataset": "data.spiral",
     "Splits": "recipe",
+    "TrackerLogger": "lightning",
     "UserError": "errors",
     "barrier": "process_group",
     "cleanup": "process_group",

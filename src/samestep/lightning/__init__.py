@@ -11,6 +11,7 @@ from samestep.errors import UserError
 
 try:
     from samestep.lightning.data import CIFAR10DataModule, LitData, SpiralDataModule
+    from samestep.lightning.logger import TrackerLogger
     from samestep.lightning.module import LitRecipe
 except ModuleNotFoundError as missing:
     if missing.name is None or not missing.name.startswith("lightning"):
@@ -19,4 +20,4 @@ except ModuleNotFoundError as missing:
         "PyTorch Lightning is not installed. Install it with: pip install 'samestep[lightning]'"
     ) from missing
 
-__all__ = ["CIFAR10DataModule", "LitData", "LitRecipe", "SpiralDataModule"]
+__all__ = ["CIFAR10DataModule", "LitData", "LitRecipe", "SpiralDataModule", "TrackerLogger"]

@@ -63,7 +63,10 @@ class Started:
 class Entry:
     """What a record says, as a tracker takes it."""
 
-    event: Literal["step", "epoch", "validation", "test", "train", "checkpoint", "system"]
+    event: Literal[
+        "step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "system"
+    ]
+    """`metrics` are those of a script of the user's own, by the names that it gave them."""
     axis: Literal["step", "epoch"]
     """What its values are drawn over: epochs by epoch, all else by step."""
     step: int

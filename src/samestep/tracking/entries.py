@@ -1,7 +1,8 @@
 """The records of a run as a tracker takes them, read from events.jsonl as it grows.
 
 A resumed run repeats the steps after its checkpoint, bit for bit. Trackers only go forward, so of
-every series each step counts once: as it was first written.
+every series each step counts once: as it was first written. `metrics`, whose names are the user's
+own, are as many series as there are sets of names.
 """
 
 import json
@@ -16,7 +17,7 @@ SYSTEM = Path("tracking", "system.jsonl")
 """In a run directory: what was measured of the machine, while the run was tracked."""
 
 _CHUNK_BYTES = 1 << 20
-_EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint")
+_EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics")
 _NO_VALUES = {"event", "split", "step", "epoch", "time"}
 
 
@@ -27,7 +28,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "", by: str = "/") -> dict[s
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}{by}", by)
         else:
-            flat[prefix + key] = value
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -87,7 +88,7 @@ class Entries:
     def __init__(self, run: Path, *, with_checkpoints: bool = False) -> None:
         self._run, self._with_checkpoints = run, with_checkpoints
         self._events, self._system = _Lines(run / "events.jsonl"), _Lines(run / SYSTEM)
-        self._reached: dict[str, int] = {}
+        self._reached: dict[tuple[str, ...], int] = {}
         self._clock = _Clock()
         self.last: Record = {}
         """The newest record."""
@@ -123,7 +124,7 @@ class Entries:
     def _read(self, line: int, record: Record) -> Entry | None:
         try:
             return self._entry(line, record)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, AttributeError):
             self._events.damaged.append(line + 1)  # JSON, but no record of ours
             return None
 
@@ -131,9 +132,10 @@ class Entries:
         self.last = record
         now = self._clock.at(record)
         event: Any = record["event"] if record["event"] != "evaluation" else record["split"]
-        if event not in _EVENTS or record["step"] <= self._reached.get(event, -1):
+        names = sorted(record["values"]) if event == "metrics" else ()
+        if event not in _EVENTS or record["step"] <= self._reached.get((event, *names), -1):
             return None
-        self._reached[event] = record["step"]
+        self._reached[event, *names] = record["step"]
         if event == "checkpoint" and not self._with_checkpoints:
             return None
         return Entry(
@@ -142,10 +144,16 @@ class Entries:
             step=record["step"],
             epoch=record.get("epoch"),
             time=now,
-            values=_numbers(record, "train/" if event == "step" else f"{event}/"),
+            values=_values(event, record),
             line=line,
             file=self._run / record["path"] if event == "checkpoint" else None,
         )
+
+
+def _values(event: str, record: Record) -> dict[str, float]:
+    if event == "metrics":
+        return {name: v for name, v in record["values"].items() if type(v) in (int, float)}
+    return _numbers(record, "train/" if event == "step" else f"{event}/")
 
 
 def _system_entry(record: Record) -> Entry:
@@ -181,5 +189,7 @@ class _Clock:
         if event == "step" and seconds is not None:
             self._marks.append((record["step"], seconds))
             self._now = max(self._now, self._origin + seconds)
+        if event == "metrics":
+            self._now = max(self._now, record["time"])
         self._now = max(self._now, self._started)
         return self._now

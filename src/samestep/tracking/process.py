@@ -174,6 +174,18 @@ class Trackers:
         self._run: str | None = None
 
     def __enter__(self) -> Self:
+        """Start them."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        """Close them."""
+        self.close(failed=kind is not None)
+
+    def start(self) -> None:
         """Start their processes, which import what they need beside the training's own start."""
         for tracker in self._names:
             access = find_access(tracker)
@@ -185,7 +197,6 @@ class Trackers:
                 self._trackers.append(Tracker(order, tracker))
             except OSError as error:
                 self._say(name, "warning", f"{name} could not be started: {error}")
-        return self
 
     def show(self, record: Record) -> None:
         """Show a record, and what the trackers have said meanwhile."""
@@ -199,21 +210,18 @@ class Trackers:
         for tracker in self._trackers:
             self._pass_on(tracker)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        """Wait a bounded time until all is sent, and say what is not."""
-        if kind is None:
+    def close(self, *, failed: bool) -> None:
+        """Wait a bounded time until all is sent, and say what is not; not after a failure."""
+        if not failed:
             self._wait()
         for tracker in self._trackers:
             # After a failure the message to the user comes first: they close by themselves.
-            if kind is not None and self._run is not None:
+            if failed and self._run is not None:
                 tracker.tell({"end": END_S})
                 tracker.close()
             else:
                 tracker.close(at_once=True)
-        if kind is None:
+        if not failed:
             self._say_what_is_left()
 
     def _wait(self) -> None:

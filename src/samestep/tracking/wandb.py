@@ -12,6 +12,8 @@ from samestep.tracking.contract import Entry, Result, Started, TrackedRun
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
 
+_drawn_over_steps: set[str] = set()
+
 
 def start(run: TrackedRun) -> Started:
     """Open the run: its id is ours, so that it is the same run whenever it goes on."""
@@ -56,8 +58,18 @@ def record(client: Any, entries: Sequence[Entry]) -> None:
         if entry.file is not None and entry.file.is_file():
             client.log_artifact(str(entry.file), name=f"checkpoint-{client.id}", type="model")
         elif entry.values and entry.event != "system":
+            if entry.event == "metrics":
+                _draw_over_steps(client, entry)
             place = {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
             client.log({**entry.values, **place}, step=entry.line)
+
+
+def _draw_over_steps(client: Any, entry: Entry) -> None:
+    """Name the axis of metrics that no pattern of ours covers, each once."""
+    for name in entry.values.keys() - _drawn_over_steps:
+        if "*" not in name:  # to W&B it would be a pattern
+            client.define_metric(name, step_metric="step")
+        _drawn_over_steps.add(name)
 
 
 def finish(client: Any, result: Result) -> None:

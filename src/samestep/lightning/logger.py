@@ -1,0 +1,238 @@
+"""What a Lightning Trainer of anyone's own logs, at trackers: as `--track` does it, and as safely.
+
+Rank 0 writes the metrics into a run directory, which a process for each tracker follows.
+"""
+
+import atexit
+import os
+import re
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import lightning
+import tomli_w
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from samestep.errors import UserError
+from samestep.files import write_text
+from samestep.run import Record, Run, names_secret, new_run_path, versions
+from samestep.settings import Settings, as_table
+from samestep.tracking.entries import flatten
+from samestep.tracking.names import check_choice, check_installed, chosen
+from samestep.tracking.process import Trackers
+
+_OWN = tuple(field.name for field in fields(Settings) if field.name.startswith("track"))
+_MOST = 250  # characters of a hyperparameter that is no plain value
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - what a user's own script shows
+
+
+class TrackerLogger(Logger):
+    """Log to Comet, MLflow, TensorBoard, Weights & Biases, or a tracker of your own.
+
+        Trainer(logger=TrackerLogger("comet,tensorboard", name="spiral", project="spirals"))
+
+    The training imports no tracker and waits for none. Metrics are kept in `events.jsonl` of the
+    run directory, SAVE_DIR/NAME/VERSION, whatever a tracker does; `samestep track DIRECTORY --to
+    TRACKER` sends what it does not have. Only rank 0 writes. Hyperparameters count that are logged
+    before the first metrics, as the Trainer does.
+    """
+
+    def __init__(
+        self,
+        trackers: str | Iterable[str],
+        *,
+        save_dir: str | Path = "runs",
+        name: str = "lightning",
+        version: str | int | None = None,
+        project: str | None = None,
+        workspace: str | None = None,
+        tags: Iterable[str] = (),
+        offline: bool = False,
+        timeout_s: float = 120.0,
+        say: Callable[[str], None] = _say,
+    ) -> None:
+        """Check what is wanted; nothing is written or started yet.
+
+        Args:
+            trackers: their names, with commas between them, or several of them; a file or a
+                module of your own too.
+            save_dir: where the run directories are, which all ranks' nodes need not share.
+            name: of the run at the trackers, and of a folder in `save_dir`.
+            version: the run directory in that folder; by default a new one. The same one given
+                again goes on with its tracker runs.
+            project: project (MLflow: experiment); by default the tracker's own variable, as
+                WANDB_PROJECT, else the name.
+            workspace: Comet's workspace, W&B's entity; by default the account's own.
+            tags: of the run.
+            offline: write the trackers' files into the run directory and send nothing.
+            timeout_s: seconds that a tracker may take to start, and for each answer.
+            say: called on rank 0 with each line to show; by default it goes to standard error.
+
+        Raises:
+            UserError: a tracker is unknown or not installed, or a name would be refused.
+        """
+        super().__init__()
+        listed = trackers if isinstance(trackers, str) else ",".join(trackers)
+        try:
+            self._settings = Settings(
+                track=listed, track_project=project, track_name=name, track_workspace=workspace,
+                track_tags=",".join(tags) or None, track_offline=offline, track_timeout=timeout_s,
+            )  # fmt: skip
+            check_choice(self._settings)
+            check_installed(chosen(listed))  # on every rank: if one alone refused, all would wait
+        except UserError as error:
+            raise UserError(re.sub("--track[- ]", "TrackerLogger: ", str(error))) from None
+        self._save_dir, self._name, self._say = Path(save_dir), name, say
+        self._version = new_run_path("tracked").name if version is None else str(version)
+        self._hyperparameters: dict[str, Any] = {}
+        self._run: Run | None = None
+        self._trackers: Trackers | None = None
+        self._begun = self._failed = self._warned = False
+        self._step = 0
+        self._process = os.getpid()
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self._name
+
+    @property
+    def version(self) -> str:
+        """The run directory's name; on rank 0 the right one."""
+        return self._version
+
+    @property
+    def save_dir(self) -> str:
+        """Where the folders of run directories are."""
+        return str(self._save_dir)
+
+    @property
+    def log_dir(self) -> str:
+        """The run directory."""
+        return str(self._save_dir / self._name / self._version)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Path:
+        """The run directory, which is there now; the Trainer asks before it begins."""
+        return self._open().path
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Mapping[str, Any] | Namespace, *_: Any, **__: Any) -> None:
+        """Keep hyperparameters, flat, without those that are named like a secret."""
+        table = vars(params) if isinstance(params, Namespace) else params
+        self._hyperparameters |= {
+            name: _plain(name, value)
+            for name, value in flatten(table, by=".").items()
+            if value is not None and name not in _OWN
+        }
+        if self._begun:
+            self._write_settings()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Record metrics of a step; of no step given, the next one."""
+        values = {name: float(value) for name, value in metrics.items()}
+        epoch = values.pop("epoch", None)
+        step = self._step + 1 if step is None else int(step)
+        self._step = max(self._step, step)
+        if values:
+            self._begin()
+            self._record({
+                "event": "metrics", "step": step, "epoch": None if epoch is None else int(epoch),
+                "time": time.time(), "values": values,
+            })  # fmt: skip
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Record how a fit or a test ended; trackers are told when the last one has."""
+        if self._run is None:
+            return
+        self._begin()
+        self._failed = status != "success"
+        self._record({"event": "stop", "step": self._step, "reason": status})
+        result = "failed" if self._failed else "completed"
+        self._attempt(lambda run: run.write_result({"status": result, "steps": self._step}))
+
+    @rank_zero_only
+    def close(self) -> None:
+        """Close the runs at the trackers; otherwise this is done when Python ends.
+
+        It takes at most 30 seconds, and after a failure no time. What is logged later goes on.
+        """
+        run, trackers = self._run, self._trackers
+        if run is None or trackers is None or os.getpid() != self._process:
+            return
+        self._run, self._begun = None, False
+        atexit.unregister(self.close)
+        try:
+            trackers.close(failed=self._failed)
+        finally:
+            run.close()
+
+    def _open(self) -> Run:
+        """Open the run directory, and start the trackers' processes beside what comes."""
+        if self._run is None:
+            self._run, self._process = Run(Path(self.log_dir)), os.getpid()
+            self._trackers = Trackers(
+                self._settings, self._name, self._show, is_main=True, stopped=lambda: False
+            )
+            self._trackers.start()
+            atexit.register(self.close)
+        return self._run
+
+    def _begin(self) -> None:
+        """Let the trackers begin: what they are to know of the run is there."""
+        run = self._open()
+        if self._begun:
+            return
+        self._begun = True
+        self._write_settings()
+        run.write_environment({"versions": {**versions(), "lightning": lightning.__version__}})
+        resumed = (run.path / "events.jsonl").stat().st_size > 0
+        self._record({"event": "start", "time": time.time(), "run_dir": str(run.path),
+                      "resumed": resumed})  # fmt: skip
+
+    def _write_settings(self) -> None:
+        own = {key: value for key, value in as_table(self._settings).items() if key in _OWN}
+        text = tomli_w.dumps({**self._hyperparameters, **own})
+        self._attempt(lambda run: write_text(run.path / "settings.toml", text))
+
+    def _record(self, record: Record) -> None:
+        self._attempt(lambda run: run.append(record))
+        if self._trackers is not None:
+            self._trackers.show(record)
+
+    def _attempt(self, write: Callable[[Run], None]) -> None:
+        """Write something; a full disk must not end the training."""
+        try:
+            write(self._open())
+        except UserError as error:
+            if not self._warned:
+                self._warned = True
+                self._say(f"warning TrackerLogger: {error}")
+
+    def _show(self, record: Record) -> None:
+        """Show what trackers say, as the screen of `samestep train` does."""
+        if record["event"] == "tracker":
+            mark = record["kind"] if record["kind"] in ("note", "warning") else record["tracker"]
+            self._say(f"{mark:<7} {record['text']}")
+
+
+def _plain(name: str, value: Any) -> str | int | float | bool:
+    if isinstance(value, str) and names_secret(name):
+        return "…"
+    if isinstance(value, str | int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
