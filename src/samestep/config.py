@@ -74,7 +74,12 @@ def draft(target: str, config: Path | None = None) -> Draft:
     tables = [(path, read_toml(path)) for path in
               (run / "settings.toml" if run else None, config) if path]  # fmt: skip
     named = [str(table.pop("recipe")) for _, table in tables if "recipe" in table]
-    source = named[0] if run and named else target
+    if run and not named:
+        raise UserError(
+            f"{run / 'settings.toml'} names no recipe: what is in {run} was not trained by "
+            "samestep, so there is nothing here to go on with or to evaluate."
+        )
+    source = named[0] if run else target
     for path, _ in tables[1 if run else 0 :]:
         if named and named[-1] != source:
             raise UserError(

@@ -1,19 +1,18 @@
 """The plain Lightning script: alone, under torchrun, from a file, with Comet offline."""
 
 import csv
-import http.server
 import importlib
-import json
 import re
 import sys
-import threading
-import zipfile
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 from samestep.recipes import spiral
-from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, environment, epochs, run
+from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, run
+from tests.tracking.readers import comet_messages
 
 # Their parts, 709, 151 and 153, are odd: two ranks cannot share them equally.
 ODD = ("--num_samples", "1013")
@@ -234,56 +233,57 @@ def test_to_evaluate_each_sample_is_given_out_once(world_size, modules):
     assert sorted(index for share in shares for index in share) == list(range(11))
 
 
+@pytest.mark.skipif(find_spec("comet_ml") is None, reason="not installed: comet_ml")
+@pytest.mark.xdist_group("trackers")
 def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):
     told = (*ODD, "--max_epochs", "1", "--comet_project", "spirals", "--experiment_name", "mine")
-    done = run(SPIRAL_LIGHTNING, *told, folder=tmp_path, COMET_API_KEY="", COMET_START_ONLINE="")
+    nobody = {"COMET_API_KEY": "", "COMET_START_ONLINE": "", "HOME": str(tmp_path)}
+    done = run(SPIRAL_LIGHTNING, *told, folder=tmp_path, world_size=2, **nobody)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Comet is offline: COMET_API_KEY is not set") == 1
-    (packed,) = (tmp_path / "runs" / "comet").glob("*.zip")
-    assert f"comet upload {packed.relative_to(tmp_path)}" in done.stderr
-    with zipfile.ZipFile(packed) as archive:
-        assert json.loads(archive.read("experiment.json"))["project_name"] == "spirals"
-        messages = archive.read("messages.json").decode()
+    assert done.stderr == ""
+    assert done.stdout.count("note    COMET_API_KEY is not set") == 1
+    (kept,) = (tmp_path / "runs" / "mine").glob("tracked-*")
+    place = kept.relative_to(tmp_path)
+    assert done.stdout.count(f"comet   offline: {place}/tracking/comet\n") == 1
+    *_, last = done.stdout.splitlines()
+    assert last == f"unsent  comet; with a network: samestep track {place} --to comet"
+    ((about, messages),) = comet_messages(kept)
+    assert about["project_name"] == "spirals"
+    found = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    values = logged(tmp_path / "runs" / "mine" / "version_0")
+    names = ("train_loss", "val_loss", "epoch_time_s", "total_time_s", "test_accuracy")
+    for name in names:
+        assert [m["metricValue"] for m in found if m["metricName"] == name] == values[name], name
     ((_, loss, _, held_out, _),) = epochs(done.stdout)
-    for name, value in (("train_loss", loss), ("val_loss", held_out)):
-        (found,) = re.findall(rf'"metricName": ?"{name}", ?"metricValue": ?([\d.]+)', messages)
-        assert float(found) == pytest.approx(value, abs=1e-6)
+    assert (values["train_loss"], values["val_loss"]) == (
+        [pytest.approx(loss, abs=1e-6)], [pytest.approx(held_out, abs=1e-6)]
+    )  # fmt: skip
 
 
-def test_without_comet_ml_it_says_so_and_the_csv_file_is_left(modules, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "comet_ml", None)
-    monkeypatch.setenv("COMET_START_ONLINE", "0")
+@pytest.mark.parametrize("name", ["samestep", "comet_ml"])
+def test_what_comet_needs_and_is_missing_is_named_and_the_csv_file_is_left(
+    name, modules, monkeypatch, capsys
+):
     module = modules("train")
+    monkeypatch.setattr(module, "find_spec", lambda found: None if found == name else True)
     loggers = module.make_loggers(module.read_settings(["--comet_project", "spirals"]))
     assert [type(logger).__name__ for logger in loggers] == ["CSVLogger"]
-    assert "comet_ml is not installed (pip install comet_ml)" in capsys.readouterr().out
+    expected = f"{name} is not installed (pip install 'samestep[comet]'): no Comet, "
+    assert capsys.readouterr().out.startswith(expected)
 
 
-class NotFound(http.server.BaseHTTPRequestHandler):
-    """Answer 404 to all, in silence."""
-
-    def do_GET(self):
-        self.send_response(404)
-        self.end_headers()
-
-    def log_message(self, *_args):
-        pass
+def test_without_a_project_it_needs_nothing_of_samestep(tmp_path):
+    hide = "import runpy, sys; sys.modules['samestep'] = None; sys.argv = sys.argv[1:]; "
+    start = f"sys.path.insert(0, {str(Path(SPIRAL_LIGHTNING).parent)!r}); "
+    program = f"{hide}{start}runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = run("-c", program, SPIRAL_LIGHTNING, "--max_epochs", "1", *ODD, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(epochs(done.stdout)) == 1
 
 
-def test_comet_is_online_with_a_key_where_its_server_answers_and_offline_where_not(
-    modules, monkeypatch
-):
-    here = environment(COMET_API_KEY="none", no_proxy="*")
-    monkeypatch.setattr(modules("train").os, "environ", here)
-    variables, why_offline = modules("train").os.environ, modules("train").why_offline
-    with http.server.HTTPServer(("127.0.0.1", 0), NotFound) as server:
-        variables["COMET_URL_OVERRIDE"] = f"http://127.0.0.1:{server.server_port}/"
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        assert why_offline() is None
-        thread.join()
-    assert "cannot be reached ([Errno 111] Connection refused)" in why_offline()
-    variables["COMET_URL_OVERRIDE"] = "comet"
-    assert "comet cannot be reached (unknown url type: 'comet')" in why_offline()
-    variables["COMET_API_KEY"] = ""
-    assert why_offline() == "COMET_API_KEY is not set"
+def test_a_name_that_comet_refuses_is_a_mistake_with_one_message(modules, capsys):
+    module = modules("train")
+    with pytest.raises(SystemExit) as ended:
+        module.make_loggers(module.read_settings(["--comet_project", "a/b"]))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("train.py: TrackerLogger: project 'a/b' holds '/'")

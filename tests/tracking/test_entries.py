@@ -99,6 +99,35 @@ def test_an_epoch_stands_at_its_epoch_and_an_evaluation_at_its_step(tmp_path):
     assert (test.at, test.values) == (30, {"test/per_class/cat": 0.5})
 
 
+def metrics(step, time, /, **values):
+    return {"event": "metrics", "step": step, "epoch": 1, "time": time, "values": values}
+
+
+def test_metrics_keep_their_own_names_and_each_step_counts_once_for_each_set_of_them(tmp_path):
+    write(tmp_path, [
+        {"event": "start", "time": 100.0, "resumed": False},
+        metrics(4, 101.0, step=7, loss=0.5, odd=None),
+        metrics(4, 102.0, **{"val/loss": 2}),
+        metrics(5, 103.0, step=8, loss=0.25, odd=1.0),
+        {"event": "start", "time": 50.0, "resumed": True},  # another node's clock
+        metrics(4, 51.0, **{"val/loss": 3}),
+        metrics(5, 52.0, loss=0.25, step=8, odd=1.0),
+        metrics(6, 53.0, **{"val/loss": 4}),
+        {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": [1]},
+        {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": "no"},
+        {"event": "metrics", "step": 7, "epoch": 1, "values": {"loss": 1}},
+    ])  # fmt: skip
+    entries = Entries(tmp_path)
+    found = [(e.event, e.axis, e.at, e.epoch, e.time, e.values) for e in all_of(entries)]
+    assert found == [
+        ("metrics", "step", 4, 1, 101.0, {"step": 7, "loss": 0.5}),
+        ("metrics", "step", 4, 1, 102.0, {"val/loss": 2}),
+        ("metrics", "step", 5, 1, 103.0, {"step": 8, "loss": 0.25, "odd": 1.0}),
+        ("metrics", "step", 6, 1, 103.0, {"val/loss": 4}),
+    ]
+    assert entries.damaged == [9, 10, 11]
+
+
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     write(tmp_path, execution(0, 2, 1, resumed=False))
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)

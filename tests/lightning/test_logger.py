@@ -1,0 +1,450 @@
+"""TrackerLogger in anyone's own Trainer: what was logged is there once, whatever trackers do."""
+
+import importlib.util
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.command_line import read_json
+from tests.ranks import run_ranks, start_ranks
+from tests.ranks import samestep as run_samestep
+from tests.tracking import own_tracker, readers
+from tests.tracking.test_following import PATIENCE_S, TRACKER, send
+
+CLIENTS = ("comet_ml", "mlflow", "tensorboard", "wandb")
+MISSING = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
+REAL_CLIENTS = (
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.xdist_group("trackers"),
+    pytest.mark.timeout(300),
+)
+PLANTED = "hunter2" * 6
+# Without a key of anybody.
+QUIET = {"COMET_API_KEY": "", "WANDB_API_KEY": "", "MLFLOW_TRACKING_URI": "", "TRACKER_FAULT": ""}
+
+
+def make_module():
+    import torch
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self, lr=0.1, api_key=PLANTED, layers=(2, 1), nothing=None, odd=None):
+            super().__init__()
+            self.save_hyperparameters()
+            torch.manual_seed(3)
+            self.line = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, index):
+            loss = self.line(batch).square().mean()
+            self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            self.log("lr/now", self.hparams.lr, rank_zero_only=True)
+            self.log("a:b*", index if index % 2 else math.nan, rank_zero_only=True)
+            return loss if index != self.hparams.odd else self.no_such_thing
+
+        def validation_step(self, batch, index):
+            self.log("val_loss", self.line(batch).square().mean(), sync_dist=True)
+
+        def test_step(self, batch, index):
+            self.log("test_loss", self.line(batch).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+        def train_dataloader(self):
+            data = torch.randn(24, 2, generator=torch.Generator().manual_seed(5))
+            return torch.utils.data.DataLoader(data, batch_size=2)
+
+        val_dataloader = test_dataloader = train_dataloader
+
+    return Module
+
+
+@dataclass
+class Fitted:
+    """What a rank has seen."""
+
+    logged: list  # what the Trainer gave to loggers: (step, metrics)
+    imported: list
+    weights: list
+    directory: str
+
+
+def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, faults=()):
+    """Fit and test in a Trainer on this rank, as under torchrun."""
+    import logging
+    import warnings
+
+    os.environ.update(QUIET | {"HOME": folder, "TORCHELASTIC_RUN_ID": "test"} | environment)
+    os.chdir(folder)
+    for part in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(part).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    import torch
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from samestep import TrackerLogger
+    from samestep.errors import UserError
+    from samestep.run import Run
+    from samestep.tracking import process
+
+    torch.set_num_threads(1)
+    rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # as an import in this process sets it
+    process.END_S = end_s
+    if "full disk" in faults:
+        whole = Run.append
+
+        def append(run, record):
+            if record["event"] == "metrics":
+                raise UserError("The disk is full.")
+            whole(run, record)
+
+        Run.append = append
+
+    class Kept(Logger):
+        name = version = "kept"
+        rows: list = []  # noqa: RUF012
+
+        def log_metrics(self, metrics, step=None):
+            self.rows.append((step, dict(metrics)))
+
+        def log_hyperparams(self, *_):
+            pass
+
+    logger = TrackerLogger(trackers, save_dir="runs", name="mine", **(more or {}))
+    trainer = Trainer(
+        accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), max_epochs=epochs,
+        logger=[Kept(), logger], log_every_n_steps=1, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = make_module()(odd=4 if "in a step" in faults else None)
+    try:
+        trainer.fit(module)
+        trainer.test(module, verbose=False)
+    finally:
+        logger.close()
+    clients = ("comet_ml", "mlflow", "wandb", "tensorboard", "own_tracker")
+    return Fitted(
+        Kept.rows, [name for name in clients if name in sys.modules],
+        [p.tolist() for p in module.parameters()], logger.log_dir,
+    )  # fmt: skip
+
+
+def fits(folder, *args, world_size=1, **kwargs):
+    """Fit on some ranks to a good end; return what each saw, the run directory, what was said."""
+    output = folder / f"output-{len(list(folder.glob('output-*')))}"
+    values = run_ranks(_fit, world_size, output, str(folder), args, kwargs)
+    said = [(output / f"output-{rank}.txt").read_text() for rank in range(world_size)]
+    return values, folder / values[0].directory, said
+
+
+def _fit(folder, args, kwargs):
+    return fit(folder, *args, **kwargs)
+
+
+def expected(logged):
+    """Return what a tracker has to have of what was logged: (step, epoch, values), in order."""
+    rows = []
+    for step, metrics in logged:
+        values = {k: v for k, v in metrics.items() if k != "epoch" and math.isfinite(v)}
+        rows.append((step, metrics.get("epoch"), values))
+    return rows
+
+
+def arrived(run):
+    return [(line["step"], line["epoch"], line["values"])
+            for line in own_tracker.lines(run) if line["what"] == "metrics"]  # fmt: skip
+
+
+def what(run, event):
+    return [line for line in own_tracker.lines(run) if line["what"] == event]
+
+
+def series(logged):
+    """Return name → [(step, value)] of what was logged."""
+    found = {}
+    for step, _, values in expected(logged):
+        for name, value in values.items():
+            found.setdefault(name, []).append((step, value))
+    return found
+
+
+@pytest.fixture(scope="module")
+def untracked(tmp_path_factory):
+    """Return what a Trainer does without a tracker."""
+    (value,), run, _ = fits(tmp_path_factory.mktemp("untracked"), "none", {})
+    assert not (run / "tracking").exists()
+    return value
+
+
+# --- the trackers' own clients, and one of the user's own, on two ranks
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tracked")
+    trackers = ("comet", "wandb", "mlflow", TRACKER)
+    more = {"project": "odd ones", "tags": ("a", "b"), "workspace": "us"}
+    values, run, said = fits(folder, trackers, {"MY_API_KEY": PLANTED}, more, world_size=2)
+    return values, run, said
+
+
+def with_real_clients(test):
+    """Mark a test that needs the clients, and the one run that they all share."""
+    for mark in REAL_CLIENTS:
+        test = mark(test)
+    return test
+
+
+@with_real_clients
+def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tracked):
+    (first, second), run, said = tracked
+    assert [path.name for path in run.parent.iterdir() if path.is_dir()] == [run.name]
+    assert run.name.startswith("tracked-")
+    assert len(first.logged) == 2 * (6 + 2) + 1
+    assert arrived(run) == expected(first.logged)
+    assert not (first.imported + second.imported), "the training imports no tracker"
+    assert said[1] == "", "the other ranks are silent"
+    (start,), (finish,) = what(run, "start"), what(run, "finish")
+    assert (start["project"], start["name"], start["tags"]) == ("odd ones", "mine", ["a", "b"])
+    assert start["workspace"] == "us"
+    assert start["settings"]["lr"] == 0.1
+    assert start["settings"]["layers"] == "(2, 1)"
+    assert start["facts"].keys() >= {"versions.torch", "versions.lightning", "host"}
+    assert finish["status"] == "completed"
+    times = [line["time"] for line in what(run, "metrics")]
+    assert times == sorted(times)
+
+
+@with_real_clients
+def test_comet_wandb_and_mlflow_have_the_values_at_their_steps(tracked):
+    (first, _), run, _ = tracked
+    (archive,) = readers.comet_messages(run)
+    assert archive[0]["project_name"] == "odd ones"
+    sent = [m["payload"]["metric"] for m in archive[1] if m["type"] == "metric_msg"]
+    rows = readers.wandb_rows(run)
+    axes = readers.wandb_axes(run)
+    store = readers.mlflow_store(run)
+    (entry,) = store.search_runs([store.get_experiment_by_name("odd ones").experiment_id])
+    assert {"train_loss_step", "val_loss", "lr/now", "a:b*"} <= series(first.logged).keys()
+    for name, must in series(first.logged).items():
+        at_comet = [(m["step"], m["metricValue"]) for m in sent if m["metricName"] == name]
+        assert at_comet == must, name
+        assert [(row["step"], row[name]) for row in rows if name in row] == must
+        if "*" not in name:
+            assert axes[name] == "step"
+        history = store.get_metric_history(entry.info.run_id, name.replace("a:b*", "a_b_"))
+        assert [(m.step, m.value) for m in history] == must, name
+    epochs = {m["epoch"] for m in sent if m["metricName"] == "val_loss"}
+    assert epochs == {0, 1}, "Lightning's own count"
+
+
+@with_real_clients
+def test_it_says_what_the_screen_of_a_training_says(tracked):
+    _, run, (said, _) = tracked
+    shown = run.relative_to(run.parent.parent.parent)
+    for client, key in (("comet", "COMET_API_KEY"), ("wandb", "WANDB_API_KEY")):
+        assert said.count(f"note    {key} is not set") == 1
+        assert said.count(f"{client:<7} offline: {shown}/tracking/{client}\n") == 1
+    assert said.count("own_tracker https://tracker.example/the-run") == 1
+    assert f"unsent  comet and wandb; with a network: samestep track {shown} --to comet,wandb" in (
+        said
+    )
+    assert "warning" not in said
+
+
+@with_real_clients
+def test_no_key_is_in_any_file_not_even_one_that_was_logged_as_a_hyperparameter(tracked):
+    _, run, (said, _) = tracked
+    assert tomllib.loads((run / "settings.toml").read_text())["api_key"] == "…"
+    assert PLANTED not in said
+    for path in (p for p in run.rglob("*") if p.is_file()):
+        contents = [path.read_bytes()]
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                contents += [archive.read(name) for name in archive.namelist()]
+        assert not [c for c in contents if PLANTED.encode() in c], path
+
+
+@with_real_clients
+def test_it_is_sent_later_once_to_a_tracker_that_it_did_not_have(tracked, tmp_path):
+    (first, _), run, _ = tracked
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    later = ("track", str(copy), "--to", "tensorboard")
+    done = run_samestep(*later, folder=tmp_path / "first")
+    assert [p.exitcode for p in done.processes] == [0], done.output()
+    again = run_samestep(*later, folder=tmp_path / "second")
+    assert [p.exitcode for p in again.processes] == [2]
+    assert "tensorboard has all of" in again.output()
+    reader = readers.tensorboard(copy)
+    for name, must in series(first.logged).items():
+        found = [(e.step, np.float32(e.value)) for e in reader.Scalars(name)]
+        assert found == [(step, np.float32(value)) for step, value in must], name
+
+
+# --- a tracker that misbehaves
+
+
+FAULTS = ("import:raise", "start:hang", "record:raise", "record:hang", "record:kill", "finish:hang")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_a_tracker_does_the_training_is_the_same_and_it_is_warned_of_once(
+    tmp_path, fault, untracked
+):
+    (value,), run, (said,) = fits(
+        tmp_path, [TRACKER], {"TRACKER_FAULT": fault}, {"timeout_s": 1.0}, end_s=5.0
+    )
+    assert expected(value.logged) == expected(untracked.logged)
+    assert value.weights == untracked.weights
+    assert said.count("warning own_tracker failed: ") == 1, said
+    shown = run.relative_to(tmp_path)
+    assert f"The records are whole; send them with: samestep track {shown} --to {TRACKER}" in said
+    assert "Traceback" not in said
+    send(run, tmp_path)
+    assert arrived(run) == expected(value.logged), "once, whatever came of the first time"
+    assert "has all of" in send(run, tmp_path, code=2)
+
+
+def test_the_training_does_not_wait_for_a_tracker_to_start(tmp_path):
+    """Its start waits for the last record of the training: if that waited too, none would end."""
+    (value,), run, _ = fits(tmp_path, TRACKER, {"TRACKER_FAULT": "start:wait"})
+    assert arrived(run) == expected(value.logged)
+
+
+def test_a_disk_that_is_full_is_warned_of_once_and_does_not_end_the_training(tmp_path, untracked):
+    (value,), run, (said,) = fits(tmp_path, TRACKER, {}, faults=("full disk",))
+    assert value.weights == untracked.weights
+    assert said.count("warning TrackerLogger: The disk is full.") == 1
+    assert what(run, "finish")[0]["status"] == "completed"
+
+
+# --- how it ends, and goes on
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fit_that_fails_leaves_a_failed_run_and_its_own_error(tmp_path, world_size):
+    ranks = start_ranks(
+        _fit, world_size, tmp_path / "out", str(tmp_path), (TRACKER, {}), {"faults": ("in a step",)}
+    )
+    assert set(ranks.wait()) == {1}
+    for rank in range(world_size):
+        assert "has no attribute 'no_such_thing'" in ranks.printed(rank)
+        assert "During handling" not in ranks.printed(rank)
+    (run,) = (path for path in (tmp_path / "runs" / "mine").iterdir() if path.is_dir())
+    assert read_json(run / "result.json") == {"status": "failed", "steps": 3}
+    tiny.until(lambda: bool(what(run, "finish")))
+    assert what(run, "finish")[0]["status"] == "failed"
+    assert [row[0] for row in arrived(run)] == [0, 1, 2, 3]
+
+
+def test_the_same_version_again_goes_on_with_the_same_tracker_run_each_step_once(tmp_path):
+    _, run, _ = fits(tmp_path, TRACKER, {}, {"version": 7})
+    assert run.name == "7"
+    _, again, _ = fits(tmp_path, TRACKER, {}, {"version": 7}, epochs=3)
+    assert again == run
+    assert [line["known"] for line in what(run, "start")] == [None, "the run"]
+    steps = [step for step, _, values in arrived(run) if "train_loss_step" in values]
+    assert steps == list(range(36)), "the second began anew, and the trackers went on"
+    tests = [step for step, _, values in arrived(run) if "test_loss" in values]
+    assert tests == [24, 36]
+    resumed = [r["resumed"] for r in tiny.all_records(run) if r["event"] == "start"]
+    assert resumed == [False, True]
+
+
+SCRIPT = """
+import argparse, sys, warnings
+warnings.simplefilter("ignore")
+from samestep import TrackerLogger
+logger = TrackerLogger(sys.argv[1], name="script")
+logger.log_hyperparams(argparse.Namespace(lr=0.5, nested={"a": {1: 2}}, track_name="theirs"))
+logger.log_metrics({"loss": 2.0})
+logger.log_metrics({"loss": 1, "epoch": 0})
+logger.log_hyperparams({"late": True})
+if len(sys.argv) > 2:
+    raise RuntimeError("their own")
+logger.finalize("success")
+"""
+
+
+def script(folder, *arguments):
+    program = [sys.executable, "-c", SCRIPT, *arguments]
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False,
+                          env={**os.environ, **QUIET}, timeout=90)  # fmt: skip
+    (run,) = (path for path in (folder / "runs" / "script").iterdir() if path.is_dir())
+    return done, run
+
+
+def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
+    done, run = script(tmp_path, TRACKER)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "own_tracker https://tracker.example/the-run\n"
+    assert arrived(run) == [(1, None, {"loss": 2.0}), (2, 0, {"loss": 1.0})]
+    (start,) = what(run, "start")
+    assert start["settings"]["nested.a.1"] == 2
+    assert start["settings"]["track_name"] == "script"
+    assert tomllib.loads((run / "settings.toml").read_text())["late"] is True
+    assert what(run, "finish")[0]["status"] == "completed"
+
+
+def test_a_script_that_ends_without_a_word_is_none_that_was_completed(tmp_path):
+    done, run = script(tmp_path, TRACKER, "fail")
+    assert "RuntimeError: their own" in done.stderr
+    assert what(run, "finish")[0]["status"] == "killed"
+
+
+# --- what is refused
+
+
+REFUSED = {
+    "comt": "There is no tracker 'comt'. Did you mean 'comet'?",
+    "comet,comet": "TrackerLogger: comet,comet names comet twice",
+    "nowhere.py": "TrackerLogger: nowhere.py: it cannot be read",
+}
+
+
+@pytest.mark.parametrize("trackers", REFUSED)
+def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(
+    trackers, tmp_path, monkeypatch
+):
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from samestep import TrackerLogger, UserError
+
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1):
+        monkeypatch.setattr(rank_zero_only, "rank", rank)
+        with pytest.raises(UserError, match=re.escape(REFUSED[trackers])):
+            TrackerLogger(trackers)
+    for wrong, words in (({"project": "a/b"}, "project 'a/b'"), ({"timeout_s": 0}, "timeout is 0")):
+        with pytest.raises(UserError, match=f"TrackerLogger: {words}"):
+            TrackerLogger("none", **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+    from samestep import TrackerLogger, UserError
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"comet needs the package .* 'samestep\[comet\]'"):
+        TrackerLogger("comet")
+
+
+def test_a_run_of_a_logger_is_nothing_to_resume(tmp_path):
+    _, run = script(tmp_path, "none")
+    ranks = run_samestep("train", str(run), "--resume", folder=tmp_path / "out")
+    assert [p.exitcode for p in ranks.processes] == [2]
+    assert "names no recipe: what is in" in ranks.output()
+    assert read_json(run / "result.json")["status"] == "completed"
