@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,7 +20,7 @@ from tests.command_line import read_json
 from tests.ranks import run_ranks, start_ranks
 from tests.ranks import samestep as run_samestep
 from tests.tracking import own_tracker, readers
-from tests.tracking.test_following import PATIENCE_S, TRACKER, send
+from tests.tracking.test_following import PATIENCE_S, TRACKER, children_of, send
 
 CLIENTS = ("comet_ml", "mlflow", "tensorboard", "wandb")
 MISSING = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
@@ -350,6 +351,15 @@ def test_a_fit_that_fails_leaves_a_failed_run_and_its_own_error(tmp_path, world_
     assert [row[0] for row in arrived(run)] == [0, 1, 2, 3]
 
 
+def test_after_a_failure_a_tracker_is_not_waited_for(tmp_path):
+    told = ((TRACKER, {"TRACKER_FAULT": "finish:hang"}), {"faults": ("in a step",), "end_s": 30.0})
+    assert start_ranks(_fit, 1, tmp_path / "out", str(tmp_path), *told).wait() == [1]
+    (run,) = (path for path in (tmp_path / "runs" / "mine").iterdir() if path.is_dir())
+    tiny.until(lambda: bool(what(run, "start")))
+    (pid,) = children_of(run)
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_the_same_version_again_goes_on_with_the_same_tracker_run_each_step_once(tmp_path):
     _, run, _ = fits(tmp_path, TRACKER, {}, {"version": 7})
     assert run.name == "7"
@@ -369,7 +379,7 @@ import argparse, sys, warnings
 warnings.simplefilter("ignore")
 from samestep import TrackerLogger
 logger = TrackerLogger(sys.argv[1], name="script")
-logger.log_hyperparams(argparse.Namespace(lr=0.5, nested={"a": {1: 2}}, track_name="theirs"))
+logger.log_hyperparams(argparse.Namespace(lr=0.5, nested={"a": {1: 2}}, track_workspace="theirs"))
 logger.log_metrics({"loss": 2.0})
 logger.log_metrics({"loss": 1, "epoch": 0})
 logger.log_hyperparams({"late": True})
@@ -394,8 +404,9 @@ def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
     assert arrived(run) == [(1, None, {"loss": 2.0}), (2, 0, {"loss": 1.0})]
     (start,) = what(run, "start")
     assert start["settings"]["nested.a.1"] == 2
-    assert start["settings"]["track_name"] == "script"
-    assert tomllib.loads((run / "settings.toml").read_text())["late"] is True
+    settings = tomllib.loads((run / "settings.toml").read_text())
+    assert settings["late"] is True
+    assert "track_workspace" not in settings, "samestep track would take it for its own"
     assert what(run, "finish")[0]["status"] == "completed"
 
 
