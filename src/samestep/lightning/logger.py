@@ -198,7 +198,8 @@ class TrackerLogger(Logger):
             return
         self._begun = True
         self._write_settings()
-        run.write_environment({"versions": {**versions(), "lightning": lightning.__version__}})
+        found = {**versions(), "lightning": lightning.__version__}
+        self._attempt(lambda run: run.write_environment({"versions": found}))
         resumed = (run.path / "events.jsonl").stat().st_size > 0
         self._record({"event": "start", "time": time.time(), "run_dir": str(run.path),
                       "resumed": resumed})  # fmt: skip
