@@ -56,7 +56,10 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
             "samestep profile RECIPE measures samestep's own loop: leave --engine out. Any script "
             "can be profiled too, one with Lightning's Trainer as well: samestep profile SCRIPT.py"
         )
-    request = replace(request, settings=replace(request.settings, run_dir=_path(request, world)))
+    settings = replace(request.settings, run_dir=_path(request, world))
+    if settings.epochs is None and settings.max_steps is None:
+        settings = replace(settings, max_steps=_ENDLESS)
+    request = replace(request, settings=settings)
     path = Path(str(request.settings.run_dir))
     job, splits, threads = build_job(request, world, Received(), NATIVE)
     if wishes.workers and isinstance(job.train, MemorySource):
@@ -65,6 +68,7 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
             "Leave --workers out.",
             on_all_ranks=True,
         )
+    _check_batch_sizes(wishes.batch_sizes, job)
     world.on_main(lambda: _open(path, request, job, threads))
     world.on_every(lambda: wishes.begin(path))
     measured = measure(job, path, wishes, evaluates=job.validation is not None)
@@ -75,6 +79,18 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
         name=request.recipe.name, path=path, measured=measured, verdict=judge(measured),
         sweeps=sweeps, traces=tuple(traces), precision=request.settings.precision,
     )  # fmt: skip
+
+
+def _check_batch_sizes(sizes: tuple[int, ...], job: Job) -> None:
+    """Refuse batches that the training set does not fill."""
+    ranks, samples = job.world.world_size, job.train.num_samples
+    for size in sizes:
+        if size * ranks > samples:
+            raise UserError(
+                f"--batch-sizes: {size:,} samples a rank, {size * ranks:,} a step, are more than "
+                f"the {samples:,} training samples. Leave {size} out.",
+                on_all_ranks=True,
+            )
 
 
 def _path(request: Request, world: World) -> str:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 from samestep.data.batches import Source
 from samestep.profiling.profile import Row, Sweep
@@ -41,9 +42,23 @@ class Candidate:
     records: Iterator[Record]
     prefetched: int
     """Steps that the loader has ready after a pause: they are not measured."""
-    seconds: list[float] = field(default_factory=list)
-    """A step, in each turn."""
-    data: list[float] = field(default_factory=list)
+    turns: list["Turn"] = field(default_factory=list)
+
+    @property
+    def fastest(self) -> "Turn":
+        """The turn that was disturbed least: whatever else runs only adds to the time."""
+        return max(self.turns, key=lambda turn: turn.samples_per_s)
+
+
+class Turn(NamedTuple):
+    """What was measured in one turn."""
+
+    seconds: float
+    """A step."""
+    samples_per_s: float
+    """Over all ranks, as counted: an epoch's last batch may be smaller."""
+    data: float
+    """Seconds a step that it waited for data."""
 
 
 def sweep(
@@ -97,14 +112,13 @@ class _Tried:
 
 def _compare(world: World, best: Candidate, candidate: Candidate) -> _Tried:
     """Let both take turns until their ratio is known, or as often as is worth while."""
-    size = candidate.job.plan.global_batch_size / best.job.plan.global_batch_size
     ratios: list[float] = []
-    before = len(best.seconds)
+    before = len(best.turns)
     while len(ratios) < ROUNDS or (_spread(ratios) > _WIDE and len(ratios) < MOST_ROUNDS):
         _turns(world, [best, candidate], 1)
-        ratios.append(size * best.seconds[-1] / candidate.seconds[-1])
-    # Whatever else runs here only adds to the time, so the fastest rounds are nearest to the truth.
-    fastest = size * min(best.seconds[before:]) / min(candidate.seconds)
+        ratios.append(candidate.turns[-1].samples_per_s / best.turns[-1].samples_per_s)
+    its = max(turn.samples_per_s for turn in best.turns[before:])
+    fastest = candidate.fastest.samples_per_s / its
     return _Tried(candidate, ratios, helps=fastest > 1 + NOISE and median(ratios) > 1)
 
 
@@ -169,38 +183,36 @@ def _steps(job: Job) -> Iterator[Record]:
 def _turns(world: World, candidates: list[Candidate], rounds: int) -> None:
     for _ in range(rounds):
         for candidate in candidates:
-            seconds, data = _turn(candidate)
-            candidate.seconds.append(world.broadcast(seconds))
-            candidate.data.append(world.broadcast(data))
+            candidate.turns.append(Turn(*world.broadcast(tuple(_turn(candidate)))))
 
 
-def _turn(candidate: Candidate) -> tuple[float, float]:
-    """Train for a moment; return the seconds a step, and what of them it waited for data."""
+def _turn(candidate: Candidate) -> Turn:
+    """Train for a moment."""
     job, every = candidate.job, candidate.job.settings.log_every
     job.phases.begin()
     for _ in range(1 + candidate.prefetched // every):
-        before = next(candidate.records)["step"]
+        next(candidate.records)
+    before, trained = job.position.step, job.position.samples
     waited = job.phases.running().get("data", 0.0)
     began = time.perf_counter()
     for _ in range(4):
-        after = next(candidate.records)["step"]
+        next(candidate.records)
     seconds = time.perf_counter() - began
-    steps = after - before
-    return seconds / steps, (job.phases.running().get("data", 0.0) - waited) / steps
+    steps, samples = job.position.step - before, job.position.samples - trained
+    data = job.phases.running().get("data", 0.0) - waited
+    return Turn(seconds / steps, samples / seconds, data / steps)
 
 
 def _row(one: _Tried, first: Candidate) -> Row:
-    candidate = one.candidate
-    seconds = min(candidate.seconds)
-    speed = candidate.job.plan.global_batch_size / seconds
+    turn = one.candidate.fastest
     return Row(
-        value=candidate.value,
-        seconds=seconds,
-        samples_per_s=speed,
-        ratio=speed * min(first.seconds) / first.job.plan.global_batch_size,
+        value=one.candidate.value,
+        seconds=turn.seconds,
+        samples_per_s=turn.samples_per_s,
+        ratio=turn.samples_per_s / first.fastest.samples_per_s,
         low=min(one.ratios),
         high=max(one.ratios),
-        data=candidate.data[candidate.seconds.index(seconds)],
+        data=turn.data,
         helps=one.helps,
     )
 

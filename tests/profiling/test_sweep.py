@@ -1,0 +1,46 @@
+"""What a sweep counts and refuses: the whole command on a recipe of 131 samples."""
+
+import json
+
+import pytest
+
+from tests import tiny
+from tests.ranks import samestep
+
+
+def profile(folder, *flags, world_size=1):
+    recipe = tiny.write_recipe(folder)
+    return samestep("profile", str(recipe), "--seconds", "0.2", *flags, "--run-dir",
+                    str(folder / "out"), world_size=world_size, folder=folder / "o")  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_are_counted_so_that_an_epochs_small_last_batch_is_no_full_one(
+    tmp_path, world_size
+):
+    """A step of 100 samples is followed by one of 31: together they are 131, not 200."""
+    size = 100 // world_size
+    ranks = profile(tmp_path, "--batch-sizes", str(size), world_size=world_size)
+    assert ranks.wait() == [0] * world_size, ranks.output()
+    (sweep,) = json.loads((tmp_path / "out" / "profile.json").read_text())["sweeps"]
+    (row,) = sweep["rows"]
+    assert 31 <= row["samples_per_s"] * row["seconds"] <= 80
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batches_that_the_training_set_does_not_fill_are_refused_before_measuring(
+    tmp_path, world_size
+):
+    ranks = profile(tmp_path, "--batch-sizes", "2,132", world_size=world_size)
+    assert ranks.wait() == [2] * world_size, ranks.output()
+    assert "are more than the 131 training samples. Leave 132 out." in ranks.printed(0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_how_long_to_train_need_not_be_said(tmp_path):
+    recipe = tiny.write_recipe(tmp_path)
+    recipe.write_text(recipe.read_text().replace('"epochs": 6', '"lr": 0.1'))
+    ranks = samestep("profile", str(recipe), "--seconds", "0.2", "--run-dir",
+                     str(tmp_path / "out"), folder=tmp_path / "o")  # fmt: skip
+    assert ranks.wait() == [0], ranks.output()
+    assert (tmp_path / "out" / "profile.json").is_file()
