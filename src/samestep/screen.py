@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from samestep.class_table import class_table
 from samestep.run import Record
+from samestep.text import count
 
 
 class Screen:
@@ -59,19 +60,19 @@ class Screen:
 
     def _show_start(self, plan: Record) -> None:
         self._plan = plan
-        ranks = _count(plan["world_size"], "rank")
-        nodes = f" on {_count(plan['num_nodes'], 'node')}" if plan["num_nodes"] > 1 else ""
+        ranks = count(plan["world_size"], "rank")
+        nodes = f" on {count(plan['num_nodes'], 'node')}" if plan["num_nodes"] > 1 else ""
         backend = f", {plan['backend']}" if plan["world_size"] > 1 else ""
-        threads = f", {_count(plan['threads'], 'thread')} each" if plan["device"] == "cpu" else ""
+        threads = f", {count(plan['threads'], 'thread')} each" if plan["device"] == "cpu" else ""
         uneven = plan["batch_size"] * plan["world_size"] * plan["accumulate"]
         most = "" if uneven == plan["global_batch_size"] else "at most "
-        parts = f"{most}{plan['batch_size']} × {ranks} × {_count(plan['accumulate'], 'micro-step')}"
+        parts = f"{most}{plan['batch_size']} × {ranks} × {count(plan['accumulate'], 'micro-step')}"
         rows = {
             plan["recipe"]: f"{plan['parameters']:,} parameters, "
             f"{plan['num_samples']:,} training samples",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
             "batch": f"{plan['global_batch_size']} samples a step = {parts}",
-            "length": f"{_count(plan['epochs'], 'epoch')}, {_count(plan['total_steps'], 'step')}",
+            "length": f"{count(plan['epochs'], 'epoch')}, {count(plan['total_steps'], 'step')}",
             "lr": _lr(plan),
             "run": plan["run_dir"],
         }
@@ -151,7 +152,7 @@ class Screen:
         best, test = result["best"], result["test"]
         rows["status"] = f"{result['status']} ({result['reason']})"
         rows["trained"] = (
-            f"{_count(result['epochs'], 'epoch')}, {_count(result['steps'], 'step')}, "
+            f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}, "
             f"{_duration(result['training_seconds'])}, {_short(result['samples_per_s'])} samples/s"
         )
         if best["value"] is not None:
@@ -185,10 +186,6 @@ def _lr(plan: Record) -> str:
         return f"{plan['lr']:.4g}"
     ratio = plan["lr"] / plan["base_lr"]
     return f"{plan['lr']:.4g} = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _short(number: float) -> str:

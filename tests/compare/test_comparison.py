@@ -46,6 +46,8 @@ def changed(step_from, by):
         (changed(4, 1e-7), "rounding", 1e-7, None),
         (changed(7, 0.01), "apart", 0.01, 7),
         (changed(1, 0.2), "apart", 0.2, 1),
+        # Where the loss has fallen to nothing, rounding has not: its sums are as large as before.
+        (lambda step: 1 / step if step < 9 else 1e-7, "apart", 1 / 9 - 1e-7, 9),
     ],
 )
 def test_the_same_training_is_told_from_another(tmp_path, loss, verdict, largest, first):
@@ -58,6 +60,36 @@ def test_the_same_training_is_told_from_another(tmp_path, loss, verdict, largest
     assert found.largest == pytest.approx(largest, abs=1e-12)
     assert found.first_apart == first
     assert found.steps == 18
+
+
+def test_what_is_large_beside_a_small_loss_is_no_rounding(tmp_path):
+    one = write_run(tmp_path / "one", loss=lambda _: 1e-6)
+    other = write_run(tmp_path / "other", loss=lambda _: 9e-6)
+    assert alike(read_run(one), read_run(other)).verdict == "apart"
+
+
+def test_of_runs_that_cannot_be_compared_no_reason_is_made_up(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", epochs=0)
+    text = " ".join("\n".join(lines(compare([one, other]))).split())
+    assert "B and A cannot be compared by step: no step is recorded in both" in text
+    assert "samestep verify" not in text
+
+
+def test_a_setting_is_not_held_against_a_fact_of_the_same_name(tmp_path):
+    one = write_run(tmp_path / "one", num_samples=10_000)  # an option; 60 are trained
+    other = write_run(tmp_path / "other", num_samples=10_000)
+    (other / "settings.toml").unlink()
+    assert compare([one, other]).differences == []
+
+
+def test_long_values_are_cut_where_they_are_alike(tmp_path):
+    paths = [f"/a/very/long/way/to/the/data/of/the/group/{end}" for end in ("first", "second")]
+    runs = [write_run(tmp_path / path[-5:], data_dir=path) for path in paths]
+    shown = [line for line in lines(compare(runs)) if not line.startswith(("A  ", "B  "))]
+    assert max(map(len, shown)) <= 80
+    (row,) = [line for line in shown if "data_dir" in line]
+    assert "group/first" in row
+    assert "group/second" in row
 
 
 def test_equal_steps_of_other_batches_are_not_compared(tmp_path):

@@ -40,10 +40,19 @@ def test_of_a_half_written_last_line_the_rest_is_used(run):
     assert len(found.of("step")) == 18
 
 
+EPOCH = (
+    '{"event": "epoch", "epoch": 1, "step": 3, "samples": 3, "train_seconds": 1, "loss": 1,'
+    ' "phases": {"data": 0.5}}'
+)
+
+
 @pytest.mark.parametrize(
     "damage",
     ["\x00\x00\x00", "[1, 2]", '{"event": "step", "step": 3}', '{"event": "step", "ste', "7", "{}",
-     '{"event": "evaluation", "step": null}', '{"event": "resume", "step": 4}'],
+     '{"event": "evaluation", "step": null}', '{"event": "resume", "step": 4}',
+     '{"event": "step", "step": 3, "samples": 30, "seconds": 1.5, "loss": NaN}',
+     EPOCH.replace("1", "2.5", 1), EPOCH.replace("0.5", '"x"'),
+     '{"event": "start", "world_size": 1, "num_samples": 60, "steps_per_epoch": 0}'],
 )  # fmt: skip
 def test_a_damaged_line_inside_is_left_out_and_named(run, damage):
     lines = lines_of(run)

@@ -22,4 +22,5 @@ def measured(
 
 
 def measurement(segments, **more):
-    return Measurement(segments=segments, **{"device": "cpu", "threads": 1, "cores": 8, **more})
+    return Measurement(segments=segments, **{"device": "cpu", "threads": 1, "cores": 8,
+                                               "num_samples": 1000, **more})  # fmt: skip

@@ -93,7 +93,7 @@ SITUATIONS = {
         {1: {"threads": 8}, 2: {"threads": 4}}, 0.0, "1 rank computed on 8 threads"),
     "a shared GPU": (
         {1: {"device": "cuda"}, 2: {"device": "cuda", "sharing_gpu": 2}}, 0.0, "share a GPU"),
-    "other work": ({1: {}, 2: {}}, 1.5, "The load average was 1.5"),
+    "other work": ({1: {}, 2: {}}, 1.5, "Other work kept 1.5 cores busy"),
 }  # fmt: skip
 
 

@@ -69,8 +69,32 @@ def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):
             content = measurement([one, one])
             (Path(run) / FILE).write_bytes(msgspec.json.encode(content))
 
-    found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=told.append)
+    left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch,
+                            tell=told.append)  # fmt: skip
+    assert left == study
     assert started == [(1, [8]), (2, [16, 8])] * 2
     assert [(one.setup, len(one.rounds)) for one in found] == [(s, 2) for s in study.setups]
     assert found[2].rounds[0].segments[0].seconds == 2.0
     assert told[1] == "round 1 of 2, 2 ranks: weak 160, strong 40 samples/s"
+
+
+def test_steps_that_the_training_set_does_not_fill_are_left_out_and_said(tmp_path):
+    """1,000 samples: two ranks of 400 have them, four would train 1,600 in name only."""
+    study = plan_study(Settings(batch_size=400), [1, 2, 4], ["weak"])
+    started = []
+
+    def launch(ranks, task):
+        started.append(ranks)
+        ((size, _, run),) = task.setups
+        Path(run).mkdir(parents=True)
+        one = Segment(steps=10, samples=10 * size, phases={"forward": 1.0})
+        (Path(run) / FILE).write_bytes(msgspec.json.encode(measurement([one, one])))
+
+    left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=len)
+    assert started == [1, 2] * 2
+    assert [one.setup.ranks for one in found] == [1, 2]
+    (said,) = left.left_out
+    assert said.startswith("weak scaling at 4 ranks is left out: a step of 1,600 samples is more")
+    too_large = plan_study(Settings(batch_size=1002), [1, 2], ["strong"])
+    with pytest.raises(UserError, match=r"1,002 samples is more than the 1,000.*Take a smaller"):
+        run_study(too_large, tmp_path / "other", rounds=1, seconds=1.0, launch=launch, tell=len)

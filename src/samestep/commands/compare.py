@@ -15,7 +15,7 @@ from samestep.compare.table import lines
 _EXAMPLES = """\
 examples:
   samestep compare runs/ONE runs/OTHER
-  samestep compare runs/spiral-* --metric accuracy --target 0.95 --plot curves.png
+  samestep compare runs/spiral-* --target 0.95 --plot curves.png
 """
 
 

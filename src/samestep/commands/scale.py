@@ -15,11 +15,16 @@ import tyro
 
 from samestep.commands.help import examples
 from samestep.commands.rank import run_as_rank
-from samestep.commands.target import check_named, names_given, parse, refuse_inside_launcher
+from samestep.commands.target import (
+    check_named,
+    general_help,
+    names_given,
+    parse,
+    refuse_inside_launcher,
+)
 from samestep.config import Request
 from samestep.errors import UserError
 from samestep.failure import PARENT, STARTED_AT, die_with_parent
-from samestep.recipe import recipe_names
 from samestep.scale import report as shown
 from samestep.scale.analysis import analyse
 from samestep.scale.study import Mode, Task, parse_ranks, plan_study, run_study
@@ -30,10 +35,11 @@ from samestep.world import find_world, join, leave
 _EXAMPLES = """\
 examples:
   samestep scale spiral --nproc 1,2,4
-  samestep scale my_recipe.py --nproc 1,2 --mode strong --global-batch-size 256 --json
+  samestep scale my_recipe.py --nproc 1,2 --mode strong --json
 """
 # In the environment of ranks that are started: what to measure, as JSON.
 _TASK = "SAMESTEP_SCALE_TASK"
+_LOOK_S = 0.5
 # What a measurement decides by itself.
 _DECIDED = ("epochs", "max_steps", "patience", "monitor")
 
@@ -73,12 +79,7 @@ def main(arguments: list[str]) -> int:
 
 def _parent(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(
-            "usage: samestep scale TARGET [flags]\n\nMeasure how training scales: TARGET is a "
-            f"recipe ({', '.join(recipe_names())}), a recipe file, or the directory of a run.\n"
-            "`samestep scale TARGET --help` shows all its flags; those of train are among them.\n\n"
-            + _EXAMPLES
-        )
+        sys.stdout.write(general_help("scale", "Measure how training scales.", _EXAMPLES))
         return 0 if arguments else 2
     # What a recipe prints when it is read would stand before the JSON object.
     wants_help = bool({"-h", "--help"} & set(arguments))
@@ -107,8 +108,8 @@ def _scale(command: Command, request: Request, arguments: list[str], folder: Pat
         if code:
             raise SystemExit(code)  # what went wrong has been told
 
-    found = run_study(study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch,
-                      tell=_tell)  # fmt: skip
+    study, found = run_study(study, folder, rounds=command.rounds, seconds=command.seconds,
+                             launch=launch, tell=_tell)  # fmt: skip
     told = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
     text = shown.as_json(told) if command.json else "\n".join(shown.lines(told))
     sys.stdout.write(text + "\n")
@@ -116,8 +117,10 @@ def _scale(command: Command, request: Request, arguments: list[str], folder: Pat
 
 
 def _busy_cores() -> float:
-    """Return how many cores other work kept busy in the last minute, where that can be told."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    """Return how many cores other work keeps busy; this process only waits meanwhile."""
+    import psutil  # noqa: PLC0415 - ranks do not ask
+
+    return float(psutil.cpu_percent(_LOOK_S)) / 100 * (psutil.cpu_count() or 1)
 
 
 def _tell(line: str) -> None:
@@ -165,6 +168,7 @@ def _check(command: Command, request: Request, arguments: list[str]) -> None:
                 f"--{flag_name(name)} has no effect on a measurement: --seconds says how long each "
                 "takes, and nothing is evaluated. Leave it out."
             )
+    parse_ranks(command.nproc)
     if request.settings.engine != "native":
         raise UserError("samestep scale measures samestep's own loop: leave --engine out.")
     if not 0 < command.seconds < float("inf"):

@@ -14,6 +14,7 @@ from samestep.errors import UserError
 from samestep.launch import detect_launch
 from samestep.recipe import recipe_names
 from samestep.settings import Settings
+from samestep.text import wrapped
 
 
 def check_named(target: str, verb: str) -> None:
@@ -27,6 +28,15 @@ def check_named(target: str, verb: str) -> None:
             f"Name what to {verb} before {target}: a recipe ({', '.join(recipe_names())}), a "
             "recipe file, or the directory of a run."
         )
+
+
+def general_help(verb: str, about: str, examples: str) -> str:
+    """Return what a verb says of itself without a target."""
+    text = (
+        f"{about} TARGET is a recipe ({', '.join(recipe_names())}), a recipe file (my_recipe.py), "
+        f"or the directory of a run. `samestep {verb} TARGET --help` shows all flags."
+    )
+    return f"usage: samestep {verb} TARGET [flags]\n\n" + "\n".join([*wrapped(text), "", examples])
 
 
 def parse(

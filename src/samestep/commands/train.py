@@ -12,7 +12,7 @@ import tyro
 
 from samestep.commands.help import examples
 from samestep.commands.rank import run_as_rank
-from samestep.commands.target import check_named, refuse_inside_launcher
+from samestep.commands.target import check_named, general_help, refuse_inside_launcher
 from samestep.commands.target import parse as parse_target
 from samestep.config import Request
 from samestep.errors import UserError
@@ -49,7 +49,10 @@ class Command:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        return _general_help(arguments)
+        sys.stdout.write(
+            general_help("train", "Train: the same step on any number of processes.", _EXAMPLES)
+        )
+        return 0 if arguments else 2
     known = arguments[0] in recipe_names()
     with examples(_EXAMPLES.replace("spiral", arguments[0]) if known else _EXAMPLES):
         return run_as_rank(lambda log: _train(arguments, log))
@@ -80,15 +83,6 @@ def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
     """
     about = "Train {}: the same step on one process and on many."
     return parse_target(target, flags, verb="train", about=about, kind=Command)
-
-
-def _general_help(arguments: list[str]) -> int:
-    sys.stdout.write(
-        "usage: samestep train TARGET [flags]\n\n"
-        f"TARGET is a recipe ({', '.join(recipe_names())}), a recipe file (my_recipe.py), or the "
-        "directory of a run.\n`samestep train TARGET --help` shows all its flags.\n\n" + _EXAMPLES
-    )
-    return 0 if arguments else 2
 
 
 def _run_rank(request: Request, log: RankLog, started_at: float) -> int:

@@ -5,8 +5,8 @@ from typing import Literal
 
 from samestep.compare.read import RunData
 
-# What the order of sums alone changes, relative to the loss, by precision; measured correct code
-# stays 10 times below it for hundreds of steps, and missing synchronisation is 1,000 times above.
+# What the order of sums alone changes, relative to the largest loss, by precision; correct code
+# was measured to stay 10 times below it for hundreds of steps, missing synchronisation 1,000 above.
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
 Verdict = Literal["equal", "rounding", "apart", "unknown"]
@@ -32,7 +32,7 @@ class Alike:
     last_alike: int | None = None
     """The last recorded step before it."""
     tolerance: float = 0.0
-    """What rounding explains, relative to the loss."""
+    """What rounding explains, relative to the largest loss."""
 
 
 def alike(one: RunData, other: RunData) -> Alike:
@@ -53,11 +53,11 @@ def alike(one: RunData, other: RunData) -> Alike:
         return Alike(verdict="unknown", why="no step is recorded in both (--log-every)")
     tolerance = max(_tolerance(one), _tolerance(other))
     gaps = [(abs(a["loss"] - b["loss"]), a["step"]) for a, b in pairs]
+    # Rounding is of the sums that a loss is made of: where it falls to nothing, they do not.
+    scale = max(abs(a["loss"]) for a, _ in pairs)
     largest, at = max(gaps, key=lambda gap: gap[0])
     far = [
-        a["step"]
-        for (a, _), (gap, _) in zip(pairs, gaps, strict=True)
-        if gap > tolerance * max(1.0, abs(a["loss"]))
+        a["step"] for (a, _), (gap, _) in zip(pairs, gaps, strict=True) if gap > tolerance * scale
     ]
     norms = [
         abs(a["grad_norm"] - b["grad_norm"]) / max(abs(a["grad_norm"]), 1e-12)
@@ -115,10 +115,12 @@ def sentence(found: Alike, other: str, one: str, reasons: str = "") -> str:
     return _join(text, reasons)
 
 
-def reasons_of(one: RunData, other: RunData, deciding: list[str]) -> str:
+def reasons_of(one: RunData, other: RunData, deciding: list[str], *, compared: bool) -> str:
     """Return what differs between two runs and may make two trainings of them, as a sentence."""
     if deciding:
         return f"Settings that decide the training differ: {', '.join(deciding)}."
+    if not compared:
+        return ""
     ranks = [run.plan.get("world_size") for run in (one, other)]
     if None not in ranks and ranks[0] != ranks[1]:
         return (

@@ -25,6 +25,8 @@ def plot(found: Comparison, path: Path) -> None:
 
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot {path}: the name must end in .png, .svg or .pdf.")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: there is no directory {path.parent}.")
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for name, run, curve in zip(found.names, found.runs, found.curves, strict=True):
         values = [point.value for point in curve]

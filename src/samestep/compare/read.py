@@ -1,28 +1,75 @@
 """Read a run as far as it can be read: it may be running, killed, or damaged."""
 
 import hashlib
-import json
 import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from samestep.errors import UserError
 from samestep.files import read_object
 from samestep.run import Record, as_uninterrupted, is_written
 
-# Event → the numbers without which its record says nothing.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "start": ("world_size", "num_samples", "global_batch_size", "steps_per_epoch"),
-    "step": ("step", "samples", "seconds", "loss"),
-    "epoch": ("epoch", "step", "samples", "train_seconds", "loss"),
-    "evaluation": ("step",),
-    "checkpoint": ("step",),
-    "resume": ("step",),
-    "compile": ("seconds",),
-}
+_Count = Annotated[int, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class _Start(Struct):
+    world_size: _Positive
+    num_samples: _Positive
+    global_batch_size: _Positive
+    steps_per_epoch: _Positive
+    resumed: bool
+
+
+class _Step(Struct):
+    step: _Count
+    samples: _Count
+    seconds: _Seconds
+    loss: float
+    grad_norm: float | None = None
+
+
+class _Epoch(Struct):
+    epoch: _Positive
+    step: _Count
+    samples: _Count
+    train_seconds: _Seconds
+    loss: float
+    phases: dict[str, float] | None = None
+
+
+class _Evaluation(Struct):
+    step: _Count
+    seconds: _Seconds | None = None
+
+
+class _Checkpoint(Struct):
+    step: _Count
+    path: str
+    seconds: _Seconds | None = None
+
+
+class _Resume(Struct):
+    step: _Count
+    checkpoint: str
+
+
+class _Compile(Struct):
+    seconds: _Seconds
+
+
+# Without these a record says nothing. A record of any other event is whatever it says.
+_FORMS = {
+    "start": _Start, "step": _Step, "epoch": _Epoch, "evaluation": _Evaluation,
+    "checkpoint": _Checkpoint, "resume": _Resume, "compile": _Compile,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +163,15 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
 def _record(line: bytes) -> Record | None:
     """Return the record of a line, or None if it is none that a run writes."""
     try:
-        record = json.loads(line)
-    except ValueError:
+        record: Any = msgspec.json.decode(line)
+        event = record.get("event") if isinstance(record, dict) else None
+        if not isinstance(event, str):
+            return None
+        if event in _FORMS:
+            msgspec.convert(record, _FORMS[event])
+    except msgspec.MsgspecError:
         return None
-    if not isinstance(record, dict) or not isinstance(event := record.get("event"), str):
-        return None
-    numbers = [record.get(name) for name in _NEEDED.get(event, ())]
-    words = {"start": ("resumed",), "resume": ("checkpoint",), "checkpoint": ("path",)}
-    whole = all(isinstance(number, int | float) for number in numbers)
-    return record if whole and all(word in record for word in words.get(event, ())) else None
+    return dict(record)
 
 
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:

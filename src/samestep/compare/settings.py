@@ -12,6 +12,9 @@ _SAME_TRAINING = MAY_CHANGE | {
     *("batch_size", "accumulate", "engine", "world_size", "num_nodes", "host", "cores_usable"),
     *("samestep", "python", "torch", "cuda", "sync_batchnorm", "monitor", "mode", "precision"),
 }
+# The plan has these as the settings do. Of the same name, but something else, are `num_samples` (an
+# option of spiral) and `device` (what was asked for).
+_SIZES = ("batch_size", "global_batch_size", "accumulate")
 UNKNOWN, UNSET = "?", "–"
 
 
@@ -45,7 +48,7 @@ def differences(runs: Sequence[RunData]) -> list[Difference]:
 def _value(run: RunData, name: str, kind: str) -> str:
     if run.settings is not None and name in run.settings:
         return _shown(run.settings[name])
-    if name in run.facts and (kind == "fact" or run.settings is None):
+    if name in run.facts and (kind == "fact" or (run.settings is None and name in _SIZES)):
         return _shown(run.facts[name])
     return UNSET if kind == "setting" and run.settings is not None else UNKNOWN
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from samestep.compare.alike import reasons_of, sentence
 from samestep.compare.comparison import Comparison
 from samestep.compare.curves import TRAIN_LOSS, Aligned, Point
+from samestep.text import count, wrapped
 
-_LABEL, _LEAST = 22, 12
+_LABEL, _LEAST, _WIDTH = 22, 12, 80
 Row = tuple[str, Sequence[str]]
 
 
@@ -22,7 +23,7 @@ def lines(found: Comparison) -> Iterator[str]:
     if found.notes:
         yield ""
     for note in found.notes:
-        yield from _wrapped(f"note: {note}", "      ")
+        yield from wrapped(f"note: {note}", "      ")
 
 
 def _header(found: Comparison) -> Iterator[str]:
@@ -31,13 +32,13 @@ def _header(found: Comparison) -> Iterator[str]:
         where = "?"
         if plan:
             ranks = plan["world_size"]
-            where = f"{ranks} rank{'s' * (ranks != 1)} on {plan.get('device', '?')}"
+            where = f"{count(ranks, 'rank')} on {plan.get('device', '?')}"
         steps = max((r["step"] for r in run.records if "step" in r), default=0)
         yield f"{name}  {run.path}"
         head = f"   {run.recipe or 'recipe unknown'}, {where}, {steps:,} steps, {run.status}"
-        yield from _wrapped(head, "   ")
+        yield from wrapped(head, "   ")
         for problem in run.problems:
-            yield from _wrapped(f"   ! {problem}", "     ")
+            yield from wrapped(f"   ! {problem}", "     ")
 
 
 def _settings(found: Comparison) -> Iterator[str]:
@@ -45,10 +46,18 @@ def _settings(found: Comparison) -> Iterator[str]:
         yield from ("", "settings  no difference is recorded")
         return
     marked = [d for d in found.differences if d.decides]
-    rows = [(("* " if d.decides else "  ") + d.name, d.values) for d in found.differences]
+    most = max(_LEAST, (_WIDTH - _LABEL) // len(found.runs) - 2)
+    rows = [(("* " if d.decides else "  ") + d.name, [_cut(value, most) for value in d.values])
+            for d in found.differences]  # fmt: skip
     yield from _table("settings that differ", found.names, rows)
     if marked:
         yield "  * makes it another training"
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text without its middle if it is too long: what differs is often at its end."""
+    head = (most - 1) // 3
+    return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
 
 
 def _alike(found: Comparison) -> Iterator[str]:
@@ -56,9 +65,10 @@ def _alike(found: Comparison) -> Iterator[str]:
     for place, result in enumerate(found.alike, start=1):
         deciding = [d.name for d in found.differences
                     if d.decides and d.values[0] != d.values[place]]  # fmt: skip
-        reasons = reasons_of(found.runs[0], found.runs[place], deciding)
+        reasons = reasons_of(found.runs[0], found.runs[place], deciding,
+                             compared=result.verdict != "unknown")  # fmt: skip
         text = sentence(result, found.names[place], found.names[0], reasons)
-        yield from _wrapped(f"  {text}", "  ")
+        yield from wrapped(f"  {text}", "  ")
 
 
 def _throughput(found: Comparison) -> Iterator[str]:
@@ -117,10 +127,10 @@ def _curves(found: Comparison) -> Iterator[str]:
         yield from ("", f"{what}  no places that all runs cover")
     if found.by_samples is not None:
         how = "as recorded" if found.by_samples.recorded else "on the line between two records"
-        yield from _curve(found, found.by_samples, f"{what} by samples trained, {how}")
+        yield from _curve(found, found.by_samples, f"{what}, by samples trained, {how}")
     if found.by_seconds is not None:
         how = "as recorded" if found.by_seconds.recorded else "on the line between two records"
-        yield from _curve(found, found.by_seconds, f"{what} by seconds of training, {how}")
+        yield from _curve(found, found.by_seconds, f"{what}, by seconds of training, {how}")
 
 
 def _curve(found: Comparison, curve: Aligned, title: str) -> Iterator[str]:
@@ -130,7 +140,7 @@ def _curve(found: Comparison, curve: Aligned, title: str) -> Iterator[str]:
         for place, values in zip(curve.places, curve.values, strict=True)
     ]
     yield ""
-    yield title
+    yield from wrapped(title, "  ")
     yield from _rows(found.names, f"  {curve.along}", rows)
 
 
@@ -139,7 +149,7 @@ def metric_name(found: Comparison) -> str:
     if found.metric != TRAIN_LOSS:
         return f"validation {found.metric}"
     by_epoch = all(len(run.of("epoch")) > 1 for run in found.runs)
-    return "training loss, mean of an epoch," if by_epoch else "training loss of single steps"
+    return "training loss, mean of an epoch" if by_epoch else "training loss of single steps"
 
 
 def _target(found: Comparison) -> Iterator[str]:
@@ -178,14 +188,6 @@ def _rows(names: Sequence[str], corner: str, rows: Sequence[Row]) -> Iterator[st
     for name, cells in [(corner, names), *rows]:
         shown = "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
         yield f"{name:<{label}}  {shown}"
-
-
-def _wrapped(text: str, indent: str, width: int = 80) -> Iterator[str]:
-    import textwrap  # noqa: PLC0415 - only for people
-
-    yield from textwrap.wrap(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def short(number: float) -> str:

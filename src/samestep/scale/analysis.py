@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.scale.study import Measured, Measurement, Mode, Segment, Setup, Study
+from samestep.text import count, listed
 
 DRAWS = 1000
-BUSY = 0.5
-"""Load average above which other work counts."""
+BUSY = 0.3
+"""Cores that other work keeps busy, from which on it counts."""
 Interval = tuple[float, float]
 
 
@@ -70,14 +71,14 @@ def analyse(
         found: what was.
         modes: of which to tell.
         seconds: of each measurement, as asked for.
-        busy: load average when it began.
+        busy: cores that other work kept busy when it began.
     """
     by_setup = {one.setup: one for one in found}
     base = by_setup[study.base]
     results = {
         mode: [result(by_setup[setup], base, mode) for setup in study.of(mode)] for mode in modes
     }
-    crowded = {one.setup.ranks: busy > BUSY or is_crowded(one) for one in found}
+    crowded = {one.setup.ranks: is_crowded(one, busy) for one in found}
     return Report(recipe=recipe, study=study, results=results, seconds=seconds, crowded=crowded,
                   warnings=[*study.left_out, *warnings(found, busy)])  # fmt: skip
 
@@ -158,32 +159,27 @@ def warnings(found: Sequence[Measured], busy: float = 0.0) -> list[str]:
         ranks = sorted({one.setup.ranks for one in crowded})
         cores = crowded[0].rounds[0].cores
         said.append(
-            f"{_these(ranks)} share {cores} usable core{'s' if cores > 1 else ''}: they take "
+            f"{listed(ranks)} ranks share {count(cores, 'usable core')}: they take "
             "turns, so this measures the machine's limit and not how the training scales."
         )
     if busy > BUSY:
         said.append(
-            f"The load average was {busy:.1f} when this began: other work ran here too, and the "
-            "numbers are of what it left over. Measure again on a quiet machine."
+            f"Other work kept {busy:.1f} cores busy when this began: the numbers are of what it "
+            "left over. Measure again on a quiet machine."
         )
     base = found[0].rounds[0]
     fewer = sorted({o.setup.ranks for o in found if o.rounds[0].threads < base.threads})
     if base.device == "cpu" and fewer:
         first = found[0].setup.ranks
         said.append(
-            f"{first} rank{'s' if first > 1 else ''} computed on {base.threads} threads each and "
-            f"{_these(fewer)} on fewer: the smallest number already uses several cores. "
+            f"{count(first, 'rank')} computed on {base.threads} threads each and "
+            f"{listed(fewer)} ranks on fewer: the smallest number already uses several cores. "
             "--threads 1 compares core by core."
         )
     shared = sorted({o.setup.ranks for o in found if o.rounds[0].sharing_gpu})
     if shared:
-        said.append(f"Of {_these(shared)}, some share a GPU: they take turns on it.")
+        said.append(f"Of {listed(shared)} ranks, some share a GPU: they take turns on it.")
     return said
-
-
-def _these(numbers: Sequence[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last} ranks" if most else f"{last} ranks"
 
 
 def reasons(one: Result, *, crowded: bool) -> list[tuple[str, float, str]]:
@@ -217,7 +213,8 @@ def reasons(one: Result, *, crowded: bool) -> list[tuple[str, float, str]]:
     return [part for part in found if part[1] >= 0.05 * lost][:3]
 
 
-def is_crowded(one: Measured) -> bool:
-    """Whether the ranks of a setup share cores."""
+def is_crowded(one: Measured, busy: float = 0.0) -> bool:
+    """Whether the ranks of a setup share cores, with each other or with other work."""
     first = one.rounds[0]
-    return first.device == "cpu" and one.setup.ranks * first.threads > first.cores
+    wanted = one.setup.ranks * first.threads + (busy if busy > BUSY else 0.0)
+    return first.device == "cpu" and wanted > first.cores

@@ -64,6 +64,7 @@ def measure(
             device=world.device.type,
             threads=torch.get_num_threads(),
             cores=len({core for _, _, cores in here for core in cores}),
+            num_samples=stopwatch.num_samples,
             sharing_gpu=sum(gpus.count(gpu) > 1 for gpu in gpus),
         )
         if world.is_main:
@@ -102,6 +103,8 @@ class _Stopwatch:
     def __init__(self, received: Received, seconds: float) -> None:
         self._received, self._seconds = received, seconds
         self.segments: list[Segment] = []
+        self.num_samples = 0
+        """Of the training set."""
         self._whole: Account = {}
         """Seconds in each phase, of the epochs that are over."""
         self._cut: tuple[int, int, Account] | None = None
@@ -109,6 +112,7 @@ class _Stopwatch:
 
     def drive(self, task: Task) -> None:
         job = task.job
+        self.num_samples = job.plan.num_samples
         job.save = lambda _job, _name, _metric: {"event": "progress"}
         with _one_segment_at_a_time(self._received):
             for record in train(job):

@@ -1,11 +1,11 @@
 """The tables for people, the object for programs."""
 
 import json
-import textwrap
 from collections.abc import Iterator
 
 from samestep.scale.analysis import Interval, Report, Result, reasons
 from samestep.scale.study import Mode
+from samestep.text import count, wrapped
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -18,13 +18,12 @@ def lines(report: Report) -> Iterator[str]:
         yield from _why(mode, results, report.crowded)
         yield ""
     for warning in report.warnings:
-        yield from _wrapped(f"warning: {warning}", "  ")
+        yield from wrapped(f"warning: {warning}", "  ")
     first = next(iter(report.results.values()))[0]
-    rounds = f"{first.rounds} round" + ("s" if first.rounds > 1 else "")
-    yield from _wrapped(
-        f"{rounds}, numbers of ranks in turn, {report.seconds:g} s each after warming "
-        "up; training steps alone. In brackets 95 % intervals: a bootstrap over rounds, then over "
-        "the segments of a round.",
+    yield from wrapped(
+        f"{count(first.rounds, 'round')}, numbers of ranks in turn, {report.seconds:g} s each "
+        "after warming up; training steps alone. In brackets 95 % intervals: a bootstrap over "
+        "rounds, then over the segments of a round.",
         "",
     )
 
@@ -83,7 +82,7 @@ def _why(mode: Mode, results: list[Result], crowded: dict[int, bool]) -> Iterato
         lost = sum(one.lost.values())
         parts = reasons(one, crowded=crowded.get(ranks, False))
         if not parts:
-            yield from _wrapped(f"At {ranks} ranks nothing is lost.", "  ")
+            yield from wrapped(f"At {ranks} ranks nothing is lost.", "  ")
             continue
         least = results[0].setup.ranks
         ideal = (
@@ -92,17 +91,11 @@ def _why(mode: Mode, results: list[Result], crowded: dict[int, bool]) -> Iterato
             else f" (that of {least} rank{'s' * (least > 1)} / {ranks / least:g})"
         )
         text = "; ".join(f"{name} {ms:+.3f} ({meaning})" for name, ms, meaning in parts)
-        yield from _wrapped(
+        yield from wrapped(
             f"At {ranks} ranks a step takes {whole:.3f} ms where {whole - lost:.3f} would be ideal"
             f"{ideal}: {text}.",
             "  ",
         )
-
-
-def _wrapped(text: str, indent: str, width: int = 80) -> Iterator[str]:
-    yield from textwrap.wrap(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def as_json(report: Report) -> str:

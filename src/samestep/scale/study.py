@@ -9,6 +9,7 @@ import msgspec
 
 from samestep.errors import UserError
 from samestep.settings import Settings
+from samestep.text import count
 from samestep.training.plan import make_plan
 
 Mode = Literal["weak", "strong"]
@@ -68,6 +69,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads per rank."""
     cores: int
     """Cores that the ranks of rank 0's node may use, all together."""
+    num_samples: int
+    """Of the training set."""
     sharing_gpu: int = 0
     """Ranks that have a GPU with another one."""
 
@@ -151,8 +154,10 @@ def run_study(
     seconds: float,
     launch: Callable[[int, Task], None],
     tell: Callable[[str], None],
-) -> list[Measured]:
+) -> tuple[Study, list[Measured]]:
     """Measure every setup once a round, so that what else the machine does meets all of them.
+
+    Returns the study without what the training set is too small for, and what was measured.
 
     Args:
         study: what to measure.
@@ -161,11 +166,16 @@ def run_study(
         seconds: of each measurement, after warming up.
         launch: starts so many ranks, which do the task, and returns when they have ended.
         tell: shows a line to who waits.
+
+    Raises:
+        UserError: the training set is too small for all but the smallest number of ranks.
     """
     found: dict[Setup, list[Measurement]] = {setup: [] for setup in study.setups}
     for number in range(1, rounds + 1):
         for ranks in sorted({setup.ranks for setup in study.setups}):
             setups = [setup for setup in study.setups if setup.ranks == ranks]
+            if not setups:
+                continue  # left out, now that the size of the training set is known
             runs = [folder / f"{s.mode}-{ranks}-round-{number}" for s in setups]
             launch(ranks, Task(seconds=seconds, setups=[
                 (s.global_batch_size, s.batch_size, str(run))
@@ -173,19 +183,30 @@ def run_study(
             ]))  # fmt: skip
             for setup, run in zip(setups, runs, strict=True):
                 found[setup].append(read_measurement(run))
+            study = _without_too_large(study, found[study.base][0].num_samples)
             speeds = ", ".join(f"{s.mode} {_speed(found[s][-1]):,.0f}" if s is not study.base
                                else f"{_speed(found[s][-1]):,.0f}" for s in setups)  # fmt: skip
-            tell(f"round {number} of {rounds}, {_count(ranks)}: {speeds} samples/s")
-    return [Measured(setup=setup, rounds=found[setup]) for setup in study.setups]
+            tell(f"round {number} of {rounds}, {count(ranks, 'rank')}: {speeds} samples/s")
+    return study, [Measured(setup=setup, rounds=found[setup]) for setup in study.setups]
+
+
+def _without_too_large(study: Study, num_samples: int) -> Study:
+    """Leave out the setups whose steps the training set does not fill: they would take less."""
+    too_large = [setup for setup in study.setups if setup.global_batch_size > num_samples]
+    said = [
+        f"{setup.mode} scaling at {count(setup.ranks, 'rank')} is left out: a step of "
+        f"{setup.global_batch_size:,} samples is more than the {num_samples:,} training samples."
+        for setup in too_large
+    ]
+    left = tuple(setup for setup in study.setups if setup not in too_large)
+    if study.base in too_large or len(left) < 2:
+        raise UserError(f"{said[0]} Take a smaller --batch-size or --global-batch-size.")
+    return replace(study, setups=left, left_out=(*study.left_out, *said))
 
 
 def _speed(measurement: Measurement) -> float:
     segments = measurement.segments
     return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank" + ("s" if ranks > 1 else "")
 
 
 FILE = "measurement.json"

@@ -1,0 +1,22 @@
+"""Words and lines of what is shown to people."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 rank, 1,000 ranks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers as a sentence has them: 1, 2 and 3."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def wrapped(text: str, indent: str = "", width: int = 80) -> Iterator[str]:
+    """Yield a text as lines; all but the first begin with the indent."""
+    yield from textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
