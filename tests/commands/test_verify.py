@@ -59,6 +59,24 @@ def test_the_table_fits_eighty_columns_and_ends_with_the_answer(here):
     assert done.stdout.splitlines()[-1].startswith("The same training.")
 
 
+def test_a_forward_of_ones_own_is_no_reason_to_call_the_training_different(here):
+    # What PyTorch caches when it is first needed is written below the user's line, not by it.
+    recipe = planted.write(here, planted.OWN_FORWARD)
+    done = run(here, recipe.name, "--world-sizes", "1,2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {row["name"]: row for row in json.loads(done.stdout)["checks"]}["one writer"][
+        "status"
+    ] == "same"
+
+
+def test_files_that_every_rank_writes_are_told_apart_from_another_training(here):
+    text = planted.WRITES + 'open("notes.txt", "w").close()\n'
+    done = run(here, planted.write(here, text).name, "--world-sizes", "1,2")
+    assert done.returncode == 1, done.stderr
+    assert "and 1 more file on every rank" in " ".join(done.stdout.split())
+    assert done.stdout.splitlines()[-1].startswith("The same training, but every rank writes.")
+
+
 def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here):
     text = "recipe = replace(recipe, metrics={'mean': lambda o, t: o.mean()})\n"
     done = run(here, planted.write(here, text).name)

@@ -215,7 +215,27 @@ recipe = replace(recipe, data=loud)
 WRITES = """
 from pathlib import Path
 def noted():
-    Path(__file__).with_name("notes.txt").write_text("read")
+    Path(__file__).with_name("table_v1.txt").write_text("read")
     return data()
 recipe = replace(recipe, data=noted)
+"""
+WRITES_OF_ITS_OWN = """
+import os, tempfile
+os.makedirs("cache", exist_ok=True)
+def private():
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"x")
+    with open(f"cache/rank-{os.environ.get('RANK', '0')}.txt", "w") as file:
+        file.write("x")
+    return data()
+recipe = replace(recipe, data=private)
+"""
+OWN_FORWARD = """
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.line(x)
+recipe = replace(recipe, model=Plain)
 """

@@ -31,13 +31,16 @@ ROWS = {
     ),
     "MIXES": dict.fromkeys((*TRAINING, "samples apart", "metrics"), causes.MIXING),
     "WRITES": {"one writer": "every rank writes"},
+    "WRITES_OF_ITS_OWN": {},
+    "OWN_FORWARD": {},
     "PRINTS": {},
     "": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_planted_is_found_and_named_and_nothing_else(name, tmp_path):
+def test_what_is_planted_is_found_and_named_and_nothing_else(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = getattr(planted, name) if name else ""
     recipe = planted.write(tmp_path, text, name=f"p_{name.lower() or 'good'}.py")
     report = verified(recipe, folder=tmp_path / "ranks")

@@ -204,6 +204,9 @@ def _rank(arguments: list[str], path: Path) -> int:
     with log.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    # Every rank needs it; to bring it in makes caches, which is not the recipe's doing.
+    import torch._dynamo  # noqa: F401, PLC0415
+
     writes = watch_writes(folder)
     die_with_parent()
     try:

@@ -7,6 +7,9 @@ from samestep.verify.check import Check, Evidence
 from samestep.verify.compare import Difference, evaluations_apart
 from samestep.verify.situations import MAIN
 
+ONE_WRITER = "one writer"
+"""The row that says nothing of the training itself."""
+
 
 def rank_checks(evidence: Evidence) -> list[Check]:
     """Return the rows of what the ranks do together beside training."""
@@ -57,35 +60,39 @@ def _metrics(evidence: Evidence) -> Check:
 
 
 def _writer(evidence: Evidence) -> Check:
-    """Rank 0 alone prints, and writes files that have no rank in their name."""
-    told = [(rank, found) for ranks in evidence.told.values() for rank, found in enumerate(ranks)]
-    others = [(rank, found) for rank, found in told if rank]
-    written = {
-        path: line
-        for rank, found in others
-        for path, line in found.written.items()
-        if str(rank) not in path.rpartition("/")[2]
-    }
+    """No two ranks write the same file, and rank 0 alone prints."""
+    written = _written_by_several(evidence)
     compared = "what other ranks than 0 print, write"
     if written:
         path, line = next(iter(written.items()))
-        more = f" and {len(written) - 1} more files" if len(written) > 1 else ""
+        more = len(written) - 1
+        also = f" and {more} more file{'s' * (more > 1)}" if more else ""
         return Check(
-            name="one writer", status="different", compared=compared,
-            cause="every rank writes",
-            why=f"{line} writes {path}{more} on every rank, all at once.",
+            name=ONE_WRITER, status="different", compared=compared, cause="every rank writes",
+            why=f"{line} writes {path}{also} on every rank, all at once.",
             advice="A recipe's code runs on every rank: write the file before training, or put the "
             'rank into its name: os.environ.get("RANK", "0").',
         )  # fmt: skip
-    printed = {line: text for _, found in others for line, text in found.printed.items()}
+    others = [found for start in evidence.middle for found in evidence.told[start.place][1:]]
+    printed = {line: text for found in others for line, text in found.printed.items()}
     if printed:
         line, text = next(iter(printed.items()))
         return Check(
-            name="one writer", status="note", compared=compared, cause="every rank prints",
+            name=ONE_WRITER, status="note", compared=compared, cause="every rank prints",
             why=f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the "
             "others in rank-N.log.",
         )  # fmt: skip
-    return Check(name="one writer", status="same", compared=compared)
+    return Check(name=ONE_WRITER, status="same", compared=compared)
+
+
+def _written_by_several(evidence: Evidence) -> dict[str, str]:
+    """Return the files that two ranks of one start wrote, each with the user's line."""
+    written: dict[str, str] = {}
+    for ranks in evidence.told.values():
+        writers = Counter(path for told in ranks for path in told.written)
+        lines = {path: line for told in ranks for path, line in told.written.items()}
+        written |= {path: lines[path] for path, count in writers.items() if count > 1}
+    return written
 
 
 def _one_device(evidence: Evidence) -> Check:

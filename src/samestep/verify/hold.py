@@ -48,9 +48,14 @@ def users_line(frame: FrameType | None) -> str:
     """Return the innermost line that is neither samestep's nor a library's: `model.py:31`."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            return place_of(frame)
         frame = frame.f_back
     return ""
+
+
+def place_of(frame: FrameType) -> str:
+    """Return the line at which a frame stands: `model.py:31`."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def is_users(file: str) -> bool:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.verify.check import Check
+from samestep.verify.checks_of_ranks import ONE_WRITER
 from samestep.verify.verification import Report
 
 _COLOURS = {
@@ -156,5 +157,8 @@ def _sentence(report: Report) -> Text:
                     f"({seconds})", style="green")  # fmt: skip
     if report.same:
         return Text(f"The same training. ({seconds})", style="green")
-    causes = dict.fromkeys(c.cause or c.name for c in report.checks if not c.passed)
+    different = [check for check in report.checks if not check.passed]
+    causes = dict.fromkeys(check.cause or check.name for check in different)
+    if {check.name for check in different} == {ONE_WRITER}:
+        return Text(f"The same training, but {'; '.join(causes)}. ({seconds})", style="bold red")
     return Text(f"Not the same training: {'; '.join(causes)}. ({seconds})", style="bold red")
