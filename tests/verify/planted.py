@@ -183,6 +183,17 @@ class Counts(nn.Module):
         return self.line(x) / self.calls
 recipe = replace(recipe, model=Counts)
 """
+OWN_GENERATOR = """
+g = torch.Generator().manual_seed(1)
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.line(x + torch.randn(x.shape, generator=g, dtype=x.dtype) * self.training)
+recipe = replace(recipe, model=Noisy)
+"""
+SEEDED_ANEW = OWN_GENERATOR.replace("generator=g", "generator=g.manual_seed(1)")
 FIXED_SHAPE = """
 class Fixed(nn.Module):
     def __init__(self):

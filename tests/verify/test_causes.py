@@ -26,6 +26,8 @@ ROWS = {
     "UNUSED": {"parameters": causes.UNUSED},
     "PYTHONS_RANDOM": {"state": causes.STATE},
     "NUMPYS_RANDOM": {"state": causes.STATE},
+    "OWN_GENERATOR": {"dropout": causes.DROPOUT, "state": causes.STATE},
+    "SEEDED_ANEW": {"dropout": causes.DROPOUT},
     "COUNTER": dict.fromkeys(
         ("accumulation", "stop and resume", "state", "one device"), causes.STATE
     ),
@@ -119,6 +121,13 @@ def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes(tmp_path)
     report = verified(recipe, folder=tmp_path / "ranks", tolerance=0.9)
     assert report.same
     assert check(report, "dropout").tolerance == 0.9
+
+
+def test_a_generator_of_ones_own_is_told_with_its_line_whatever_is_accepted(tmp_path):
+    recipe = planted.write(tmp_path, planted.OWN_GENERATOR, name="p_generator.py")
+    report = verified(recipe, folder=tmp_path / "ranks", sizes=(1,), accept=("dropout",))
+    assert differing(report) == {"state": causes.STATE}
+    assert planted.line_of(recipe, "generator=g,") in check(report, "state").why
 
 
 def test_what_ranks_print_is_a_note_with_its_line(tmp_path):

@@ -173,6 +173,18 @@ def generators(found: dict[str, str]) -> Cause:
     )
 
 
+def own_generator(lines: tuple[str, ...]) -> Cause:
+    """Draws from a generator of torch that is the user's own."""
+    where = f" ({', '.join(line for line in lines if line)})" if any(lines) else ""
+    return Cause(
+        STATE,
+        f"The model or the loss draws from a torch.Generator of its own{where}, which goes on from "
+        "step to step: no checkpoint holds it, so a resumed run draws other numbers, and each rank "
+        "has one.",
+        "Draw without generator=: torch's own is seeded in every step.",
+    )
+
+
 def remembering(module: str, difference: float) -> Cause:
     """State that is neither a parameter nor a buffer."""
     return Cause(

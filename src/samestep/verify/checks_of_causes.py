@@ -107,6 +107,9 @@ def _state(evidence: Evidence) -> Check:
         compared = "a second forward gives the same"
         return _found(evidence, name, compared, causes.remembering(*facts.remembers),
                       difference=facts.remembers[1], tolerance=evidence.exact)  # fmt: skip
+    if facts.own_generators:
+        compared = "no generator that goes on by itself"
+        return _found(evidence, name, compared, causes.own_generator(facts.own_generators))
     if facts.generators:
         cause = causes.generators(facts.generators)
         return _by_intent(evidence, "state", name, "draws as they are", cause, None)

@@ -6,7 +6,7 @@ They are not needed to see that ranks differ, but to say why.
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,15 +79,24 @@ def _randomness(subject: Subject, facts: Facts) -> Facts:
     """Take a step as it is, and see what it draws and which parameters it leaves out."""
     seen, block, model = Seen(), subject.batch(), subject.build()
     hold_model(model, seen, frozenset())
-    with autocast(subject.settings.precision, subject.world.device):
-        loss = watched(subject.recipe.loss, seen)(model(block.inputs), block.targets)
-    loss.backward()
+    with_loss = watched(subject.recipe.loss, seen)
+
+    def forward() -> Tensor:
+        with autocast(subject.settings.precision, subject.world.device):
+            return cast("Tensor", with_loss(model(block.inputs), block.targets))
+
+    forward().backward()  # type: ignore[no-untyped-call]
+    stood = dict(seen.own)
+    if stood:  # one that is made or seeded anew in each forward has nothing to be saved
+        seen.own.clear()
+        forward()
     named = model.named_parameters()
     return replace(
         facts,
         batchnorm=tuple(batch_norms(model)),
         draws=seen.draws,
         generators=seen.generators,
+        own_generators=tuple(line for line in stood if stood[line] != seen.own.get(line)),
         unused=tuple(n for n, p in named if p.requires_grad and p.grad is None),
     )
 

@@ -1,6 +1,6 @@
 """What is found out of a recipe in one process, before ranks are compared."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,8 @@ class Facts:
     """Random operation of torch in forward or loss → the line it stands in, if it is the user's."""
     generators: dict[str, str] = field(default_factory=dict)
     """Generator outside of torch that forward or loss draws from → the line, if known."""
+    own_generators: tuple[str, ...] = ()
+    """Lines that draw from a `torch.Generator` of their own, which goes on from step to step."""
     unused: tuple[str, ...] = ()
     """Parameters without a gradient."""
     loss: Loss | None = None
@@ -83,8 +85,3 @@ def write_facts(path: Path, facts: Facts) -> None:
 def read_facts(path: Path) -> Facts | None:
     """Return what was found, or None where nothing was."""
     return msgspec.json.decode(path.read_bytes(), type=Facts) if path.is_file() else None
-
-
-def cannot_look(facts: Facts, problem: str) -> Facts:
-    """Return the facts of a model that fails."""
-    return replace(facts, problem=problem)

@@ -6,6 +6,7 @@ sample the same, whatever rank it is on; what then still differs has another cau
 """
 
 import contextlib
+import hashlib
 import os
 import random
 import sys
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Kind = Literal["batchnorm", "dropout", "state"]
 KINDS: tuple[Kind, ...] = ("batchnorm", "dropout", "state")
+ALL_KINDS = frozenset(KINDS)
 
 _paths = sysconfig.get_paths()
 _NOT_THE_USERS = (
@@ -42,6 +44,8 @@ class Seen:
     """Random operation of torch → the user's line that called it, or nothing."""
     generators: dict[str, str] = field(default_factory=dict)
     """"Python's random" or "NumPy's random" → the user's line, if it was found."""
+    own: dict[str, list[str]] = field(default_factory=dict)
+    """The user's line that drew from a `torch.Generator` of its own → where that stood, by call."""
 
 
 def users_line(frame: FrameType | None) -> str:
@@ -66,9 +70,9 @@ def is_users(file: str) -> bool:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note every random operation, and give each a constant result if it is to be held still."""
 
-    def __init__(self, found: dict[str, str], *, hold: bool) -> None:
+    def __init__(self, seen: Seen, *, hold: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._hold = found, hold
+        self._seen, self._hold = seen, hold
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (),
@@ -83,8 +87,23 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if _draws_nothing(name, given):
             return func(*args, **kwargs)
-        self._found.setdefault(name, users_line(sys._getframe(1)))  # noqa: SLF001
+        line = users_line(sys._getframe(1))  # noqa: SLF001
+        self._seen.draws.setdefault(name, line)
+        generator = given.get("generator")
+        if generator is not None and not _is_torchs(generator):
+            self._seen.own.setdefault(line, []).append(_place_of(generator))
         return _constant(name, func, given) if self._hold else func(*args, **kwargs)
+
+
+def _is_torchs(generator: torch.Generator) -> bool:
+    """Whether it is the one of its device, which samestep seeds in every step."""
+    if generator.device.type == "cuda":
+        return any(generator is known for known in torch.cuda.default_generators)
+    return generator is torch.default_generator
+
+
+def _place_of(generator: torch.Generator) -> str:
+    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _draws_nothing(name: str, given: Mapping[str, Any]) -> bool:
@@ -122,7 +141,7 @@ def watched(
     def call(*args: Any, **kwargs: Any) -> Any:
         with (
             _outside(seen, hold="state" in held),
-            _Draws(seen.draws, hold="dropout" in held),
+            _Draws(seen, hold="dropout" in held),
         ):
             return function(*args, **kwargs)
 
@@ -193,7 +212,7 @@ def _calibrate(model: nn.Module, norms: list[_BatchNorm], inputs: Any) -> None:
     model.train()
     for norm in norms:
         norm.momentum = 1.0
-    with torch.no_grad(), _outside(Seen(), hold=True), _Draws({}, hold=True):
+    with torch.no_grad(), _outside(Seen(), hold=True), _Draws(Seen(), hold=True):
         model(inputs)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

@@ -28,7 +28,7 @@ from samestep.verify.cut import choose_cut
 from samestep.verify.digest import sample_marks
 from samestep.verify.experiments import exact_precision, look_at
 from samestep.verify.facts import Facts, read_facts, write_facts
-from samestep.verify.hold import KINDS, Seen, hold_model, is_users, watched
+from samestep.verify.hold import ALL_KINDS, Seen, hold_model, is_users, watched
 from samestep.verify.record import keep_record, recording
 from samestep.verify.situations import (
     MAIN,
@@ -43,7 +43,6 @@ from samestep.verify.trace import Trace, save_trace
 from samestep.verify.writes import Writes
 from samestep.world import World
 
-_ALL = frozenset(KINDS)
 _HEAVY = 1_000_000
 
 
@@ -172,7 +171,7 @@ class _Start:
         place = situation.resumes if situation.resumes is not None else self._start.place
         name = MAIN if situation.resumes is not None else situation.name
         run = run_of(self._folder, place, name)
-        held = _ALL - situation.free
+        held = ALL_KINDS - situation.free
         cut = self._facts.cut
         settings = settings_of(
             situation, self._request.settings, self._facts, self._world.world_size, run
@@ -258,7 +257,7 @@ class _Start:
         subject = self._subject()
         model = subject.build()
         load_model(model, newest[1])
-        hold_model(model, Seen(), _ALL)
+        hold_model(model, Seen(), ALL_KINDS)
         source = open_source(
             self._few.validation, self._recipe, subject.world, seed=subject.settings.seed,
             dtype=subject.dtype, num_workers=0,

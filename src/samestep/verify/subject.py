@@ -15,10 +15,8 @@ from samestep.training.prepare import prepare
 from samestep.training.state import seed_alike
 from samestep.verify.compare import TOLERANCES
 from samestep.verify.cut import Cut
-from samestep.verify.hold import KINDS, Seen, hold_model, watched
+from samestep.verify.hold import ALL_KINDS, Seen, hold_model, watched
 from samestep.world import World
-
-_ALL = frozenset(KINDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ class Subject:
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss with all that it draws held still."""
         with autocast(self.settings.precision, self.world.device):
-            return cast("Tensor", watched(self.recipe.loss, Seen(), _ALL)(outputs, targets))
+            return cast("Tensor", watched(self.recipe.loss, Seen(), ALL_KINDS)(outputs, targets))
 
     @property
     def rounding(self) -> float:
@@ -86,7 +84,7 @@ class Subject:
 def held_model(subject: Subject, block: Block) -> nn.Module:
     """Return the model with all that it draws held still."""
     model = subject.build()
-    hold_model(model, Seen(), _ALL, lambda: few_inputs(block))
+    hold_model(model, Seen(), ALL_KINDS, lambda: few_inputs(block))
     return model
 
 
