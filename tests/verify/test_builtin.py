@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.verify.compare import TOLERANCES
+from samestep.verify.compare import ROUNDING
 from tests.cifar_files import write_binary
 from tests.idx_files import write_mnist
 from tests.image_files import write_images
@@ -42,7 +42,7 @@ def test_it_is_the_same_training_but_for_what_the_recipe_accepts(name, flags, ac
     assert {c.name for c in report.checks if c.status == "accepted"} == accepted
     assert {c.status for c in report.checks} <= {"same", "accepted", "skipped"}
     for row in (*(f"{size} ranks" for size in sizes[1:]), "accumulation", "stop and resume"):
-        assert check(report, row).difference < TOLERANCES["fp64"] / 1000
+        assert check(report, row).difference < ROUNDING["fp64"] / 1000
 
 
 def test_lightnings_trainer_is_among_what_is_the_same(tmp_path):
@@ -62,7 +62,11 @@ def test_one_size_alone_compares_accumulation_and_resuming(tmp_path):
     report = verified("spiral", folder=tmp_path, sizes=(1,))
     assert report.same
     assert check(report, "stop and resume").difference < 1e-12
-    assert check(report, "dropout").status == "skipped"
+    assert check(report, "stop and resume").compared == "after step 2: rank 1→1"
+    assert check(report, "accumulation").compared.endswith(": 1 rank")
+    for row in ("dropout", "order", "evaluation", "metrics", "one writer", "one device"):
+        found = check(report, row)
+        assert (found.status, found.difference) == ("skipped", None), row
 
 
 def test_without_the_incomplete_batch_there_is_no_uneven_step(tmp_path):

@@ -121,6 +121,17 @@ def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes(tmp_path)
     report = verified(recipe, folder=tmp_path / "ranks", tolerance=0.9)
     assert report.same
     assert check(report, "dropout").tolerance == 0.9
+    assert check(strict, "2 ranks").compared.startswith("losses, ranks' weights: ")
+    assert any("--tolerance 0.9" in note for note in report.notes)
+
+
+def test_no_row_is_the_same_with_more_than_it_allows(tmp_path):
+    recipe = planted.write(tmp_path, planted.LOSS_SUM, name="p_sum.py")
+    report = verified(recipe, folder=tmp_path / "ranks")
+    assert check(report, "last batch").status == "skipped"
+    for row in report.checks:
+        if row.status == "same" and row.difference is not None:
+            assert row.difference <= row.tolerance, row.name
 
 
 def test_a_generator_of_ones_own_is_told_with_its_line_whatever_is_accepted(tmp_path):

@@ -1,5 +1,7 @@
 """How much is trained: as little as shows every uneven share."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ def test_few_samples_are_enough_or_refused_with_the_number_that_is_needed(sizes,
     try:
         cut = choose_cut(num_samples, 1, sizes)
     except UserError as error:
-        needed = next(int(word) for word in str(error).split("ranks: ")[1].split())
+        needed = next(int(word) for word in re.split("ranks?: ", str(error))[1].split())
         assert needed > num_samples
         assert choose_cut(needed, 1, sizes).num_samples == needed
     else:
@@ -40,6 +42,21 @@ def test_few_samples_are_enough_or_refused_with_the_number_that_is_needed(sizes,
 @given(st.integers(2, 100), SIZES)
 def test_a_batch_that_was_asked_for_is_kept(batch, sizes):
     assert choose_cut(10_000, 10, sizes, batch=batch).global_batch == batch
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes", "batch", "way_out"),
+    [
+        (8, (1, 2, 3), None, "Take more data, or fewer ranks: --world-sizes 1,2."),
+        (4, (1, 2), None, "Take more data, or fewer ranks: --world-sizes 1."),
+        (2, (1,), None, "Take more data."),
+        (60, (1, 2), 100, "Take more data, or leave --global-batch-size out."),
+        (1, (1, 2), None, "1 training sample is too few"),
+    ],
+)
+def test_the_way_out_is_one_that_leads_out(samples, sizes, batch, way_out):
+    with pytest.raises(UserError, match=re.escape(way_out)):
+        choose_cut(samples, 10, sizes, batch=batch)
 
 
 def test_the_message_names_the_sizes_and_a_way_out():

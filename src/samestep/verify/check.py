@@ -6,7 +6,7 @@ from typing import Literal
 
 from samestep.recipe import Accepted
 from samestep.settings import Precision
-from samestep.verify.compare import TOLERANCES, Difference, difference
+from samestep.verify.compare import ROUNDING, Difference, difference
 from samestep.verify.facts import Facts
 from samestep.verify.situations import MAIN, PRECISION, Start
 from samestep.verify.told import Failure, Told
@@ -73,7 +73,7 @@ class Evidence:
     @property
     def exact(self) -> float:
         """Tolerance of what is compared in the exact precision."""
-        return TOLERANCES[self.facts.exact]
+        return ROUNDING[self.facts.exact]
 
     def trace(self, place: int, name: str) -> Trace | None:
         """Return rank 0's trace of a situation, if there is one."""
@@ -82,14 +82,24 @@ class Evidence:
 
     def tolerance_of(self, name: str) -> float:
         """Return the tolerance of a situation's comparison."""
-        own = TOLERANCES[self.chosen] if name == PRECISION else self.exact
+        own = ROUNDING[self.chosen] if name == PRECISION else self.exact
         return own if self.tolerance is None else self.tolerance
 
-    def compare(self, one: Trace, other: Trace, name: str = MAIN) -> Difference:
-        """Compare two trainings as the user wants it; without float64 by their losses alone."""
+    def losses_only(self, name: str = MAIN) -> bool:
+        """Whether a situation's losses alone decide: without float64, or as the user wants it."""
         rounded = name == PRECISION or self.facts.exact != "fp64"
-        return difference(one, other, self.tolerance_of(name),
-                          losses_only=rounded or self.tolerance is not None)  # fmt: skip
+        return rounded or self.tolerance is not None
+
+    def compare(self, one: Trace, other: Trace, name: str = MAIN) -> Difference:
+        """Compare two trainings, by all that was kept of them or by their losses alone."""
+        return difference(one, other, self.tolerance_of(name), losses_only=self.losses_only(name))
+
+    def uncompared(self) -> str:
+        """Return why nothing was compared with several ranks, if nothing was."""
+        if not self.middle:
+            return "one size of ranks alone"
+        came = any((start.place, MAIN) in self.traces for start in self.middle)
+        return "" if came else "the ranks did not come so far"
 
     def failure(self, place: int) -> Failure | None:
         """Return how a start failed, from the rank that caused it."""

@@ -16,6 +16,7 @@ from samestep.verify.situations import (
 )
 from samestep.verify.told import Failure
 from samestep.verify.trace import Trace
+from samestep.verify.words import counted, ranks
 
 
 def judge(evidence: Evidence) -> list[Check]:
@@ -36,7 +37,7 @@ def judge(evidence: Evidence) -> list[Check]:
 
 def _one_process(evidence: Evidence) -> Check:
     cut, reference = evidence.facts.cut, evidence.reference
-    compared = f"{cut.steps} steps of {cut.global_batch} samples"
+    compared = f"{cut.steps} steps of {counted(cut.global_batch, 'sample')}"
     if reference is None or _died(evidence, 0):
         return _failed_start("one process", compared, evidence, 0)
     first, last = reference.losses[1], reference.losses[cut.steps]
@@ -49,7 +50,9 @@ def _ranks(evidence: Evidence, start: Start) -> Check:
     name = f"{size} ranks"
     shares = [cut.global_batch // size + (r < cut.global_batch % size) for r in range(size)]
     parts = f"{size} × {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
-    compared = f"loss, gradients, weights: {parts}"
+    # Those of the ranks among each other are compared even where losses decide.
+    what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
+    compared = f"{what}: {parts}"
     reference, trace = evidence.reference, evidence.trace(start.place, MAIN)
     assert reference is not None
     if trace is None or _died(evidence, start.place):
@@ -79,9 +82,9 @@ def _precision(evidence: Evidence) -> list[Check]:
     ]
     if not found:
         return []
-    sizes = _sizes(size for size, _ in found)
+    sizes = ranks(size for size, _ in found)
     return [
-        _compared(evidence.chosen, f"losses: {sizes} ranks", evidence,
+        _compared(evidence.chosen, f"losses: {sizes}", evidence,
                   worst(d for _, d in found), PRECISION)
     ]  # fmt: skip
 
@@ -97,7 +100,7 @@ def _accumulation(evidence: Evidence) -> Check:
     compared = "2 micro-steps a step"
     if not found or _failures(evidence, ACCUMULATED):
         return _failed_or_skipped("accumulation", compared, evidence, ACCUMULATED)
-    compared = f"{compared}: {_sizes(found)} ranks"
+    compared = f"{compared}: {ranks(found)}"
     return _compared("accumulation", compared, evidence, worst(found.values()))
 
 
@@ -116,7 +119,8 @@ def _resume(evidence: Evidence) -> Check:
         return _failed_start("stop and resume", f"after step {stop}", evidence, closing)
     if not found or _failures(evidence, RESUMED):
         return _failed_or_skipped("stop and resume", f"after step {stop}", evidence, RESUMED)
-    compared = f"after step {stop}: ranks {', '.join(pairs)}"
+    several = "s" if evidence.middle else ""
+    compared = f"after step {stop}: rank{several} {', '.join(pairs)}"
     return _compared("stop and resume", compared, evidence, worst(found))
 
 
@@ -133,7 +137,7 @@ def _lightning(evidence: Evidence) -> list[Check]:
     }
     if not found or _failures(evidence, LIGHTNING):
         return [_failed_or_skipped("lightning", "its Trainer", evidence, LIGHTNING)]
-    compared = f"its Trainer on {_sizes(found)} rank{'s' * (len(found) > 1)}"
+    compared = f"its Trainer on {ranks(found)}"
     return [_compared("lightning", compared, evidence, worst(found.values()))]
 
 
@@ -203,8 +207,3 @@ def _words(cause: Cause | None) -> dict[str, str]:
     if cause is None:
         return {}
     return {"cause": cause.name, "why": cause.why, "advice": cause.advice}
-
-
-def _sizes(sizes: object) -> str:
-    *some, last = [str(size) for size in sizes]  # type: ignore[attr-defined]
-    return f"{', '.join(some)} and {last}" if some else last

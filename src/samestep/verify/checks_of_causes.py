@@ -7,6 +7,7 @@ from samestep.verify.check import Check, Evidence, Status
 from samestep.verify.compare import Difference, same_samples
 from samestep.verify.hold import Kind
 from samestep.verify.situations import FREE, MAIN, Start
+from samestep.verify.words import counted
 
 
 def cause_checks(evidence: Evidence) -> list[Check]:
@@ -46,7 +47,7 @@ def _by_intent(
     """Return the row of what differs with the number of ranks by itself."""
     free = _left_free(evidence, kind)
     if free is None:
-        why = "one size of ranks alone" if not evidence.middle else "the ranks did not come so far"
+        why = evidence.uncompared() or "the ranks did not come so far"
         return Check(name=name, status="skipped", compared=f"{what}; {why}")
     found, size = free
     tolerance = evidence.tolerance_of(MAIN)
@@ -124,6 +125,8 @@ def _order(evidence: Evidence) -> Check:
         return _found(evidence, name, "the same data in every process", causes.order())
     if facts.unsteady:
         return Check(name=name, status="skipped", compared="samples change when they are read")
+    if evidence.uncompared():
+        return Check(name=name, status="skipped", compared=evidence.uncompared())
     for start in evidence.middle:
         for step, alike in _shared_out(evidence, start).items():
             if not alike:
@@ -169,7 +172,7 @@ def _last_batch(evidence: Evidence) -> Check:
     cut, loss = facts.cut, facts.loss
     if cut.uneven_step is None:
         return Check(name=name, status="skipped", compared="--drop-last leaves none")
-    compared = f"{cut.rest} samples in step {cut.uneven_step}"
+    compared = f"{counted(cut.rest, 'sample')} in step {cut.uneven_step}"
     if cut.rest in facts.failed_sizes:
         why = f"it fails: {facts.failed_sizes[cut.rest]}"
         return _found(evidence, name, compared, causes.last_batch(cut.rest, why))
@@ -183,9 +186,18 @@ def _last_batch(evidence: Evidence) -> Check:
             cause=causes.LAST_BATCH, why=f"It fails: {facts.failed_sizes[1]}.",
             advice="Choose sizes that never leave one sample, or --drop-last.",
         )  # fmt: skip
-    largest = 0.0 if loss is None else loss.uneven
-    return Check(name=name, status="same", compared=f"{compared}, and 1 alone",
-                 difference=largest, tolerance=tolerance)  # fmt: skip
+    compared = f"{compared}, and 1 alone"
+    if loss is None:
+        return Check(name=name, status="same", compared=compared)
+    # A loss that is no mean in a full batch says nothing of this one.
+    bent = loss.full > tolerance
+    return Check(
+        name=name,
+        status="skipped" if bent else "same",
+        compared="the loss is bent in full batches too" if bent else compared,
+        difference=None if bent else loss.uneven,
+        tolerance=None if bent else tolerance,
+    )
 
 
 def _unused(evidence: Evidence) -> Check:

@@ -6,6 +6,7 @@ from samestep.verify import causes
 from samestep.verify.check import Check, Evidence
 from samestep.verify.compare import Difference, evaluations_apart
 from samestep.verify.situations import MAIN
+from samestep.verify.words import counted
 
 ONE_WRITER = "one writer"
 """The row that says nothing of the training itself."""
@@ -21,13 +22,16 @@ def _evaluation(evidence: Evidence) -> Check:
     reference, facts = evidence.reference, evidence.facts
     assert reference is not None
     wanted = Counter(reference.evaluated)
-    compared = f"each of {len(reference.evaluated)} {facts.evaluates} samples once"
+    samples = counted(len(reference.evaluated), f"{facts.evaluates} sample")
+    compared = f"each of {samples} once"
     if facts.unsteady == "dataset":
         return Check(name="evaluation", status="skipped", compared="samples change when read")
+    if evidence.uncompared():
+        return Check(name="evaluation", status="skipped", compared=evidence.uncompared())
     for start in evidence.middle:
         traces = evidence.traces.get((start.place, MAIN), [])
-        counted = Counter(mark for trace in traces for mark in trace.evaluated)
-        if traces and counted != wanted:
+        evaluated = Counter(mark for trace in traces for mark in trace.evaluated)
+        if traces and evaluated != wanted:
             cause = causes.order()
             return Check(name="evaluation", status="different", compared=compared,
                          cause=cause.name, why=cause.why, advice=cause.advice)  # fmt: skip
@@ -40,6 +44,8 @@ def _metrics(evidence: Evidence) -> Check:
     assert reference is not None
     one, tolerance = reference.evaluations[0], evidence.exact
     compared = f"{', '.join(one)} before training"
+    if evidence.uncompared():
+        return Check(name="metrics", status="skipped", compared=evidence.uncompared())
     largest, name = 0.0, ""
     for start in evidence.middle:
         trace = evidence.trace(start.place, MAIN)
@@ -63,6 +69,8 @@ def _writer(evidence: Evidence) -> Check:
     """No two ranks write the same file, and rank 0 alone prints."""
     written = _written_by_several(evidence)
     compared = "what other ranks than 0 print, write"
+    if not evidence.middle:
+        return Check(name=ONE_WRITER, status="skipped", compared=evidence.uncompared())
     if written:
         path, line = next(iter(written.items()))
         more = len(written) - 1
@@ -102,6 +110,8 @@ def _one_device(evidence: Evidence) -> Check:
     trace = evidence.trace(before.place, MAIN)
     loaded = next((t.loaded for t in evidence.told.get(last.place, []) if t.loaded), None)
     name = "one device"
+    if not evidence.middle:
+        return Check(name=name, status="skipped", compared=evidence.uncompared())
     compared = f"a checkpoint of {before.world_size} ranks, evaluated"
     if trace is None or loaded is None or stop not in trace.evaluations:
         return Check(name=name, status="skipped", compared="there is no checkpoint to load")

@@ -13,7 +13,7 @@ from samestep.verify.trace import Trace
 # Relative differences that rounding may cause in a few steps. Measured on the built-in recipes:
 # 3e-16 to 1e-14 in float64, 2e-7 to 5e-4 of the loss in fp32. Gradients are another matter there:
 # in a flat image many units lie within rounding of ReLU's kink, and change sides together.
-TOLERANCES: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
+ROUNDING: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 
 
 @dataclass(frozen=True)

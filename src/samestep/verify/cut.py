@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from samestep.errors import UserError
+from samestep.verify.words import counted, ranks
 
 _SMALLEST_BATCH = 8
 _SMALLEST_REST = 5
@@ -76,10 +77,24 @@ def choose_cut(
                 drop_last=drop_last, num_evaluated=evaluated, ranks=top,
             )  # fmt: skip
     raise UserError(
-        f"{num_samples} training samples are too few to compare {_listed(sizes)} ranks: {needed} "
-        "are needed, a full batch and an incomplete one. Take more data, or fewer ranks: "
-        "--world-sizes 1,2."
+        f"{counted(num_samples, 'training sample')} "
+        f"{'is' if num_samples == 1 else 'are'} too few to compare {ranks(sizes)}: {needed} "
+        "are needed, a full batch and an incomplete one. Take more data"
+        f"{_way_out(num_samples, sizes, batch)}."
     )
+
+
+def _way_out(num_samples: int, sizes: Sequence[int], batch: int | None) -> str:
+    """Return what else would do for so few samples, if anything."""
+    if batch is not None:
+        return ", or leave --global-batch-size out" if _fit(num_samples, sizes) else ""
+    fewer = [tuple(range(1, top + 1)) for top in range(min(3, max(sizes) - 1), 0, -1)]
+    found = next((some for some in fewer if _fit(num_samples, some)), None)
+    return f", or fewer ranks: --world-sizes {','.join(map(str, found))}" if found else ""
+
+
+def _fit(num_samples: int, sizes: Sequence[int]) -> bool:
+    return any(full * size + rest <= num_samples for full, size, rest in _candidates(sizes, None))
 
 
 def _candidates(sizes: Sequence[int], batch: int | None) -> Iterator[tuple[int, int, int]]:
@@ -103,8 +118,3 @@ def _candidates(sizes: Sequence[int], batch: int | None) -> Iterator[tuple[int, 
 
 def _uneven(number: int, sizes: Sequence[int]) -> bool:
     return all(number % size for size in sizes if size > 1)
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    *some, last = [str(size) for size in sizes]
-    return f"{', '.join(some)} and {last}" if some else last

@@ -12,6 +12,7 @@ from rich.text import Text
 from samestep.verify.check import Check
 from samestep.verify.checks_of_ranks import ONE_WRITER
 from samestep.verify.verification import Report
+from samestep.verify.words import counted, ranks
 
 _COLOURS = {
     "same": "green", "accepted": "green", "note": "yellow", "skipped": "dim",
@@ -23,17 +24,19 @@ _INDENT = 11
 def show(report: Report, console: Console) -> None:
     """Print what was run, the table, and one sentence."""
     facts, cut = report.facts, report.facts.cut
-    sizes = ", ".join(str(size) for size in report.sizes)
     ran = (
-        f"{cut.steps} steps of {cut.global_batch} samples (the last of an epoch: {cut.rest}), "
-        f"{cut.num_samples} of {facts.num_samples:,} training samples, on {sizes} "
-        f"rank{'s' * (report.sizes != (1,))}, {' and '.join(report.precisions)}"
+        f"{cut.steps} steps of {counted(cut.global_batch, 'sample')} (the last of an epoch: "
+        f"{cut.rest}), {cut.num_samples} of {counted(facts.num_samples, 'training sample')}, "
+        f"on {ranks(report.sizes)}, {' and '.join(report.precisions)}"
     )
     console.print(Text(f"verified   {report.recipe}", style="bold"))
     console.print(_block("ran", ran))
     notes = list(report.notes)
     if facts.inexact:
-        notes.append(f"float64 is not possible here ({facts.inexact}), so rounding hides more.")
+        notes.append(
+            f"float64 is not possible here ({facts.inexact}), so losses alone "
+            "decide, and rounding hides more."
+        )
     for note in notes:
         console.print(_block("note", note, "yellow"))
     if facts.present:

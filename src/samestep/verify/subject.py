@@ -13,7 +13,7 @@ from samestep.settings import Settings
 from samestep.training.precision import autocast, data_dtype
 from samestep.training.prepare import prepare
 from samestep.training.state import seed_alike
-from samestep.verify.compare import TOLERANCES
+from samestep.verify.compare import ROUNDING
 from samestep.verify.cut import Cut
 from samestep.verify.hold import ALL_KINDS, Seen, hold_model, watched
 from samestep.world import World
@@ -78,7 +78,7 @@ class Subject:
     @property
     def rounding(self) -> float:
         """Relative difference that is no more than rounding."""
-        return TOLERANCES[self.settings.precision]
+        return ROUNDING[self.settings.precision]
 
 
 def held_model(subject: Subject, block: Block) -> nn.Module:

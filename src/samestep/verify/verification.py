@@ -22,6 +22,7 @@ from samestep.verify.facts import Facts, read_facts
 from samestep.verify.situations import MAIN, Start, plan_starts
 from samestep.verify.told import Order, folder_of, read_told
 from samestep.verify.trace import load_trace
+from samestep.verify.words import counted
 
 ORDER_FILE = "SAMESTEP_VERIFY"
 """Set, in the ranks that are started here, to the file that says what they do."""
@@ -81,7 +82,7 @@ def verify(
     try:
         ended: dict[int, str] = {}
         for start in starts:
-            tell(f"{start.world_size} rank{'s' * (start.world_size > 1)} "
+            tell(f"{counted(start.world_size, 'rank')} "
                  f"({start.place + 1} of {len(starts)} starts)")  # fmt: skip
             failure = _run(start, replace(order, start=start), folder, launch)
             if failure is not None:
@@ -92,6 +93,8 @@ def verify(
         evidence = read_evidence(folder, starts, request, ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if tolerance is not None:
+        notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
     evidence = replace(evidence, accepts=frozenset({*request.recipe.accepts, *accept}),
                        tolerance=tolerance)  # fmt: skip
     return Report(
