@@ -86,6 +86,18 @@ def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here):
     assert "Traceback" not in done.stderr
 
 
+def test_a_loss_that_is_no_number_is_told_without_checkpoints_that_never_were(here):
+    text = """
+def loss(outputs, targets):
+    return outputs.sum() * float("nan")
+recipe = replace(recipe, loss=loss)
+"""
+    done = run(here, planted.write(here, text).name)
+    assert done.returncode == 2
+    assert "The loss is NaN or infinite at step 1" in done.stderr
+    assert "checkpoint" not in done.stderr
+
+
 def test_too_few_samples_are_refused_with_the_number_that_is_needed(here):
     text = """
 def few():
@@ -106,6 +118,7 @@ REFUSED = {
     "missing file": (["nope.py"], "There is no file nope.py"),
     "unknown flag": (["good.py", "--world-size", "2"], "--world-sizes"),
     "sizes that are no numbers": (["good.py", "--world-sizes", "1,two"], "with commas"),
+    "sizes in superscript": (["good.py", "--world-sizes", "²"], "with commas"),
     "no ranks": (["good.py", "--world-sizes", "0"], "from 1 to 64"),
     "too many ranks": (["good.py", "--world-sizes", "1000"], "from 1 to 64"),
     "nothing to accept": (["good.py", "--accept", "batchnrom"], "Did you mean 'batchnorm'?"),
@@ -138,6 +151,7 @@ def test_help_says_what_it_does_and_shows_examples(here):
     done = run(here, "--help")
     assert done.returncode == 0
     assert "exit codes: 0 the same training" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
     done = run(here, "good.py", "--help")
     assert done.returncode == 0
     assert "--world-sizes" in done.stdout

@@ -81,7 +81,7 @@ def _verify(arguments: list[str]) -> int:
     wants_help = bool({"-h", "--help"} & set(flags))
     with examples(_EXAMPLES), redirect_stdout(sys.stdout if wants_help else sys.stderr):
         command, request = _parse(target, flags)
-    sizes, batch = _sizes(command.world_sizes), _batch(request, flags)
+    sizes, batch = _parse_sizes(command.world_sizes), _batch(request, flags)
     device, notes = _device(request.settings, max(sizes))
     request = replace(request, settings=replace(request.settings, device=device))
     started_at = time.time()
@@ -119,15 +119,15 @@ def _parse(target: str, flags: list[str]) -> tuple[Command, Request]:
 
 
 def _check(command: Command) -> None:
-    _sizes(command.world_sizes)
+    _parse_sizes(command.world_sizes)
     _accepted(command.accept)
     if command.tolerance is not None and not 0 < command.tolerance < float("inf"):
         raise UserError(f"--tolerance is {command.tolerance}; it must be greater than 0.")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and 1 <= int(word) <= _MOST_RANKS for word in words):
+    if not all(word.isdecimal() and 1 <= int(word) <= _MOST_RANKS for word in words):
         raise UserError(
             f"--world-sizes {text}: give numbers of ranks from 1 to {_MOST_RANKS} with commas "
             "between them: 1,2,3."
@@ -226,14 +226,15 @@ def _rank(arguments: list[str], path: Path) -> int:
 
 def _general_help(arguments: list[str]) -> int:
     sys.stdout.write(
-        "usage: samestep verify TARGET [--world-sizes 1,2,3] [--accept WHAT] [--tolerance X] "
-        "[--json] [flags]\n\n"
-        "Train a recipe's own model and data for a few steps on one process and on several ranks, "
-        "and compare:\nlosses, gradients, weights, samples, metrics. What differs is named with "
-        "its likely cause.\n\n"
-        f"TARGET is a recipe ({', '.join(recipe_names())}), a recipe file (my_recipe.py), or the "
-        "directory of a run.\n`samestep verify TARGET --help` shows all its flags.\n\n"
-        "exit codes: 0 the same training, 1 different, 2 a mistake in the command or the recipe\n\n"
-        + _EXAMPLES
+        "usage: samestep verify TARGET [--world-sizes 1,2,3] [--accept WHAT]\n"
+        "                              [--tolerance X] [--json] [flags]\n\n"
+        "Train a recipe's own model and data for a few steps on one process and on\n"
+        "several ranks, and compare: losses, gradients, weights, samples, metrics.\n"
+        "What differs is named with its likely cause.\n\n"
+        f"TARGET is a recipe ({', '.join(recipe_names())}),\n"
+        "a recipe file (my_recipe.py), or the directory of a run.\n"
+        "`samestep verify TARGET --help` shows all its flags.\n\n"
+        "exit codes: 0 the same training, 1 different (or every rank writes a file),\n"
+        "2 a mistake in the command or the recipe\n\n" + _EXAMPLES
     )
     return 0 if arguments else 2

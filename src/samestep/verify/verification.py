@@ -119,6 +119,8 @@ def _run(start: Start, order: Order, folder: Path, launch: Launch) -> str | None
     failures.sort(key=lambda f: f.lost_peer)
     message = failures[0].message if failures else ended.message.partition("; the other ranks")[0]
     mistake = failures[0].mistake if failures else ended.code == 2
+    # Nothing was kept before these few steps.
+    message = message.replace(" Training stopped; earlier checkpoints are kept.", "")
     if start.place == 0 and mistake:
         raise UserError(message)
     return message or f"It ended with exit code {ended.code}."
