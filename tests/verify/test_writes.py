@@ -7,47 +7,66 @@ from pathlib import Path
 
 import pytest
 
+# What a line does → the file that is its doing, if one is.
 WRITES = {
-    "open": ("open('x.txt', 'w').close()", {"x.txt"}),
-    "pathlib": ("pathlib.Path('x.txt').write_text('x')", {"x.txt"}),
-    "numpy.save": ("numpy.save('x', [1])", {"x.npy"}),
-    "rename": ("os.rename('there', 'x.txt')", {"there"}),
-    "reading": ("open('there').read()", set()),
-    "a folder": ("os.makedirs('made/in', exist_ok=True)", set()),
-    "only where it is new": ("open('x.txt', 'x').close()", set()),
-    "an import": ("import writes_when_imported", set()),
-    "the place of temporary files": ("tempfile.gettempdir()", set()),
-    "a temporary file": ("tempfile.NamedTemporaryFile().close()", set()),
-    "PyTorch's own caches": ("torch.hub.set_dir('x'); import torch._dynamo", set()),
-    "another library's caches": ("cached.write()", set()),
+    "open('opened.txt', 'w').close()": "opened.txt",
+    "pathlib.Path('path.txt').write_text('x')": "path.txt",
+    "numpy.save('array', [1])": "array.npy",
+    "os.rename('there.txt', 'moved.txt')": "there.txt",
+    "open('moved.txt').read()": None,
+    "os.makedirs('made/in', exist_ok=True)": None,
+    "open('new.txt', 'x').close()": None,
+    "import writes_when_imported": None,
+    "tempfile.gettempdir()": None,
+    "tempfile.NamedTemporaryFile().close()": None,
+    "import torch._dynamo": None,
+    "cached.write()": None,
 }
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_a_write_is_the_lines_that_asked_for_it(name, tmp_path):
-    line, expected = WRITES[name]
-    (tmp_path / "there").write_text("x")
-    (tmp_path / "writes_when_imported.py").write_text("import colorsys, tempfile\n")
-    script = tmp_path / "script.py"
-    script.write_text(f"""
+SCRIPT = """
 import os, pathlib, sys, tempfile
 import numpy, torch
-from samestep.verify import writes
-writes._LIBRARIES = (*writes._LIBRARIES, str(pathlib.Path("library").absolute()) + os.sep)
-code = "def write(): open('of_a_library.txt', 'w').close()"
-cached = type(sys)("cached")
-exec(compile(code, str(pathlib.Path("library/cached.py").absolute()), "exec"), cached.__dict__)
-from samestep.verify import hold
-hold._NOT_THE_USERS = (*hold._NOT_THE_USERS, writes._LIBRARIES[-1])
+from samestep.verify import hold, writes
+python, library = (str(pathlib.Path(name).absolute()) + os.sep for name in ("python", "library"))
+writes._PYTHON, writes._LIBRARIES = (*writes._PYTHON, python), (*writes._LIBRARIES, library)
+hold._NOT_THE_USERS = (*hold._NOT_THE_USERS, python, library)
+sys.path += [python, library]
+import cached
 found = writes.watch_writes(pathlib.Path("elsewhere").absolute())
-{line}
-for path, where in sorted(found.written.items()):
-    print(pathlib.Path(path).name, where, file=sys.__stdout__)
-""")
+"""
+REPORT = """
+for path, line in found.written.items():
+    print(line, pathlib.Path(path).name, file=sys.__stdout__)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[str, list[str]]:
+    """Run all lines in one process; return for each what it is said to have written."""
+    folder: Path = tmp_path_factory.mktemp("writes")
+    for name in ("python/writes_when_imported.py", "library/cached.py"):
+        (folder / name).parent.mkdir()
+    (folder / "there.txt").write_text("x")
+    (folder / "python/writes_when_imported.py").write_text("open('import.txt', 'w').close()\n")
+    (folder / "library/cached.py").write_text("def write(): open('cache.txt', 'w').close()\n")
+    script = folder / "script.py"
+    script.write_text(SCRIPT + "\n".join(WRITES) + REPORT)
     done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, check=True, capture_output=True, text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        [sys.executable, script.name], cwd=folder, check=True, capture_output=True, text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
-    number = script.read_text().splitlines().index(line) + 1
-    assert done.stdout.splitlines() == [f"{path} script.py:{number}" for path in expected]
-    assert Path(tmp_path / "made/in").is_dir() is (name == "a folder")
+    assert (folder / "import.txt").is_file()
+    assert (folder / "cache.txt").is_file()
+    lines = script.read_text().splitlines()
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        place, name = line.split()
+        file, number = place.split(":")
+        assert file == "script.py"
+        found.setdefault(lines[int(number) - 1], []).append(name)
+    return found
+
+
+@pytest.mark.parametrize("line", WRITES)
+def test_a_write_is_the_doing_of_the_line_that_asked_for_it(line, told):
+    expected = WRITES[line]
+    assert told.get(line, []) == ([expected] if expected else [])
