@@ -92,6 +92,8 @@ def test_what_cannot_be_sent_is_refused(run, name):
     (("--to", "wanb"), "Did you mean 'wandb'?"),
     (("--to", "nope.py"), "cannot be read"),
     (("--to", TRACKER, "--project", "a/b"), "--track-project 'a/b'"),
+    (("--to", "none"), "--to none names no tracker"),
+    (("--to", ","), "--to , names no tracker"),
     ((), "--to"),
 ])  # fmt: skip
 def test_a_wrong_command_is_refused(run, flags, says):
@@ -122,6 +124,7 @@ def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(run):
     for words in (
         "settings.toml cannot be read", "result.json cannot be read: the result is not sent",
         "environment.json is missing: the machine is not sent", "events.jsonl: line 3 cannot be",
+        "events.jsonl: its last line is half-written",
     ):  # fmt: skip
         assert words in text
     assert [step for step, _, _ in sent(run)["train"]] == [1, *range(3, 12)]

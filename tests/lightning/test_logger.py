@@ -11,6 +11,7 @@ import sys
 import tomllib
 import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,7 +269,7 @@ def test_it_says_what_the_screen_of_a_training_says(tracked):
 @with_real_clients
 def test_no_key_is_in_any_file_not_even_one_that_was_logged_as_a_hyperparameter(tracked):
     _, run, (said, _) = tracked
-    assert tomllib.loads((run / "settings.toml").read_text())["api_key"] == "…"
+    assert tomllib.loads((run / "settings.toml").read_text())["hyperparameters"]["api_key"] == "…"
     assert PLANTED not in said
     for path in (p for p in run.rglob("*") if p.is_file()):
         contents = [path.read_bytes()]
@@ -405,7 +406,8 @@ def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
     (start,) = what(run, "start")
     assert start["settings"]["nested.a.1"] == 2
     settings = tomllib.loads((run / "settings.toml").read_text())
-    assert settings["late"] is True
+    assert settings["hyperparameters"]["late"] is True
+    assert start["settings"]["track_workspace"] == "theirs"
     assert "track_workspace" not in settings, "samestep track would take it for its own"
     assert what(run, "finish")[0]["status"] == "completed"
 
@@ -459,3 +461,62 @@ def test_a_run_of_a_logger_is_nothing_to_resume(tmp_path):
     assert [p.exitcode for p in ranks.processes] == [2]
     assert "names no recipe: what is in" in ranks.output()
     assert read_json(run / "result.json")["status"] == "completed"
+
+
+def test_two_that_would_write_one_directory_are_refused_until_the_first_is_closed(tmp_path):
+    from samestep import TrackerLogger, UserError
+
+    one, other = (TrackerLogger("none", save_dir=tmp_path, version="same") for _ in range(2))
+    one.log_metrics({"loss": 1.0}, step=1)
+    with pytest.raises(UserError, match=r"another one writes .*same already; close\(\) it first"):
+        other.log_metrics({"loss": 2.0}, step=1)
+    one.close()
+    other.log_metrics({"loss": 3.0}, step=2)
+    other.close()
+    found = [r["values"]["loss"] for r in tiny.all_records(Path(one.log_dir))
+             if r["event"] == "metrics"]  # fmt: skip
+    assert found == [1.0, 3.0]
+
+
+def test_a_second_training_whose_steps_no_tracker_takes_is_warned_of_once(tmp_path):
+    from samestep import TrackerLogger
+
+    said = []
+    logger = TrackerLogger("none", save_dir=tmp_path, say=said.append)
+    for ends in (3, 3, 2):
+        for step in range(ends):
+            logger.log_metrics({"loss": 1.0}, step=step)
+        logger.finalize("success")
+    logger.close()
+    (line,) = said
+    assert "step 0 after one that ended at step 2" in line
+    assert "Give each training a TrackerLogger of its own" in line
+
+
+def test_a_single_tag_is_one_tag_and_names_stay_below_the_folder(tmp_path):
+    from samestep import TrackerLogger, UserError
+
+    logger = TrackerLogger(TRACKER, save_dir=tmp_path, version="v", tags="first")
+    logger.log_metrics({"loss": 1.0})
+    logger.finalize("success")
+    logger.close()
+    (start,) = what(Path(logger.log_dir), "start")
+    assert start["tags"] == ["first"]
+    for wrong in ({"name": "../up"}, {"name": "/abs"}, {"version": "a/../../b"}):
+        with pytest.raises(UserError, match="leads out of"):
+            TrackerLogger("none", save_dir=tmp_path, **wrong)
+
+
+def test_a_run_without_a_ledger_is_sent_to_the_project_that_it_was_to_go_to(tmp_path):
+    from samestep import TrackerLogger
+
+    logger = TrackerLogger("none", save_dir=tmp_path, name="cnn", version="v")
+    logger.log_hyperparams({"recipe": "their own word"})
+    logger.log_metrics({"loss": 1.0})
+    logger.finalize("success")
+    logger.close()
+    run = Path(logger.log_dir)
+    send(run, tmp_path)
+    (start,) = what(run, "start")
+    assert start["project"] == "cnn"
+    assert start["settings"] == {"recipe": "their own word"}

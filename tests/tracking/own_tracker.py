@@ -54,7 +54,11 @@ def start(run):
                   tags=run.tags, workspace=run.workspace, offline=run.offline,
                   settings=dict(run.settings), facts=dict(run.facts), pid=os.getpid(),
                   group=os.getpgrp(), has_torch="torch" in sys.modules)  # fmt: skip
-    return Started(client=service, run="the run", link="https://tracker.example/the-run")
+    return Started(
+        client=service,
+        run="the run",
+        link=os.environ.get("TRACKER_LINK", "https://tracker.example/the-run"),
+    )
 
 
 calls = itertools.count()

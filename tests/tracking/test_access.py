@@ -167,3 +167,44 @@ def test_a_tracker_may_take_its_functions_from_elsewhere(tmp_path, text):
     path = tmp_path / "my.py"
     path.write_text(text)
     check_installed([str(path)])
+
+
+@pytest.mark.parametrize(("tracker", "environment"), [
+    ("wandb", {"WANDB_API_KEY": "", "WANDB_BASE_URL": "http://[::1"}),
+    ("wandb", {"NETRC": "~nosuchuser/.netrc"}),
+    ("mlflow", {"MLFLOW_TRACKING_URI": "http://[bad"}),
+    ("mlflow", {"MLFLOW_TRACKING_URI": "http://me:pa55word@[bad"}),
+    ("comet", {"COMET_CONFIG": "~nosuchuser/c"}),
+])  # fmt: skip
+def test_what_cannot_be_read_at_all_is_a_reason_to_be_offline(home, tracker, environment):
+    found = find_access(tracker, environment, home)
+    assert found.offline
+    assert f"what is set for {tracker} in the environment cannot be used" in found.why
+    assert "pa55word" not in found.why
+
+
+def test_a_netrc_that_is_no_text_is_a_reason_to_be_offline(home):
+    (home / ".netrc").write_bytes(b"machine \xff")
+    assert find_access("wandb", {}, home).offline
+
+
+def test_an_address_that_is_none_does_not_keep_secrets_from_being_found():
+    variables = {"BROKEN_URI": "http://[::1", "STORE_URI": "postgresql://me:pa55word@host/db"}
+    assert secrets_of(variables) == ("pa55word",)
+
+
+def test_a_project_that_the_service_would_refuse_is_refused_wherever_it_comes_from(monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "bad/name")
+    with pytest.raises(UserError, match="WANDB_PROJECT 'bad/name' holds '/'"):
+        check_choice(Settings(track="wandb"))
+    check_choice(Settings(track="wandb", track_project="good"))
+    check_choice(Settings(track="tensorboard"))
+
+
+def test_a_module_whose_package_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no package nosuch here"):
+        check_installed(["nosuch.module"])
+    (tmp_path / "nosuch").mkdir()
+    (tmp_path / "nosuch" / "__init__.py").touch()
+    check_installed(["nosuch.module"])

@@ -142,3 +142,24 @@ def test_settings_become_flat_names_with_plain_values():
     table = {"lr": 0.5, "drop_last": True, "options": {"dims": [4, 2]}, "none": None}
     assert scalars(table) == {"lr": 0.5, "drop_last": True, "options.dims": "[4, 2]"}
     assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a/b/c": 1, "d": 2}
+
+
+def test_a_line_that_is_completed_while_the_file_is_read_counts_once_and_whole(tmp_path):
+    records = execution(0, 9, 99, resumed=False)
+    lines = [json.dumps(record) + "\n" for record in records]
+    whole, rest = "".join(lines[:4]) + lines[4][:9], lines[4][9:] + "".join(lines[5:])
+    path = tmp_path / "events.jsonl"
+    path.write_text(whole)
+    entries, found = Entries(tmp_path), []
+    for piece in entries.read():
+        found += piece
+        with path.open("a") as file:  # the training writes on, before the next look
+            file.write(rest)
+            rest = ""
+    assert not rest
+    assert entries.torn
+    found += all_of(entries)
+    assert [entry.line for entry in found] == list(range(1, len(lines)))
+    assert entries.lines == len(lines)
+    assert entries.damaged == []
+    assert not entries.torn

@@ -369,3 +369,13 @@ def test_a_tracker_named_as_a_module_is_found_from_the_current_folder(tmp_path, 
     train(recipe, "--track", "ours.logs", "--run-dir", run, "--max-steps", "8", folder=tmp_path)
     assert sent(run) == expected(run)
     assert read_json(run / "tracking" / "ours.logs.json")["online"]["finished"]
+
+
+def test_a_password_in_a_trackers_link_is_in_no_file_and_on_no_screen(tmp_path):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    link = {"TRACKER_LINK": "http://me:pa55word@host/the-run"}
+    ranks = train(recipe, "--run-dir", run, *TRACK, "--epochs", "1", folder=tmp_path, **link)
+    assert "http://host/the-run" in ranks.output()
+    assert "http://host/the-run" in send(run, tmp_path, code=2)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in written if b"pa55word" in path.read_bytes()]

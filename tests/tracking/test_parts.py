@@ -1,5 +1,6 @@
 """The small parts of a tracker's process: what it prints, its ledger, its measurements."""
 
+import json
 import subprocess
 import sys
 
@@ -27,9 +28,23 @@ voice.close()
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout == '{"failed": "the … is wrong"}\n'
+    assert json.loads(done.stdout) == {"failed": "the … is wrong"}
     log = (tmp_path / "log").read_text()
     assert sorted(log.splitlines()) == ["early …", "of C: http://host/ …", "of a child: …"]
+
+
+def test_no_secret_hides_behind_quotes_and_none_is_taken_for_a_word_of_ours():
+    program = """
+from samestep.tracking.channel import Voice
+voice = Voice()
+voice.hide(('pä"55word', "offline"))
+voice.tell(failed='no pä"55word', offline=True)
+voice.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == {"failed": "no …", "offline": True}
 
 
 def test_a_tracker_that_prints_nothing_leaves_no_log(tmp_path):

@@ -25,10 +25,13 @@ from samestep.files import write_text
 from samestep.run import Record, Run, names_secret, new_run_path, versions
 from samestep.settings import Settings, as_table
 from samestep.tracking.entries import flatten
+from samestep.tracking.follow import HYPERPARAMETERS
 from samestep.tracking.names import check_choice, check_installed, chosen
 from samestep.tracking.process import Trackers
 
 _OWN = tuple(field.name for field in fields(Settings) if field.name.startswith("track"))
+_OPEN: set[Path] = set()
+"""Run directories that loggers of this process write: locks of files hold between processes."""
 _MOST = 250  # characters of a hyperparameter that is no plain value
 
 
@@ -83,10 +86,15 @@ class TrackerLogger(Logger):
         """
         super().__init__()
         listed = trackers if isinstance(trackers, str) else ",".join(trackers)
+        tags = (tags,) if isinstance(tags, str) else tags
+        for what, part in (("name", name), ("version", "" if version is None else str(version))):
+            if Path(part).is_absolute() or ".." in Path(part).parts:
+                raise UserError(f"TrackerLogger: {what} {part!r} leads out of {save_dir}.")
         try:
             self._settings = Settings(
                 track=listed, track_project=project, track_name=name, track_workspace=workspace,
-                track_tags=",".join(tags) or None, track_offline=offline, track_timeout=timeout_s,
+                track_tags=",".join(tags) or None, track_offline=offline,
+                track_timeout=float(timeout_s),
             )  # fmt: skip
             check_choice(self._settings)
             check_installed(chosen(listed))  # on every rank: if one alone refused, all would wait
@@ -98,7 +106,7 @@ class TrackerLogger(Logger):
         self._run: Run | None = None
         self._trackers: Trackers | None = None
         self._begun = self._failed = self._warned = False
-        self._step = 0
+        self._step = self._ended_at = 0
         self._process = os.getpid()
 
     @property
@@ -134,7 +142,7 @@ class TrackerLogger(Logger):
         self._hyperparameters |= {
             name: _plain(name, value)
             for name, value in flatten(table, by=".").items()
-            if value is not None and name not in _OWN
+            if value is not None
         }
         if self._begun:
             self._write_settings()
@@ -148,6 +156,10 @@ class TrackerLogger(Logger):
         self._step = max(self._step, step)
         if values:
             self._begin()
+            if step < self._ended_at:
+                self._warn(f"this training is at step {step} after one that ended at step "
+                           f"{self._ended_at}, and trackers take each step once, the first. Give "
+                           "each training a TrackerLogger of its own.")  # fmt: skip
             self._record({
                 "event": "metrics", "step": step, "epoch": None if epoch is None else int(epoch),
                 "time": time.time(), "values": values,
@@ -160,6 +172,7 @@ class TrackerLogger(Logger):
             return
         self._begin()
         self._failed = status != "success"
+        self._ended_at = self._step
         self._record({"event": "stop", "step": self._step, "reason": status})
         result = "failed" if self._failed else "completed"
         self._attempt(lambda run: run.write_result({"status": result, "steps": self._step}))
@@ -174,6 +187,7 @@ class TrackerLogger(Logger):
         if run is None or trackers is None or os.getpid() != self._process:
             return
         self._run, self._begun = None, False
+        _OPEN.discard(run.path.resolve())
         atexit.unregister(self.close)
         try:
             trackers.close(failed=self._failed)
@@ -183,6 +197,13 @@ class TrackerLogger(Logger):
     def _open(self) -> Run:
         """Open the run directory, and start the trackers' processes beside what comes."""
         if self._run is None:
+            path = Path(self.log_dir).resolve()
+            if path in _OPEN:
+                raise UserError(
+                    f"TrackerLogger: another one writes {self.log_dir} already; close() it first, "
+                    "or leave `version` out for a directory of its own."
+                )
+            _OPEN.add(path)
             self._run, self._process = Run(Path(self.log_dir)), os.getpid()
             self._trackers = Trackers(
                 self._settings, self._name, self._show, is_main=True, stopped=lambda: False
@@ -206,7 +227,7 @@ class TrackerLogger(Logger):
 
     def _write_settings(self) -> None:
         own = {key: value for key, value in as_table(self._settings).items() if key in _OWN}
-        text = tomli_w.dumps({**self._hyperparameters, **own})
+        text = tomli_w.dumps({**own, HYPERPARAMETERS: self._hyperparameters})
         self._attempt(lambda run: write_text(run.path / "settings.toml", text))
 
     def _record(self, record: Record) -> None:
@@ -219,9 +240,12 @@ class TrackerLogger(Logger):
         try:
             write(self._open())
         except UserError as error:
-            if not self._warned:
-                self._warned = True
-                self._say(f"warning TrackerLogger: {error}")
+            self._warn(str(error))
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._say(f"warning TrackerLogger: {text}")
 
     def _show(self, record: Record) -> None:
         """Show what trackers say, as the screen of `samestep train` does."""

@@ -32,7 +32,7 @@ def main() -> int:
     try:
         order = commands.order()
         voice.hide((*find_access(order.tracker).secrets, *secrets_of(os.environ)))
-        follow(order, commands, voice.tell, voice.log_to, guard)
+        follow(order, commands, voice, guard)
     except UserError as error:
         voice.tell(failed=str(error))
     except BaseException as error:  # whatever a tracker does, here it ends

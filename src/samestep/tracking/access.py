@@ -5,6 +5,7 @@ Only looked at, never kept: a key is read to see that it is there and has the ri
 
 import base64
 import configparser
+import contextlib
 import json
 import netrc
 import os
@@ -40,14 +41,26 @@ def find_access(
     """Return what the environment and the tracker's own configuration say of the way to it."""
     find = {"wandb": _wandb, "comet": _comet, "mlflow": _mlflow, "tensorboard": _tensorboard}
     # expanduser goes by HOME, which may be unset; so may the user's name.
-    return find.get(tracker, _own)(environment, home or Path(os.path.expanduser("~")))  # noqa: PTH111
+    home = home or Path(os.path.expanduser("~"))  # noqa: PTH111
+    try:
+        return find.get(tracker, _own)(environment, home)
+    except (ValueError, RuntimeError, OSError) as error:  # an address or a path that is none
+        why = f"what is set for {tracker} in the environment cannot be used ({error})"
+        return Access(offline=True, why=without_credentials(why))
+
+
+def without_credentials(text: str) -> str:
+    """Return a text whose addresses have no names and passwords: http://me:key@host is http://host."""
+    return re.sub(r"://[^/@\s]+@", "://", text)
 
 
 def secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values of variables that are named like a secret, and passwords in addresses."""
     named = [value for name, value in environment.items() if names_secret(name)]
-    addresses = (urlsplit(value) for name, value in environment.items() if name.endswith("_URI"))
-    named += [address.password for address in addresses if address.password]
+    for name, value in environment.items():
+        if name.endswith("_URI"):
+            with contextlib.suppress(ValueError):  # an address that is none
+                named += [urlsplit(value).password or ""]
     return tuple(value for value in named if len(value) >= 6)  # shorter ones are words of any text
 
 
@@ -176,8 +189,15 @@ def why_unreachable(address: str) -> str | None:
     except requests.exceptions.SSLError:
         return None  # it has answered; whose certificate it takes is the tracker's matter
     except (requests.RequestException, ValueError, OSError) as error:
-        shown = urlsplit(address).hostname or address
+        shown = _host(address)
         slow = isinstance(error, requests.Timeout)
         word = f"no answer in {_LOOK_S:.0f} s" if slow else "no connection"
         return f"{shown} cannot be reached: {word}"
     return None
+
+
+def _host(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or without_credentials(address)
+    except ValueError:
+        return without_credentials(address)

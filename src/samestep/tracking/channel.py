@@ -6,7 +6,6 @@ The training never waits for an answer, and a pipe that closes is news too: the 
 import contextlib
 import json
 import os
-import re
 import selectors
 import sys
 import threading
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from samestep.tracking.access import without_credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,9 @@ class Voice:
 
     def tell(self, **message: Any) -> None:
         """Say something to whoever gave the order, if it is still there."""
-        text = self._scrub(json.dumps(message))
+        # The values, not the text: in JSON a secret may be written otherwise, and keys are ours.
+        hidden = {k: self.scrub(v) if isinstance(v, str) else v for k, v in message.items()}
+        text = json.dumps(hidden)
         with contextlib.suppress(OSError):
             os.write(self._messages, (text + "\n").encode())
 
@@ -144,10 +147,11 @@ class Voice:
         if self._log is None or not self._early:
             return
         with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
-            file.write(self._scrub(self._early))
+            file.write(self.scrub(self._early))
         self._early = ""
 
-    def _scrub(self, text: str) -> str:
+    def scrub(self, text: str) -> str:
+        """Return a text without secrets, and without names and passwords in addresses."""
         for secret in self._secrets:
             text = text.replace(secret, "…")
-        return re.sub(r"://[^/@\s]+@", "://", text)
+        return without_credentials(text)

@@ -24,7 +24,7 @@ def start(run: TrackedRun) -> Started:
     )  # fmt: skip
     client = comet_ml.start(
         online=not run.offline, experiment_key=run.id, workspace=run.workspace,
-        project_name=run.project, mode="get" if run.known else "get_or_create",
+        project_name=run.project, mode="get_or_create",
         experiment_config=config,
     )  # fmt: skip
     if not client.alive:

@@ -54,21 +54,25 @@ class _Lines:
         self._path, self._offset = path, 0
         self.num_read = 0
         self.damaged: list[int] = []
+        self.torn = False
+        """Whether it ended in half a line when it was last read."""
 
     def read(self) -> Iterator[list[tuple[int, Record]]]:
         """Yield what is new, a chunk at a time."""
+        self.torn = False
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                while lines := file.readlines(_CHUNK_BYTES):
+                while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
                     if not lines[-1].endswith(b"\n"):
-                        lines.pop()  # it is being written, or was torn off by a kill
+                        self.torn = True  # it is being written, or was torn off by a kill
+                        lines.pop()  # and is read from its beginning next time
                     chunk = [(n, r) for n, text in enumerate(lines, self.num_read)
                              if (r := self._parse(n, text)) is not None]  # fmt: skip
                     self._offset += sum(map(len, lines))
                     self.num_read += len(lines)
                     yield chunk
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
 
     def _parse(self, number: int, text: bytes) -> Record | None:
@@ -107,6 +111,11 @@ class Entries:
     def damaged(self) -> list[int]:
         """The lines of events.jsonl, from 1, that are no records."""
         return sorted(self._events.damaged)
+
+    @property
+    def torn(self) -> bool:
+        """Whether events.jsonl ended in half a line when it was last read."""
+        return self._events.torn
 
     @property
     def step(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.files import Held, hold, read_object
 from samestep.tracking.access import why_unreachable
-from samestep.tracking.channel import Commands, Order
+from samestep.tracking.channel import Commands, Order, Voice
 from samestep.tracking.contract import Entry, Result, Scalar, Started, TrackedRun
 from samestep.tracking.entries import Entries, scalars
 from samestep.tracking.guard import Guard
@@ -24,7 +24,8 @@ from samestep.tracking.ledger import FOLDER, Account, Ledger, read_ledger, write
 from samestep.tracking.names import PACKAGES
 from samestep.tracking.system import Sampler
 
-Tell = Callable[..., None]
+HYPERPARAMETERS = "hyperparameters"
+"""In settings.toml: the table of those of a script of the user's own, in place of our settings."""
 
 # How often a run that goes on is looked at; its records wait in their file meanwhile.
 _LOOK_EVERY_S = 0.5
@@ -73,8 +74,7 @@ def load_tracker(source: str) -> ModuleType:
     return module
 
 
-def follow(order: Order, commands: Commands, tell: Tell, log: Callable[[Path], None], guard: Guard
-           ) -> None:  # fmt: skip
+def follow(order: Order, commands: Commands, voice: Voice, guard: Guard) -> None:
     """Send a run to its tracker, while it goes on if it does, until its end.
 
     Raises:
@@ -91,17 +91,17 @@ def follow(order: Order, commands: Commands, tell: Tell, log: Callable[[Path], N
     if path is None:
         return
     (path / FOLDER).mkdir(exist_ok=True)
-    log(path / FOLDER / f"{order.name}.log")
+    voice.log_to(path / FOLDER / f"{order.name}.log")
     if why is not None and not order.live:
         raise UserError(f"{why}, and nothing was sent")
     lock = _wait_for_lock(path / FOLDER / f"{order.name}.lock", order.timeout_s)
     try:
         open_run = _start(order, path, module, offline=order.offline or why is not None,
-                          guard=guard)  # fmt: skip
+                          guard=guard, scrub=voice.scrub)  # fmt: skip
         offline = open_run.account is open_run.ledger.offline
-        tell(link=open_run.account.link, offline=offline, why=why)
+        voice.tell(link=open_run.account.link, offline=offline, why=why)
         _follow_to_end(open_run, commands, guard, sampler)
-        tell(done=True, offline=offline)
+        voice.tell(done=True, offline=offline)
     finally:
         lock.close()
 
@@ -118,7 +118,10 @@ def _wait_for_lock(path: Path, patience_s: float) -> Any:
         time.sleep(0.2)  # a lock that another process holds gives no event
 
 
-def _start(order: Order, path: Path, module: ModuleType, *, offline: bool, guard: Guard) -> _Open:
+def _start(
+    order: Order, path: Path, module: ModuleType, *, offline: bool, guard: Guard,
+    scrub: Callable[[str], str],
+) -> _Open:  # fmt: skip
     """Open the run at the tracker, and find out what it has."""
     ledger = read_ledger(path, order.name)
     account = ledger.account(offline=offline)
@@ -134,7 +137,8 @@ def _start(order: Order, path: Path, module: ModuleType, *, offline: bool, guard
     if not isinstance(started, Started):
         raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
     account.run = started.run or ledger.id
-    account.link = started.link or (_shown(folder) if offline else None)
+    link = started.link or (_shown(folder) if offline else None)
+    account.link = None if link is None else scrub(link)
     account.finished = False
     if started.lines is not None:
         account.lines = started.lines
@@ -168,6 +172,8 @@ def _tracked_run(
         settings = tomllib.loads((path / "settings.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         settings = {}  # said by whoever gave the order
+    own = settings.get(HYPERPARAMETERS)  # of a script that is not samestep's
+    settings = own if isinstance(own, dict) else settings
     environment = read_object(path / "environment.json")
     start = first_start(path)
     facts = {key: environment[key] for key in _FACTS if key in environment}
@@ -209,7 +215,7 @@ def _follow_to_end(run: _Open, commands: Commands, guard: Guard, sampler: Sample
         run.module.finish(run.client, _result(run))
     account = run.account
     account.lines, account.system_lines = run.entries.lines, run.entries.system_lines
-    account.finished = True
+    account.finished, account.checkpoints = True, order.checkpoints
     if run.counts_at_end:
         folder = run.path / FOLDER / order.name
         account.files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))

@@ -26,6 +26,8 @@ class Account:
     """How many of system.jsonl."""
     finished: bool = False
     """Whether the tracker closed the run, and so has all of these."""
+    checkpoints: bool = False
+    """Whether the checkpoints were sent with it."""
     files: list[str] = field(default_factory=list)
     """Its files that are whole, where they count only once they are closed."""
 

@@ -1,5 +1,6 @@
 """MLflow: `--track mlflow`, at MLFLOW_TRACKING_URI, or else in an SQLite file of the run's own."""
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
@@ -32,24 +34,45 @@ def start(run: TrackedRun) -> Started:
             (run.folder / "mlflow.db").unlink(missing_ok=True)
         _write_fast()
     store = MlflowClient(uri)
-    experiment = store.get_experiment_by_name(run.project)
-    number = experiment.experiment_id if experiment else store.create_experiment(run.project, place)
-    found = store.search_runs([number], f"tags.`samestep.id` = '{run.id}'")
-    began = int(run.started_at * 1000)
-    known = found[0] if found else store.create_run(number, began, run_name=run.name)
-    identifier = known.info.run_id
+    known = _find(store, run)
+    lines = None
+    if known is None:
+        experiment = store.get_experiment_by_name(run.project)
+        number = (experiment.experiment_id if experiment
+                  else store.create_experiment(run.project, place))  # fmt: skip
+        known = store.create_run(number, int(run.started_at * 1000), run_name=run.name)
+        lines = 0  # whatever another server has of it, this one has nothing
+    identifier, number = known.info.run_id, known.info.experiment_id
     tags = {"samestep.id": run.id} | ({"tags": ", ".join(run.tags)} if run.tags else {})
     tags |= {f"facts.{key}": str(value) for key, value in run.facts.items()}
     # A parameter cannot change; a setting that did, when the run was resumed, becomes a tag.
     tags |= {f"resumed.{key}": str(value) for key, value in run.settings.items()
-             if known.data.params.get(key, str(value)) != str(value)}  # fmt: skip
-    new = [Param(k, str(v)) for k, v in run.settings.items() if k not in known.data.params]
+             if known.data.params.get(_name(key), str(value)) != str(value)}  # fmt: skip
+    new = [Param(_name(k), str(v)) for k, v in run.settings.items()
+           if _name(k) not in known.data.params]  # fmt: skip
     for first in range(0, max(len(new), 1), _MOST):
         store.log_batch(identifier, params=new[first : first + _MOST])
-    store.log_batch(identifier, tags=[RunTag(*item) for item in tags.items()])
+    store.log_batch(identifier, tags=[RunTag(_name(k), v) for k, v in tags.items()])
     store.update_run(identifier, status="RUNNING")
     link = f"{uri.rstrip('/')}/#/experiments/{number}/runs/{identifier}" if "http" in uri else uri
-    return Started(client=_Client(store, identifier), run=identifier, link=link)
+    return Started(client=_Client(store, identifier), run=identifier, link=link, lines=lines)
+
+
+def _find(store: MlflowClient, run: TrackedRun) -> Run | None:
+    """Return the run as it was left, whichever experiment it is in; None if it is not here."""
+    if run.known is not None:
+        with contextlib.suppress(MlflowException):
+            return store.get_run(run.known)
+    experiment = store.get_experiment_by_name(run.project)
+    if experiment is None:
+        return None
+    found = store.search_runs([experiment.experiment_id], f"tags.`samestep.id` = '{run.id}'")
+    return found[0] if found else None
+
+
+def _name(text: str) -> str:
+    """Return a name as MLflow takes it."""
+    return re.sub(r"[^/\w.\- ]", "_", text)
 
 
 def record(client: _Client, entries: Sequence[Entry]) -> None:
@@ -58,7 +81,7 @@ def record(client: _Client, entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
             client.store.log_artifact(client.run, str(entry.file), "checkpoints")
-        metrics += [Metric(re.sub(r"[^/\w.\- ]", "_", key), value, int(entry.time * 1000), entry.at)
+        metrics += [Metric(_name(key), value, int(entry.time * 1000), entry.at)
                     for key, value in entry.values.items()]  # fmt: skip
     for first in range(0, len(metrics), 1000):
         client.store.log_batch(client.run, metrics=metrics[first : first + 1000])
@@ -66,7 +89,7 @@ def record(client: _Client, entries: Sequence[Entry]) -> None:
 
 def finish(client: _Client, result: Result) -> None:
     """Log the result as tags, and close the run."""
-    tags = [RunTag(f"result.{key}", str(value)) for key, value in result.values.items()]
+    tags = [RunTag(_name(f"result.{key}"), str(value)) for key, value in result.values.items()]
     client.store.log_batch(client.run, tags=tags)
     status = {"completed": "FINISHED", "failed": "FAILED"}.get(result.status, "KILLED")
     client.store.set_terminated(client.run, status)

@@ -3,7 +3,10 @@
 import ast
 import difflib
 import importlib.util
+import os
 import re
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from samestep.errors import UserError
@@ -16,6 +19,11 @@ PACKAGES = {
     "wandb": "wandb",
 }
 """The trackers that come with samestep, and the package that each needs."""
+
+PROJECT_VARIABLES = {
+    "comet": "COMET_PROJECT_NAME", "mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT",
+}  # fmt: skip
+"""The trackers' own variables that name a project, where no flag does."""
 
 _FUNCTIONS = ("start", "record", "finish")
 _MAX_NAME = 128  # of W&B; MLflow takes 500
@@ -57,6 +65,9 @@ def check_choice(settings: Settings) -> None:
     if twice:
         raise UserError(f"--track {settings.track} names {min(twice)} twice: name it once.")
     _check_name("--track-project", settings.track_project, _NOT_IN_PROJECTS)
+    for variable in (PROJECT_VARIABLES[t] for t in trackers if t in PROJECT_VARIABLES):
+        if settings.track_project is None:
+            _check_name(variable, os.environ.get(variable) or None, _NOT_IN_PROJECTS)
     _check_name("--track-name", settings.track_name)
     _check_name("--track-workspace", settings.track_workspace, _NOT_IN_PROJECTS)
     for tag in split(settings.track_tags):
@@ -79,6 +90,8 @@ def check_installed(trackers: list[str]) -> None:
             )
         if _is_file(tracker):
             _check_file(Path(tracker))
+        elif package is None:
+            _check_module(tracker)
 
 
 def _is_file(tracker: str) -> bool:
@@ -115,6 +128,16 @@ def _check_name(flag: str, name: str | None, refused: str = "") -> None:
             f"{flag} {name!r} {what}; trackers refuse that. Take 1 to {_MAX_NAME} characters"
             + (f" and none of {' '.join(refused)}" if refused else "")
             + "."
+        )
+
+
+def _check_module(module: str) -> None:
+    """Check that the package of a tracker's module is there: the training does not import it."""
+    package = module.partition(".")[0]
+    if PathFinder.find_spec(package, [*sys.path, str(Path.cwd())]) is None:
+        raise UserError(
+            f"--track {module}: there is no package {package} here. A tracker of your own is a "
+            "file (my_tracker.py), or a module that can be imported from this folder."
         )
 
 

@@ -22,15 +22,18 @@ from samestep.settings import Settings
 from samestep.tracking.access import Access, find_access
 from samestep.tracking.channel import Order, wait_for
 from samestep.tracking.guard import end_descendants
-from samestep.tracking.names import chosen, default_project, short_name, split
+from samestep.tracking.names import (
+    PROJECT_VARIABLES,
+    chosen,
+    default_project,
+    short_name,
+    split,
+)
 
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop."""
 _ASK_EVERY_S = 0.1
 _REAP_S = 0.5
-_PROJECT = {
-    "comet": "COMET_PROJECT_NAME", "mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT",
-}  # fmt: skip
 _LOCAL = ("mlflow", "tensorboard")  # their files are all that is needed to look at them
 
 # -P: nothing in the user's folder may pose as a package.
@@ -49,6 +52,8 @@ class Tracker:
         self.name, self.source = order.name, source
         self.link: str | None = None
         self.offline = order.offline
+        self.has_server = order.name not in _LOCAL or order.address is not None
+        """Whether there is another place than its files, so that these are to be sent."""
         self.failed: str | None = None
         self.done = False
         self._buffer = b""
@@ -146,7 +151,7 @@ def make_order(
         tracker=str(Path(tracker).resolve()) if tracker.endswith(".py") else tracker,
         name=short_name(tracker),
         project=settings.track_project
-        or os.environ.get(_PROJECT.get(tracker, ""))
+        or os.environ.get(PROJECT_VARIABLES.get(tracker, ""))
         or default_project(project),
         run_name=settings.track_name,
         workspace=settings.track_workspace,
@@ -247,7 +252,7 @@ class Trackers:
         for message in tracker.heard():
             if message.get("link"):
                 why = f" ({message['why']})" if message.get("why") else ""
-                offline = "offline: " if message["offline"] and tracker.name not in _LOCAL else ""
+                offline = "offline: " if message.get("offline") and tracker.has_server else ""
                 self._say(tracker.name, "link", f"{offline}{message['link']}{why}")
             if "failed" in message:
                 self._warn(tracker)
@@ -261,7 +266,7 @@ class Trackers:
 
     def _say_what_is_left(self) -> None:
         """Say how what lies in files is sent; of those that failed it was said."""
-        local = [t for t in self._trackers if t.done and t.offline and t.name not in _LOCAL]
+        local = [t for t in self._trackers if t.done and t.offline and t.has_server]
         if local:
             names = " and ".join(t.name for t in local)
             self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")

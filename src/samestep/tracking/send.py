@@ -47,15 +47,19 @@ def send_run(run: Path, overrides: dict[str, object], say: Callable[[str], None]
         raise UserError(f"There is no directory {run}. Give the directory of a run: runs/ID.")
     settings, recipe = _settings_of(run, overrides, say)
     trackers = chosen(settings.track)
+    if not trackers:
+        raise UserError(
+            f"--to {settings.track} names no tracker: comet, mlflow, tensorboard, wandb."
+        )
     check_choice(settings)
     check_installed(trackers)
-    entries = Entries(run)
-    for _ in entries.read():
-        pass
-    if entries.lines == len(entries.damaged):
-        raise UserError(f"{run / 'events.jsonl'} has no records, so there is nothing to send.")
-    _say_what_is_amiss(run, entries, say)
     with lock_run(run):  # a training that goes on is followed by its own trackers
+        entries = Entries(run)
+        for _ in entries.read():
+            pass
+        if entries.lines == len(entries.damaged):
+            raise UserError(f"{run / 'events.jsonl'} has no records, so there is nothing to send.")
+        _say_what_is_amiss(run, entries, say)
         orders = [_order(run, settings, tracker, recipe, entries.lines) for tracker in trackers]
         return [_send(run, order) for order in orders]
 
@@ -75,14 +79,18 @@ def _settings_of(
     except msgspec.ValidationError as error:
         say(f"{run / 'settings.toml'}: {error}: what it says of trackers does not count.")
         settings = msgspec.convert(overrides, Settings)
-    return settings, Path(str(table.get("recipe") or "samestep")).stem
+    return settings, Path(str(table.get("recipe") or settings.track_name or "samestep")).stem
 
 
 def _say_what_is_amiss(run: Path, entries: Entries, say: Callable[[str], None]) -> None:
     events = run / "events.jsonl"
     if entries.damaged:
         lines = ", ".join(map(str, entries.damaged))
-        say(f"{events}: line {lines} cannot be read and is left out.")
+        several = len(entries.damaged) > 1
+        say(f"{events}: line{'s' * several} {lines} cannot be read and "
+            f"{'are' if several else 'is'} left out.")  # fmt: skip
+    if entries.torn:
+        say(f"{events}: its last line is half-written and is left out.")
     for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
         path = run / name
         try:
@@ -105,6 +113,8 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
         where = f" at {account.link}" if account.link else ""
         hint = " Set MLFLOW_TRACKING_URI to send it to a server." if (
             name == "mlflow" and order.offline) else ""  # fmt: skip
+        if settings.track_checkpoints and not account.checkpoints:
+            hint += " Checkpoints go with a run or not at all: they cannot be added."
         raise UserError(
             f"{name} has all of {run} already{where}; it is not sent a second time.{hint}"
         )

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import wandb
@@ -12,7 +14,14 @@ from samestep.tracking.contract import Entry, Result, Started, TrackedRun
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
 
-_drawn_over_steps: set[str] = set()
+
+@dataclass
+class _Client:
+    run: Any
+    measures: bool
+    """Whether W&B measures the machine by itself, as it can while a training goes on."""
+    drawn_over_steps: set[str] = field(default_factory=set)
+    system: dict[str, list[float]] = field(default_factory=dict)
 
 
 def start(run: TrackedRun) -> Started:
@@ -49,34 +58,43 @@ def start(run: TrackedRun) -> Started:
         client.define_metric(f"{series}/*", step_metric="step")
     # The server knows how far it has come, also after a kill; our lines are its steps.
     lines = None if run.offline else client.starting_step
-    return Started(client=client, run=run.id, link=None if run.offline else client.url, lines=lines)
+    return Started(client=_Client(client, measures=run.pid is not None), run=run.id,
+                   link=None if run.offline else client.url, lines=lines)  # fmt: skip
 
 
-def record(client: Any, entries: Sequence[Entry]) -> None:
-    """Log a row an entry; of the machine W&B has its own measurements."""
+def record(client: _Client, entries: Sequence[Entry]) -> None:
+    """Log a row an entry, but for the machine: a row has a line of events.jsonl as its number."""
+    run = client.run
     for entry in entries:
-        if entry.file is not None and entry.file.is_file():
-            client.log_artifact(str(entry.file), name=f"checkpoint-{client.id}", type="model")
-        elif entry.values and entry.event != "system":
+        if entry.event == "system":
+            for name, value in entry.values.items():
+                client.system.setdefault(name, []).append(value)
+        elif entry.file is not None and entry.file.is_file():
+            run.log_artifact(str(entry.file), name=f"checkpoint-{run.id}", type="model")
+        elif entry.values:
             if entry.event == "metrics":
                 _draw_over_steps(client, entry)
             place = {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
-            client.log({**entry.values, **place}, step=entry.line)
+            run.log({**entry.values, **place}, step=entry.line)
 
 
-def _draw_over_steps(client: Any, entry: Entry) -> None:
+def _draw_over_steps(client: _Client, entry: Entry) -> None:
     """Name the axis of metrics that no pattern of ours covers, each once."""
-    for name in entry.values.keys() - _drawn_over_steps:
+    for name in entry.values.keys() - client.drawn_over_steps:
         if "*" not in name:  # to W&B it would be a pattern
-            client.define_metric(name, step_metric="step")
-        _drawn_over_steps.add(name)
+            client.run.define_metric(name, step_metric="step")
+        client.drawn_over_steps.add(name)
 
 
-def finish(client: Any, result: Result) -> None:
+def finish(client: _Client, result: Result) -> None:
     """Write the result into the summary, and wait until all has arrived."""
-    client.summary.update({f"result.{key}": value for key, value in result.values.items()})
-    log = Path(client.settings.log_internal)
-    client.finish(exit_code=0 if result.status in ("completed", "stopped") else 1)
+    run = client.run
+    run.summary.update({f"result.{key}": value for key, value in result.values.items()})
+    if not client.measures:
+        for name, values in client.system.items():
+            run.summary.update({f"{name}.mean": fmean(values), f"{name}.max": max(values)})
+    log = Path(run.settings.log_internal)
+    run.finish(exit_code=0 if result.status in ("completed", "stopped") else 1)
     # Where the server refused the records (403), this returns all the same; only the log says it.
     if log.is_file() and b"fatal error" in log.read_bytes():
         raise ConnectionError(f"W&B has not taken all records, see {log}")

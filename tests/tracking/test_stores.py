@@ -1,0 +1,77 @@
+"""What the trackers' real clients make of settings, projects and machines that are not usual."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samestep.tracking.contract import Entry, Result, TrackedRun
+from tests.tracking import readers
+
+pytestmark = [
+    pytest.mark.xdist_group("trackers"),
+    pytest.mark.filterwarnings("ignore"),  # the clients' own, in a process that makes them errors
+]
+
+
+def tracked_run(path: Path, tracker: str, **more) -> TrackedRun:
+    folder = path / "tracking" / tracker
+    folder.mkdir(parents=True, exist_ok=True)
+    usual = {
+        "path": path, "folder": folder, "id": "a" * 32, "known": None, "offline": True,
+        "project": "one", "name": "run", "workspace": None, "tags": (), "settings": {},
+        "facts": {}, "started_at": 1.0, "timeout_s": 60.0, "pid": None,
+    }  # fmt: skip
+    return TrackedRun(**{**usual, **more})
+
+
+def entry(event, line, **values) -> Entry:
+    return Entry(event=event, axis="step", step=line, epoch=None, time=1.0 + line, values=values,
+                 line=line)  # fmt: skip
+
+
+DONE = Result(status="completed", values={"test.accuracy [%]": 0.5})
+
+
+def test_mlflow_takes_any_name_and_keeps_a_run_where_it_is_when_the_project_changes(tmp_path):
+    from samestep.tracking import mlflow
+
+    first = mlflow.start(tracked_run(tmp_path, "mlflow", settings={"lr[0]": 1}))
+    mlflow.record(first.client, [entry("metrics", 1, **{"a:b*": 0.5})])
+    mlflow.finish(first.client, DONE)
+    assert first.lines == 0, "this store has nothing of it yet"
+    again = mlflow.start(tracked_run(tmp_path, "mlflow", settings={"lr[0]": 2},
+                                     project="two", known=first.run))  # fmt: skip
+    mlflow.finish(again.client, DONE)
+    assert (again.run, again.lines) == (first.run, None)
+    store = readers.mlflow_store(tmp_path)
+    found = store.get_run(first.run)
+    assert found.data.params == {"lr_0_": "1"}
+    assert found.data.tags["resumed.lr_0_"] == "2"
+    assert found.data.metrics == {"a_b_": 0.5}
+    assert store.get_experiment_by_name("two") is None
+
+
+def test_mlflow_begins_anew_where_another_store_does_not_know_the_run(tmp_path):
+    from samestep.tracking import mlflow
+
+    started = mlflow.start(tracked_run(tmp_path, "mlflow", known="0" * 32))
+    assert started.run != "0" * 32
+    assert started.lines == 0
+
+
+def test_wandb_has_the_machine_of_a_run_that_is_sent_later_in_its_summary(tmp_path):
+    from samestep.tracking import wandb
+
+    client = wandb.start(tracked_run(tmp_path, "wandb")).client
+    wandb.record(client, [entry("step", 1, **{"train/loss": 1.0})])
+    for busy in (20.0, 40.0):
+        wandb.record(client, [entry("system", -1, **{"system/cpu_percent": busy})])
+    wandb.finish(client, DONE)
+    records = [r for _, r in readers.wandb_records(tmp_path)]
+    summary = {u.key or u.nested_key[0]: json.loads(u.value_json)
+               for r in records if r.HasField("summary") for u in r.summary.update}  # fmt: skip
+    print("KINDS", [r.WhichOneof("record_type") for r in records], sorted(tmp_path.rglob("*")))
+    assert summary["system/cpu_percent.mean"] == 30.0
+    assert summary["system/cpu_percent.max"] == 40.0
+    assert [row["_step"] for row in readers.wandb_rows(tmp_path)] == [1]
