@@ -71,7 +71,6 @@ def test_wandb_has_the_machine_of_a_run_that_is_sent_later_in_its_summary(tmp_pa
     records = [r for _, r in readers.wandb_records(tmp_path)]
     summary = {u.key or u.nested_key[0]: json.loads(u.value_json)
                for r in records if r.HasField("summary") for u in r.summary.update}  # fmt: skip
-    print("KINDS", [r.WhichOneof("record_type") for r in records], sorted(tmp_path.rglob("*")))
     assert summary["system/cpu_percent.mean"] == 30.0
     assert summary["system/cpu_percent.max"] == 40.0
     assert [row["_step"] for row in readers.wandb_rows(tmp_path)] == [1]

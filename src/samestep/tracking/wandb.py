@@ -95,6 +95,7 @@ def finish(client: _Client, result: Result) -> None:
             run.summary.update({f"{name}.mean": fmean(values), f"{name}.max": max(values)})
     log = Path(run.settings.log_internal)
     run.finish(exit_code=0 if result.status in ("completed", "stopped") else 1)
+    wandb.teardown()  # its service may still be writing; only its end says that all is on disk
     # Where the server refused the records (403), this returns all the same; only the log says it.
     if log.is_file() and b"fatal error" in log.read_bytes():
         raise ConnectionError(f"W&B has not taken all records, see {log}")
