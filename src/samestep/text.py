@@ -1,7 +1,7 @@
 """Words and lines of what is shown to people."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 
 def count(number: int, noun: str) -> str:
@@ -9,10 +9,12 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(numbers: Sequence[int]) -> str:
-    """Return numbers as a sentence has them: 1, 2 and 3."""
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}" if most else last
+def ranks(sizes: Iterable[int]) -> str:
+    """Return numbers of ranks as a sentence has them, at least one: 1 rank; 1, 2 and 3 ranks."""
+    sizes = list(sizes)
+    *most, last = map(str, sizes)
+    text = f"{', '.join(most)} and {last}" if most else last
+    return f"{text} rank{'' if sizes == [1] else 's'}"
 
 
 def wrapped(text: str, indent: str = "", width: int = 80) -> Iterator[str]:

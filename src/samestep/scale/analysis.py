@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.scale.study import Measured, Measurement, Mode, Segment, Setup, Study
-from samestep.text import count, listed
+from samestep.text import count
+from samestep.text import ranks as ranks_in_words
 
 DRAWS = 1000
 BUSY = 0.3
@@ -159,7 +160,7 @@ def warnings(found: Sequence[Measured], busy: float = 0.0) -> list[str]:
         ranks = sorted({one.setup.ranks for one in crowded})
         cores = crowded[0].rounds[0].cores
         said.append(
-            f"{listed(ranks)} ranks share {count(cores, 'usable core')}: they take "
+            f"{ranks_in_words(ranks)} share {count(cores, 'usable core')}: they take "
             "turns, so this measures the machine's limit and not how the training scales."
         )
     if busy > BUSY:
@@ -173,12 +174,12 @@ def warnings(found: Sequence[Measured], busy: float = 0.0) -> list[str]:
         first = found[0].setup.ranks
         said.append(
             f"{count(first, 'rank')} computed on {base.threads} threads each and "
-            f"{listed(fewer)} ranks on fewer: the smallest number already uses several cores. "
+            f"{ranks_in_words(fewer)} on fewer: the smallest number already uses several cores. "
             "--threads 1 compares core by core."
         )
     shared = sorted({o.setup.ranks for o in found if o.rounds[0].sharing_gpu})
     if shared:
-        said.append(f"Of {listed(shared)} ranks, some share a GPU: they take turns on it.")
+        said.append(f"Of {ranks_in_words(shared)}, some share a GPU: they take turns on it.")
     return said
 
 

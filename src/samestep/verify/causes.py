@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from samestep.text import count
 from samestep.verify.check import Evidence
 from samestep.verify.compare import Difference
 from samestep.verify.told import Failure
-from samestep.verify.words import counted
 
 BATCHNORM = "BatchNorm statistics per rank"
 DROPOUT = "dropout"
@@ -84,7 +84,7 @@ def of_failure(evidence: Evidence, failure: Failure | None, message: str) -> Cau
     at_uneven = failure is not None and failure.step == cut.uneven_step
     if at_uneven or cut.rest in evidence.facts.failed_sizes:
         full = cut.global_batch
-        return last_batch(cut.rest, f"it fails with {counted(cut.rest, 'sample')}, {full} work")
+        return last_batch(cut.rest, f"it fails with {count(cut.rest, 'sample')}, {full} work")
     return None
 
 
@@ -200,7 +200,7 @@ def last_batch(rest: int, why: str) -> Cause:
     """What works with full batches alone."""
     return Cause(
         LAST_BATCH,
-        f"The last batch of an epoch has {counted(rest, 'sample')} here: {why}.",
+        f"The last batch of an epoch has {count(rest, 'sample')} here: {why}.",
         "Take the number of samples from the batch (len(inputs)), or leave the last one out: "
         "--drop-last.",
     )

@@ -1,5 +1,6 @@
 """From the evidence to the rows of the table."""
 
+from samestep.text import count, ranks
 from samestep.verify import causes
 from samestep.verify.causes import Cause
 from samestep.verify.check import Check, Evidence
@@ -16,7 +17,6 @@ from samestep.verify.situations import (
 )
 from samestep.verify.told import Failure
 from samestep.verify.trace import Trace
-from samestep.verify.words import counted, ranks
 
 
 def judge(evidence: Evidence) -> list[Check]:
@@ -37,7 +37,7 @@ def judge(evidence: Evidence) -> list[Check]:
 
 def _one_process(evidence: Evidence) -> Check:
     cut, reference = evidence.facts.cut, evidence.reference
-    compared = f"{cut.steps} steps of {counted(cut.global_batch, 'sample')}"
+    compared = f"{cut.steps} steps of {count(cut.global_batch, 'sample')}"
     if reference is None or _died(evidence, 0):
         return _failed_start("one process", compared, evidence, 0)
     first, last = reference.losses[1], reference.losses[cut.steps]

@@ -1,13 +1,13 @@
 """A row for each thing that may make ranks differ: whether this recipe does it."""
 
 from samestep.recipe import Accepted
+from samestep.text import count
 from samestep.verify import causes
 from samestep.verify.causes import Cause
 from samestep.verify.check import Check, Evidence, Status
 from samestep.verify.compare import Difference, same_samples
 from samestep.verify.hold import Kind
 from samestep.verify.situations import FREE, MAIN, Start
-from samestep.verify.words import counted
 
 
 def cause_checks(evidence: Evidence) -> list[Check]:
@@ -172,7 +172,7 @@ def _last_batch(evidence: Evidence) -> Check:
     cut, loss = facts.cut, facts.loss
     if cut.uneven_step is None:
         return Check(name=name, status="skipped", compared="--drop-last leaves none")
-    compared = f"{counted(cut.rest, 'sample')} in step {cut.uneven_step}"
+    compared = f"{count(cut.rest, 'sample')} in step {cut.uneven_step}"
     if cut.rest in facts.failed_sizes:
         why = f"it fails: {facts.failed_sizes[cut.rest]}"
         return _found(evidence, name, compared, causes.last_batch(cut.rest, why))

@@ -2,11 +2,11 @@
 
 from collections import Counter
 
+from samestep.text import count
 from samestep.verify import causes
 from samestep.verify.check import Check, Evidence
 from samestep.verify.compare import Difference, evaluations_apart
 from samestep.verify.situations import MAIN
-from samestep.verify.words import counted
 
 ONE_WRITER = "one writer"
 """The row that says nothing of the training itself."""
@@ -22,7 +22,7 @@ def _evaluation(evidence: Evidence) -> Check:
     reference, facts = evidence.reference, evidence.facts
     assert reference is not None
     wanted = Counter(reference.evaluated)
-    samples = counted(len(reference.evaluated), f"{facts.evaluates} sample")
+    samples = count(len(reference.evaluated), f"{facts.evaluates} sample")
     compared = f"each of {samples} once"
     if facts.unsteady == "dataset":
         return Check(name="evaluation", status="skipped", compared="samples change when read")
@@ -99,7 +99,7 @@ def _written_by_several(evidence: Evidence) -> dict[str, str]:
     for ranks in evidence.told.values():
         writers = Counter(path for told in ranks for path in told.written)
         lines = {path: line for told in ranks for path, line in told.written.items()}
-        written |= {path: lines[path] for path, count in writers.items() if count > 1}
+        written |= {path: lines[path] for path, times in writers.items() if times > 1}
     return written
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from samestep.errors import UserError
-from samestep.verify.words import counted, ranks
+from samestep.text import count, ranks
 
 _SMALLEST_BATCH = 8
 _SMALLEST_REST = 5
@@ -77,7 +77,7 @@ def choose_cut(
                 drop_last=drop_last, num_evaluated=evaluated, ranks=top,
             )  # fmt: skip
     raise UserError(
-        f"{counted(num_samples, 'training sample')} "
+        f"{count(num_samples, 'training sample')} "
         f"{'is' if num_samples == 1 else 'are'} too few to compare {ranks(sizes)}: {needed} "
         "are needed, a full batch and an incomplete one. Take more data"
         f"{_way_out(num_samples, sizes, batch)}."

@@ -9,10 +9,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from samestep.text import count, ranks
 from samestep.verify.check import Check
 from samestep.verify.checks_of_ranks import ONE_WRITER
 from samestep.verify.verification import Report
-from samestep.verify.words import counted, ranks
 
 _COLOURS = {
     "same": "green", "accepted": "green", "note": "yellow", "skipped": "dim",
@@ -25,8 +25,8 @@ def show(report: Report, console: Console) -> None:
     """Print what was run, the table, and one sentence."""
     facts, cut = report.facts, report.facts.cut
     ran = (
-        f"{cut.steps} steps of {counted(cut.global_batch, 'sample')} (the last of an epoch: "
-        f"{cut.rest}), {cut.num_samples} of {counted(facts.num_samples, 'training sample')}, "
+        f"{cut.steps} steps of {count(cut.global_batch, 'sample')} (the last of an epoch: "
+        f"{cut.rest}), {cut.num_samples} of {count(facts.num_samples, 'training sample')}, "
         f"on {ranks(report.sizes)}, {' and '.join(report.precisions)}"
     )
     console.print(Text(f"verified   {report.recipe}", style="bold"))

@@ -16,13 +16,13 @@ from samestep.errors import UserError
 from samestep.files import write_text
 from samestep.ranks import Ended
 from samestep.recipe import Accepted
+from samestep.text import count
 from samestep.verify.check import Check, Evidence
 from samestep.verify.checks import judge
 from samestep.verify.facts import Facts, read_facts
 from samestep.verify.situations import MAIN, Start, plan_starts
 from samestep.verify.told import Order, folder_of, read_told
 from samestep.verify.trace import load_trace
-from samestep.verify.words import counted
 
 ORDER_FILE = "SAMESTEP_VERIFY"
 """Set, in the ranks that are started here, to the file that says what they do."""
@@ -82,7 +82,7 @@ def verify(
     try:
         ended: dict[int, str] = {}
         for start in starts:
-            tell(f"{counted(start.world_size, 'rank')} "
+            tell(f"{count(start.world_size, 'rank')} "
                  f"({start.place + 1} of {len(starts)} starts)")  # fmt: skip
             failure = _run(start, replace(order, start=start), folder, launch)
             if failure is not None:
