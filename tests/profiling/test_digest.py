@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from samestep.profiling.digest import digest
 from samestep.profiling.events import COLLATE, own_times, phases_of
-from samestep.profiling.intervals import common, gaps, length, union, without
+from samestep.profiling.intervals import common, gaps, length, lengths_in, union, without
 from samestep.profiling.tracing import memory_timeline, peak_memory
 
 STEP_US = 1000
@@ -164,6 +164,27 @@ def test_intervals_are_sets_of_moments(one, other):
     assert points(common(first, second)) == points(one) & points(other)
     assert points(without(first, second)) == points(one) - points(other)
     assert points(gaps(first, (0, 60))) == set(range(60)) - points(one)
+    shared = [len(points([window]) & points(other)) for window in first]
+    assert lengths_in(first, second) == shared
+
+
+class Counted(list):
+    """A list that counts how often it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place):
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("of_each", [without, lengths_in])
+def test_the_trace_of_a_whole_epoch_is_looked_through_once(of_each):
+    """One that is looked through for every call in it seems to hang."""
+    spans = Counted((float(begin), begin + 0.5) for begin in range(1000))
+    windows = [(float(begin), begin + 1.0) for begin in range(1000)]
+    assert len(of_each(windows, spans)) == 1000
+    assert spans.looks < 10_000
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=12))

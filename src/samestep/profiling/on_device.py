@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from samestep.profiling.events import Event, communicates, multiplies, span
-from samestep.profiling.intervals import Interval, common, length, union, without
+from samestep.profiling.intervals import Interval, common, length, lengths_in, union, without
 from samestep.profiling.on_host import Split
 
 _WORK = ("kernel", "gpu_memset", "gpu_memcpy")
@@ -36,7 +36,8 @@ def split_device(
     syncs = union(span(e) for e in events
                   if e.get("cat") == "cuda_runtime" and _WAITS.match(e["name"]))  # fmt: skip
     # The device runs dry while the host waits for it, and idles until the host has caught up.
-    drained = [gap for gap in idle if common(syncs, [gap])]
+    waited = lengths_in(idle, syncs)
+    drained = [gap for gap, seconds in zip(idle, waited, strict=True) if seconds > 0]
     matmul = length(common(arithmetic, [window]))
     split = Split(
         matmul=matmul / steps,

@@ -21,7 +21,7 @@ from samestep.profiling.events import (
     steps_of,
     works,
 )
-from samestep.profiling.intervals import Interval, common, length, union, without
+from samestep.profiling.intervals import Interval, common, lengths_in, union, without
 
 _CHAIN = 25
 """So few calls, nested ones too, lie between two reads of numbers in a loop that does no more."""
@@ -51,12 +51,14 @@ class Split:
 def split_host(events: Sequence[Event], compute: list[Interval]) -> Split:
     """Split what was computed in some intervals by calls of the host."""
     host = Where(compute).among(calls(events))
-    steps = [step for step in steps_of(events) if common(compute, [step])]
+    every = steps_of(events)
+    computed = lengths_in(every, compute)
+    steps = [step for step, length in zip(every, computed, strict=True) if length > 0]
     steps = steps or [(compute[0][0], compute[-1][1])]
     where, number = Where(steps), len(steps)
     chains = common(union(_chains(host, where)), compute)
     rest = without(compute, chains)
-    result = Split(sync=median(length(common(chains, [step])) for step in steps))
+    result = Split(sync=median(lengths_in(steps, chains)))
     least = _NO_WORK_FLOORS * _floor(events)
     beyond, below = _Repeated(number), _Repeated(number)
     reading = Where(chains)
