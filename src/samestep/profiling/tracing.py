@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from samestep.profiling.measured import Operations
 from samestep.training.phases import Phases
 
 _FLOOR_OPERATIONS = 200
+_MANY_STEPS = 200
+"""To read the trace of so many takes seconds in which nothing else is to be seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,9 @@ class Tracer:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, profile_memory=True, acc_events=True)
+        # Not with acc_events: PyTorch would make Python objects of all events, for longer than all
+        # the rest takes.
+        self._profile = profile(activities=activities, profile_memory=True)
         self.steps = 0
         """Steps traced so far."""
 
@@ -83,6 +88,8 @@ class Tracer:
         Raises:
             UserError: one of them could not be written; no part of it is left.
         """
+        if self.steps >= _MANY_STEPS:
+            sys.stderr.write(f"Reading the trace of {self.steps:,} steps.\n")
         events = self.save(folder / f"trace_{name}.json.gz")
         rows = memory_timeline(events)
         save_memory(folder / f"memory_{name}.csv", rows)
