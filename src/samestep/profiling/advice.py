@@ -56,7 +56,10 @@ def _input_why(seconds: float, measured: Measured) -> str:
 
 def _input_change(seconds: float, measured: Measured) -> str:
     if measured.worker_start > seconds / 2:
-        return "Keep the workers between epochs: DataLoader(…, persistent_workers=True)."
+        return (
+            "Keep the workers between epochs: build the DataLoader once, with "
+            "persistent_workers=True."
+        )
     if measured.in_memory:
         return "Make transform and augment cheaper: they get a batch, so need no loop over samples."
     free = measured.cores // measured.local_ranks

@@ -43,7 +43,9 @@ class Hooks:
         self.batches = 0
         """Batches that the training has read."""
         self._several = several
-        self._epochs = 1
+        self.epochs = 0
+        """Epochs that have begun: the times that the training began to read from its loader."""
+        self._epoch_step = 0
         self._latest: DataLoader[Any] | None = None
         self._evaluating = False
         self._eval_mode = False
@@ -91,9 +93,10 @@ class Hooks:
 
     def _around_iter(self, original: Callable[..., Any], loader: Any) -> Any:
         self._begin_reading()
-        if loader is self.loader:
-            self._epochs += 1
-            self.on_epoch(self._epochs)
+        if self._is_for_training(loader):
+            self.loader = loader
+            if self.steps > self._epoch_step:  # else it reads from two at once
+                self._begin_epoch()
         starts = loader.num_workers > 0 and loader._iterator is None  # noqa: SLF001 - as it asks
         iterator = original(loader)
         self._end_reading("workers" if starts else "data")
@@ -102,6 +105,17 @@ class Hooks:
         if fetcher is not None:
             fetcher.collate_fn = _in_range(COLLATE, fetcher.collate_fn)
         return iterator
+
+    def _is_for_training(self, loader: Any) -> bool:
+        """Whether it is what the training reads from, or another that a new epoch has made."""
+        if self.loader is None or not torch.is_grad_enabled():
+            return False
+        return loader is self.loader or not self._evaluating and _alike(loader, self.loader)
+
+    def _begin_epoch(self) -> None:
+        self.epochs += 1
+        self._epoch_step = self.steps
+        self.on_epoch(self.epochs)
 
     def _around_next(self, original: Callable[..., Any], iterator: Any) -> Any:
         self._begin_reading()
@@ -134,6 +148,7 @@ class Hooks:
         if self.loader is None and self._latest is not None:
             self.loader = self._latest
             self.batches = 1
+            self._begin_epoch()
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         ends = "backward"
         if self._several and loss.requires_grad:
@@ -158,6 +173,15 @@ class Hooks:
             self._pause()
             self._evaluating = self._eval_mode = not mode
         return original(model, mode)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two loaders read the same data, by what can be seen of them."""
+    if one.dataset is other.dataset:
+        return True
+    sizes = [len(x.dataset) if hasattr(x.dataset, "__len__") else None for x in (one, other)]
+    return (type(one.dataset), one.batch_size, sizes[0]) == (
+        type(other.dataset), other.batch_size, sizes[1])  # fmt: skip
 
 
 def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

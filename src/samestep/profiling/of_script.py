@@ -63,6 +63,8 @@ def profile_script(
     with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
         _run(script, arguments)
     stages.end()
+    if epoch is not None and stages.tracer is None and hooks.steps:
+        raise _no_such_epoch(script, hooks.epochs, epoch)
     if stages.span is None:
         raise _too_few(script, hooks.steps)
     meeting.tell(_found(stages, stages.span, hooks, meeting))
@@ -133,6 +135,20 @@ def _too_few(script: Path, steps: int) -> UserError:
     return UserError(
         f"{script} took {steps} optimizer step{'s' if steps > 1 else ''} and ended: too few to tell"
         " anything. Let it take at least 4, better 100.",
+        on_all_ranks=True,
+    )
+
+
+def _no_such_epoch(script: Path, epochs: int, wished: int) -> UserError:
+    if not epochs:
+        return UserError(
+            f"--epoch is {wished}, and {script} trains without a torch DataLoader, so that its "
+            "epochs cannot be told. Leave --epoch out: some steps are traced then.",
+            on_all_ranks=True,
+        )
+    return UserError(
+        f"{script} has {epochs} epoch{'s' if epochs > 1 else ''}, and --epoch is {wished}. Give "
+        "one of them, or leave --epoch out.",
         on_all_ranks=True,
     )
 

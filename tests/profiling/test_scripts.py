@@ -1,0 +1,83 @@
+"""What scripts of many shapes make of a profile: their epochs, their ends, their optimizers."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.profiling.events import phases_of
+from samestep.profiling.tracing import read_trace
+from tests.command_line import read_json, refusal, run
+
+QUICK = ("--seconds", "0.3")
+HEAD = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(120, 8), torch.randn(120, 1))
+def step(x, y):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+EPOCHS = """
+for epoch in range({epochs}):
+    for x, y in {loader}:
+        step(x, y)
+    print("epoch", epoch)
+"""
+SAME = "(loader := globals().get('loader') or DataLoader(data, batch_size=10))"
+NEW = "DataLoader(data, batch_size=10)"
+NEW_DATA = "DataLoader(TensorDataset(*data.tensors), batch_size=10)"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def script(here: Path, text: str) -> str:
+    (here / "train.py").write_text(HEAD + text)
+    return "train.py"
+
+
+def profiled(here: Path, text: str, *flags: str, world_size: int = 1) -> dict:
+    run("profile", script(here, text), "--out", "out", *flags, folder=here.parent / "o",
+        world_size=world_size)  # fmt: skip
+    return read_json(here / "out" / "profile.json")
+
+
+def said(here: Path, text: str, *flags: str) -> str:
+    return refusal("profile", script(here, text), *flags, folder=here.parent / "o")
+
+
+@pytest.mark.parametrize("loader", [SAME, NEW, NEW_DATA])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_epoch_is_one_wherever_the_script_makes_its_loader(here, loader, epoch):
+    text = EPOCHS.format(epochs=3, loader=loader)
+    found = profiled(here, text, "--epoch", str(epoch))
+    (trace,) = (here / "out" / "traces").glob("trace_*")
+    phases = [phase for phase, _ in phases_of(read_trace(trace))]
+    assert phases.count("backward") == 12
+    assert found["measured"]["samples"] == 10
+
+
+def test_the_evaluation_on_the_same_data_begins_no_epoch(here):
+    text = EPOCHS.format(epochs=3, loader=NEW) + """
+    with torch.no_grad():
+        for x, y in DataLoader(data, batch_size=10):
+            model(x)
+"""
+    assert "has 3 epochs" in said(here, text, "--epoch", "4")
+
+
+def test_an_epoch_that_never_began_is_one_message(here):
+    text = EPOCHS.format(epochs=3, loader=NEW)
+    assert "train.py has 3 epochs, and --epoch is 99" in said(here, text, "--epoch", "99")
+    text = "for _ in range(20): step(torch.randn(10, 8), torch.randn(10, 1))"
+    assert "without a torch DataLoader" in said(here, text, "--epoch", "2")
