@@ -81,3 +81,29 @@ def test_an_epoch_that_never_began_is_one_message(here):
     assert "train.py has 3 epochs, and --epoch is 99" in said(here, text, "--epoch", "99")
     text = "for _ in range(20): step(torch.randn(10, 8), torch.randn(10, 1))"
     assert "without a torch DataLoader" in said(here, text, "--epoch", "2")
+
+
+LONG = """
+import time
+began = time.monotonic()
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(8), torch.randn(1)
+for x, y in DataLoader(Endless(), batch_size=4):
+    if torch.autograd.profiler._is_profiler_enabled:
+        time.sleep(0.1)
+    step(x, y)
+    if time.monotonic() - began > 4:
+        break
+"""
+
+
+def test_of_an_epoch_that_is_longer_than_there_is_time_for_some_steps_are_traced(here):
+    """What these take, half of the 4 seconds, is in no number."""
+    found = profiled(here, LONG, *QUICK)
+    assert len(list((here / "out" / "traces").glob("trace_*"))) == 1
+    assert "untraced" not in {part["kind"] for part in found["verdict"]["parts"]}
+    measured = found["measured"]
+    assert sum(measured["ranks"][0]["phases"].values()) == pytest.approx(measured["wall"], rel=0.02)
+    assert measured["wall"] * measured["steps"] < 2

@@ -91,6 +91,11 @@ def test_ranks_that_take_turns_at_being_last_are_no_stragglers():
     assert verdict.kind == "communication-bound"
 
 
+def test_what_was_not_looked_into_is_nothing_that_comes_next():
+    verdict = judge(measured({"data": 0.3, "other": 0.003}))
+    assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")
+
+
 def test_reads_of_numbers_are_noted_where_they_are_not_the_bottleneck():
     few = Operations(matmul=1.0, syncs=3.0)
     assert ".item()" in judge(measured(operations=few)).notes[0]

@@ -135,6 +135,8 @@ def _verdict(profile: Profile) -> dict[str, str]:
 def _ceiling(verdict: Verdict) -> str:
     if verdict.share > _ALL:
         return "There is nothing else: all of the step is that."
+    if verdict.kind == "untraced":
+        return "How much of that could be gone only a trace tells."
     return (
         f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
         f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} a step."

@@ -1,10 +1,13 @@
 """The stages of a profile: warm-up, measured steps without the profiler, traced steps, the end.
 
+Where a whole epoch is measured that is longer than there is time for, some of its steps are traced
+meanwhile, and are left out of what is measured.
+
 All ranks change stage after the same step: rank 0 decides, at steps that all know beforehand.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from samestep.profiling.cores import Clocks, Cores, between, core_clocks
@@ -68,6 +71,8 @@ class Stages:
     _epochs: list[Snapshot] = field(default_factory=list)
     _next: int = _FIRST_DECISION
     _trace_until: int = 0
+    _left_out: list[Snapshot] = field(default_factory=list)
+    """Begin and end of the steps that were traced while a whole epoch is measured."""
 
     @property
     def traced(self) -> int:
@@ -87,7 +92,7 @@ class Stages:
             assert self.tracer is not None
             self.tracer.step()
             if self.epoch is None and step >= self._trace_until:
-                self._finish()
+                self._traced_enough()
         elif step >= self._next:
             self._next = max(step + 1, int(step * _GROWTH))
             self._decide()
@@ -110,7 +115,7 @@ class Stages:
     def end(self) -> None:
         """Make do with what there is: the training has ended by itself."""
         if self.stage == "trace" and self.tracer is not None:
-            self.tracer.stop()
+            self._end_trace()
         if self.span is None:
             self._measure()
         self.stage = "done"
@@ -120,6 +125,10 @@ class Stages:
             if self.agree(self._is_warm):
                 self.stage, self._start = "measure", self._snapshot()
         elif self.stage == "measure" and self.epoch is None and self.agree(self._is_enough):
+            if self.tracer is not None:
+                self._finish()
+            if self.agree(self._has_its_epochs):
+                self._measure()
             self._begin_trace()
 
     def _is_warm(self) -> bool:
@@ -130,15 +139,23 @@ class Stages:
         seconds = time.perf_counter() - self._start.at
         if self.step - self._start.step < _LEAST_STEPS or seconds < self.seconds:
             return False
-        waits = self.whole_epochs() and len(self._epochs) < 2
-        return not waits or seconds >= max(_LONGEST_S, self.seconds)
+        return self.tracer is None or self._has_its_epochs()
+
+    def _has_its_epochs(self) -> bool:
+        assert self._start is not None
+        if not self.whole_epochs() or len(self._epochs) > 1:
+            return True
+        return time.perf_counter() - self._start.at >= max(_LONGEST_S, self.seconds)
 
     def _begin_trace(self) -> None:
-        if self._start is not None:
+        if self._start is not None and self.epoch is not None:
             self._measure()
         if self.epoch is None:
-            assert self.span is not None
-            each = self.span.seconds / self.span.steps
+            now = self._snapshot()
+            assert self._start is not None
+            if self.span is None:
+                self._left_out = [now]
+            each = (now.at - self._start.at) / (now.step - self._start.step)
             few, many = (self.step + count for count in _TRACED_STEPS)
             self._trace_until = few
             while self._trace_until < many and self.agree(
@@ -148,6 +165,19 @@ class Stages:
         self.stage, self.tracer = "trace", Tracer(self.phases)
         self.tracer.start()
         self._start = self._start or self._snapshot()
+
+    def _traced_enough(self) -> None:
+        if self.span is not None:
+            self._finish()
+        self._end_trace()
+        self.stage = "measure"
+
+    def _end_trace(self) -> None:
+        assert self.tracer is not None
+        self.tracer.stop()
+        self.phases.lap("other")
+        if self._left_out:
+            self._left_out.append(self._snapshot())
 
     def _finish(self) -> None:
         self.end()
@@ -159,17 +189,31 @@ class Stages:
         if self.whole_epochs() and len(self._epochs) > 1:
             start, end = self._epochs[0], self._epochs[-1]
         if start is not None and end.step - start.step >= 2:
-            self.span = _between(start, end)
+            self.span = _between(start, end, self._left_out)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(step=self.step, at=time.perf_counter(), phases=self.phases.running(),
                         clocks=core_clocks())  # fmt: skip
 
 
-def _between(start: Snapshot, end: Snapshot) -> Span:
+def _between(start: Snapshot, end: Snapshot, left_out: Sequence[Snapshot]) -> Span:
+    """Return what lies between two snapshots, without what lies between two others."""
+    # The steps that are traced begin and end in the same stage, so that no epoch begins in them.
+    inside = left_out and start.step <= left_out[0].step and left_out[-1].step <= end.step
+    edges = [start, *(left_out if inside else ()), end]
+    pieces = list(zip(edges[::2], edges[1::2], strict=True))
+    seconds = sum(b.at - a.at for a, b in pieces)
+    cores = [(b.at - a.at, between(a.clocks, b.clocks, b.at - a.at)) for a, b in pieces]
+    names = {name: None for _, b in pieces for name in b.phases}
     return Span(
-        steps=end.step - start.step,
-        seconds=end.at - start.at,
-        phases={k: s - start.phases.get(k, 0.0) for k, s in end.phases.items()},
-        cores=between(start.clocks, end.clocks, end.at - start.at),
+        steps=sum(b.step - a.step for a, b in pieces),
+        seconds=seconds,
+        phases={
+            name: sum(b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for a, b in pieces)
+            for name in names
+        },
+        cores=Cores(
+            wanted=sum(part * one.wanted for part, one in cores) / seconds,
+            waited=sum(one.waited for _, one in cores),
+        ),
     )

@@ -60,7 +60,8 @@ def judge(measured: Measured) -> Verdict:
     starved = _oversubscription(measured, total)
     if starved is not None:
         first, rest = starved, parts
-    following = next((part for part in rest if part.seconds > 0), first)
+    # That some time was not looked into is nothing that could bound a training.
+    following = next((p for p in rest if p.seconds > 0 and p.kind != "untraced"), first)
     return Verdict(
         kind=first.kind,
         seconds=first.seconds,
