@@ -84,6 +84,18 @@ def test_what_optimizers_and_loaders_read_for_themselves_does_not_count():
     assert digest(trace(own), 5).syncs == 0
 
 
+def test_an_optimizer_that_reads_again_and_again_is_no_loop_of_the_scripts():
+    """LBFGS does so; the closure that it calls is the script's, in another phase."""
+    reads = [event("aten::_local_scalar_dense", start, 1) for start in range(910, 990, 10)]
+    ranges = [event("Optimizer.step#LBFGS.step", 400, 595, "user_annotation")]
+    found = digest(trace([*ranges, *reads]), 5)
+    assert (found.syncs, found.sync) == (0, 0)
+    closures = [event("aten::_local_scalar_dense", start, 1) for start in range(410, 890, 10)]
+    found = digest(trace([*ranges, *closures]), 5)
+    assert found.syncs == 48
+    assert found.sync > 0.5
+
+
 def test_putting_samples_together_is_told_as_a_share_of_the_wait():
     found = digest(trace([event("aten::stack", 20, 60), event("aten::mm", 200, 50)]), 5)
     assert found.collate == pytest.approx(0.6)

@@ -107,3 +107,33 @@ def test_of_an_epoch_that_is_longer_than_there_is_time_for_some_steps_are_traced
     measured = found["measured"]
     assert sum(measured["ranks"][0]["phases"].values()) == pytest.approx(measured["wall"], rel=0.02)
     assert measured["wall"] * measured["steps"] < 2
+
+
+CLOSURE = """
+import time
+class Slow(torch.optim.LBFGS):
+    @torch.no_grad()
+    def step(self, closure):
+        time.sleep(0.01)
+        closure = torch.enable_grad()(closure)
+        closure()
+        time.sleep(0.01)
+        return closure()
+optimizer = Slow(model.parameters())
+def closure():
+    optimizer.zero_grad()
+    time.sleep(0.002)
+    loss = nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1])
+    loss.backward()
+    return loss
+for _ in range(100):
+    optimizer.step({how}closure)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "closure="])
+def test_what_an_optimizer_does_around_its_closure_is_its_own(here, how):
+    found = profiled(here, CLOSURE.format(how=how), *QUICK)
+    phases = found["measured"]["ranks"][0]["phases"]
+    assert phases["optimizer"] >= 0.02
+    assert 0.004 <= phases["forward"] < 0.02

@@ -5,13 +5,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from samestep.phases import COMPUTE
-from samestep.profiling.events import COLLATE, READ, Event, Where, calls, phases_of, span
+from samestep.profiling.events import (
+    COLLATE,
+    READ,
+    Event,
+    Where,
+    calls,
+    of_optimizers,
+    phases_of,
+    span,
+)
 from samestep.profiling.intervals import Interval, common, length, union
 from samestep.profiling.measured import Operations
 from samestep.profiling.on_device import kernels, split_device
 from samestep.profiling.on_host import split_host
 
-_READS_ITSELF = ("Optimizer.step#", "enumerate(DataLoader)#", "aten::_fused")
+_READS_ITSELF = ("enumerate(DataLoader)#", "aten::_fused")
 _COLLATE = re.compile(r"aten::(stack|cat|concat|pin_memory)")
 
 
@@ -50,8 +59,9 @@ def _count_reads(events: Sequence[Event]) -> int:
         span(event) for event in events
         if event.get("ph") == "X" and event["name"].startswith(_READS_ITSELF)
     ))  # fmt: skip
+    optimizers = Where(of_optimizers(events))
     reads = [event for event in calls(events) if event["name"] == READ]
-    return len(reads) - len(itself.among(reads))
+    return sum(itself.of(one["ts"]) < 0 and optimizers.of(one["ts"]) < 0 for one in reads)
 
 
 def _collate_share(events: Sequence[Event], waits: list[Interval]) -> float:

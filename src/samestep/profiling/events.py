@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from samestep.profiling.intervals import Interval, union
+from samestep.profiling.intervals import Interval, common, union
 
 Event = Mapping[str, Any]
 MARK = "samestep::"
@@ -74,6 +74,13 @@ def steps_of(events: Iterable[Event]) -> list[Interval]:
     ranges = (e for e in events if e.get("cat") == "user_annotation"
               and e["name"].startswith("ProfilerStep#"))  # fmt: skip
     return union(span(event) for event in ranges)
+
+
+def of_optimizers(events: Sequence[Event]) -> list[Interval]:
+    """Return when optimizers computed by themselves, without the closures that some call."""
+    inside = union(span(event) for event in events
+                   if event.get("ph") == "X" and event["name"].startswith("Optimizer.step#"))  # fmt: skip
+    return common(inside, [time for phase, time in phases_of(events) if phase == "optimizer"])
 
 
 class Where:

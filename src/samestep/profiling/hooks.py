@@ -56,7 +56,7 @@ class Hooks:
         """Note the time in PyTorch's functions, inside."""
         with contextlib.ExitStack() as stack:
             for hook in (
-                register_optimizer_step_pre_hook(lambda *_: self._lap("optimizer")),
+                register_optimizer_step_pre_hook(self._steps),
                 register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
             ):
                 stack.callback(hook.remove)
@@ -77,6 +77,25 @@ class Hooks:
     def _pause(self) -> None:
         """End what lies between the calls that are looked at."""
         self._lap("evaluation" if self._evaluating else "other")
+
+    def _steps(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let the time around the closure, if there is one, count as the optimizer's own."""
+        self._lap("optimizer")
+        given = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(given):
+            return None
+
+        def closure() -> Any:
+            self._lap("optimizer")
+            value = given()
+            self._pause()
+            return value
+
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
 
     def _stepped(self, optimizer: Optimizer) -> None:
         self._lap("optimizer")

@@ -16,6 +16,7 @@ from samestep.profiling.events import (
     Where,
     calls,
     multiplies,
+    of_optimizers,
     own_times,
     span,
     steps_of,
@@ -56,7 +57,7 @@ def split_host(events: Sequence[Event], compute: list[Interval]) -> Split:
     steps = [step for step, length in zip(every, computed, strict=True) if length > 0]
     steps = steps or [(compute[0][0], compute[-1][1])]
     where, number = Where(steps), len(steps)
-    chains = common(union(_chains(host, where)), compute)
+    chains = common(union(_chains(host, where, Where(of_optimizers(events)))), compute)
     rest = without(compute, chains)
     result = Split(sync=median(lengths_in(steps, chains)))
     least = _NO_WORK_FLOORS * _floor(events)
@@ -110,12 +111,15 @@ def _between(host: Sequence[Event], rest: list[Interval]) -> Iterator[tuple[str,
         yield followed.get(end, _END), begin, end
 
 
-def _chains(host: Sequence[Event], where: Where) -> Iterator[Interval]:
-    """Yield the time from one read of a number to the next, in loops that read again and again."""
+def _chains(host: Sequence[Event], where: Where, optimizers: Where) -> Iterator[Interval]:
+    """Yield the time from one read of a number to the next, in loops that read again and again.
+
+    What optimizers read for themselves is not the script's to change.
+    """
     before: float | None = None
     between = 0
     for event in host:
-        if event["name"] != READ:
+        if event["name"] != READ or optimizers.of(event["ts"]) >= 0:
             between += "::" in event["name"]
             continue
         same_step = before is not None and where.of(before) == where.of(event["ts"])
