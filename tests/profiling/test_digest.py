@@ -53,7 +53,8 @@ def test_work_is_counted_once_where_an_operation_calls_another():
     found = digest(trace(nested), 5)
     assert found.matmul == pytest.approx((194 + 594) / 900, rel=0.01)
     assert found.memory == pytest.approx(74 / 900, rel=0.01)
-    assert found.top[0] == ("addmm", pytest.approx(594 / 900, rel=0.01))
+    assert found.top_matmul[0] == ("addmm", pytest.approx(594 / 900, rel=0.01))
+    assert found.top_memory == (("add", pytest.approx(74 / 900, rel=0.01)),)
 
 
 def test_pythons_own_nodes_of_autograd_are_no_work():

@@ -137,3 +137,10 @@ def test_what_an_optimizer_does_around_its_closure_is_its_own(here, how):
     phases = found["measured"]["ranks"][0]["phases"]
     assert phases["optimizer"] >= 0.02
     assert 0.004 <= phases["forward"] < 0.02
+
+
+def test_a_script_whose_data_is_an_iterable_data_set_is_known_as_one(here):
+    assert profiled(here, LONG.replace("> 4", "> 1"), *QUICK)["measured"]["iterable"]
+    (here / "out" / "profile.json").unlink()
+    text = EPOCHS.format(epochs=1000, loader=NEW)
+    assert not profiled(here, text, *QUICK)["measured"]["iterable"]

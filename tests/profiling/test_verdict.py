@@ -91,6 +91,21 @@ def test_ranks_that_take_turns_at_being_last_are_no_stragglers():
     assert verdict.kind == "communication-bound"
 
 
+def test_more_workers_for_an_iterable_data_set_are_told_to_share_it_out():
+    data = {"data": 0.3}
+    assert "get_worker_info" in judge(measured(data, script=True, iterable=True)).change
+    assert "get_worker_info" not in judge(measured(data, script=True)).change
+
+
+def test_the_evidence_names_only_operations_of_its_kind():
+    top = {"top_matmul": (("mm", 0.3),), "top_memory": (("add", 0.2),)}
+    for kind, shares in (("memory", {"memory": 0.8, "matmul": 0.2}), ("compute", {"matmul": 1.0})):
+        verdict = judge(measured(operations=Operations(**shares, **top)))
+        assert verdict.kind == f"{kind}-bound"
+        assert ("mm 30%" in verdict.why, "add 20%" in verdict.why) == (
+            kind == "compute", kind == "memory")  # fmt: skip
+
+
 def test_what_was_not_looked_into_is_nothing_that_comes_next():
     verdict = judge(measured({"data": 0.3, "other": 0.003}))
     assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")

@@ -70,7 +70,13 @@ def _input_change(seconds: float, measured: Measured) -> str:
         )
     if measured.script:
         few = "More workers" if measured.workers else "Read in worker processes"
-        return f"{few}: DataLoader(…, num_workers={max(2, free)}), then profile again."
+        how = f"{few}: DataLoader(…, num_workers={max(2, free)})"
+        if measured.iterable:
+            return (
+                f"{how}, with an IterableDataset whose __iter__ yields only its worker's share by "
+                "torch.utils.data.get_worker_info(): else each worker yields every sample."
+            )
+        return f"{how}, then profile again."
     tried = ",".join(str(n) for n in (0, 1, 2, 4, 8) if n <= max(4, free))
     return f"Read in worker processes: --workers {tried} here finds how many."
 
@@ -157,9 +163,11 @@ def _sync_why(seconds: float, measured: Measured) -> str:
 
 
 def _memory_why(seconds: float, measured: Measured) -> str:
+    operations = measured.typical.operations
+    assert operations is not None
     return (
         f"Operations that move numbers and hardly compute with them take "
-        f"{_of_step(seconds, measured)}{_top(measured)}."
+        f"{_of_step(seconds, measured)}{_top(operations.top_memory)}."
     )
 
 
@@ -175,7 +183,9 @@ def _memory_change(_seconds: float, measured: Measured) -> str:
 
 
 def _compute_why(seconds: float, measured: Measured) -> str:
-    return f"Computing takes {_of_step(seconds, measured)}{_top(measured)}."
+    operations = measured.typical.operations
+    assert operations is not None
+    return f"Computing takes {_of_step(seconds, measured)}{_top(operations.top_matmul)}."
 
 
 def _compute_change(_seconds: float, measured: Measured) -> str:
@@ -250,11 +260,8 @@ def _workers(number: int) -> str:
     return _count(number, "worker")
 
 
-def _top(measured: Measured) -> str:
-    operations = measured.typical.operations
-    if operations is None or not operations.top:
-        return ""
-    return ": " + ", ".join(f"{name} {share:.0%}" for name, share in operations.top[:3])
+def _top(top: tuple[tuple[str, float], ...]) -> str:
+    return ": " + ", ".join(f"{name} {share:.0%}" for name, share in top[:3]) if top else ""
 
 
 _EVIDENCE = {

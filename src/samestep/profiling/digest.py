@@ -11,6 +11,7 @@ from samestep.profiling.events import (
     Event,
     Where,
     calls,
+    multiplies,
     of_optimizers,
     phases_of,
     span,
@@ -35,9 +36,9 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
     split = (split_device(events, compute, waits, steps) if on_device
              else split_host(events, compute))  # fmt: skip
     whole = split.whole or 1.0
-    names: dict[str, float] = defaultdict(float)
+    top: dict[bool, dict[str, float]] = {kind: defaultdict(float) for kind in (True, False)}
     for name, duration in split.names.items():
-        names[_short(name)] += duration / whole
+        top[multiplies(name)][_short(name)] += duration / whole
     return Operations(
         launch=split.launch / whole,
         matmul=split.matmul / whole,
@@ -46,8 +47,13 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
         count=len(Where(compute).among(calls(events))) / steps,
         syncs=_count_reads(events) / steps,
         collate=_collate_share(events, waits),
-        top=tuple(sorted(names.items(), key=lambda item: -item[1])[:5]),
+        top_matmul=_most(top[True]),
+        top_memory=_most(top[False]),
     )
+
+
+def _most(names: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(names.items(), key=lambda item: -item[1])[:5])
 
 
 def _count_reads(events: Sequence[Event]) -> int:

@@ -25,8 +25,10 @@ class Operations:
     """Times a step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
     collate: float = 0.0
     """Share of the wait for data in which samples were put together to a batch."""
-    top: tuple[tuple[str, float], ...] = ()
-    """The operations that took most, each with its share."""
+    top_matmul: tuple[tuple[str, float], ...] = ()
+    """The operations limited by arithmetic that took most, each with its share."""
+    top_memory: tuple[tuple[str, float], ...] = ()
+    """The same of those limited by moving numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class Measured:
     """CPU threads of a rank."""
     workers: int = 0
     """Loader processes of a rank."""
+    iterable: bool = False
+    """Whether the data is an IterableDataset, which each worker reads as it says itself."""
     in_memory: bool = False
     """Whether the data is held in memory, so that no worker could read it."""
     gradient_bytes: int = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from samestep.errors import UserError
 from samestep.profiling.hooks import Hooks
@@ -177,8 +178,9 @@ def _rank(found: dict[str, Any]) -> Rank:
     """Return a rank as it came out of JSON, which knows no tuples."""
     operations, memory = found["operations"], found["memory"]
     if operations is not None:
-        top = tuple((name, share) for name, share in operations["top"])
-        operations = Operations(**{**operations, "top": top})
+        top = {key: tuple((name, share) for name, share in operations[key])
+               for key in ("top_matmul", "top_memory")}  # fmt: skip
+        operations = Operations(**{**operations, **top})
     return Rank(
         phases=found["phases"],
         operations=operations,
@@ -207,6 +209,7 @@ def _profile(
         local_ranks=local_ranks,
         threads=torch.get_num_threads(),
         workers=loader.num_workers if loader is not None else 0,
+        iterable=loader is not None and isinstance(loader.dataset, IterableDataset),
         in_memory=loader is None,
         gradient_bytes=sum(p.nbytes for p in parameters),
         script=True,
