@@ -2,7 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from samestep.profiling.meeting import Meeting
+import pytest
+
+from samestep.profiling.meeting import Left, Meeting
 
 
 def meet(folder, rank, *, answer, found, ends=True):
@@ -38,3 +40,23 @@ def test_what_a_killed_start_left_is_not_taken_for_this_starts(tmp_path):
     assert agreed == also_agreed == [False] * 3
     assert told == [20, 21]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_notices_at_once(tmp_path):
+    def leave():
+        first = Meeting(folder=tmp_path, rank=0, world_size=2)
+        first.join()
+        first.agree(lambda: True)
+        first.end(7)
+
+    def stay():
+        second = Meeting(folder=tmp_path, rank=1, world_size=2)
+        second.join()
+        assert second.agree(lambda: False)
+        with pytest.raises(Left) as left:
+            second.agree(lambda: False)
+        return left.value.steps
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(stay), pool.submit(leave)]
+        assert [rank.result(timeout=60) for rank in ranks] == [7, None]

@@ -1,5 +1,7 @@
 """What scripts of many shapes make of a profile: their epochs, their ends, their optimizers."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,53 @@ def test_a_script_whose_data_is_an_iterable_data_set_is_known_as_one(here):
     (here / "out" / "profile.json").unlink()
     text = EPOCHS.format(epochs=1000, loader=NEW)
     assert not profiled(here, text, *QUICK)["measured"]["iterable"]
+
+
+def ended(here: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "samestep", "profile", script(here, text), *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+
+
+STEPS = "for _ in range({}): step(torch.randn(4, 8), torch.randn(4, 1))\n"
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [("raise SystemExit(3)", 3, "exit code 3 after 0 steps"),
+     ("raise SystemExit('no data folder')", 1, "exit code 1 after 0 steps"),
+     (STEPS.format(1) + "raise ValueError('no data folder')", 1, "an error after 1 step")],
+)  # fmt: skip
+def test_of_a_script_that_fails_is_said_how_far_it_came(here, nproc, text, code, says):
+    done = ended(here, text, "--nproc", nproc)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count(f"train.py ended with {says}: nothing was measured") == 1
+    assert done.stderr.count("\nsamestep: ") + done.stderr.startswith("samestep: ") == 1
+    assert ("no data folder" in done.stderr) == ("no data folder" in text)
+
+
+def test_what_was_measured_until_a_script_failed_is_kept(here):
+    done = ended(here, STEPS.format(100) + "raise ValueError('late')", "--out", "out")
+    assert done.returncode == 1
+    assert "ValueError: late" in done.stderr
+    assert "with an error after 100 steps: the profile is of what was" in done.stderr
+    assert "verdict" in done.stdout
+    assert read_json(here / "out" / "profile.json")["measured"]["steps"] > 50
+
+
+UNEVEN = "import os\n" + STEPS.format("60 if os.environ['RANK'] == '0' else 10**9")
+
+
+def test_ranks_of_which_one_ends_early_are_told_apart_at_once(here):
+    done = ended(here, UNEVEN, "--nproc", "2")
+    assert done.returncode == 2
+    assert "Rank 0 of train.py ended after 60 optimizer steps, and rank 1 still" in done.stderr
+
+
+def test_a_directory_that_is_used_again_shows_the_traces_of_this_profile_only(here):
+    text = EPOCHS.format(epochs=1000, loader=NEW)
+    for world_size in (2, 1):
+        found = profiled(here, text, *QUICK, world_size=world_size)
+        assert found["traces"] == [
+            f"traces/trace_rank{rank}_workers_0.json.gz" for rank in range(world_size)
+        ]

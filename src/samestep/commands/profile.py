@@ -15,8 +15,8 @@ from rich.console import Console
 
 from samestep.commands.help import examples
 from samestep.commands.rank import run_as_rank
-from samestep.errors import UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent
+from samestep.errors import LOST_PEER, UserError
+from samestep.failure import PARENT, STARTED_AT, die_with_parent, print_error
 from samestep.rank_log import RankLog
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
@@ -238,14 +238,44 @@ def _one_script(
             out.rmdir()  # only where nothing is in it
         if isinstance(error, UserError):
             raise
-        if os.environ.get(PARENT) and error.__cause__ is not None and error.text:
-            raise error.__cause__ from None  # told once, by the parent
-        sys.stderr.write(error.text)
-        return error.code
+        return _failed(error, script, command)
     if found is not None:
         save_profile(found)
         _show(found, as_json=command.json)
     return 0
+
+
+def _failed(failure: Any, script: Path, command: ScriptCommand) -> int:
+    """Tell of a script that failed, below its own error; return its exit code."""
+    if _lost_another(failure.__cause__):
+        raise failure.__cause__ from None  # by the failure of a rank that tells of it
+    if os.environ.get(PARENT):
+        leave_for_parent(f"{failure.told(script)}\n{failure.text}".rstrip(), failure.code)
+        return int(failure.code)  # told once, by the parent
+    sys.stderr.write(failure.text)
+    if failure.found is not None:
+        from samestep.profiling.profile import save_profile  # noqa: PLC0415
+
+        save_profile(failure.found)
+        _show(failure.found, as_json=command.json)
+        sys.stdout.flush()
+    print_error(failure.told(script))
+    return int(failure.code)
+
+
+def _lost_another(cause: BaseException | None) -> bool:
+    return isinstance(cause, Exception) and (
+        type(cause).__name__.startswith("Dist") or bool(LOST_PEER.search(str(cause)))
+    )
+
+
+def leave_for_parent(message: str, code: int) -> None:
+    """Leave a message and an exit code where the elastic agent looks for a rank's failure."""
+    table = {"message": message, "errorCode": code,
+             "extraInfo": {"timestamp": str(int(time.time()))}}  # fmt: skip
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        Path(path).write_text(json.dumps({"message": table}))
 
 
 def _show(found: Any, *, as_json: bool) -> None:

@@ -17,6 +17,14 @@ _JOIN_EVERY_S = 0.02
 _MEET_WITHIN_S = 120.0
 
 
+class Left(BaseException):  # noqa: N818 - no error that a script's own `except` may swallow
+    """Rank 0, which this rank waits for, has ended after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.steps = steps
+
+
 @dataclass(kw_only=True)
 class Meeting:
     """One rank among those that profile the same script into the same directory."""
@@ -49,7 +57,12 @@ class Meeting:
             time.sleep(_JOIN_EVERY_S)
 
     def agree(self, function: Callable[[], bool]) -> bool:
-        """Return what a function says on rank 0; all ranks ask equally often, in order."""
+        """Return what a function says on rank 0; all ranks ask equally often, in order.
+
+        Raises:
+            Left: rank 0 will not say it any more.
+            UserError: rank 0 does not say it.
+        """
         if self.world_size == 1:
             return function()
         self._asked += 1
@@ -58,7 +71,12 @@ class Meeting:
             said = function()
             write_whole(path, json.dumps(said).encode())
             return said
-        return bool(self._read(path))
+        return bool(self._read(path, self._path("ended")))
+
+    def end(self, steps: int) -> None:
+        """Let ranks that wait for this one know that it has ended after so many steps."""
+        if self.world_size > 1 and self.rank == 0:
+            write_whole(self._path("ended"), json.dumps(steps).encode())
 
     def tell(self, value: Any) -> None:
         """Leave what this rank found."""
@@ -99,9 +117,11 @@ class Meeting:
     def _path(self, name: str) -> Path:
         return self.folder / f"meeting-{self._token}-{name}.json"
 
-    def _read(self, path: Path) -> Any:
+    def _read(self, path: Path, ended: Path | None = None) -> Any:
         deadline = time.monotonic() + _MEET_WITHIN_S
         while not path.exists():
+            if ended is not None and ended.exists() and not path.exists():
+                raise Left(json.loads(ended.read_text()))
             if time.monotonic() > deadline:
                 raise self._waited(path)
             time.sleep(_LOOK_EVERY_S)

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from samestep.errors import UserError
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.measured import Measured, Operations, Rank
-from samestep.profiling.meeting import Meeting
+from samestep.profiling.meeting import Left, Meeting
 from samestep.profiling.profile import Profile
 from samestep.profiling.stages import Finished, Span, Stages
 from samestep.profiling.verdict import judge
@@ -26,13 +26,26 @@ from samestep.training.phases import Phases
 
 
 class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
-    """The script ended by an error of its own, or by an exit code, before enough was measured."""
+    """The script ended by an error of its own, or by an exit code."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code = code
         self.text = text
         """Its traceback, as Python would print it; empty for an exit code."""
+        self.steps = 0
+        """Optimizer steps that it took."""
+        self.found: Profile | None = None
+        """What was measured until then, if that was enough."""
+
+    def told(self, script: Path) -> str:
+        """Return the one line to show below the script's own error."""
+        how = "an error" if isinstance(self.__cause__, Exception) else f"exit code {self.code}"
+        steps = f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
+        what = "nothing was measured." if self.found is None else (
+            "the profile is of what was measured until then."
+        )  # fmt: skip
+        return f"{script.name} ended with {how} after {steps}: {what}"
 
 
 def profile_script(
@@ -52,7 +65,7 @@ def profile_script(
 
     Raises:
         ScriptFailed: the script failed by itself.
-        UserError: it took too few steps, or a file could not be written.
+        UserError: it took too few steps, or other ranks took more; a file could not be written.
     """
     meeting.join()
     phases = Phases()
@@ -61,9 +74,24 @@ def profile_script(
                     whole_epochs=lambda: hooks.loader is not None)  # fmt: skip
     hooks.on_step, hooks.on_epoch = stages.at, stages.epoch_begins
     hooks.on_device = lambda phases: setattr(stages, "phases", phases)
-    with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
-        _run(script, arguments)
-    stages.end()
+    failure = None
+    try:
+        with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
+            _run(script, arguments)
+    except Left as left:
+        raise _unequal(script, left.steps, meeting.rank, hooks.steps) from left
+    except ScriptFailed as error:
+        failure = error
+    if stages.stage != "done":  # else it was ended, as the other ranks were
+        stages.end()
+        if failure is None:
+            meeting.end(hooks.steps)
+    if failure is not None:
+        failure.steps = hooks.steps
+        if stages.span is not None and meeting.world_size == 1:
+            found = [_found(stages, stages.span, hooks, meeting)]
+            failure.found = _profile(script, found, stages.span, hooks, meeting, local_ranks)
+        raise failure
     if epoch is not None and stages.tracer is None and hooks.steps:
         raise _no_such_epoch(script, hooks.epochs, epoch)
     if stages.span is None:
@@ -154,13 +182,22 @@ def _no_such_epoch(script: Path, epochs: int, wished: int) -> UserError:
     )
 
 
+def _unequal(script: Path, theirs: int, rank: int, own: int) -> UserError:
+    return UserError(
+        f"Rank 0 of {script} ended after {theirs:,} optimizer steps, and rank {rank} still runs "
+        f"after {own:,}: ranks that are profiled together have to take equally many. Profile it "
+        "with --nproc 1, or give all ranks as much data.",
+    )
+
+
 def _found(stages: Stages, span: Span, hooks: Hooks, meeting: Meeting) -> dict[str, Any]:
     """Write this rank's trace; return what all are to know of this rank."""
-    kept = None
+    kept, trace = None, None
     workers = hooks.loader.num_workers if hooks.loader is not None else 0
     if stages.tracer is not None and stages.traced:
         name = f"rank{meeting.rank}_workers_{workers}"
         kept = stages.tracer.keep(meeting.folder / "traces", name)
+        trace = f"traces/trace_{name}.json.gz"
     phases = {phase: seconds / span.steps for phase, seconds in span.phases.items()}
     starts = phases.pop("workers", 0.0)
     return {
@@ -171,6 +208,7 @@ def _found(stages: Stages, span: Span, hooks: Hooks, meeting: Meeting) -> dict[s
         "starved": span.cores.waited / span.steps,
         "wanted_cores": span.cores.wanted,
         "memory": kept.memory if kept is not None else None,
+        "trace": trace,
     }
 
 
@@ -214,6 +252,6 @@ def _profile(
         gradient_bytes=sum(p.nbytes for p in parameters),
         script=True,
     )
-    traces = [f"traces/{p.name}" for p in sorted((meeting.folder / "traces").glob("trace_*"))]
+    traces = [each["trace"] for each in found if each["trace"] is not None]
     return Profile(name=script.name, path=meeting.folder, measured=measured,
                    verdict=judge(measured), traces=tuple(traces))  # fmt: skip
