@@ -196,3 +196,52 @@ def test_a_directory_that_is_used_again_shows_the_traces_of_this_profile_only(he
         assert found["traces"] == [
             f"traces/trace_rank{rank}_workers_0.json.gz" for rank in range(world_size)
         ]
+
+
+PROFILES = """
+import time
+began = time.monotonic()
+loader = DataLoader(data, batch_size=1)
+profilers = 0
+epoch = 0
+while time.monotonic() - began < 4:
+    epoch += 1
+    own = torch.profiler.profile() if epoch {when} else None
+    if own is not None:
+        profilers += 1
+        own.start()
+    for x, y in loader:
+        step(x, y)
+    if own is not None:
+        own.stop()
+        time.sleep(0.3)
+"""
+
+
+def test_steps_that_a_script_profiles_itself_are_in_no_number(here):
+    found = profiled(here, PROFILES.format(when="% 2 == 0"), *QUICK)
+    measured = found["measured"]
+    assert measured["profiled_itself"]
+    assert any("profiles some of its steps itself" in note for note in found["verdict"]["notes"])
+    assert measured["ranks"][0]["phases"]["other"] < 0.3 * measured["wall"]
+    assert found["traces"]
+    assert sum(measured["ranks"][0]["phases"].values()) == pytest.approx(measured["wall"], rel=0.02)
+
+
+def test_a_profiler_of_the_scripts_own_may_start_in_the_midst_of_the_trace(here):
+    text = """
+for number in range(4000):
+    enabled = torch.autograd.profiler._is_profiler_enabled
+    own = torch.profiler.profile(acc_events=True) if enabled else None
+    if own is not None:
+        own.start()
+    step(torch.randn(4, 8), torch.randn(4, 1))
+    if own is not None:
+        own.stop()
+"""
+    assert profiled(here, text, *QUICK)["measured"]["profiled_itself"]
+
+
+def test_an_epoch_that_the_script_profiles_itself_is_not_traced_twice(here):
+    text = PROFILES.format(when="== 2")
+    assert "a profiler of its own on in epoch 2" in said(here, text, "--epoch", "2")

@@ -35,6 +35,8 @@ class Hooks:
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.on_device: Callable[[Phases], None] = lambda _phases: None
         """Told where the phases are counted by a device's events from here on."""
+        self.on_profiler: Callable[[], None] = lambda: None
+        """Told that a profiler is started."""
         self.steps = 0
         self.optimizer: Optimizer | None = None
         """The one whose steps count: the first that took one."""
@@ -67,6 +69,7 @@ class Hooks:
                 (torch.autograd, "backward", self._around_backward),
                 (torch, "save", self._around_save),
                 (nn.Module, "train", self._around_train),
+                (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
             ):
                 stack.enter_context(_replaced(place, name, around))
             yield
@@ -186,6 +189,10 @@ class Hooks:
             return original(*args, **kwargs)
         finally:
             self._lap("checkpoint")
+
+    def _around_profiler(self, original: Callable[..., Any], profiler: Any) -> Any:
+        self.on_profiler()
+        return original(profiler)
 
     def _around_train(self, original: Callable[..., Any], model: Any, mode: bool = True) -> Any:
         if mode == self._eval_mode:

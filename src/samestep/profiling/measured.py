@@ -91,6 +91,8 @@ class Measured:
     """Bytes that a rank's gradients have."""
     script: bool = False
     """Whether it was a script of the user's, not a recipe."""
+    profiled_itself: bool = False
+    """Whether the script had a profiler of its own on in some steps, which are in no number."""
     compiled: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     """Steps between two evaluations and two checkpoints, as the settings have it."""

@@ -73,6 +73,7 @@ def profile_script(
     stages = Stages(phases=phases, agree=meeting.agree, seconds=seconds, epoch=epoch,
                     whole_epochs=lambda: hooks.loader is not None)  # fmt: skip
     hooks.on_step, hooks.on_epoch = stages.at, stages.epoch_begins
+    hooks.on_profiler = stages.script_profiles
     hooks.on_device = lambda phases: setattr(stages, "phases", phases)
     failure = None
     try:
@@ -175,6 +176,12 @@ def _no_such_epoch(script: Path, epochs: int, wished: int) -> UserError:
             "epochs cannot be told. Leave --epoch out: some steps are traced then.",
             on_all_ranks=True,
         )
+    if wished <= epochs:
+        return UserError(
+            f"{script} has a profiler of its own on in epoch {wished}, and there can be only one: "
+            "give --epoch another one, or leave it out.",
+            on_all_ranks=True,
+        )
     return UserError(
         f"{script} has {epochs} epoch{'s' if epochs > 1 else ''}, and --epoch is {wished}. Give "
         "one of them, or leave --epoch out.",
@@ -209,6 +216,7 @@ def _found(stages: Stages, span: Span, hooks: Hooks, meeting: Meeting) -> dict[s
         "wanted_cores": span.cores.wanted,
         "memory": kept.memory if kept is not None else None,
         "trace": trace,
+        "profiled_itself": stages.profiled_itself,
     }
 
 
@@ -251,6 +259,7 @@ def _profile(
         in_memory=loader is None,
         gradient_bytes=sum(p.nbytes for p in parameters),
         script=True,
+        profiled_itself=any(each["profiled_itself"] for each in found),
     )
     traces = [each["trace"] for each in found if each["trace"] is not None]
     return Profile(name=script.name, path=meeting.folder, measured=measured,

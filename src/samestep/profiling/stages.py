@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch import autograd
+
 from samestep.profiling.cores import Clocks, Cores, between, core_clocks
 from samestep.profiling.tracing import Tracer
 from samestep.training.phases import Phases
@@ -64,6 +66,8 @@ class Stages:
     span: Span | None = None
     """What was measured."""
     step: int = 0
+    profiled_itself: bool = False
+    """Whether the script had a profiler of its own on in some steps."""
     stage: str = "warm-up"
     _began: float = field(default_factory=time.perf_counter)
     _first: Snapshot | None = None
@@ -72,7 +76,12 @@ class Stages:
     _next: int = _FIRST_DECISION
     _trace_until: int = 0
     _left_out: list[Snapshot] = field(default_factory=list)
-    """Begin and end of the steps that were traced while a whole epoch is measured."""
+    """Begin and end, in turns, of what is not to be measured: steps with a profiler."""
+    _starts: bool = False
+    _cut: bool = False
+    """Whether the trace ended early, since the script began one of its own."""
+    _paused: bool = False
+    """Whether the script profiles itself."""
 
     @property
     def traced(self) -> int:
@@ -86,11 +95,13 @@ class Stages:
             Finished: all is measured.
         """
         self.step = step
+        self._resume()
         if self._first is None and step:
             self._first = self._snapshot()
         if self.stage == "trace":
             assert self.tracer is not None
-            self.tracer.step()
+            if not self._cut:
+                self.tracer.step()
             if self.epoch is None and step >= self._trace_until:
                 self._traced_enough()
         elif step >= self._next:
@@ -103,19 +114,49 @@ class Stages:
         Raises:
             Finished: all is measured.
         """
-        if self.stage == "measure":
+        self._resume()
+        if self.stage == "measure" and not self._paused:
             self._epochs.append(self._snapshot())
         if self.epoch is None or self.stage == "done":
             return
         if self.stage == "trace" and number > self.epoch:
             self._finish()
         elif self.stage != "trace" and number == self.epoch:
+            if self._paused:
+                raise Finished
             self._begin_trace()
+
+    def script_profiles(self) -> None:
+        """Take note that the script starts a profiler of its own: there can be only one."""
+        if self._starts or self._paused or self.stage == "done":
+            return
+        self.profiled_itself = self._paused = True
+        if self.stage == "trace" and self.tracer is not None:
+            self.tracer.stop()
+            self._cut = True
+            if self._in_trace():
+                return
+        self.phases.lap("other")
+        self._left_out.append(self._snapshot())
+        self._epochs.clear()
+
+    def _resume(self) -> None:
+        """Measure again once the script's own profiler is off, and its trace written."""
+        if self._paused and not autograd.profiler._is_profiler_enabled:  # noqa: SLF001
+            self._paused = False
+            if not self._in_trace():
+                self._left_out.append(self._snapshot())
+
+    def _in_trace(self) -> bool:
+        """Whether the steps of a trace are being left out already."""
+        return self.stage == "trace" and len(self._left_out) % 2 == 1
 
     def end(self) -> None:
         """Make do with what there is: the training has ended by itself."""
         if self.stage == "trace" and self.tracer is not None:
             self._end_trace()
+        elif self._paused:
+            self._left_out.append(self._snapshot())
         if self.span is None:
             self._measure()
         self.stage = "done"
@@ -136,6 +177,8 @@ class Stages:
 
     def _is_enough(self) -> bool:
         assert self._start is not None
+        if self._paused:
+            return False
         seconds = time.perf_counter() - self._start.at
         if self.step - self._start.step < _LEAST_STEPS or seconds < self.seconds:
             return False
@@ -154,7 +197,7 @@ class Stages:
             now = self._snapshot()
             assert self._start is not None
             if self.span is None:
-                self._left_out = [now]
+                self._left_out.append(now)
             each = (now.at - self._start.at) / (now.step - self._start.step)
             few, many = (self.step + count for count in _TRACED_STEPS)
             self._trace_until = few
@@ -163,7 +206,9 @@ class Stages:
             ):
                 self._trace_until += 1
         self.stage, self.tracer = "trace", Tracer(self.phases)
+        self._starts, self._cut = True, False
         self.tracer.start()
+        self._starts = False
         self._start = self._start or self._snapshot()
 
     def _traced_enough(self) -> None:
@@ -174,9 +219,10 @@ class Stages:
 
     def _end_trace(self) -> None:
         assert self.tracer is not None
-        self.tracer.stop()
+        if not self._cut:
+            self.tracer.stop()
         self.phases.lap("other")
-        if self._left_out:
+        if self._in_trace():
             self._left_out.append(self._snapshot())
 
     def _finish(self) -> None:
@@ -188,8 +234,9 @@ class Stages:
         start, end = self._start or self._first, self._snapshot()
         if self.whole_epochs() and len(self._epochs) > 1:
             start, end = self._epochs[0], self._epochs[-1]
-        if start is not None and end.step - start.step >= 2:
-            self.span = _between(start, end, self._left_out)
+        if start is not None:
+            span = _between(start, end, self._left_out)
+            self.span = span if span.steps >= 2 else None
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(step=self.step, at=time.perf_counter(), phases=self.phases.running(),
@@ -197,11 +244,13 @@ class Stages:
 
 
 def _between(start: Snapshot, end: Snapshot, left_out: Sequence[Snapshot]) -> Span:
-    """Return what lies between two snapshots, without what lies between two others."""
-    # The steps that are traced begin and end in the same stage, so that no epoch begins in them.
-    inside = left_out and start.step <= left_out[0].step and left_out[-1].step <= end.step
-    edges = [start, *(left_out if inside else ()), end]
-    pieces = list(zip(edges[::2], edges[1::2], strict=True))
+    """Return what lies between two snapshots, without what lies between pairs of others."""
+    pieces = []
+    for a, b in zip(left_out[::2], left_out[1::2], strict=True):
+        if start.at < b.at and a.at < end.at:
+            pieces.append((start, a))
+            start = b
+    pieces = [(a, b) for a, b in [*pieces, (start, end)] if a.at < b.at]
     seconds = sum(b.at - a.at for a, b in pieces)
     cores = [(b.at - a.at, between(a.clocks, b.clocks, b.at - a.at)) for a, b in pieces]
     names = {name: None for _, b in pieces for name in b.phases}
@@ -213,7 +262,7 @@ def _between(start: Snapshot, end: Snapshot, left_out: Sequence[Snapshot]) -> Sp
             for name in names
         },
         cores=Cores(
-            wanted=sum(part * one.wanted for part, one in cores) / seconds,
+            wanted=sum(part * one.wanted for part, one in cores) / max(seconds, 1e-9),
             waited=sum(one.waited for _, one in cores),
         ),
     )

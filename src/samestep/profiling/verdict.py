@@ -133,6 +133,11 @@ def _notes(measured: Measured, kind: str) -> tuple[str, ...]:
             f"Other programs use the cores: a thread waited {milliseconds(starved)} a step for one,"
             " so that the numbers here are too large. Measure again on a quiet machine."
         )
+    if measured.profiled_itself:
+        notes.append(
+            "The script profiles some of its steps itself: they are left out, with what it does "
+            "with its trace."
+        )
     operations = measured.typical.operations
     if operations is not None and operations.syncs >= 0.5 and kind != "host-sync":
         here = "costs little on the CPU, and makes a GPU idle" if measured.device == "cpu" else (
