@@ -270,6 +270,14 @@ def test_what_is_wrong_with_the_profile_of_a_recipe_is_one_message(here, argumen
     assert says in refusal("profile", recipe, *arguments, folder=here.parent / "o")
 
 
+def test_a_directory_that_holds_a_profile_is_not_written_to_again(here):
+    recipe = str(tiny.write_recipe(here))
+    profiled(here, recipe, *QUICK, "--run-dir", "out")
+    message = refusal("profile", recipe, "--run-dir", "out", folder=here.parent / "o")
+    assert "out already holds a run or a profile. Choose another --run-dir" in message
+    assert "--resume" not in message
+
+
 def test_a_target_that_is_not_there_is_named(here):
     assert "no recipe 'spirl'" in refusal("profile", "spirl", folder=here.parent / "o")
     assert "no file gone.py" in refusal("profile", "gone.py", folder=here.parent / "o")

@@ -70,11 +70,14 @@ def test_an_epoch_is_one_wherever_the_script_makes_its_loader(here, loader, epoc
 
 
 def test_the_evaluation_on_the_same_data_begins_no_epoch(here):
-    text = EPOCHS.format(epochs=3, loader=NEW) + """
+    text = (
+        EPOCHS.format(epochs=3, loader=NEW)
+        + """
     with torch.no_grad():
         for x, y in DataLoader(data, batch_size=10):
             model(x)
 """
+    )
     assert "has 3 epochs" in said(here, text, "--epoch", "4")
 
 
@@ -230,7 +233,7 @@ def test_steps_that_a_script_profiles_itself_are_in_no_number(here):
 
 def test_a_profiler_of_the_scripts_own_may_start_in_the_midst_of_the_trace(here):
     text = """
-for number in range(4000):
+while True:
     enabled = torch.autograd.profiler._is_profiler_enabled
     own = torch.profiler.profile(acc_events=True) if enabled else None
     if own is not None:

@@ -150,6 +150,7 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
     if command.apply and not (workers or batch_sizes):
         raise UserError("--apply writes what --workers or --batch-sizes finds: give one of them.")
     place = check_place(command.config, request.recipe.name) if command.apply else None
+    _check_new(request.settings.run_dir)
     if command.nproc > 1 and not os.environ.get(PARENT):
         return _start(command.nproc, ["profile", *arguments])
     die_with_parent()
@@ -170,6 +171,17 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
         code = _apply(place, found, request.source) if place is not None else 0
     leave(world)
     return code
+
+
+def _check_new(run_dir: str | Path | None) -> None:
+    from samestep.run import is_run  # noqa: PLC0415
+
+    if run_dir is not None and is_run(Path(run_dir)):
+        raise UserError(
+            f"{run_dir} already holds a run or a profile. Choose another --run-dir, or leave it "
+            "out: a new directory is made in runs/.",
+            on_all_ranks=True,
+        )
 
 
 def _apply(path: Path, found: Any, source: str) -> int:

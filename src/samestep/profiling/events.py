@@ -78,8 +78,8 @@ def steps_of(events: Iterable[Event]) -> list[Interval]:
 
 def of_optimizers(events: Sequence[Event]) -> list[Interval]:
     """Return when optimizers computed by themselves, without the closures that some call."""
-    inside = union(span(event) for event in events
-                   if event.get("ph") == "X" and event["name"].startswith("Optimizer.step#"))  # fmt: skip
+    ranges = (e for e in events if e.get("ph") == "X" and e["name"].startswith("Optimizer.step#"))
+    inside = union(span(event) for event in ranges)
     return common(inside, [time for phase, time in phases_of(events) if phase == "optimizer"])
 
 

@@ -82,7 +82,7 @@ class Hooks:
         self._lap("evaluation" if self._evaluating else "other")
 
     def _steps(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Let the time around the closure, if there is one, count as the optimizer's own."""
         self._lap("optimizer")
@@ -132,7 +132,7 @@ class Hooks:
         """Whether it is what the training reads from, or another that a new epoch has made."""
         if self.loader is None or not torch.is_grad_enabled():
             return False
-        return loader is self.loader or not self._evaluating and _alike(loader, self.loader)
+        return loader is self.loader or (not self._evaluating and _alike(loader, self.loader))
 
     def _begin_epoch(self) -> None:
         self.epochs += 1

@@ -49,7 +49,8 @@ def without(spans: Iterable[Interval], taken: Sequence[Interval]) -> list[Interv
     """
     left: list[Interval] = []
     place = 0
-    for begin, end in spans:
+    for first, end in spans:
+        begin = first
         while place < len(taken) and taken[place][0] < end:
             cut, until = taken[place]
             if begin < cut < until:

@@ -17,8 +17,11 @@ _JOIN_EVERY_S = 0.02
 _MEET_WITHIN_S = 120.0
 
 
-class Left(BaseException):  # noqa: N818 - no error that a script's own `except` may swallow
-    """Rank 0, which this rank waits for, has ended after so many steps."""
+class Left(BaseException):
+    """Rank 0, which this rank waits for, has ended after so many steps.
+
+    It is raised within the script, whose own `except Exception` must not swallow it.
+    """
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
