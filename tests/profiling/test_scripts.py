@@ -248,3 +248,27 @@ while True:
 def test_an_epoch_that_the_script_profiles_itself_is_not_traced_twice(here):
     text = PROFILES.format(when="== 2")
     assert "a profiler of its own on in epoch 2" in said(here, text, "--epoch", "2")
+
+
+def test_a_module_is_profiled_as_python_would_run_it(here):
+    (here / "pkg").mkdir()
+    (here / "pkg" / "__init__.py").write_text("")
+    (here / "pkg" / "net.py").write_text("WIDTH = 8\n")
+    text = f"import sys\nfrom .net import WIDTH\n{HEAD}\nprint(sys.argv[1:], __name__)\n"
+    (here / "pkg" / "train.py").write_text(text + STEPS.format(10**9))
+    ranks = run("profile", "-m", "pkg.train", *QUICK, "--out", "out", "--", "--lr", "1",
+                folder=here.parent / "o")  # fmt: skip
+    assert "['--lr', '1'] __main__" in ranks.printed(0)
+    assert read_json(here / "out" / "profile.json")["name"] == "pkg.train"
+
+
+def test_a_module_that_fails_shows_its_own_frames_and_a_wrong_name_is_one_message(here):
+    (here / "mine.py").write_text("raise ValueError('of the module')\n")
+    command = [sys.executable, "-m", "samestep", "profile", "-m", "mine"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+    assert done.returncode == 1
+    assert "ValueError: of the module" in done.stderr
+    assert "runpy" not in done.stderr
+    assert "mine ended with an error after 0 steps" in done.stderr
+    assert "no module gone.train" in refusal("profile", "-m", "gone.train", folder=here.parent)
+    assert "Name the module after -m" in refusal("profile", "-m", folder=here.parent)

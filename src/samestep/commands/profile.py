@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ examples:
 _HELP = """\
 usage: samestep profile TARGET [flags]
        samestep profile SCRIPT.py [flags] [-- ARGUMENTS OF THE SCRIPT]
+       samestep profile -m MODULE [flags] [-- ARGUMENTS OF THE MODULE]
 
 Measures some steps of a training without a profiler, traces a few more with
 torch.profiler, and says what bounds it, with numbers per step, what would bound
@@ -103,6 +105,10 @@ def main(arguments: list[str]) -> int:
 
 def _profile(arguments: list[str], log: RankLog) -> int:
     target, *flags = arguments
+    if target == "-m":
+        if not flags or flags[0].startswith("-"):
+            raise UserError("Name the module after -m, as for python -m: samestep profile -m MODULE.")
+        return _script(Path(flags[0]), flags[1:], arguments, log, module=True)
     if target.startswith("-"):
         raise UserError(f"Name what to profile before {target}: a recipe, a recipe file, a script.")
     if target.endswith(".py") and not is_recipe_file(Path(target)):
@@ -198,7 +204,9 @@ def _apply(path: Path, found: Any, source: str) -> int:
     return 1 if unsure else 0
 
 
-def _script(script: Path, flags: list[str], arguments: list[str], log: RankLog) -> int:
+def _script(
+    script: Path, flags: list[str], arguments: list[str], log: RankLog, *, module: bool = False
+) -> int:
     place = flags.index("--") if "--" in flags else len(flags)
     own, theirs = flags[:place], flags[place + 1 :]
     for flag in ("--workers", "--batch-sizes", "--apply", "--config"):
@@ -211,17 +219,37 @@ def _script(script: Path, flags: list[str], arguments: list[str], log: RankLog) 
     _check(command)
     from samestep.run import new_run_path  # noqa: PLC0415
 
-    out = Path(os.environ.get(OUT) or command.out or new_run_path(f"profile-{script.stem}"))
+    if module:
+        _check_module(str(script))
+    name = str(script) if module else script.stem
+    out = Path(os.environ.get(OUT) or command.out or new_run_path(f"profile-{name}"))
     if command.nproc > 1 and not os.environ.get(PARENT):
         os.environ[OUT] = str(out)
         return _start(command.nproc, ["profile", *arguments])
     die_with_parent()
-    return _one_script(script, theirs, command, out, log)
+    return _one_script(script, theirs, command, out, log, module=module)
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        del sys.path[0]
+    if found is None:
+        raise UserError(
+            f"There is no module {name}, seen from {Path.cwd()}. Name it as for python -m, with "
+            "dots and without .py.",
+            on_all_ranks=True,
+        )
 
 
 def _one_script(
-    script: Path, arguments: list[str], command: ScriptCommand, out: Path, log: RankLog
-) -> int:
+    script: Path, arguments: list[str], command: ScriptCommand, out: Path, log: RankLog,
+    *, module: bool,
+) -> int:  # fmt: skip
     from samestep.launch import detect_launch  # noqa: PLC0415
     from samestep.profiling.meeting import Meeting  # noqa: PLC0415
     from samestep.profiling.of_script import ScriptFailed, profile_script  # noqa: PLC0415
@@ -243,7 +271,7 @@ def _one_script(
     try:
         found = profile_script(
             script, arguments, meeting, local_ranks=launch.local_world_size, epoch=command.epoch,
-            seconds=command.seconds, quiet=command.json,
+            seconds=command.seconds, quiet=command.json, module=module,
         )  # fmt: skip
     except (ScriptFailed, UserError) as error:
         with contextlib.suppress(OSError):

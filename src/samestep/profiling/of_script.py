@@ -50,18 +50,19 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
 
 def profile_script(
     script: Path, arguments: list[str], meeting: Meeting, *, local_ranks: int,
-    epoch: int | None = None, seconds: float = 3.0, quiet: bool = False,
+    epoch: int | None = None, seconds: float = 3.0, quiet: bool = False, module: bool = False,
 ) -> Profile | None:  # fmt: skip
     """Run a script until some of its steps are measured and traced; return what rank 0 has to show.
 
     Args:
-        script: a Python file.
+        script: a Python file, or the name of a module.
         arguments: what it is to see as its own.
         meeting: this rank among the others, and the directory for the traces.
         local_ranks: ranks on this node.
         epoch: trace this epoch, counted from 1; by default a few steps.
         seconds: how long to measure, at least.
         quiet: whether what it prints goes to standard error.
+        module: whether `script` names a module, to be run as `python -m` does.
 
     Raises:
         ScriptFailed: the script failed by itself.
@@ -78,7 +79,7 @@ def profile_script(
     failure = None
     try:
         with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
-            _run(script, arguments)
+            _run(script, arguments, module=module)
     except Left as left:
         raise _unequal(script, left.steps, meeting.rank, hooks.steps) from left
     except ScriptFailed as error:
@@ -105,13 +106,16 @@ def profile_script(
     return _profile(script, found, stages.span, hooks, meeting, local_ranks)
 
 
-def _run(script: Path, arguments: list[str]) -> None:
-    """Run a script as `python script.py …` does, until it ends or has been looked at."""
+def _run(script: Path, arguments: list[str], *, module: bool) -> None:
+    """Run a script as `python script.py …` or `python -m module …` does, until all is seen."""
     before, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent.resolve()))
+    sys.path.insert(0, str(Path.cwd() if module else script.parent.resolve()))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if module:
+            runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
     except Finished:
         return
     except SystemExit as stop:
@@ -128,10 +132,13 @@ def _run(script: Path, arguments: list[str]) -> None:
 
 
 def _as_python_prints(error: Exception, script: Path) -> str:
-    """Return a traceback without the frames that called the script."""
+    """Return a traceback without the frames that called the script, or the module."""
     trace = error.__traceback__
     own = str(script)
     while trace is not None and trace.tb_frame.f_code.co_filename != own:
+        spec = trace.tb_frame.f_globals.get("__spec__")
+        if spec is not None and spec.name in (own, f"{own}.__main__"):
+            break
         trace = trace.tb_next
     shown = error.with_traceback(trace or error.__traceback__)
     if isinstance(error, SyntaxError):
