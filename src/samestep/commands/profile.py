@@ -107,7 +107,7 @@ def _profile(arguments: list[str], log: RankLog) -> int:
     target, *flags = arguments
     if target == "-m":
         if not flags or flags[0].startswith("-"):
-            raise UserError("Name the module after -m, as for python -m: samestep profile -m MODULE.")
+            raise UserError("Name the module after -m, as for python -m.")
         return _script(Path(flags[0]), flags[1:], arguments, log, module=True)
     if target.startswith("-"):
         raise UserError(f"Name what to profile before {target}: a recipe, a recipe file, a script.")
