@@ -4,6 +4,7 @@ import math
 
 from samestep.phases import COMPUTE
 from samestep.profiling.measured import Measured
+from samestep.text import count
 
 # What evaluations and checkpoints may take of the time: below it there is nothing to gain.
 _AFFORDABLE = 0.05
@@ -234,9 +235,9 @@ def _loop_change(_seconds: float, measured: Measured) -> str:
 
 
 def _oversubscribed_why(seconds: float, measured: Measured) -> str:
-    each = f"{_count(measured.threads, 'thread')} and {_workers(measured.workers)}"
+    each = f"{count(measured.threads, 'thread')} and {_workers(measured.workers)}"
     return (
-        f"{_count(measured.local_ranks, 'rank')} of {each} want {measured.wanted_cores:.1f} cores, "
+        f"{count(measured.local_ranks, 'rank')} of {each} want {measured.wanted_cores:.1f} cores, "
         f"and there {'is' if measured.cores == 1 else 'are'} {measured.cores}: a thread waits for "
         f"one {_of_step(seconds, measured)}."
     )
@@ -249,15 +250,11 @@ def _oversubscribed_change(_seconds: float, measured: Measured) -> str:
         return f"{how}: as many threads as each rank has cores."
     if measured.workers > 1:
         return f"Fewer workers: {max(1, measured.cores // measured.local_ranks - 1)} a rank."
-    return f"Fewer ranks: {_count(measured.cores, 'core')} for {measured.local_ranks} of them."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"Fewer ranks: {count(measured.cores, 'core')} for {measured.local_ranks} of them."
 
 
 def _workers(number: int) -> str:
-    return _count(number, "worker")
+    return count(number, "worker")
 
 
 def _top(top: tuple[tuple[str, float], ...]) -> str:

@@ -17,7 +17,7 @@ from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, eve
 from samestep.profiling.measured import Measured, Rank
 from samestep.profiling.profile import Profile, Sweep
 from samestep.profiling.stages import Finished, Stages
-from samestep.profiling.sweep import sweep, variant
+from samestep.profiling.sweep import ENDLESS, sweep, variant
 from samestep.profiling.tracing import Kept
 from samestep.profiling.verdict import judge
 from samestep.recipe import Splits
@@ -28,9 +28,6 @@ from samestep.training.precision import data_dtype
 from samestep.training.step import EagerStep, StepResult
 from samestep.training.stopping import Received
 from samestep.world import World
-
-_ENDLESS = 2**40
-"""Steps: a profile ends by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +55,7 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
         )
     settings = replace(request.settings, run_dir=_path(request, world))
     if settings.epochs is None and settings.max_steps is None:
-        settings = replace(settings, max_steps=_ENDLESS)
+        settings = replace(settings, max_steps=ENDLESS)
     request = replace(request, settings=settings)
     path = Path(str(request.settings.run_dir))
     job, splits, threads = build_job(request, world, Received(), NATIVE)
@@ -177,7 +174,7 @@ def endless(job: Job) -> Job:
     return replace(
         job,
         settings=settings,
-        plan=replace(job.plan, total_steps=_ENDLESS),
+        plan=replace(job.plan, total_steps=ENDLESS),
         validation=None,
         save=lambda *_: {"event": "checkpoint"},
     )

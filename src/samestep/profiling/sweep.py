@@ -30,7 +30,8 @@ none, and two are not."""
 _UNSURE = 0.5
 """Rounds that differ by more than this, relative to the value, and of which some say that it is the
 slower one, say nothing."""
-_ENDLESS = 2**40
+ENDLESS = 2**40
+"""Steps: a profile ends by itself."""
 
 
 @dataclass
@@ -148,7 +149,7 @@ def variant(job: Job, settings: Settings, source: Source) -> Job:
     step = make_step(compiles, job.trainee, settings, world, plan,
                      source.steps_per_block(plan.global_batch_size), phases)  # fmt: skip
     return replace(
-        job, settings=settings, plan=replace(plan, total_steps=_ENDLESS), step=step, train=source,
+        job, settings=settings, plan=replace(plan, total_steps=ENDLESS), step=step, train=source,
         validation=None, position=Position(), phases=phases, loss_sum=0.0,
         agreement=Agreement(world, Received(), None), save=lambda *_: {"event": "checkpoint"},
     )  # fmt: skip
