@@ -66,7 +66,7 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         time.sleep(_GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
     if os.environ.get(PARENT):
-        _leave_for_parent(message, code)
+        leave_for_parent(message, code)
         return code
     if rank != 0 and not _is_lost_peer(error):
         time.sleep(_GRACE_S)
@@ -116,8 +116,8 @@ def _is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def _leave_for_parent(message: str, code: int) -> None:
-    """Leave the message where the elastic agent looks for it."""
+def leave_for_parent(message: str, code: int) -> None:
+    """Leave a message and an exit code where the elastic agent looks for a rank's failure."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         table = {"message": {"message": message, "errorCode": code,

@@ -17,7 +17,13 @@ from rich.console import Console
 from samestep.commands.help import examples
 from samestep.commands.rank import run_as_rank
 from samestep.errors import LOST_PEER, UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent, print_error
+from samestep.failure import (
+    PARENT,
+    STARTED_AT,
+    die_with_parent,
+    leave_for_parent,
+    print_error,
+)
 from samestep.rank_log import RankLog
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
@@ -307,15 +313,6 @@ def _lost_another(cause: BaseException | None) -> bool:
     return isinstance(cause, Exception) and (
         type(cause).__name__.startswith("Dist") or bool(LOST_PEER.search(str(cause)))
     )
-
-
-def leave_for_parent(message: str, code: int) -> None:
-    """Leave a message and an exit code where the elastic agent looks for a rank's failure."""
-    table = {"message": message, "errorCode": code,
-             "extraInfo": {"timestamp": str(int(time.time()))}}  # fmt: skip
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        Path(path).write_text(json.dumps({"message": table}))
 
 
 def _show(found: Any, *, as_json: bool) -> None:
