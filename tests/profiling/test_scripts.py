@@ -119,10 +119,10 @@ import time
 class Slow(torch.optim.LBFGS):
     @torch.no_grad()
     def step(self, closure):
-        time.sleep(0.01)
+        time.sleep(0.05)
         closure = torch.enable_grad()(closure)
         closure()
-        time.sleep(0.01)
+        time.sleep(0.05)
         return closure()
 optimizer = Slow(model.parameters())
 def closure():
@@ -140,8 +140,8 @@ for _ in range(100):
 def test_what_an_optimizer_does_around_its_closure_is_its_own(here, how):
     found = profiled(here, CLOSURE.format(how=how), *QUICK)
     phases = found["measured"]["ranks"][0]["phases"]
-    assert phases["optimizer"] >= 0.02
-    assert 0.004 <= phases["forward"] < 0.02
+    assert phases["optimizer"] >= 0.1
+    assert 0.004 <= phases["forward"] < 0.1
 
 
 def test_a_script_whose_data_is_an_iterable_data_set_is_known_as_one(here):
