@@ -120,7 +120,7 @@ def _verdict(profile: Profile) -> dict[str, str]:
     if measured.samples:
         rate = measured.samples / verdict.step
         lines["speed"] = (
-            f"{1 / verdict.step:,.4g} steps a second, {rate:,.5g} samples a second, with "
+            f"{_speed(1 / verdict.step)} steps a second, {_speed(rate)} samples a second, with "
             "evaluations and checkpoints."
         )
     if measured.typical.memory is not None:
@@ -130,6 +130,11 @@ def _verdict(profile: Profile) -> dict[str, str]:
     for number, note in enumerate(verdict.notes):
         lines["note" if not number else "note" + " " * number] = note
     return lines
+
+
+def _speed(value: float) -> str:
+    """Return a number of at least four digits: 40.41, 218.9, 115,360."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _ceiling(verdict: Verdict) -> str:
