@@ -112,7 +112,7 @@ def test_a_run_in_a_folder_with_spaces_and_quotes_completes(sandbox, tmp_path):
 
 def test_a_job_waits_for_the_one_it_comes_after(sandbox, tmp_path):
     write_recipe(tmp_path)
-    set_pace(tmp_path, 0.1)
+    set_pace(tmp_path, 1)  # so that it still runs when the other has been handed in
     first = submit(sandbox, tmp_path, "tiny.py", "--", "--epochs", "1")
     second = submit(sandbox, tmp_path, "tiny.py", "--after", first.job, "--", "--epochs", "1")
     assert sandbox.field(second.job, "Reason") == "Dependency"
