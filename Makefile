@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
-WORKERS ?= 4
+WORKERS ?= 3
 
 .PHONY: train test lint bench clean help
 help: ## show the targets
