@@ -58,7 +58,7 @@ def end_with_first_failure(ranks: Ranks) -> int:
         failed = [process.exitcode for process in ranks.processes if process.exitcode]
     if len(ranks.processes) > 1:
         # Not for an event: what a rank prints until the agent looks is what its user sees.
-        time.sleep(AGENT_LOOKS_EVERY_S)
+        time.sleep(AGENT_LOOKS_EVERY_S)  # as long as torchrun's agent lets the others go on
     for process in ranks.processes:
         process.terminate()
     ranks.wait()

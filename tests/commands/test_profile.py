@@ -20,15 +20,6 @@ SLOW_DATA = next(one for one in SITUATIONS if one.name == "a data set that sleep
 SCRIPT = next(one for one in SITUATIONS if one.name == "slow saving in a script")
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """An empty working directory."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def profiled(here: Path, *arguments: str, **how) -> dict:
     run("profile", *arguments, folder=here.parent / "outputs", **how)
     (path,) = here.rglob("profile.json")

@@ -24,15 +24,6 @@ NUMBERS = [
 MAY_BE_ZERO = {"momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"}
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """An empty working directory."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def refuse(here: Path, *arguments: str, **more) -> str:
     """Run a command that has to be refused without leaving a trace; return its message."""
     before = tree(here)

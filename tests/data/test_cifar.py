@@ -1,6 +1,7 @@
 """CIFAR-10 from both kinds of files: the very pixels, or one message that says what to do."""
 
 import itertools
+import os
 import pickle
 import sys
 
@@ -75,7 +76,7 @@ def test_the_names_of_the_classes_are_in_alphabetical_order_so_labels_agree():
 def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, place):
     class Bomb:
         def __reduce__(self):
-            return (sys.exit, (99,))
+            return (os.mkdir, (str(tmp_path / "it ran"),))
 
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / name).write_bytes(pickle.dumps(Bomb()))
@@ -83,6 +84,7 @@ def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, 
     for words in (name, "unpickling a file runs whatever code", "cifar-10-binary.tar.gz",
                   f"samestep data get cifar10 --data-dir {tmp_path}"):  # fmt: skip
         assert words in message
+    assert not (tmp_path / "it ran").exists()
 
 
 def test_the_binary_version_is_read_where_both_lie_beside_each_other(tmp_path):

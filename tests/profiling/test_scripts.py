@@ -34,15 +34,6 @@ NEW = "DataLoader(data, batch_size=10)"
 NEW_DATA = "DataLoader(TensorDataset(*data.tensors), batch_size=10)"
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """An empty working directory."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def script(here: Path, text: str) -> str:
     (here / "train.py").write_text(HEAD + text)
     return "train.py"
@@ -172,6 +163,7 @@ def test_of_a_script_that_fails_is_said_how_far_it_came(here, nproc, text, code,
     assert done.stderr.count(f"train.py ended with {says}: nothing was measured") == 1
     assert done.stderr.count("\nsamestep: ") + done.stderr.startswith("samestep: ") == 1
     assert ("no data folder" in done.stderr) == ("no data folder" in text)
+    assert not list(here.rglob("meeting*")), "what the ranks agreed on is no result"
 
 
 def test_what_was_measured_until_a_script_failed_is_kept(here):

@@ -1,5 +1,6 @@
 """What a step frees serves the next one, and the system has no new pages to hand out."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys, torch
+import resource, statistics, sys, torch
 from samestep.training.memory import keep_freed_memory
 
 if sys.argv[1] == "kept":
@@ -16,19 +17,28 @@ if sys.argv[1] == "kept":
 def step():
     tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each
 
-for _ in range(3):
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
-    step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(statistics.median([pages() for _ in range(11)]))
 """
 PAGES_OF_A_STEP = 4 * (16 << 20) // 4096
 
 
+def pages_of_a_step(choice: str) -> float:
+    """Return how many pages the system hands out for a step, when the first ones are over."""
+    # glibc as it starts: it raises its thresholds by itself, and how far goes by the heap's luck.
+    glibc = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, choice],
+        env={**os.environ, **glibc}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return float(done.stdout)
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
 def test_a_step_asks_the_system_for_no_page_that_the_last_one_had():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "kept"], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < PAGES_OF_A_STEP / 10  # without it: as many as a whole step has
+    assert pages_of_a_step("left") > PAGES_OF_A_STEP * 0.9
+    assert pages_of_a_step("kept") < PAGES_OF_A_STEP / 100

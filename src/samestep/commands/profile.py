@@ -230,8 +230,12 @@ def _script(
     name = str(script) if module else script.stem
     out = Path(os.environ.get(OUT) or command.out or new_run_path(f"profile-{name}"))
     if command.nproc > 1 and not os.environ.get(PARENT):
+        from samestep.profiling.meeting import Meeting  # noqa: PLC0415 - imports torch
+
         os.environ[OUT] = str(out)
-        return _start(command.nproc, ["profile", *arguments])
+        code = _start(command.nproc, ["profile", *arguments])
+        Meeting(folder=out).close()  # ranks that failed, or were ended, leave what they agreed on
+        return code
     die_with_parent()
     return _one_script(script, theirs, command, out, log, module=module)
 

@@ -22,7 +22,7 @@ from samestep.training.phases import Phases, compute_of
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.stopping import NOTHING, Agreed, Agreement, Watch
-from samestep.training.window import REMEDIES, Window
+from samestep.training.window import KEPT, REMEDIES, Window
 from samestep.world import World
 
 
@@ -315,8 +315,7 @@ def diverged(job: Job, what: str) -> UserError:
     """Return the message for numbers that are no longer finite."""
     lr = learning_rate(job.plan, job.settings, job.position.step - 1)
     return UserError(
-        f"{what} after step {job.position.step} (learning rate {lr:.3g}). Training stopped; the "
-        f"last good checkpoint is kept. {REMEDIES}",
+        f"{what} after step {job.position.step} (learning rate {lr:.3g}).{KEPT} {REMEDIES}",
         on_all_ranks=True,
     )
 

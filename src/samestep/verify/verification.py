@@ -17,6 +17,7 @@ from samestep.files import write_text
 from samestep.ranks import Ended
 from samestep.recipe import Accepted
 from samestep.text import count
+from samestep.training.window import KEPT
 from samestep.verify.check import Check, Evidence
 from samestep.verify.checks import judge
 from samestep.verify.facts import Facts, read_facts
@@ -120,7 +121,7 @@ def _run(start: Start, order: Order, folder: Path, launch: Launch) -> str | None
     message = failures[0].message if failures else ended.message.partition("; the other ranks")[0]
     mistake = failures[0].mistake if failures else ended.code == 2
     # Nothing was kept before these few steps.
-    message = message.replace(" Training stopped; earlier checkpoints are kept.", "")
+    message = message.replace(KEPT, "")
     if start.place == 0 and mistake:
         raise UserError(message)
     return message or f"It ended with exit code {ended.code}."
