@@ -12,17 +12,14 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# DDP imports torch._dynamo when it is built, so leaving it out costs each rank another second.
-_PRELOAD = [
-    *("torch", "torch.distributed", "torch._dynamo", "samestep.commands.train"),
-    "lightning.pytorch",
-]
+_ROOT = Path(__file__).parent.parent
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+_context.set_forkserver_preload(["tests.preloaded"])
 
 TIMEOUT_S = 90.0
 
@@ -80,6 +77,8 @@ def start_ranks(function: Callable[..., Any], world_size: int, folder: Path, *ar
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes: list[BaseProcess] = []
+    with contextlib.chdir(_ROOT):  # if the server starts now, it finds tests.preloaded here
+        forkserver.ensure_running()
     for rank in range(world_size):
         variables = launch_environment(rank, world_size, port) if world_size > 1 else {}
         process = _context.Process(

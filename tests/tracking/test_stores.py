@@ -1,4 +1,7 @@
-"""What the trackers' real clients make of settings, projects and machines that are not usual."""
+"""What the trackers' real clients make of settings, projects and machines that are not usual.
+
+Each is started in a process of its own: W&B takes over `sys.exit` where it runs.
+"""
 
 import json
 from pathlib import Path
@@ -6,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep.tracking.contract import Entry, Result, TrackedRun
+from tests.ranks import run_ranks
 from tests.tracking import readers
 
 pytestmark = [
@@ -34,43 +38,57 @@ DONE = Result(status="completed", values={"test.accuracy [%]": 0.5})
 
 
 def test_mlflow_takes_any_name_and_keeps_a_run_where_it_is_when_the_project_changes(tmp_path):
-    from samestep.tracking import mlflow
-
-    first = mlflow.start(tracked_run(tmp_path, "mlflow", settings={"lr[0]": 1}))
-    mlflow.record(first.client, [entry("metrics", 1, **{"a:b*": 0.5})])
-    mlflow.finish(first.client, DONE)
-    assert first.lines == 0, "this store has nothing of it yet"
-    again = mlflow.start(tracked_run(tmp_path, "mlflow", settings={"lr[0]": 2},
-                                     project="two", known=first.run))  # fmt: skip
-    mlflow.finish(again.client, DONE)
-    assert (again.run, again.lines) == (first.run, None)
+    ((first, again),) = run_ranks(_two_projects, 1, tmp_path / "rank", tmp_path)
+    assert first[1] == 0, "this store has nothing of it yet"
+    assert again == (first[0], None)
     store = readers.mlflow_store(tmp_path)
-    found = store.get_run(first.run)
+    found = store.get_run(first[0])
     assert found.data.params == {"lr_0_": "1"}
     assert found.data.tags["resumed.lr_0_"] == "2"
     assert found.data.metrics == {"a_b_": 0.5}
     assert store.get_experiment_by_name("two") is None
 
 
-def test_mlflow_begins_anew_where_another_store_does_not_know_the_run(tmp_path):
+def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
     from samestep.tracking import mlflow
 
-    started = mlflow.start(tracked_run(tmp_path, "mlflow", known="0" * 32))
-    assert started.run != "0" * 32
-    assert started.lines == 0
+    first = mlflow.start(tracked_run(path, "mlflow", settings={"lr[0]": 1}))
+    mlflow.record(first.client, [entry("metrics", 1, **{"a:b*": 0.5})])
+    mlflow.finish(first.client, DONE)
+    again = mlflow.start(tracked_run(path, "mlflow", settings={"lr[0]": 2},
+                                     project="two", known=first.run))  # fmt: skip
+    mlflow.finish(again.client, DONE)
+    return (first.run, first.lines), (again.run, again.lines)
+
+
+def test_mlflow_begins_anew_where_another_store_does_not_know_the_run(tmp_path):
+    ((run, lines),) = run_ranks(_known_elsewhere, 1, tmp_path / "rank", tmp_path)
+    assert run != "0" * 32
+    assert lines == 0
+
+
+def _known_elsewhere(path: Path) -> tuple[str, int | None]:
+    from samestep.tracking import mlflow
+
+    started = mlflow.start(tracked_run(path, "mlflow", known="0" * 32))
+    return started.run, started.lines
 
 
 def test_wandb_has_the_machine_of_a_run_that_is_sent_later_in_its_summary(tmp_path):
-    from samestep.tracking import wandb
-
-    client = wandb.start(tracked_run(tmp_path, "wandb")).client
-    wandb.record(client, [entry("step", 1, **{"train/loss": 1.0})])
-    for busy in (20.0, 40.0):
-        wandb.record(client, [entry("system", -1, **{"system/cpu_percent": busy})])
-    wandb.finish(client, DONE)
+    run_ranks(_one_step_and_the_machine, 1, tmp_path / "rank", tmp_path)
     records = [r for _, r in readers.wandb_records(tmp_path)]
     summary = {u.key or u.nested_key[0]: json.loads(u.value_json)
                for r in records if r.HasField("summary") for u in r.summary.update}  # fmt: skip
     assert summary["system/cpu_percent.mean"] == 30.0
     assert summary["system/cpu_percent.max"] == 40.0
     assert [row["_step"] for row in readers.wandb_rows(tmp_path)] == [1]
+
+
+def _one_step_and_the_machine(path: Path) -> None:
+    from samestep.tracking import wandb
+
+    client = wandb.start(tracked_run(path, "wandb")).client
+    wandb.record(client, [entry("step", 1, **{"train/loss": 1.0})])
+    for busy in (20.0, 40.0):
+        wandb.record(client, [entry("system", -1, **{"system/cpu_percent": busy})])
+    wandb.finish(client, DONE)

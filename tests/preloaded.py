@@ -1,0 +1,22 @@
+"""What the fork server holds before it forks the first rank: see ranks.py."""
+
+import gc
+
+import lightning.pytorch  # noqa: F401
+import pooch  # noqa: F401
+import torch._dynamo
+import torch.distributed  # noqa: F401
+import typeguard  # noqa: F401
+
+import samestep.cli
+import samestep.commands.evaluate
+import samestep.commands.profile
+import samestep.commands.train
+import samestep.commands.verify
+import samestep.lightning
+import samestep.recipes  # noqa: F401
+
+# A rank's own collections would look at a million objects of torch's and copy their pages: a
+# quarter of a second each time, more than all else that a short test of two ranks takes.
+gc.collect()
+gc.freeze()
