@@ -52,10 +52,15 @@ def run(
 
 def end_with_first_failure(ranks: Ranks) -> int:
     """Stop all ranks once one has failed, as torchrun does; return the failed rank's exit code."""
-    failed: list[int] = []
-    while not failed and (running := [p for p in ranks.processes if p.exitcode is None]):
-        assert wait([process.sentinel for process in running], TIMEOUT_S), ranks.output()
-        failed = [process.exitcode for process in ranks.processes if process.exitcode]
+    while True:
+        codes = [process.exitcode for process in ranks.processes]
+        failed = [code for code in codes if code]
+        running = [
+            p.sentinel for p, code in zip(ranks.processes, codes, strict=True) if code is None
+        ]
+        if failed or not running:
+            break
+        assert wait(running, TIMEOUT_S), ranks.output()
     if len(ranks.processes) > 1:
         # Not for an event: what a rank prints until the agent looks is what its user sees.
         time.sleep(AGENT_LOOKS_EVERY_S)  # as long as torchrun's agent lets the others go on

@@ -8,7 +8,6 @@ import torch._dynamo
 import torch.distributed  # noqa: F401
 import typeguard  # noqa: F401
 
-import samestep.cli
 import samestep.commands.evaluate
 import samestep.commands.profile
 import samestep.commands.train

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 
 # A module may import modules of its own row and of the rows above it, never of a row below.
 ROWS = [
-    ["class_table", "errors", "phases", "text", "version"],
+    ["class_table", "errors", "garbage", "phases", "text", "version"],
     ["address", "early", "launch", "files", "settings", "rank_log"],
     ["world", "run", "recipe", "failure"],
     ["data", "models", "tracking"],

@@ -6,6 +6,7 @@ import sys
 import time
 
 from samestep.errors import UserError
+from samestep.garbage import put_off
 from samestep.version import __version__
 
 _STARTED_AT = time.time()
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Threads that spin while they wait take the core from the one they wait for as soon as
     # anything else runs here: measured with one neighbour, a step took 4 to 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    put_off()
     if verb == "train":
         from samestep.early import hold_warning  # noqa: PLC0415 - other verbs end by it at once
 

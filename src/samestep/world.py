@@ -21,6 +21,7 @@ from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
 from samestep.address import interface_towards, resolve, resolve_master
 from samestep.errors import UserError
+from samestep.garbage import take_up
 from samestep.launch import Launch, binds_gpus, detect_launch
 
 T = TypeVar("T")
@@ -274,6 +275,7 @@ def join(
     Raises:
         UserError: the port is taken, or rank 0's address has no meaning here or no answer.
     """
+    take_up()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if world.world_size == 1:

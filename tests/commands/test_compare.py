@@ -39,7 +39,9 @@ def test_one_rank_and_two_are_told_to_be_the_same_training(trained):
     assert "it ran on 2, then 1 ranks: its figures mix them" in found["runs"][1]["problems"]
     # The phases of the measured epochs add up to their seconds.
     for speed, phases in zip(found["throughput"], found["phases_ms_per_step"], strict=True):
-        assert sum(phases.values()) == pytest.approx(speed["ms_per_step"], rel=0.02)
+        # The clocks of both are read one after the other, and an epoch takes 20 ms: it is seen when
+        # the system runs something else between the two readings.
+        assert sum(phases.values()) == pytest.approx(speed["ms_per_step"], rel=0.02, abs=0.2)
     epochs = [r for r in read_records(trained / "one") if r["event"] == "evaluation"]
     assert found["by_samples"]["as_recorded"]
     assert found["by_samples"]["values"][0][0] == epochs[0]["loss"]

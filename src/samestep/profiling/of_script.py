@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from samestep.errors import UserError
+from samestep.garbage import take_up
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.measured import Measured, Operations, Rank
 from samestep.profiling.meeting import Left, Meeting
@@ -111,6 +112,7 @@ def _run(script: Path, arguments: list[str], *, module: bool) -> None:
     before, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(Path.cwd() if module else script.parent.resolve()))
+    take_up()  # its collections are part of what is measured
     try:
         if module:
             runpy.run_module(str(script), run_name="__main__", alter_sys=True)
