@@ -1,10 +1,15 @@
 """What the fork server holds before it forks the first rank: see ranks.py."""
 
 import gc
+import os
+
+# As samestep's command line does before it imports torch: threads that spin take the cores from the
+# other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import lightning.pytorch  # noqa: F401
 import pooch  # noqa: F401
-import torch._dynamo
+import torch._dynamo  # DDP imports it when it is built: a second of each rank's
 import torch.distributed  # noqa: F401
 import typeguard  # noqa: F401
 
