@@ -62,8 +62,7 @@ def end_with_first_failure(ranks: Ranks) -> int:
             break
         assert wait(running, TIMEOUT_S), ranks.output()
     if len(ranks.processes) > 1:
-        # Not for an event: what a rank prints until the agent looks is what its user sees.
-        time.sleep(AGENT_LOOKS_EVERY_S)  # as long as torchrun's agent lets the others go on
+        time.sleep(AGENT_LOOKS_EVERY_S)  # what a rank prints until torchrun's agent looks is seen
     for process in ranks.processes:
         process.terminate()
     ranks.wait()

@@ -20,7 +20,7 @@ import samestep.commands.verify
 import samestep.lightning
 import samestep.recipes  # noqa: F401
 
-# A rank's own collections would look at a million objects of torch's and copy their pages: a
-# quarter of a second each time, more than all else that a short test of two ranks takes.
+# A rank's own full collection would look at these 400,000 objects and copy their pages: a quarter
+# of a second, more than all else that a short test of two ranks takes.
 gc.collect()
 gc.freeze()

@@ -1,8 +1,8 @@
 """Python's garbage collector while modules are imported: a fifth of a start's processor time.
 
-Torch's modules are a million objects that stay, and every full collection looks at all that came so
-far. The command line puts collections off until a rank joins the others; what is there by then is
-left alone for good, so that a collection in training looks only at what training made.
+Torch's modules are 180,000 objects that stay, with Lightning's 430,000, and every full collection
+looks at all that came so far. The command line puts collections off until a rank joins the others;
+what is there by then is left alone for good, so that one in training looks only at what came after.
 """
 
 import gc

@@ -275,7 +275,7 @@ def join(
     Raises:
         UserError: the port is taken, or rank 0's address has no meaning here or no answer.
     """
-    take_up()
+    take_up()  # all that is imported for good is here by now
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if world.world_size == 1:

@@ -315,7 +315,7 @@ def diverged(job: Job, what: str) -> UserError:
     """Return the message for numbers that are no longer finite."""
     lr = learning_rate(job.plan, job.settings, job.position.step - 1)
     return UserError(
-        f"{what} after step {job.position.step} (learning rate {lr:.3g}).{KEPT} {REMEDIES}",
+        f"{what} after step {job.position.step} (learning rate {lr:.3g}). {KEPT} {REMEDIES}",
         on_all_ranks=True,
     )
 

@@ -10,7 +10,7 @@ from samestep.errors import UserError
 from samestep.world import World
 
 _LONGEST = 1024
-KEPT = " Training stopped; earlier checkpoints are kept."
+KEPT = "Training stopped; earlier checkpoints are kept."
 """Of a run, for one that keeps none to leave out of the message."""
 REMEDIES = "Try a smaller --lr, --warmup-steps, --clip-norm 1, or a wider --precision."
 
@@ -62,7 +62,7 @@ class Window:
             latest = torch.tensor(-bad if bad else -(2**62))
             step = -int(self._world.reduce(latest, "max"))
             raise UserError(
-                f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g}).{KEPT} "
+                f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g}). {KEPT} "
                 f"{REMEDIES}",
                 on_all_ranks=True,
             )

@@ -121,7 +121,7 @@ def _run(start: Start, order: Order, folder: Path, launch: Launch) -> str | None
     message = failures[0].message if failures else ended.message.partition("; the other ranks")[0]
     mistake = failures[0].mistake if failures else ended.code == 2
     # Nothing was kept before these few steps.
-    message = message.replace(KEPT, "")
+    message = message.replace(f"{KEPT} ", "")
     if start.place == 0 and mistake:
         raise UserError(message)
     return message or f"It ended with exit code {ended.code}."
