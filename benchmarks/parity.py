@@ -62,12 +62,16 @@ def _compare(recipe: str, flags: tuple[str, ...], ranks: int) -> tuple[list[floa
         )
     assert [r["step"] for r in native] == [r["step"] for r in lightning]
     differences = [
-        max(abs(a[name] - b[name]) / max(abs(a[name]), 1e-12)
-            for a, b in zip(native, lightning, strict=True) if a.get(name) is not None)
+        max(
+            abs(a[name] - b[name]) / max(abs(a[name]), 1e-12)
+            for a, b in zip(native, lightning, strict=True)
+            if a.get(name) is not None
+        )
         for name in COLUMNS
-    ]  # fmt: skip
-    last = [next(r["accuracy"] for r in reversed(run) if "accuracy" in r)
-            for run in (native, lightning)]  # fmt: skip
+    ]
+    last = [
+        next(r["accuracy"] for r in reversed(run) if "accuracy" in r) for run in (native, lightning)
+    ]
     steps = sum(r["event"] == "step" for r in native)
     return differences, steps, " = ".join(f"{value:.4f}" for value in dict.fromkeys(last))
 
@@ -85,20 +89,22 @@ def _page(rows: list[str]) -> str:
     command = " ".join(["python", "benchmarks/parity.py", *words])
     facts = ", ".join(f"{name} {value}" for name, value in machine().items())
     head = " | ".join(f"{name}, largest difference" for name in COLUMNS)
-    return "\n".join([
-        "# The same recipe in both engines",
-        "",
-        f"    {command}",
-        "",
-        f"{facts}.",
-        "",
-        "The native loop against Lightning's Trainer, every step; differences are relative.",
-        "",
-        f"| recipe | flags | ranks | steps | validation accuracy at the end | {head} |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-        *rows,
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# The same recipe in both engines",
+            "",
+            f"    {command}",
+            "",
+            f"{facts}.",
+            "",
+            "The native loop against Lightning's Trainer, every step; differences are relative.",
+            "",
+            f"| recipe | flags | ranks | steps | validation accuracy at the end | {head} |",
+            "|---|---|---:|---:|---:|---:|---:|---:|",
+            *rows,
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

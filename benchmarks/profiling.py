@@ -26,8 +26,13 @@ from tests.profiling.planted import SITUATIONS, Situation, read  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "profiling.md"
 LINK_MBIT = 200
-HUGE = Situation("a huge all-reduce on a slow link", "communication-bound", "--accumulate",
-                 recipe=(("sizes", "1024, 64, 8, 1024"),), nproc=2)  # fmt: skip
+HUGE = Situation(
+    "a huge all-reduce on a slow link",
+    "communication-bound",
+    "--accumulate",
+    recipe=(("sizes", "1024, 64, 8, 1024"),),
+    nproc=2,
+)
 # What a sample of the worker choice costs: some wait, as for a disk, and some compute.
 SAMPLES = {
     "a sample waits 1 ms": ("time.sleep(0.001)", 32),
@@ -40,8 +45,7 @@ def main() -> int:
     """Measure what is asked for and write the page; return 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="little of each, nothing written")
-    parts = {"overhead": overhead, "accounting": accounting, "planted": planted,
-             "workers": workers}  # fmt: skip
+    parts = {"overhead": overhead, "accounting": accounting, "planted": planted, "workers": workers}
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(parts))
     asked = parser.parse_args()
     page, good = [], True
@@ -54,8 +58,14 @@ def main() -> int:
         print("\n".join(lines), flush=True)
     if not asked.quick:
         command = " ".join(["python", "benchmarks/profiling.py", *sys.argv[1:]])
-        head = ["# Where the time goes: what measuring costs, and whether it is right", "",
-                f"    {command}", "", f"{facts}.", ""]  # fmt: skip
+        head = [
+            "# Where the time goes: what measuring costs, and whether it is right",
+            "",
+            f"    {command}",
+            "",
+            f"{facts}.",
+            "",
+        ]
         RESULTS.write_text("\n".join([*head, *page]))
     return 0 if good else 1
 
@@ -77,11 +87,11 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 _IN_TURNS = """
 import sys, time
 from samestep.commands.train import parse
-from samestep.session import NATIVE, build_job
+from samestep.execution.session import NATIVE, build_job
 from samestep.training.loop import train
 from samestep.training.phases import Phases
 from samestep.training.stopping import Received
-from samestep.world import World
+from samestep.ranks.world import World
 _, request = parse("spiral", ["--epochs", "1000000"])
 job, _, _ = build_job(request, World(), Received(), NATIVE)
 job.validation, job.save = None, lambda *_: {"event": "checkpoint"}
@@ -108,8 +118,9 @@ print("lap", (time.perf_counter() - began) / 100_000)
 def overhead(_folder: Path, *, quick: bool) -> tuple[list[str], bool]:
     """Measure the price of the phases on the smallest model there is."""
     rounds = 20 if quick else 400
-    done = subprocess.run([sys.executable, "-c", _IN_TURNS, str(rounds)], check=True,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_TURNS, str(rounds)], check=True, capture_output=True, text=True
+    )
     times: dict[str, list[float]] = {"on": [], "off": [], "lap": []}
     for line in done.stdout.splitlines()[1:]:  # the first epoch warms up
         kind, seconds = line.split()
@@ -142,19 +153,33 @@ def accounting(folder: Path, *, quick: bool) -> tuple[list[str], bool]:
         "|---|---:|---:|---:|---:|",
     ]
     slow = SITUATIONS[0].write(folder)
-    cases = [("spiral", ()), ("spiral", ("--engine", "lightning")), (str(slow), ()),
-             (str(slow), ("--num-workers", "1"))]  # fmt: skip
+    cases = [
+        ("spiral", ()),
+        ("spiral", ("--engine", "lightning")),
+        (str(slow), ()),
+        (str(slow), ("--num-workers", "1")),
+    ]
     worst = 0.0
     for number, (target, flags) in enumerate(cases):
         for ranks in (1, 2):
             run = folder / f"run-{number}-{ranks}"
-            samestep("train", target, *flags, "--nproc", str(ranks), "--run-dir", str(run),
-                     "--epochs", "2" if quick else "6")  # fmt: skip
+            samestep(
+                "train",
+                target,
+                *flags,
+                "--nproc",
+                str(ranks),
+                "--run-dir",
+                str(run),
+                "--epochs",
+                "2" if quick else "6",
+            )
             found = [sum(r["phases"].values()) / r["train_seconds"] for r in events(run, "epoch")]
             worst = max(worst, *(abs(1 - one) for one in found))
             name = " ".join([Path(target).stem.replace("planted", "sleeping data"), *flags])
-            lines.append(f"| {name} | {ranks} | {len(found)} | {min(found):.4f} "
-                         f"| {max(found):.4f} |")  # fmt: skip
+            lines.append(
+                f"| {name} | {ranks} | {len(found)} | {min(found):.4f} | {max(found):.4f} |"
+            )
     lines += ["", f"- Largest error: **{worst:.2%}** (target: 2 % at most)."]
     return lines, worst <= 0.02
 
@@ -201,15 +226,38 @@ def _profile_on_a_slow_link(folder: Path) -> bool:
     with two_hosts(folder, "tc") as hosts:
         ranks = []
         for host in (0, 1):
-            shape = ["tc", "qdisc", "add", "dev", hosts.interface(host), "root", "tbf",
-                     "rate", f"{LINK_MBIT}mbit", "burst", "256kb", "latency", "100ms"]  # fmt: skip
+            shape = [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                hosts.interface(host),
+                "root",
+                "tbf",
+                "rate",
+                f"{LINK_MBIT}mbit",
+                "burst",
+                "256kb",
+                "latency",
+                "100ms",
+            ]
             subprocess.run(["ip", "netns", "exec", hosts.namespace(host), *shape], check=True)
-            told = {"RANK": host, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1,
-                    "GROUP_RANK": host, "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29511,
-                    "GLOO_SOCKET_IFNAME": hosts.interface(host)}  # fmt: skip
+            told = {
+                "RANK": host,
+                "LOCAL_RANK": 0,
+                "WORLD_SIZE": 2,
+                "LOCAL_WORLD_SIZE": 1,
+                "GROUP_RANK": host,
+                "MASTER_ADDR": ADDRESSES[0],
+                "MASTER_PORT": 29511,
+                "GLOO_SOCKET_IFNAME": hosts.interface(host),
+            }
             environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
-            ranks.append(subprocess.Popen([*hosts.enter(host), *command], env=environment,
-                                          stdout=subprocess.DEVNULL))  # fmt: skip
+            ranks.append(
+                subprocess.Popen(
+                    [*hosts.enter(host), *command], env=environment, stdout=subprocess.DEVNULL
+                )
+            )
         codes = [rank.wait(timeout=300) for rank in ranks]
     return codes == [0, 0]
 
@@ -234,8 +282,16 @@ def workers(folder: Path, *, quick: bool) -> tuple[list[str], bool]:
         place = folder / str(number)
         place.mkdir()
         recipe = _recipe_with(place, work, batch)
-        samestep("profile", str(recipe), "--run-dir", str(place / "profile"), "--seconds", "1",
-                 "--workers", ",".join(map(str, values)))  # fmt: skip
+        samestep(
+            "profile",
+            str(recipe),
+            "--run-dir",
+            str(place / "profile"),
+            "--seconds",
+            "1",
+            "--workers",
+            ",".join(map(str, values)),
+        )
         chosen = read(place)["sweeps"][0]["best"]
         speeds = _exhaustive(place, recipe, values, rounds, seconds=2 if quick else 5)
         best = max(speeds, key=lambda value: speeds[value])
@@ -265,10 +321,19 @@ def _exhaustive(
     for number in range(rounds):
         for value in values:
             run = folder / f"run-{value}-{number}"
-            arguments = ["train", str(recipe), "--num-workers", str(value), "--epochs", "1000000",
-                         "--run-dir", str(run)]  # fmt: skip
-            with subprocess.Popen([sys.executable, "-m", "samestep", *arguments],
-                                  stdout=subprocess.DEVNULL) as training:  # fmt: skip
+            arguments = [
+                "train",
+                str(recipe),
+                "--num-workers",
+                str(value),
+                "--epochs",
+                "1000000",
+                "--run-dir",
+                str(run),
+            ]
+            with subprocess.Popen(
+                [sys.executable, "-m", "samestep", *arguments], stdout=subprocess.DEVNULL
+            ) as training:
                 while not (run / "events.jsonl").exists():
                     time.sleep(0.05)
                 while not events(run, "epoch"):
@@ -276,8 +341,9 @@ def _exhaustive(
                 time.sleep(seconds)
                 training.terminate()
             warm = events(run, "epoch")[1:]
-            speeds[value].append(sum(r["samples"] for r in warm)
-                                 / sum(r["train_seconds"] for r in warm))  # fmt: skip
+            speeds[value].append(
+                sum(r["samples"] for r in warm) / sum(r["train_seconds"] for r in warm)
+            )
     return {value: median(found) for value, found in speeds.items()}
 
 

@@ -289,8 +289,16 @@ def _trackers() -> tuple[Table, Table]:
 
     def table(name: str, title: str, measure: Measure) -> Table:
         rows = tuple(Row(name=n, command=c, measure=measure) for n, c in commands.items())
-        return Table(name=name, title=title, unit="s", rounds_factor=2, baseline=("no tracker",),
-                     rows=rows, targets=(), notes=(note,))  # fmt: skip
+        return Table(
+            name=name,
+            title=title,
+            unit="s",
+            rounds_factor=2,
+            baseline=("no tracker",),
+            rows=rows,
+            targets=(),
+            notes=(note,),
+        )
 
     start = "Trackers: from process start to the first completed step"
     cpu = "Trackers: CPU seconds of a whole command that trains one step, trackers included"
@@ -308,11 +316,7 @@ def _help() -> Table:
         rounds_factor=4,
         baseline=("python -c pass",),
         rows=(
-            Row(
-                name="python -c pass",
-                command=(PYTHON, "-c", "pass"),
-                measure=seconds_to_exit,
-            ),
+            Row(name="python -c pass", command=(PYTHON, "-c", "pass"), measure=seconds_to_exit),
             Row(name="samestep --help", command=(SCRIPT, "--help"), measure=seconds_to_exit),
         ),
         targets=(Target(row="samestep --help", limit=0.3, kind="at most more"),),

@@ -38,9 +38,12 @@ def data() -> Splits:
 def model() -> nn.Module:
     """Return a small convolutional network."""
     return nn.Sequential(
-        nn.Conv2d(1, 4, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        nn.Conv2d(1, 4, 8, stride=8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
         nn.Linear(64, 2),
-    )  # fmt: skip
+    )
 
 
 recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 32})

@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import TIMEOUT_S, Ranks, run_ranks, start_ranks
+from tests.processes import TIMEOUT_S, Ranks, run_ranks, start_ranks
 
 AGENT_LOOKS_EVERY_S = 0.3
 

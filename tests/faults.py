@@ -54,9 +54,13 @@ def _plant(fault: Fault) -> None:
 
 
 def _wrap(
-    owner: Any, name: str, strike: Strike, *, after: bool,
+    owner: Any,
+    name: str,
+    strike: Strike,
+    *,
+    after: bool,
     when: Callable[..., bool] = lambda *_: True,
-) -> None:  # fmt: skip
+) -> None:
     """Strike before or after those calls of a function whose arguments fit."""
     original = getattr(owner, name)
 
@@ -85,13 +89,13 @@ def _evaluation(strike: Strike) -> None:
 
 
 def _before_checkpoint(strike: Strike) -> None:
-    from samestep.training import checkpoint
+    from samestep.run import checkpoints
 
-    _wrap(checkpoint, "save", strike, after=False)
+    _wrap(checkpoints, "save", strike, after=False)
 
 
 def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
-    from samestep.training.checkpoint import _HashingWriter
+    from samestep.run.checkpoints import _HashingWriter
 
     original = _HashingWriter.write
 
@@ -129,8 +133,8 @@ def _deletion(*, after: bool) -> Callable[[Strike], None]:
 
 
 def _within_index(strike: Strike) -> None:
-    from samestep.files import write_atomically
-    from samestep.training import checkpoint
+    from samestep.run import index
+    from samestep.run.files import write_atomically
 
     def write_text(path: Path, text: str) -> None:
         def write(file: Any) -> None:
@@ -142,12 +146,12 @@ def _within_index(strike: Strike) -> None:
 
         write_atomically(path, write)
 
-    checkpoint.write_text = write_text
+    index.write_text = write_text
 
 
 def _record(event: str, *, after: bool) -> Callable[[Strike], None]:
     def plant(strike: Strike) -> None:
-        from samestep.run import Run
+        from samestep.run.directory import Run
 
         def fits(_run: Run, record: dict[str, Any]) -> bool:
             return event in (record["event"], record.get("split"))
@@ -158,7 +162,7 @@ def _record(event: str, *, after: bool) -> Callable[[Strike], None]:
 
 
 def _within_record(strike: Strike) -> None:
-    from samestep.run import Run
+    from samestep.run.directory import Run
 
     original = Run.append
 

@@ -54,9 +54,13 @@ def _too_large(path: Path) -> None:
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
     path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk
-        + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT" + b"\0" * 8
-    )  # fmt: skip
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + chunk
+        + struct.pack(">I", zlib.crc32(chunk))
+        + b"\0\0\0\0IDAT"
+        + b"\0" * 8
+    )
 
 
 def _a_link_to_nothing(path: Path) -> None:

@@ -73,8 +73,9 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
 
 def typed(words: list[str], folder: Path) -> tuple[int, str]:
     """Run a command as it is typed; return its exit code and what it said."""
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -10,43 +10,23 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 
-# A module may import modules of its own row and of the rows above it, never of a row below.
-ROWS = [
-    ["class_table", "errors", "garbage", "phases", "text", "version"],
-    ["address", "early", "launch", "files", "settings", "rank_log"],
-    ["world", "run", "recipe", "failure"],
-    ["data", "models", "tracking"],
-    ["recipes"],
-    [
-        *("training.checkpoint", "training.clock", "training.memory", "training.optimizer"),
-        "training.parallel",
-        "training.phases",
-        *("training.confusion", "training.plan", "training.precision", "training.prepare"),
-        *("training.stopping", "training.threads", "training.window"),
-    ],
-    ["training.evaluate", "training.step"],
-    ["training.compiled", "training.loop"],
-    ["training.state"],
-    ["config", "process_group", "ranks", "screen"],
-    ["outcome"],
-    ["saving", "evaluation"],
-    ["session", "prediction"],
-    ["lightning"],
-    ["verify"],
-    ["slurm"],
-    ["doctor"],
-    ["profiling"],
-    ["compare"],
-    ["scale"],
+# The rooms, floor by floor: a room may import rooms of the floors above its own line, and no other.
+FLOORS = [
+    ["errors", "machine", "models", "version"],
+    ["ranks", "run", "settings"],
+    ["cli", "recipe", "screen", "slurm", "tracking"],
+    ["__main__", "comparison", "data", "doctor"],
+    ["recipes", "training"],
+    ["execution"],
+    ["lightning", "profiling", "scale"],
+    ["verification"],
     ["commands"],
-    ["cli"],
-    ["__main__"],
 ]
 
 # Who may import a part of torch that knows of ranks, beside world.
 DISTRIBUTED = {
-    "world": {"torch.distributed"},
-    "ranks": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
+    "ranks.world": {"torch.distributed"},
+    "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
     "training.parallel": {"torch.nn.parallel"},
 }
 
@@ -54,11 +34,8 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 # name → the reason why it may be longer
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {
-    "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom",
+    "slurm.sandbox.conf.slurm_conf": "it is one file's text, read top to bottom"
 }
-
-PACKAGES = {"commands", "compare", "data", "doctor", "lightning", "models", "profiling", "recipes",
-            "scale", "slurm", "tracking", "training", "verify"}  # fmt: skip
 
 
 def modules() -> dict[str, ast.Module]:
@@ -91,42 +68,44 @@ def own_imports(name: str) -> set[str]:
     return {t if t in MODULES else t.rpartition(".")[0] for t in own}
 
 
-def row_of(module: str) -> int:
-    """Return the row of a module: the one that names it, or its folder."""
-    for candidate in (module, module.split(".", maxsplit=1)[0]):
-        for place, row in enumerate(ROWS):
-            if candidate in row:
-                return place
-    raise AssertionError(f"{module} has no row: add it to ROWS where it belongs")
+def room_of(module: str) -> str:
+    """Return the room of a module: its folder, or itself in the hall."""
+    return module.partition(".")[0]
 
 
-def test_every_module_has_a_row_and_every_row_names_modules_that_exist():
-    for name in MODULES:
-        row_of(name)
-    named = {name for row in ROWS for name in row}
-    assert named <= MODULES.keys() | PACKAGES
+def test_every_room_is_on_one_floor():
+    rooms = {room_of(name) for name in MODULES}
+    assert sorted(room for floor in FLOORS for room in floor) == sorted(rooms)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_one_way(name):
-    wrong = [target for target in own_imports(name) if row_of(target) > row_of(name)]
-    assert not wrong, f"{name} imports {wrong}, of a later row"
+def test_imports_point_one_way():
+    floor_of = {room: place for place, floor in enumerate(FLOORS) for room in floor}
+    wrong = {
+        f"{name} imports {target}"
+        for name in MODULES
+        for target in own_imports(name)
+        if room_of(target) != room_of(name) and floor_of[room_of(target)] >= floor_of[room_of(name)]
+    }
+    assert not wrong
 
 
 def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter({name: own_imports(name) for name in MODULES}).prepare()
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_only_the_world_talks_to_torch_distributed(name):
+def test_only_the_world_talks_to_torch_distributed():
     parts = ("torch.distributed", "torch.nn.parallel", "torch.multiprocessing")
-    used = {part for target in imports(MODULES[name]) for part in parts if target.startswith(part)}
-    attributes = {
-        f"torch.{node.attr}"
-        for node in ast.walk(MODULES[name])
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"
-    }
-    assert used | (attributes & set(parts)) == DISTRIBUTED.get(name, set())
+    found = {}
+    for name, tree in MODULES.items():
+        used = {part for target in imports(tree) for part in parts if target.startswith(part)}
+        attributes = {
+            f"torch.{node.attr}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"
+        }
+        if everything := used | (attributes & set(parts)):
+            found[name] = everything
+    assert found == DISTRIBUTED
 
 
 def test_no_recipe_and_no_data_source_asks_for_its_rank():
@@ -137,14 +116,18 @@ def test_no_recipe_and_no_data_source_asks_for_its_rank():
             assert not found, name
 
 
-@pytest.mark.parametrize(
-    "name", ["", "cli", "errors", "failure", "files", "launch", "rank_log", "run", "settings",
-             "version", "data.catalog", "data.download", "commands.compare", "commands.data",
-             "commands.track", "tracking.follow", "tracking.process", "tracking.send"],
-)  # fmt: skip
-def test_importing_it_does_not_import_torch(name):
-    module = f"samestep.{name}".rstrip(".")
-    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+def test_what_needs_no_torch_does_not_import_it():
+    """One process imports them all: these verbs and readers answer in tenths of a second."""
+    names = [
+        *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
+        *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log", ".ranks.process"),
+        *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
+        *(".commands.compare", ".commands.data", ".commands.track", ".tracking.follow"),
+        *(".tracking.process", ".tracking.send"),
+    ]
+    program = (
+        f"import sys, {', '.join('samestep' + n for n in names)}; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

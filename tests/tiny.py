@@ -17,7 +17,7 @@ import torch
 
 from samestep import read_records
 from tests.faults import Fault, command_line
-from tests.ranks import TIMEOUT_S, Ranks, start_ranks
+from tests.processes import TIMEOUT_S, Ranks, start_ranks
 
 RECIPE = """
 import time

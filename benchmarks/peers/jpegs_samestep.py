@@ -17,9 +17,9 @@ import torch
 from common import measure, options, report
 
 from samestep.data.batches import open_source
-from samestep.data.ready import load_splits
+from samestep.data.loading import load_splits
+from samestep.ranks.world import World
 from samestep.recipe import find_recipe
-from samestep.world import World
 
 BATCH_SIZE = 128
 

@@ -45,9 +45,13 @@ def train(
 
 
 def fit(
-    classifier: Classifier, loader: DataLoader, epochs: int, *, default: bool = False,
+    classifier: Classifier,
+    loader: DataLoader,
+    epochs: int,
+    *,
+    default: bool = False,
     ranks: int = 1,
-) -> None:  # fmt: skip
+) -> None:
     """Fit a module, and report its seconds."""
     quiet = {
         "logger": False,

@@ -226,8 +226,10 @@ def resnet18(width: int = 64) -> nn.Sequential:
     8 x 8 of such an image. Here it is a 3 x 3 one that keeps the size.
     """
     layers: list[nn.Module] = [
-        nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-    ]  # fmt: skip
+        nn.Conv2d(3, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
     channels_in = width
     for factor, stride in ((1, 1), (2, 2), (4, 2), (8, 2)):
         channels = factor * width
@@ -245,9 +247,12 @@ class LitResNet(L.LightningModule):
     """
 
     def __init__(
-        self, width: int = 64, learning_rate: float = 0.1, weight_decay: float = 5e-4,
+        self,
+        width: int = 64,
+        learning_rate: float = 0.1,
+        weight_decay: float = 5e-4,
         seed: int = 42,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.network = resnet18(width)
@@ -291,15 +296,15 @@ class LitResNet(L.LightningModule):
         """Return SGD, and a learning rate that climbs and falls within the steps of the run."""
         values = self.hparams
         optimizer = torch.optim.SGD(
-            self.parameters(), values.learning_rate, momentum=0.9, nesterov=True,
+            self.parameters(),
+            values.learning_rate,
+            momentum=0.9,
+            nesterov=True,
             weight_decay=values.weight_decay,
-        )  # fmt: skip
+        )
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, values.learning_rate, steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _measure(self, batch: Batch, part: str) -> Batch:
         images, labels = batch
@@ -313,8 +318,10 @@ class LitResNet(L.LightningModule):
         # ranks together, and resets them.
         self.log_dict(
             {f"{part}_loss": mean_loss, f"{part}_accuracy": accuracy},
-            on_step=False, on_epoch=True, batch_size=len(labels),
-        )  # fmt: skip
+            on_step=False,
+            on_epoch=True,
+            batch_size=len(labels),
+        )
         return loss, logits
 
 
@@ -346,9 +353,13 @@ class Performance(L.Callback):
         self.waited += time.perf_counter() - self.last
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
         batch_idx: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Note this step's time, from the end of the one before."""
         steps = trainer.num_training_batches
         if trainer.global_step == self.warm_up and steps > 2 * self.warm_up:

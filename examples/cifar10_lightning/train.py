@@ -51,21 +51,29 @@ def make_callbacks(folder: Path) -> list[Callback]:
     """Return what happens beside the training: checkpoints, an early end, records."""
     return [
         ModelCheckpoint(
-            folder / "checkpoints", filename="epoch{epoch:02}-accuracy{val_accuracy:.4f}",
-            auto_insert_metric_name=False, monitor="val_accuracy", mode="max",
+            folder / "checkpoints",
+            filename="epoch{epoch:02}-accuracy{val_accuracy:.4f}",
+            auto_insert_metric_name=False,
+            monitor="val_accuracy",
+            mode="max",
             save_top_k=2,  # the best two, and the last, to go on from
             save_last=True,
         ),
         EarlyStopping("val_loss", mode="min", patience=5, check_finite=True),
         LearningRateMonitor("step"),
         Performance(),
-    ]  # fmt: skip
+    ]
 
 
 def make_trainer(
-    folder: Path | None, *, ranks: int = 1, device: str = "cpu", epochs: int = 1,
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true", trial_steps: int = 0,
-) -> L.Trainer:  # fmt: skip
+    folder: Path | None,
+    *,
+    ranks: int = 1,
+    device: str = "cpu",
+    epochs: int = 1,
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true",
+    trial_steps: int = 0,
+) -> L.Trainer:
     """Return the Trainer of this rank; without a folder nothing is kept."""
     return L.Trainer(
         accelerator=device,
@@ -131,9 +139,12 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
     )
     model = LitResNet(settings.width, settings.learning_rate, seed=settings.seed)
     trainer = make_trainer(
-        settings.output, ranks=ranks, device=settings.device, epochs=settings.epochs,
+        settings.output,
+        ranks=ranks,
+        device=settings.device,
+        epochs=settings.epochs,
         precision=settings.precision,
-    )  # fmt: skip
+    )
     trainer.callbacks.insert(-1, Report())  # before ModelCheckpoint, which Lightning puts last
     started = time.perf_counter()
     trainer.fit(model, datamodule=data)
@@ -143,10 +154,15 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
         (performance,) = (c for c in trainer.callbacks if isinstance(c, Performance))
         best = Path(trainer.checkpoint_callback.best_model_path)
         result = {
-            "ranks": ranks, "threads": torch.get_num_threads(), "seconds": seconds,
-            "steps": trainer.global_step, "same_weights": equal, "step_ms": performance.step_ms,
-            "best": best.name, "best_accuracy": trainer.checkpoint_callback.best_model_score.item(),
-        }  # fmt: skip
+            "ranks": ranks,
+            "threads": torch.get_num_threads(),
+            "seconds": seconds,
+            "steps": trainer.global_step,
+            "same_weights": equal,
+            "step_ms": performance.step_ms,
+            "best": best.name,
+            "best_accuracy": trainer.checkpoint_callback.best_model_score.item(),
+        }
         (settings.output / "result.json").write_text(json.dumps(result))
         print(
             f"{trainer.global_step} steps in {seconds:.1f} s, validation included; "
@@ -183,8 +199,10 @@ def main() -> None:
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     settings = read_settings(ranks, rank)
     be_quiet()
-    print(f"rank {rank} of {ranks}: process {os.getpid()}, {torch.get_num_threads()} thread(s)",
-          flush=True)  # fmt: skip
+    print(
+        f"rank {rank} of {ranks}: process {os.getpid()}, {torch.get_num_threads()} thread(s)",
+        flush=True,
+    )
     train(settings, ranks)
     gc.collect()  # the DDP model must be gone first; it is part of a cycle
     if dist.is_initialized():

@@ -59,8 +59,10 @@ def train_epoch(
             profiler.stop()
     if profiler is None:  # else much of the time went into profiling
         seconds = time.perf_counter() - started
-        print(f"Epoch {epoch} took {seconds:.2f} s, {1000 * seconds / len(batches):.3f} ms a step",
-              flush=True)  # fmt: skip
+        print(
+            f"Epoch {epoch} took {seconds:.2f} s, {1000 * seconds / len(batches):.3f} ms a step",
+            flush=True,
+        )
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -70,8 +72,11 @@ def train(arguments: argparse.Namespace) -> None:
     batches = get_mnist_dataloader(arguments.batch_size, arguments.num_workers, arguments.data_dir)
     model = SimpleModel().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    print(f"{len(batches):,} batches of {arguments.batch_size} images an epoch, "
-          f"{arguments.num_workers} workers, {device}", flush=True)  # fmt: skip
+    print(
+        f"{len(batches):,} batches of {arguments.batch_size} images an epoch, "
+        f"{arguments.num_workers} workers, {device}",
+        flush=True,
+    )
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -123,12 +128,24 @@ def main() -> None:
     parser.error = refuse  # type: ignore[method-assign]
     parser.add_argument("--num_workers", type=at_least(0), default=4, help="loader processes")
     parser.add_argument("--batch_size", type=at_least(1), default=32, help="images a step")
-    parser.add_argument("--epochs", type=at_least(PROFILED_EPOCH), default=5,
-                        help="passes over the data; the second one is profiled")  # fmt: skip
-    parser.add_argument("--profile_steps", type=at_least(1), default=None,
-                        help="steps of epoch 2 in the trace; by default all of them")  # fmt: skip
-    parser.add_argument("--data_dir", type=Path, default=None,
-                        help="folder of MNIST's IDX files; by default data/mnist")  # fmt: skip
+    parser.add_argument(
+        "--epochs",
+        type=at_least(PROFILED_EPOCH),
+        default=5,
+        help="passes over the data; the second one is profiled",
+    )
+    parser.add_argument(
+        "--profile_steps",
+        type=at_least(1),
+        default=None,
+        help="steps of epoch 2 in the trace; by default all of them",
+    )
+    parser.add_argument(
+        "--data_dir",
+        type=Path,
+        default=None,
+        help="folder of MNIST's IDX files; by default data/mnist",
+    )
     parser.add_argument("--seed", type=int, default=42, help="of weights and order")
     arguments = parser.parse_args()
     try:

@@ -350,8 +350,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=64, help="images a rank and step")
     parser.add_argument("--lr", type=rate, default=1e-3, help="learning rate of Adam")
     parser.add_argument("--data-dir", type=Path, default=Path("data/mnist"), help="IDX files")
-    parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"),
-                        help="checkpoints; training goes on after the newest here")  # fmt: skip
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default=Path("checkpoints"),
+        help="checkpoints; training goes on after the newest here",
+    )
     parser.add_argument("--seed", type=int, default=42, help="of weights, order and dropout")
     return parser.parse_args()
 

@@ -84,8 +84,10 @@ def find_ranks() -> tuple[ClusterEnvironment, int, int]:
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", tasks)
     if found is None:
-        refuse(f"srun put {tasks or 'unknown numbers of'} tasks on the nodes; Lightning needs as "
-               "many on each: srun --nodes=N --ntasks-per-node=M.")  # fmt: skip
+        refuse(
+            f"srun put {tasks or 'unknown numbers of'} tasks on the nodes; Lightning needs as "
+            "many on each: srun --nodes=N --ntasks-per-node=M."
+        )
     here, num_nodes = int(found[1]), int(found[2] or 1)
     # Lightning insists on this variable, which `srun --ntasks` does not set, and which in a step of
     # its own size would be that of the job.
@@ -101,13 +103,17 @@ def check(settings: argparse.Namespace, world_size: int, here: int) -> None:
     """Refuse what cannot work on these ranks, before anything is started."""
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and gpus < here:
-        refuse(f"a rank sees {gpus} GPUs, and {here} ranks run on its node; each must see those "
-               "of all: srun --gpus-per-node, not --gpus-per-task.")  # fmt: skip
+        refuse(
+            f"a rank sees {gpus} GPUs, and {here} ranks run on its node; each must see those "
+            "of all: srun --gpus-per-node, not --gpus-per-task."
+        )
     sizes = part_sizes(settings.num_samples)
     if min(sizes) < world_size:
-        refuse(f"--num_samples {settings.num_samples} makes {sizes[0]} samples to train, "
-               f"{sizes[1]} to validate and {sizes[2]} to test; each of {world_size} ranks needs "
-               "one of each.")  # fmt: skip
+        refuse(
+            f"--num_samples {settings.num_samples} makes {sizes[0]} samples to train, "
+            f"{sizes[1]} to validate and {sizes[2]} to test; each of {world_size} ranks needs "
+            "one of each."
+        )
     if rank_zero_only.rank == 0:  # the one rank that writes
         try:
             (settings.output_dir / settings.experiment_name).mkdir(parents=True, exist_ok=True)
@@ -143,10 +149,13 @@ class Report(L.Callback):
         # As all metrics: one value for all ranks, here that of the slowest.
         pl_module.log("epoch_time_s", seconds, sync_dist=True, reduce_fx="max")
         found = trainer.callback_metrics
-        say(f"Epoch {trainer.current_epoch + 1} - Avg Loss: {found['train_loss']:.6f}, "
-            f"Accuracy: {found['train_accuracy']:.2%}")  # fmt: skip
-        say(f"  held out - Avg Loss: {found['val_loss']:.6f}, "
-            f"Accuracy: {found['val_accuracy']:.2%}")  # fmt: skip
+        say(
+            f"Epoch {trainer.current_epoch + 1} - Avg Loss: {found['train_loss']:.6f}, "
+            f"Accuracy: {found['train_accuracy']:.2%}"
+        )
+        say(
+            f"  held out - Avg Loss: {found['val_loss']:.6f}, Accuracy: {found['val_accuracy']:.2%}"
+        )
         say(f"  took {found['epoch_time_s']:.2f} s")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -164,8 +173,10 @@ def make_loggers(settings: argparse.Namespace) -> list[Logger]:
         return [csv]
     missing = [name for name in ("samestep", "comet_ml") if find_spec(name) is None]
     if missing:
-        say(f"{missing[0]} is not installed (pip install 'samestep[comet]'): no Comet, the metrics "
-            "go to the CSV file alone.")  # fmt: skip
+        say(
+            f"{missing[0]} is not installed (pip install 'samestep[comet]'): no Comet, the metrics "
+            "go to the CSV file alone."
+        )
         return [csv]
     # Not CometLogger: without a network it drops what it is given, and offline Lightning 2.6 and
     # before write nothing at all (Lightning's issue 21617). With this one Comet is in a process of
@@ -238,8 +249,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--learning_rate", type=number("above 0", lambda v: 0 < v < math.inf), default=1e-3)
     add("--hidden_dims", type=whole(1), nargs="+", default=[64, 32, 16], metavar="WIDTH")
     add("--dropout", type=number("of 0 or more and below 1", lambda v: 0 <= v < 1), default=0.1)
-    add("--noise", type=number("of 0 or more", lambda v: 0 <= v < math.inf), default=0.2,
-        help="standard deviation of the noise on each coordinate")  # fmt: skip
+    add(
+        "--noise",
+        type=number("of 0 or more", lambda v: 0 <= v < math.inf),
+        default=0.2,
+        help="standard deviation of the noise on each coordinate",
+    )
     add("--num_samples", type=whole(1), default=10_000, help="points of both spirals")
     add("--seed", type=whole(0), default=42, help="of points, split, weights, order and dropout")
     add("--comet_project", help="log to this project of Comet too")
@@ -291,8 +306,10 @@ def train(settings: argparse.Namespace) -> None:
     world_size = num_nodes * here
     check(settings, world_size, here)
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    say(f"Ranks: {world_size}, nodes: {num_nodes}, device: {device}, samples a step: "
-        f"{settings.batch_size * world_size} = {settings.batch_size} x {world_size}")  # fmt: skip
+    say(
+        f"Ranks: {world_size}, nodes: {num_nodes}, device: {device}, samples a step: "
+        f"{settings.batch_size * world_size} = {settings.batch_size} x {world_size}"
+    )
     L.seed_everything(settings.seed, workers=True)  # the same initial weights on every rank
     data = SpiralDataModule(
         num_samples=settings.num_samples,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         SpiralDataModule,
         TrackerLogger,
     )
-    from samestep.process_group import (
+    from samestep.ranks.process_group import (
         barrier,
         cleanup,
         is_main_process,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         setup_distributed,
     )
     from samestep.recipe import Recipe, Splits
-    from samestep.run import read_records
+    from samestep.run.records import read_records
     from samestep.settings import Settings
 
 __all__ = [
@@ -64,12 +64,12 @@ _HOMES = {
     "Splits": "recipe",
     "TrackerLogger": "lightning",
     "UserError": "errors",
-    "barrier": "process_group",
-    "cleanup": "process_group",
-    "is_main_process": "process_group",
-    "read_records": "run",
-    "reduce_tensor": "process_group",
-    "setup_distributed": "process_group",
+    "barrier": "ranks.process_group",
+    "cleanup": "ranks.process_group",
+    "is_main_process": "ranks.process_group",
+    "read_records": "run.records",
+    "reduce_tensor": "ranks.process_group",
+    "setup_distributed": "ranks.process_group",
     "split_indices": "data.splits",
     "uniform": "data.keys",
 }

@@ -6,7 +6,7 @@ import sys
 import time
 
 from samestep.errors import UserError
-from samestep.garbage import put_off
+from samestep.ranks.startup import postpone_collections
 from samestep.version import __version__
 
 _STARTED_AT = time.time()
@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     # Threads that spin while they wait take the core from the one they wait for as soon as
     # anything else runs here: measured with one neighbour, a step took 4 to 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    put_off()
+    postpone_collections()
     if verb == "train":
-        from samestep.early import hold_warning  # noqa: PLC0415 - other verbs end by it at once
+        from samestep.ranks.startup import hold_warning  # noqa: PLC0415 - other verbs end by it at once
 
         hold_warning()
     try:
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        from samestep.failure import report  # noqa: PLC0415 - only when something has failed
+        from samestep.ranks.failure import report  # noqa: PLC0415 - only when something has failed
 
         return report(error)
     return code

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.settings import Settings
-from samestep.world import World
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
@@ -209,8 +209,10 @@ def find_recipe(name: str) -> Recipe:
 
 def _from_file(path: Path) -> Recipe:
     if not path.is_file():
-        raise UserError(f"There is no file {path}. Give the path of a recipe file, or a name of: "
-                        f"{', '.join(recipe_names())}.")  # fmt: skip
+        raise UserError(
+            f"There is no file {path}. Give the path of a recipe file, or a name of: "
+            f"{', '.join(recipe_names())}."
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

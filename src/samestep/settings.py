@@ -157,15 +157,17 @@ _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_worker
 
 
 # What may differ when a run goes on; anything else would make it another training.
-MAY_CHANGE = frozenset({
-    *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
-    *("checkpoint_activations", "threads", "num_workers"),
-    *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
-    *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
-    *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),
-    *("track", "track_project", "track_name", "track_workspace", "track_tags"),
-    *("track_offline", "track_checkpoints", "track_timeout"),
-})  # fmt: skip
+MAY_CHANGE = frozenset(
+    {
+        *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
+        *("checkpoint_activations", "threads", "num_workers"),
+        *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
+        *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
+        *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),
+        *("track", "track_project", "track_name", "track_workspace", "track_tags"),
+        *("track_offline", "track_checkpoints", "track_timeout"),
+    }
+)
 
 
 def flag_name(name: str) -> str:

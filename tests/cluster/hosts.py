@@ -132,9 +132,12 @@ class Hosts:
                 *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two"),
                 *(f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", *options, *program),
             ],
-            cwd=self.folder, env=environment(**told), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            cwd=self.folder,
+            env=environment(**told),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
 
 def ip(*arguments: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.run import read_records
+from samestep.run.records import read_records
 from tests.cluster.sandbox import FINAL, RunningSandbox, wait_for
 
 # 120 samples, 30 steps an epoch; PACE is the seconds of a step, read anew for each.
@@ -119,9 +119,14 @@ def samestep(
 ) -> subprocess.CompletedProcess[str]:
     """Run samestep's command line in a folder, with the sandbox as its cluster."""
     return subprocess.run(
-        [sys.executable, "-m", "samestep", *words], cwd=folder, env=sandbox.environment,
-        capture_output=True, text=True, check=False, timeout=90,
-    )  # fmt: skip
+        [sys.executable, "-m", "samestep", *words],
+        cwd=folder,
+        env=sandbox.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
 
 
 def submit(sandbox: RunningSandbox, folder: Path, *words: str) -> Submitted:

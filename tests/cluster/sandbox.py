@@ -43,9 +43,14 @@ class RunningSandbox:
     def run(self, *command: str, within_s: float = WITHIN_S, **more: str) -> str:
         """Return what a command printed; it must succeed. `more` are variables for it."""
         done = subprocess.run(
-            command, env=self.environment | more, capture_output=True, text=True, check=False,
-            timeout=within_s, cwd=self.folder,
-        )  # fmt: skip
+            command,
+            env=self.environment | more,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=within_s,
+            cwd=self.folder,
+        )
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stderr}"
         return done.stdout
 

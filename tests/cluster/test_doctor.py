@@ -14,9 +14,14 @@ TWO_EACH = ("-N2", "--ntasks-per-node=2")
 def srun(sandbox, folder, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a command by srun, with its options before it and `more` variables."""
     return subprocess.run(
-        ["srun", *command], cwd=folder, capture_output=True, text=True, check=False, timeout=90,
+        ["srun", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
         env=sandbox.environment | {"OMP_NUM_THREADS": "1"} | more,
-    )  # fmt: skip
+    )
 
 
 def in_script(sandbox, folder, command: str, *options: str, head: str = ""):

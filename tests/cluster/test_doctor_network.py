@@ -24,15 +24,24 @@ def hosts(tmp_path):
 def start(hosts: Hosts, host: int, *options: str, **more: str) -> subprocess.Popen[str]:
     """Start one rank on one host, as a launcher would."""
     place = {
-        "RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0],
-        "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "RANK": str(host),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(PORT),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
         [*hosts.enter(host), sys.executable, "-m", "samestep", "doctor", "--json", *options],
-        cwd=hosts.folder, env=os.environ | place | more, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=hosts.folder,
+        env=os.environ | place | more,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def doctor(hosts: Hosts, *options: str, **more: str):
@@ -71,8 +80,22 @@ def test_two_healthy_hosts_are_green_and_the_cable_is_named(hosts):
 
 def test_a_slow_cable_is_red_and_names_its_two_hosts(hosts):
     for host in (0, 1):
-        tc(hosts, host, "qdisc", "add", "dev", hosts.interface(host), "root", "tbf",
-           "rate", "10mbit", "burst", "32kbit", "latency", "400ms")  # fmt: skip
+        tc(
+            hosts,
+            host,
+            "qdisc",
+            "add",
+            "dev",
+            hosts.interface(host),
+            "root",
+            "tbf",
+            "rate",
+            "10mbit",
+            "burst",
+            "32kbit",
+            "latency",
+            "400ms",
+        )
     codes, rows, table, errors = doctor(hosts, "--budget-s", "8")
     assert codes[0] == 1, errors
     assert reds(rows) == {"links", "all reduce"}

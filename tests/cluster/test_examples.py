@@ -85,8 +85,9 @@ def test_torchrun_on_two_nodes_trains_as_it_does_on_one_and_goes_on_when_submitt
     settings = ("--batch-size", "10")
     here = run(
         *(TRAIN_DISTRIBUTED, *settings, "--epochs", "2", "--checkpoint-dir", "here"),
-        folder=folder, world_size=2,
-    )  # fmt: skip
+        folder=folder,
+        world_size=2,
+    )
     assert here.returncode == 0, here.stderr
     script = folder / "examples" / RUN_DISTRIBUTED
     printed = end(

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from samestep.run import read_records
+from samestep.run.records import read_records
 from tests.cluster.jobs import samestep, set_pace, submit, write_recipe
 
 
 def local_losses(folder: Path) -> list[tuple[int, float]]:
     done = subprocess.run(
         [sys.executable, "-m", "samestep", "train", "tiny.py", "--run-dir", "local"],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=90,
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
     assert done.returncode == 0, done.stderr
     records = read_records(folder / "local")
     return [(r["step"], r["loss"]) for r in records if r["event"] == "step"]
@@ -30,23 +34,40 @@ def local(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("nodes", "tasks", "launcher"),
-    [(1, 1, "srun"), (1, 2, "srun"), (2, 1, "srun"), (2, 2, "srun"),
-     (1, 1, "torchrun"), (1, 2, "torchrun"), (2, 1, "torchrun"), (2, 2, "torchrun")],
-)  # fmt: skip
+    [
+        (1, 1, "srun"),
+        (1, 2, "srun"),
+        (2, 1, "srun"),
+        (2, 2, "srun"),
+        (1, 1, "torchrun"),
+        (1, 2, "torchrun"),
+        (2, 1, "torchrun"),
+        (2, 2, "torchrun"),
+    ],
+)
 def test_a_job_completes_with_the_losses_of_the_local_run(
     sandbox, tmp_path, local, nodes, tasks, launcher
 ):
     write_recipe(tmp_path)
     job = submit(
-        sandbox, tmp_path, "tiny.py", "--nodes", str(nodes), "--ntasks-per-node", str(tasks),
-        "--launcher", launcher,
-    )  # fmt: skip
+        sandbox,
+        tmp_path,
+        "tiny.py",
+        "--nodes",
+        str(nodes),
+        "--ntasks-per-node",
+        str(tasks),
+        "--launcher",
+        launcher,
+    )
     job.wait("COMPLETED")
     result = job.result()
     assert (result["status"], result["world_size"]) == ("completed", nodes * tasks)
     start = job.records()[0]
-    assert (start["num_nodes"], start["launcher"]) == (nodes, launcher if nodes * tasks > 1 else
-                                                       start["launcher"])  # fmt: skip
+    assert (start["num_nodes"], start["launcher"]) == (
+        nodes,
+        launcher if nodes * tasks > 1 else start["launcher"],
+    )
     losses = job.losses()
     assert [step for step, _ in losses] == [step for step, _ in local]
     assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in local], rel=1e-5)
@@ -56,8 +77,18 @@ def test_a_job_completes_with_the_losses_of_the_local_run(
 
 def test_lightnings_trainer_takes_the_same_steps_on_two_nodes(sandbox, tmp_path, local):
     write_recipe(tmp_path)
-    job = submit(sandbox, tmp_path, "tiny.py", "--nodes", "2", "--ntasks-per-node", "1",
-                 "--", "--engine", "lightning")  # fmt: skip
+    job = submit(
+        sandbox,
+        tmp_path,
+        "tiny.py",
+        "--nodes",
+        "2",
+        "--ntasks-per-node",
+        "1",
+        "--",
+        "--engine",
+        "lightning",
+    )
     job.wait("COMPLETED")
     assert [loss for _, loss in job.losses()] == pytest.approx([loss for _, loss in local], 1e-5)
     start = job.records()[0]
@@ -90,9 +121,19 @@ def test_any_script_runs_unchanged_with_the_variables_of_torchrun(sandbox, tmp_p
         "    print(*said, file=file)\n"
     )
     job = submit(
-        sandbox, tmp_path, "mine.py", "--nodes", "2", "--ntasks-per-node", "2",
-        "--launcher", launcher, "--", "--my-flag", "it's 1",
-    )  # fmt: skip
+        sandbox,
+        tmp_path,
+        "mine.py",
+        "--nodes",
+        "2",
+        "--ntasks-per-node",
+        "2",
+        "--launcher",
+        launcher,
+        "--",
+        "--my-flag",
+        "it's 1",
+    )
     job.wait("COMPLETED")
     said = [path.read_text() for path in sorted(tmp_path.glob("said-*.txt"))]
     assert said == [f"{rank} 4 {rank % 2} 2 True --my-flag it's 1\n" for rank in range(4)]
@@ -143,15 +184,25 @@ def test_flags_win_over_the_shell_and_the_job_around_it_leaves_no_trace(sandbox,
         "import os\nprint([n for n in ('SLURM_MEM_PER_CPU', 'ROLE_RANK') if n in os.environ])\n"
     )
     shell = {
-        "SBATCH_TIMELIMIT": "5", "SBATCH_JOB_NAME": "x", "SBATCH_NO_REQUEUE": "1",
-        "SBATCH_OUTPUT": "/dev/null", "SBATCH_PARTITION": "urgent", "SBATCH_ARRAY_INX": "1-2",
-        "SLURM_MEM_PER_CPU": "1", "ROLE_RANK": "1", "WORLD_SIZE": "7",
-    }  # fmt: skip
+        "SBATCH_TIMELIMIT": "5",
+        "SBATCH_JOB_NAME": "x",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_OUTPUT": "/dev/null",
+        "SBATCH_PARTITION": "urgent",
+        "SBATCH_ARRAY_INX": "1-2",
+        "SLURM_MEM_PER_CPU": "1",
+        "ROLE_RANK": "1",
+        "WORLD_SIZE": "7",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "samestep", "slurm", "submit", "mine.py", "--time", "10"],
-        cwd=tmp_path, env=sandbox.environment | shell, capture_output=True, text=True,
-        check=False, timeout=60,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=sandbox.environment | shell,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[1]
     fields = ("TimeLimit", "JobName", "Requeue", "Partition")

@@ -23,8 +23,11 @@ SAY_WHERE = 'echo "$SLURM_PROCID $SLURMD_NODENAME $MASTER_ADDR"'
 def test_four_tasks_run_on_two_nodes_that_meet_on_this_machine(sandbox):
     said = sandbox.run("srun", "-N2", "--ntasks-per-node=2", "bash", "-c", SAY_WHERE)
     assert sorted(said.splitlines()) == [
-        "0 node1 127.0.0.1", "1 node1 127.0.0.1", "2 node2 127.0.0.1", "3 node2 127.0.0.1",
-    ]  # fmt: skip
+        "0 node1 127.0.0.1",
+        "1 node1 127.0.0.1",
+        "2 node2 127.0.0.1",
+        "3 node2 127.0.0.1",
+    ]
 
 
 def test_a_master_address_that_is_set_is_kept(sandbox):
@@ -103,8 +106,9 @@ def test_after_a_crash_down_leaves_no_process_and_up_works_again(empty, tmp_path
         tmp_path,
         "sleep 30117 &\nenv -i sleep 30227 &\n"
         "srun setsid bash -c 'trap : TERM; sleep 30337' &\nwait",
-        "-N2", "-n2",
-    )  # fmt: skip
+        "-N2",
+        "-n2",
+    )
     wait_for(lambda: _sleepers() >= {"30117", "30227", "30337"})
     for process in find_processes(empty):
         if process.name in ("slurmctld", "munged"):
@@ -125,8 +129,9 @@ def test_down_spares_processes_that_only_name_the_folder(empty):
     shell_of_salloc = {"SLURM_CONF": f"{empty}/slurm.conf", "SLURM_JOB_ID": "1"}
     bystander = subprocess.Popen(
         [sys.executable, "-c", waits, f"{empty}/slurm.conf"],
-        env=os.environ | shell_of_salloc, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        env=os.environ | shell_of_salloc,
+        stdout=subprocess.PIPE,
+    )
     with bystander:
         assert bystander.stdout.readline() == b"1\n"
         # A stale file with the id of somebody else's process must not matter.
@@ -260,12 +265,26 @@ sys.exit(main(sys.argv[1:]))' "$@"
     """
     try:
         done = subprocess.run(
-            ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups",
-             "bash", "-c", script],
-            env={"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1",
-                 "PYTHONPATH": f"{source}:{site}"},
-            capture_output=True, text=True, check=False, timeout=90,
-        )  # fmt: skip
+            [
+                "setpriv",
+                f"--reuid={nobody.pw_uid}",
+                f"--regid={nobody.pw_gid}",
+                "--clear-groups",
+                "bash",
+                "-c",
+                script,
+            ],
+            env={
+                "HOME": str(home),
+                "PATH": "/usr/bin:/bin",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPATH": f"{source}:{site}",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=90,
+        )
         assert done.returncode == 0, done.stderr
         ranks = [f"{rank} nobody" for rank in range(4)]
         assert done.stdout.splitlines() == [*ranks, "2"], done.stderr

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from samestep.run import read_records
+from samestep.run.records import read_records
 from tests import tiny
 from tests.command_line import refusal, run
-from tests.compare.made_runs import write_run
+from tests.comparison.made_runs import write_run
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,9 @@ def test_one_rank_and_two_are_told_to_be_the_same_training(trained):
 
 
 def test_the_tables_fit_a_terminal(trained):
-    printed = run("compare", str(trained / "one"), str(trained / "two"), "--target", "0.6",
-                  folder=trained).printed(0)  # fmt: skip
+    printed = run(
+        "compare", str(trained / "one"), str(trained / "two"), "--target", "0.6", folder=trained
+    ).printed(0)
     lines = [line for line in printed.splitlines() if str(trained) not in line]
     assert "the same training?" in lines
     assert max(map(len, lines)) <= 80
@@ -72,8 +73,9 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path):
         "import sys; sys.modules['matplotlib'] = None; from samestep.cli import main\n"
         "sys.exit(main(['compare', 'one', 'two', '--plot', 'x.png']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "pip install 'samestep[plot]'" in done.stderr
     assert not (tmp_path / "x.png").exists()
@@ -86,18 +88,23 @@ def test_it_needs_no_torch(tmp_path):
         "import sys; from samestep.cli import main; main(['compare', 'one', 'two'])\n"
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "B is the same training as A: every bit of the loss on 18" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [([], "Name two runs or more"), (["one"], "Name two runs or more"),
-     (["one", "alien"], "have nothing in common"), (["one", "nowhere"], "nowhere is no directory"),
-     (["one", "two", "--metric", "bleu"], "No run has a metric 'bleu'")],
-)  # fmt: skip
+    [
+        ([], "Name two runs or more"),
+        (["one"], "Name two runs or more"),
+        (["one", "alien"], "have nothing in common"),
+        (["one", "nowhere"], "nowhere is no directory"),
+        (["one", "two", "--metric", "bleu"], "No run has a metric 'bleu'"),
+    ],
+)
 def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, arguments, words, monkeypatch):
     write_run(tmp_path / "one")
     write_run(tmp_path / "two")

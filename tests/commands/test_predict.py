@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from samestep.cli import main
-from samestep.config import draft
+from samestep.execution.request import draft
 from samestep.recipe import find_recipe
 from samestep.recipes.images import ImagesOptions, complete
 from tests.command_line import read_json, refusal
 from tests.image_files import BROKEN, write_images
-from tests.ranks import samestep, start_samestep
+from tests.processes import samestep, start_samestep
 from tests.tiny import all_records, num_records, until
 
 SMALL = ("--width", "2", "--batch-size", "8", "--epochs", "2", "--threads", "1")
@@ -30,10 +30,22 @@ def place(tmp_path_factory) -> Path:
     write_images(root, "test", count=3)
     (root / "train" / "dog" / "broken.png").write_text("no image")
     ranks = samestep(
-        "train", "images", "--data-dir", str(root), "--run-dir", str(folder / "run"), *SMALL,
-        "--max-corrupt", "0.1", "--global-batch-size", "8", "--cache", "memory",
-        world_size=2, folder=folder / "output",
-    )  # fmt: skip
+        "train",
+        "images",
+        "--data-dir",
+        str(root),
+        "--run-dir",
+        str(folder / "run"),
+        *SMALL,
+        "--max-corrupt",
+        "0.1",
+        "--global-batch-size",
+        "8",
+        "--cache",
+        "memory",
+        world_size=2,
+        folder=folder / "output",
+    )
     assert [p.exitcode for p in ranks.processes] == [0, 0], ranks.output()
     return folder
 
@@ -59,9 +71,16 @@ def test_the_run_keeps_what_the_data_told(place):
 def test_another_number_of_ranks_and_cache_train_the_same_samples(place, tmp_path):
     """The losses differ by BatchNorm alone, which normalises by each rank's share."""
     ranks = samestep(
-        "train", str(place / "run"), "--run-dir", str(tmp_path / "run"), "--cache", "off",
-        "--num-workers", "1", folder=tmp_path / "output",
-    )  # fmt: skip
+        "train",
+        str(place / "run"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--cache",
+        "off",
+        "--num-workers",
+        "1",
+        folder=tmp_path / "output",
+    )
     assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
     here, there = all_records(tmp_path / "run")[0], all_records(place / "run")[0]
     for key in ("num_samples", "left_out", "total_steps", "global_batch_size"):
@@ -109,8 +128,15 @@ def test_any_size_and_mode_of_image_is_taken(place, capsys, tmp_path):
 
 def test_what_predict_cannot_do_is_one_message(place, tmp_path, monkeypatch):
     run, image = str(place / "run"), str(place / "data" / "test" / "cat" / "001.png")
-    samestep("train", "spiral", "--max-steps", "1", "--run-dir", str(tmp_path / "spiral"),
-             folder=tmp_path / "out")  # fmt: skip
+    samestep(
+        "train",
+        "spiral",
+        "--max-steps",
+        "1",
+        "--run-dir",
+        str(tmp_path / "spiral"),
+        folder=tmp_path / "out",
+    )
     for arguments, says in (
         ([run, "nope.jpg"], "There is no file nope.jpg"),
         ([run, str(place / "data")], "data is a folder. Name the files in it"),
@@ -153,8 +179,18 @@ def test_mistakes_in_the_folder_are_one_message_on_two_ranks(tmp_path):
 
 
 def test_a_command_that_is_repeated_goes_on_with_the_classes_of_its_run(place, tmp_path):
-    train = ("train", "images", "--data-dir", str(place / "data"), "--run-dir",
-             str(tmp_path / "run"), "--max-corrupt", "0.1", *SMALL, "--resume")  # fmt: skip
+    train = (
+        "train",
+        "images",
+        "--data-dir",
+        str(place / "data"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--max-corrupt",
+        "0.1",
+        *SMALL,
+        "--resume",
+    )
     for more in (("--max-steps", "1"), ("--max-steps", "2", "--cache", "off")):
         ranks = samestep(*train, *more, folder=tmp_path / "output")
         assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
@@ -166,10 +202,24 @@ def test_a_killed_job_leaves_nothing_in_shared_memory(place, tmp_path):
     for name, whom in (("one", [1]), ("all", [0, 1])):
         run = tmp_path / name
         ranks = start_samestep(
-            "train", "images", "--data-dir", str(place / "data"), "--run-dir", str(run), *SMALL,
-            "--max-corrupt", "0.1", "--cache", "memory", "--epochs", "100000", "--log-every", "1",
-            world_size=2, folder=tmp_path / f"output-{name}",
-        )  # fmt: skip
+            "train",
+            "images",
+            "--data-dir",
+            str(place / "data"),
+            "--run-dir",
+            str(run),
+            *SMALL,
+            "--max-corrupt",
+            "0.1",
+            "--cache",
+            "memory",
+            "--epochs",
+            "100000",
+            "--log-every",
+            "1",
+            world_size=2,
+            folder=tmp_path / f"output-{name}",
+        )
         until(lambda run=run: num_records(run) > 3, ranks)
         assert {p for p in Path("/dev/shm").iterdir() if "samestep" in p.name} <= before
         for rank in whom:

@@ -77,8 +77,18 @@ def test_a_sweep_of_workers_finds_those_that_help_and_writes_them_where_it_is_to
     """Each sample sleeps, so more workers than none are faster on any machine."""
     recipe = SLOW_DATA.write(here)
     (here / "mine.toml").write_text("lr = 0.5  # mine\n")
-    found = profiled(here, str(recipe), *QUICK, "--workers", "2,0", "--config", "mine.toml",
-                     "--apply", "--run-dir", "out")  # fmt: skip
+    found = profiled(
+        here,
+        str(recipe),
+        *QUICK,
+        "--workers",
+        "2,0",
+        "--config",
+        "mine.toml",
+        "--apply",
+        "--run-dir",
+        "out",
+    )
     (sweep,) = found["sweeps"]
     assert [row["value"] for row in sweep["rows"]] == [0, 2]
     assert sweep["best"] == 2
@@ -91,8 +101,16 @@ def test_a_sweep_of_workers_finds_those_that_help_and_writes_them_where_it_is_to
 def test_where_to_write_is_checked_before_anything_is_measured(here):
     recipe = SLOW_DATA.write(here)
     (here / f"{recipe.stem}.toml").write_text("lr = 0.5\n")
-    said = refusal("profile", str(recipe), "--workers", "0,1", "--apply", "--run-dir", "out",
-                   folder=here.parent / "o")  # fmt: skip
+    said = refusal(
+        "profile",
+        str(recipe),
+        "--workers",
+        "0,1",
+        "--apply",
+        "--run-dir",
+        "out",
+        folder=here.parent / "o",
+    )
     assert "is there already: name it with --config" in said
     assert not (here / "out").exists()
 
@@ -120,8 +138,15 @@ def test_the_profile_of_a_run_is_a_directory_of_its_own(here):
 
 def test_the_table_fits_80_columns_and_json_is_nothing_but_json(here):
     recipe = str(tiny.write_recipe(here))
-    shown = run("profile", recipe, *QUICK, "--run-dir", "a", folder=here.parent / "o",
-                environment={"COLUMNS": "80"}).printed(0)  # fmt: skip
+    shown = run(
+        "profile",
+        recipe,
+        *QUICK,
+        "--run-dir",
+        "a",
+        folder=here.parent / "o",
+        environment={"COLUMNS": "80"},
+    ).printed(0)
     lines = [line for line in shown.splitlines() if not line.startswith(("trace", "[W"))]
     assert max(map(len, lines)) <= 80
     for word in ("forward", "verdict", "ceiling", "change", "100%"):
@@ -154,8 +179,18 @@ print("the end", step)
 
 def test_a_script_gets_its_own_arguments_and_is_ended_when_it_has_been_seen(here):
     script = write(here, LOOP.format(steps=10**9))
-    ranks = run("profile", script, *QUICK, "--out", "out", "--", "--lr", "1", "--json",
-                folder=here.parent / "o")  # fmt: skip
+    ranks = run(
+        "profile",
+        script,
+        *QUICK,
+        "--out",
+        "out",
+        "--",
+        "--lr",
+        "1",
+        "--json",
+        folder=here.parent / "o",
+    )
     printed = ranks.printed(0)
     assert "arguments ['--lr', '1', '--json'] name __main__" in printed
     assert "the end" not in printed
@@ -176,8 +211,11 @@ def test_what_a_script_prints_does_not_spoil_the_json(here):
     write(here, LOOP.format(steps=10**9))
     done = subprocess.run(
         [sys.executable, "-m", "samestep", "profile", "train.py", *QUICK, "--json"],
-        capture_output=True, text=True, check=True, cwd=here,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=here,
+    )
     assert json.loads(done.stdout)["name"] == "train.py"
     assert "arguments []" in done.stderr
 
@@ -187,7 +225,9 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     found = profiled(here, str(script), *QUICK, "--out", "out", world_size=2)
     assert len(found["measured"]["ranks"]) == 2
     assert {path.name for path in (here / "out" / "traces").glob("trace_*")} == {
-        "trace_rank0_workers_0.json.gz", "trace_rank1_workers_0.json.gz"}  # fmt: skip
+        "trace_rank0_workers_0.json.gz",
+        "trace_rank1_workers_0.json.gz",
+    }
     assert not list((here / "out").glob("meeting*"))
 
 
@@ -195,10 +235,14 @@ def test_scripts_are_told_from_recipes_by_what_is_in_them(here):
     from samestep.commands.profile import is_recipe_file
 
     for text, expected in (
-        ("recipe = Recipe()", True), ("recipe: Recipe = f()", True),
-        ("from mine import recipe", True), ("from a import b as recipe", True),
-        ("recipes = 1", False), ("def f():\n    recipe = 1", False), ("", False),
-    ):  # fmt: skip
+        ("recipe = Recipe()", True),
+        ("recipe: Recipe = f()", True),
+        ("from mine import recipe", True),
+        ("from a import b as recipe", True),
+        ("recipes = 1", False),
+        ("def f():\n    recipe = 1", False),
+        ("", False),
+    ):
         assert is_recipe_file(Path(write(here, text))) is expected, text
 
 
@@ -211,8 +255,14 @@ inner()
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_script_that_fails_tells_its_own_error_once(here, world_size):
-    ranks = start("profile", write(here, FAILS), "--out", "out", world_size=world_size,
-                  folder=here.parent / "o")  # fmt: skip
+    ranks = start(
+        "profile",
+        write(here, FAILS),
+        "--out",
+        "out",
+        world_size=world_size,
+        folder=here.parent / "o",
+    )
     assert end_with_first_failure(ranks) == 1
     text = ranks.output()
     assert text.count("ValueError: the script's own") == 1
@@ -278,8 +328,9 @@ def test_a_full_disk_leaves_no_part_of_a_trace(here, disk):  # noqa: F811
     recipe = str(tiny.write_recipe(here))
     (disk / "out").mkdir()
     fill(disk / "ballast", leave=40_000)  # for the run's own files, not for a trace
-    message = refusal("profile", recipe, *QUICK, "--run-dir", str(disk / "out"),
-                      folder=here.parent / "o")  # fmt: skip
+    message = refusal(
+        "profile", recipe, *QUICK, "--run-dir", str(disk / "out"), folder=here.parent / "o"
+    )
     assert "trace_rank0_workers_0.json.gz could not be written" in message
     assert "No space left" in message
     assert not [p for p in (disk / "out").rglob("*") if "trace_" in p.name or ".tmp" in p.name]

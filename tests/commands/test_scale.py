@@ -13,23 +13,42 @@ from tests.tiny import write_recipe
 
 def scale(folder, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", "samestep", "scale", *arguments], cwd=folder, timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "samestep", "scale", *arguments],
+        cwd=folder,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_it_measures_each_size_and_keeps_the_runs_where_it_is_told_to(tmp_path):
     recipe = write_recipe(tmp_path)
     recipe.write_text("print('read')\n" + recipe.read_text())
-    done = scale(tmp_path, "tiny.py", "--nproc", "1,2", "--seconds", "0.3", "--rounds", "1",
-                 "--run-dir", "kept", "--device", "cpu", "--json")  # fmt: skip
+    done = scale(
+        tmp_path,
+        "tiny.py",
+        "--nproc",
+        "1,2",
+        "--seconds",
+        "0.3",
+        "--rounds",
+        "1",
+        "--run-dir",
+        "kept",
+        "--device",
+        "cpu",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "round 1 of 1, 2 ranks: weak " in done.stderr
     found = json.loads(done.stdout)  # nothing else is on standard output
-    assert {mode: [(r["ranks"], r["global_batch_size"]) for r in results]
-            for mode, results in found["modes"].items()} == {
-        "weak": [(1, 12), (2, 24)], "strong": [(1, 12), (2, 12)]}  # fmt: skip
+    assert {
+        mode: [(r["ranks"], r["global_batch_size"]) for r in results]
+        for mode, results in found["modes"].items()
+    } == {"weak": [(1, 12), (2, 24)], "strong": [(1, 12), (2, 12)]}
     base, two = found["modes"]["weak"]
     assert base["speed_up"] == 1
     assert two["speed_up"] == pytest.approx(two["samples_per_s"] / base["samples_per_s"])
@@ -42,10 +61,13 @@ def test_it_measures_each_size_and_keeps_the_runs_where_it_is_told_to(tmp_path):
 
 
 def test_what_fails_on_the_ranks_is_told_once_and_leaves_nothing(tmp_path):
-    write_recipe(tmp_path, "from samestep import Recipe\nfrom torch import nn\n"
-                 "def data():\n    raise RuntimeError('no such shelf')\n"
-                 "recipe = Recipe(model=lambda: nn.Linear(1, 1), data=data, "
-                 "settings={'batch_size': 4})\n")  # fmt: skip
+    write_recipe(
+        tmp_path,
+        "from samestep import Recipe\nfrom torch import nn\n"
+        "def data():\n    raise RuntimeError('no such shelf')\n"
+        "recipe = Recipe(model=lambda: nn.Linear(1, 1), data=data, "
+        "settings={'batch_size': 4})\n",
+    )
     before = set(tmp_path.iterdir())
     done = scale(tmp_path, "tiny.py", "--nproc", "1,2", "--device", "cpu")
     assert done.returncode in (1, 2)
@@ -81,5 +103,6 @@ def test_under_a_launcher_it_refuses_to_start_ranks_of_its_own(tmp_path):
 
 
 def test_without_a_target_it_says_what_to_name(tmp_path):
-    assert "Name what to train before --nproc" in refusal("scale", "--nproc", "1,2",
-                                                          folder=tmp_path)  # fmt: skip
+    assert "Name what to train before --nproc" in refusal(
+        "scale", "--nproc", "1,2", folder=tmp_path
+    )

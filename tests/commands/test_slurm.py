@@ -15,9 +15,14 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     empty.mkdir(exist_ok=True)
     environment = {**os.environ, "PATH": str(empty), "XDG_CONFIG_HOME": str(empty)}
     return subprocess.run(
-        [sys.executable, "-m", "samestep", "slurm", *words], cwd=folder, env=environment,
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-m", "samestep", "slurm", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +66,7 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_trackers_go_with_the_job_and_a_misspelt_one_is_refused_before_anything_is_queued(
-    tmp_path,
-):
+def test_trackers_go_with_the_job_and_a_misspelt_one_is_refused_before_anything_is_queued(tmp_path):
     (tmp_path / "tiny.py").write_text(RECIPE)
     flags = ("--track", "wandb", "--track-offline", "--track-project", "two words")
     done = run(tmp_path, "submit", "tiny.py", "--dry-run", "--", *flags)

@@ -13,9 +13,14 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "empty").mkdir(exist_ok=True)
     place = {"PATH": str(folder / "empty"), "XDG_CONFIG_HOME": str(folder / "config")}
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, env={**os.environ, **place}, capture_output=True,
-        text=True, check=False, timeout=60,
-    )  # fmt: skip
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def submit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

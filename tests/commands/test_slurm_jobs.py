@@ -10,9 +10,13 @@ from tests.slurm.fake_slurm import install
 
 STEP = {"event": "step", "step": 10, "loss": 0.5, "samples_per_s": 16.0}
 START = {
-    "event": "start", "resumed": False, "total_steps": 100, "steps_per_epoch": 10, "epochs": 10,
+    "event": "start",
+    "resumed": False,
+    "total_steps": 100,
+    "steps_per_epoch": 10,
+    "epochs": 10,
     "global_batch_size": 8,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -48,8 +52,9 @@ def refusal(capfd, *words: str) -> str:
 # --- which job
 
 
-@pytest.mark.parametrize("states", [("COMPLETED", "RUNNING"), ("RUNNING", "FAILED"),
-                                    ("COMPLETED", "FAILED")])  # fmt: skip
+@pytest.mark.parametrize(
+    "states", [("COMPLETED", "RUNNING"), ("RUNNING", "FAILED"), ("COMPLETED", "FAILED")]
+)
 def test_a_run_directory_names_its_job_that_has_not_ended_or_else_the_newest(
     slurm, run, capfd, states
 ):

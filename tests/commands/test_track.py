@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.files import hold
-from samestep.run import lock_run
+from samestep.run.directory import lock_run
+from samestep.run.files import hold
 from tests import tiny
 from tests.command_line import run as run_command
 from tests.tracking import own_tracker
@@ -74,10 +74,11 @@ REFUSED = {
     "no such directory": (shutil.rmtree, "There is no directory"),
     "no records": (lambda run: (run / "events.jsonl").unlink(), "has no records"),
     "records that cannot be read": (
-        lambda run: (run / "events.jsonl").write_bytes(b"\xff\n\x00\n"), "has no records"
+        lambda run: (run / "events.jsonl").write_bytes(b"\xff\n\x00\n"),
+        "has no records",
     ),
     "a damaged ledger": (_damage_ledger, "own_tracker.json cannot be read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -88,17 +89,24 @@ def test_what_cannot_be_sent_is_refused(run, name):
     assert not own_tracker.lines(run)
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    (("--to", "wanb"), "Did you mean 'wandb'?"),
-    (("--to", "nope.py"), "cannot be read"),
-    (("--to", TRACKER, "--project", "a/b"), "--track-project 'a/b'"),
-    (("--to", "none"), "--to none names no tracker"),
-    (("--to", ","), "--to , names no tracker"),
-    ((), "--to"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--to", "wanb"), "Did you mean 'wandb'?"),
+        (("--to", "nope.py"), "cannot be read"),
+        (("--to", TRACKER, "--project", "a/b"), "--track-project 'a/b'"),
+        (("--to", "none"), "--to none names no tracker"),
+        (("--to", ","), "--to , names no tracker"),
+        ((), "--to"),
+    ],
+)
 def test_a_wrong_command_is_refused(run, flags, says):
-    done = subprocess.run([sys.executable, "-m", "samestep", "track", run, *flags],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", "track", run, *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert says in done.stderr + done.stdout
 
@@ -122,10 +130,12 @@ def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(run):
     (run / "events.jsonl").write_bytes(b"".join(lines) + b'{"event": "torn')
     text = track(run, "--to", TRACKER)
     for words in (
-        "settings.toml cannot be read", "result.json cannot be read: the result is not sent",
-        "environment.json is missing: the machine is not sent", "events.jsonl: line 3 cannot be",
+        "settings.toml cannot be read",
+        "result.json cannot be read: the result is not sent",
+        "environment.json is missing: the machine is not sent",
+        "events.jsonl: line 3 cannot be",
         "events.jsonl: its last line is half-written",
-    ):  # fmt: skip
+    ):
         assert words in text
     assert [step for step, _, _ in sent(run)["train"]] == [1, *range(3, 12)]
     (start,), (finish,) = what(run, "start"), what(run, "finish")

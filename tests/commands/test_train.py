@@ -106,7 +106,7 @@ WRONG_FLAGS = {
     "tag too long": Bad(f"spiral --track-tags a,{'t' * 65}", ("--track-tags", "65 characters")),
     "no time for a tracker": Bad("spiral --track-timeout 0", ("--track-timeout is 0",)),
     "no data": Bad("mnist --data-dir nowhere", ("nowhere", "samestep data get mnist")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_FLAGS)
@@ -122,10 +122,18 @@ def test_a_wrong_command_is_refused_with_what_to_do(here, name):
 # plan, the run directory.
 @pytest.mark.parametrize(
     "name",
-    ["ill-typed flag", "momentum of adam", "NCCL without CUDA", "one sample",
-     "three batch settings contradict", "run directory below a file", "unknown recipe",
-     "unknown tracker", "tracker file missing"],
-)  # fmt: skip
+    [
+        "ill-typed flag",
+        "momentum of adam",
+        "NCCL without CUDA",
+        "one sample",
+        "three batch settings contradict",
+        "run directory below a file",
+        "unknown recipe",
+        "unknown tracker",
+        "tracker file missing",
+    ],
+)
 def test_two_ranks_refuse_as_one(here, name):
     (here / "FILE").touch()
     message = refuse(here, *WRONG_FLAGS[name].flags.split(), world_size=2)
@@ -180,8 +188,10 @@ def test_a_size_of_zero_is_refused(here, name):
 
 
 BAD_FILES = {
-    "unknown key": ("epoch = 2", ("unknown setting 'epoch'", "Did you mean 'epochs'?",
-                                  "batch_size", "hidden_dims")),
+    "unknown key": (
+        "epoch = 2",
+        ("unknown setting 'epoch'", "Did you mean 'epochs'?", "batch_size", "hidden_dims"),
+    ),
     "unknown option": ("[options]\nnois = 1.0", ("'nois'", "Did you mean 'noise'?")),
     "unknown table": ("[training]\nlr = 1.0", ("'training'", "The settings:")),
     "text for a number": ('epochs = "two"', ("epochs = 'two'", "int", "str")),
@@ -192,7 +202,7 @@ BAD_FILES = {
     "no TOML": ("epochs = = 2", ("no valid TOML", "line 1")),
     "not a text": ("\udcff", ("no valid TOML",)),
     "options is no table": ("options = 3", ("[options]", "table")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -218,23 +228,24 @@ BAD_RECIPES = {
     "something else": ("recipe = 3\n", ("bad.py", "type int")),
     "syntax error": ("x = 1\n\ndef f(:\n", ("bad.py:3: invalid syntax",)),
     "raises": ("import os\n\n\nraise RuntimeError('boom')\n", ("bad.py:4: RuntimeError: boom",)),
-    "raises further inside": (
-        "import json\n\njson.loads('{')\n", ("bad.py:3: JSONDecodeError",)
-    ),
+    "raises further inside": ("import json\n\njson.loads('{')\n", ("bad.py:3: JSONDecodeError",)),
     "imports what is absent": (
-        "import samestep\nimport nothing_of_this_name\n", ("bad.py:2: ModuleNotFoundError",)
+        "import samestep\nimport nothing_of_this_name\n",
+        ("bad.py:2: ModuleNotFoundError",),
     ),
     "unknown setting": (
-        RECIPE.replace('"epochs"', '"epoch"'), ("bad.py", "'epoch'", "Did you mean 'epochs'?")
+        RECIPE.replace('"epochs"', '"epoch"'),
+        ("bad.py", "'epoch'", "Did you mean 'epochs'?"),
     ),
     "options that are no dataclass": (
-        RECIPE.replace("Recipe(model", "Recipe(options=int, model"), ("bad.py", "dataclass")
+        RECIPE.replace("Recipe(model", "Recipe(options=int, model"),
+        ("bad.py", "dataclass"),
     ),
     "an option named like a setting": (
         RECIPE.replace("Recipe(model", "Recipe(options=Own, model").replace("def data", OWN_LR),
         ("bad.py", "'lr'", "another name"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_RECIPES)
@@ -272,9 +283,13 @@ def lose_labels(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("break_it", "says"),
-    [(break_images, "truncated"), (break_magic, "no IDX file"), (lose_labels, "is not in"),
-     (break_length, "120 images but 40 labels")],
-)  # fmt: skip
+    [
+        (break_images, "truncated"),
+        (break_magic, "no IDX file"),
+        (lose_labels, "is not in"),
+        (break_length, "120 images but 40 labels"),
+    ],
+)
 def test_broken_data_files_are_named_before_anything_is_written(here, break_it, says):
     path = break_it(write_mnist(here / "mnist"))
     for world_size in (1, 2):
@@ -366,9 +381,19 @@ def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_goo
     last = str(world_size - 1)
     (here / "nan.py").write_text(NAN.replace("RANK", f'os.environ.get("RANK", "0") == "{last}"'))
     message = refusal(
-        "train", "nan.py", "--run-dir", "run", "--lr", "0.03125", "--global-batch-size", "10",
-        "--log-every", log_every, world_size=world_size, folder=here.parent / "outputs",
-    )  # fmt: skip
+        "train",
+        "nan.py",
+        "--run-dir",
+        "run",
+        "--lr",
+        "0.03125",
+        "--global-batch-size",
+        "10",
+        "--log-every",
+        log_every,
+        world_size=world_size,
+        folder=here.parent / "outputs",
+    )
     assert "The loss is NaN or infinite at step 10 (learning rate 0.0312)" in message
     result = read_json(here / "run" / "result.json")
     assert result["status"] == "failed"
@@ -383,9 +408,16 @@ def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_goo
 
 def test_a_learning_rate_that_is_far_too_large_is_named(here):
     message = refusal(
-        "train", "spiral", "--run-dir", "run", "--optimizer", "sgd", "--lr", "1e30",
+        "train",
+        "spiral",
+        "--run-dir",
+        "run",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "1e30",
         folder=here.parent / "outputs",
-    )  # fmt: skip
+    )
     assert "learning rate 1e+30" in message
     assert "smaller --lr" in message
 
@@ -422,8 +454,11 @@ def test_a_mistake_is_found_before_the_ranks_are_started(here):
     """So that it is one process that speaks, and soon."""
     done = subprocess.run(
         [sys.executable, "-m", "samestep", "train", "spiral", "--nproc", "2", "--epochs", "0"],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 2
     assert done.stderr == "samestep: --epochs is 0; it must be greater than 0.\n"
     assert not list(here.iterdir())

@@ -13,7 +13,7 @@ import pytest
 
 from samestep import read_records
 from samestep.commands.train import parse
-from samestep.config import to_toml
+from samestep.execution.request import to_toml
 from samestep.recipes.spiral import SpiralOptions
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
@@ -84,18 +84,36 @@ def test_the_default_directory_names_recipe_date_time_and_a_short_id(here):
 def test_the_result_says_how_the_run_ended(here):
     printed = train(here, "small.py", "--run-dir", "run", world_size=2)
     result = read_json(here / "run" / "result.json")
-    assert {name: result[name] for name in (
-        "recipe", "status", "reason", "world_size", "global_batch_size", "epochs", "steps",
-        "device", "backend",
-    )} == {
-        "recipe": "small", "status": "completed", "reason": "finished", "world_size": 2,
-        "global_batch_size": 20, "epochs": 2, "steps": 6, "device": "cpu", "backend": "gloo",
-    }  # fmt: skip
+    assert {
+        name: result[name]
+        for name in (
+            "recipe",
+            "status",
+            "reason",
+            "world_size",
+            "global_batch_size",
+            "epochs",
+            "steps",
+            "device",
+            "backend",
+        )
+    } == {
+        "recipe": "small",
+        "status": "completed",
+        "reason": "finished",
+        "world_size": 2,
+        "global_batch_size": 20,
+        "epochs": 2,
+        "steps": 6,
+        "device": "cpu",
+        "backend": "gloo",
+    }
     assert {"loss", "accuracy", "samples"} <= result["test"].keys()
     assert result["test"]["samples"] == 15
     assert result["best"].keys() == {"metric", "value", "epoch"}
-    evaluated = [r["accuracy"] for r in records(here / "run", "evaluation")
-                 if r["split"] == "validation"]  # fmt: skip
+    evaluated = [
+        r["accuracy"] for r in records(here / "run", "evaluation") if r["split"] == "validation"
+    ]
     assert result["best"]["value"] == max(evaluated)
     assert result["best"]["epoch"] == 1 + evaluated.index(max(evaluated))
     assert {"samestep", "torch", "python"} <= result["versions"].keys()
@@ -161,8 +179,14 @@ def test_checkpoint_records_and_the_index_give_the_hash_of_each_file(here):
 
 def test_the_environment_is_recorded_by_an_allow_list_without_secrets(here):
     wanted = {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID_OF_ME": "17", "TORCH_LOGS": "-all"}
-    train(here, "small.py", "--run-dir", "run", world_size=2,
-          environment={**SECRETS, **wanted, "HOME_OF_ME": "elsewhere"})  # fmt: skip
+    train(
+        here,
+        "small.py",
+        "--run-dir",
+        "run",
+        world_size=2,
+        environment={**SECRETS, **wanted, "HOME_OF_ME": "elsewhere"},
+    )
     recorded = read_json(here / "run" / "environment.json")
     assert recorded["world_size"] == 2
     assert recorded["launcher"] == "torchrun"
@@ -192,8 +216,9 @@ def test_what_another_rank_prints_goes_to_its_log(here):
 
 
 def test_another_rank_writes_no_file_but_its_log(here):
-    written = files_written("train", "small.py", "--run-dir", "run", world_size=2,
-                            folder=here.parent / "outputs")  # fmt: skip
+    written = files_written(
+        "train", "small.py", "--run-dir", "run", world_size=2, folder=here.parent / "outputs"
+    )
     in_run = [{path.name for path in paths if here in path.parents} for paths in written]
     assert {"events.jsonl", ".settings.toml.tmp", ".result.json.tmp"} <= in_run[0]
     assert in_run[1] == {"rank-1.log"}
@@ -203,22 +228,60 @@ def test_another_rank_writes_no_file_but_its_log(here):
 
 
 SETTINGS = {
-    "run_dir": "elsewhere", "epochs": 7, "max_steps": 9, "batch_size": 16,
-    "global_batch_size": 48, "accumulate": 2, "drop_last": True, "optimizer": "adamw", "lr": 0.25,
-    "momentum": 0.5, "weight_decay": 0.125, "lr_scaling": "sqrt", "base_batch_size": 8,
-    "warmup_steps": 3, "schedule": "cosine", "clip_norm": 0.75, "precision": "bf16", "seed": 7,
-    "device": "cpu", "backend": "gloo", "compile": "on", "threads": 2, "num_workers": 1,
-    "log_every": 4, "eval_every_epochs": 3, "eval_every_steps": 11, "checkpoint_every_epochs": 5,
-    "checkpoint_every_steps": 6, "checkpoint_every_minutes": 0.5, "keep_top_k": 2,
-    "monitor": "loss", "mode": "max", "patience": 4, "min_delta": 0.0625,
-    "channels_last": True, "checkpoint_activations": True, "sync_batchnorm": True,
-    "engine": "lightning", "track": "tensorboard", "track_project": "spirals", "track_name": "one",
-    "track_workspace": "us", "track_tags": "a,b", "track_offline": True, "track_checkpoints": True,
+    "run_dir": "elsewhere",
+    "epochs": 7,
+    "max_steps": 9,
+    "batch_size": 16,
+    "global_batch_size": 48,
+    "accumulate": 2,
+    "drop_last": True,
+    "optimizer": "adamw",
+    "lr": 0.25,
+    "momentum": 0.5,
+    "weight_decay": 0.125,
+    "lr_scaling": "sqrt",
+    "base_batch_size": 8,
+    "warmup_steps": 3,
+    "schedule": "cosine",
+    "clip_norm": 0.75,
+    "precision": "bf16",
+    "seed": 7,
+    "device": "cpu",
+    "backend": "gloo",
+    "compile": "on",
+    "threads": 2,
+    "num_workers": 1,
+    "log_every": 4,
+    "eval_every_epochs": 3,
+    "eval_every_steps": 11,
+    "checkpoint_every_epochs": 5,
+    "checkpoint_every_steps": 6,
+    "checkpoint_every_minutes": 0.5,
+    "keep_top_k": 2,
+    "monitor": "loss",
+    "mode": "max",
+    "patience": 4,
+    "min_delta": 0.0625,
+    "channels_last": True,
+    "checkpoint_activations": True,
+    "sync_batchnorm": True,
+    "engine": "lightning",
+    "track": "tensorboard",
+    "track_project": "spirals",
+    "track_name": "one",
+    "track_workspace": "us",
+    "track_tags": "a,b",
+    "track_offline": True,
+    "track_checkpoints": True,
     "track_timeout": 9.0,
-}  # fmt: skip
+}
 OPTIONS = {
-    "num_samples": 1001, "noise": 0.5, "data_seed": 3, "hidden_dims": (8, 4), "dropout": 0.25,
-}  # fmt: skip
+    "num_samples": 1001,
+    "noise": 0.5,
+    "data_seed": 3,
+    "hidden_dims": (8, 4),
+    "dropout": 0.25,
+}
 # What cannot stand alone.
 NEEDED = {"momentum": {"optimizer": "sgd"}, "lr_scaling": {"base_batch_size": 8}}
 # Where the run lies is not written into it; what follows from the batch sizes neither.
@@ -293,10 +356,16 @@ def test_a_flag_beats_the_toml_file(here, name):
 
 
 OTHER_VALUES = {
-    "run_dir": "third", "monitor": "accuracy", "hidden_dims": (5,), "dropout": 0.5,
-    "track": "none", "track_project": "p", "track_name": "n", "track_workspace": "w",
+    "run_dir": "third",
+    "monitor": "accuracy",
+    "hidden_dims": (5,),
+    "dropout": 0.5,
+    "track": "none",
+    "track_project": "p",
+    "track_name": "n",
+    "track_workspace": "w",
     "track_tags": "c",
-}  # fmt: skip
+}
 
 
 def other_value(kind: object, value: object) -> object:
@@ -326,14 +395,23 @@ def test_the_global_batch_size_replaces_a_batch_size_of_a_lower_layer(here):
 
 
 def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
-    table = {**SETTINGS, **OPTIONS, **NEEDED["momentum"], "compile": "off", "num_workers": 0,
-             "global_batch_size": 32, "batch_size": 16, "accumulate": 2,
-             # The spiral's network has nothing that these could apply to.
-             "checkpoint_activations": False, "sync_batchnorm": False,
-             # Which does not evaluate by steps.
-             "engine": "native",
-             # Tests of their own have the trackers.
-             "track": "none"}  # fmt: skip
+    table = {
+        **SETTINGS,
+        **OPTIONS,
+        **NEEDED["momentum"],
+        "compile": "off",
+        "num_workers": 0,
+        "global_batch_size": 32,
+        "batch_size": 16,
+        "accumulate": 2,
+        # The spiral's network has nothing that these could apply to.
+        "checkpoint_activations": False,
+        "sync_batchnorm": False,
+        # Which does not evaluate by steps.
+        "engine": "native",
+        # Tests of their own have the trackers.
+        "track": "none",
+    }
     del table["run_dir"]
     config = write_toml(here / "all.toml", table)
     train(here, "spiral", "--run-dir", "one", "--config", config)
@@ -483,8 +561,23 @@ def test_spiral_works_for_odd_numbers_of_samples(here, num_samples):
 @pytest.mark.parametrize("place", ["", "raw", "MNIST/raw"])
 def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, place):
     write_mnist(here / "images" / place)
-    train(here, "mnist", "--data-dir", "images", "--model", model, "--epochs", "2",
-          "--batch-size", "16", "--lr", "0.003", "--run-dir", "run", world_size=2)  # fmt: skip
+    train(
+        here,
+        "mnist",
+        "--data-dir",
+        "images",
+        "--model",
+        model,
+        "--epochs",
+        "2",
+        "--batch-size",
+        "16",
+        "--lr",
+        "0.003",
+        "--run-dir",
+        "run",
+        world_size=2,
+    )
     result = read_json(here / "run" / "result.json")
     assert result["test"]["samples"] == 40
     # Each digit lights up its own row: guessing gives 0.1.
@@ -495,8 +588,20 @@ def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, 
 
 
 def test_only_the_best_and_the_last_checkpoints_are_kept(here):
-    train(here, "small.py", "--run-dir", "run", "--epochs", "6", "--keep-top-k", "2",
-          "--monitor", "loss", "--lr", "0.3")  # fmt: skip
+    train(
+        here,
+        "small.py",
+        "--run-dir",
+        "run",
+        "--epochs",
+        "6",
+        "--keep-top-k",
+        "2",
+        "--monitor",
+        "loss",
+        "--lr",
+        "0.3",
+    )
     values = {
         f"checkpoint_epoch_{r['epoch']}.pt": r["loss"]
         for r in records(here / "run", "evaluation")
@@ -511,8 +616,21 @@ def test_only_the_best_and_the_last_checkpoints_are_kept(here):
 
 
 def test_training_stops_early_without_improvement(here):
-    train(here, "small.py", "--run-dir", "run", "--epochs", "50", "--patience", "2",
-          "--min-delta", "10", "--monitor", "loss", world_size=2)  # fmt: skip
+    train(
+        here,
+        "small.py",
+        "--run-dir",
+        "run",
+        "--epochs",
+        "50",
+        "--patience",
+        "2",
+        "--min-delta",
+        "10",
+        "--monitor",
+        "loss",
+        world_size=2,
+    )
     result = read_json(here / "run" / "result.json")
     assert (result["epochs"], result["reason"]) == (3, "early stopping")
     assert result["status"] == "completed"
@@ -524,8 +642,19 @@ def test_training_stops_early_without_improvement(here):
 @pytest.fixture
 def trained(here) -> Path:
     """A run of three epochs on two ranks."""
-    train(here, "spiral", "--num-samples", "501", "--epochs", "3", "--run-dir", "run",
-          "--lr", "0.01", world_size=2)  # fmt: skip
+    train(
+        here,
+        "spiral",
+        "--num-samples",
+        "501",
+        "--epochs",
+        "3",
+        "--run-dir",
+        "run",
+        "--lr",
+        "0.01",
+        world_size=2,
+    )
     return here / "run"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import refusal, tree
-from tests.verify import planted
+from tests.verification import planted
 
 
 @pytest.fixture
@@ -23,9 +23,13 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def run(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "samestep", "verify", *arguments], cwd=here, check=False,
-        capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"},
-    )  # fmt: skip
+        [sys.executable, "-m", "samestep", "verify", *arguments],
+        cwd=here,
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
 
 
 def test_one_json_object_is_all_of_standard_output_whatever_the_recipe_prints(here):
@@ -125,7 +129,7 @@ REFUSED = {
     "negative tolerance": (["good.py", "--tolerance", "-1"], "it must be greater than 0"),
     "a flag without effect": (["good.py", "--epochs", "3"], "--epochs has no effect"),
     "a setting without effect": (["good.py", "--compile", "on"], "--compile has no effect"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -32,8 +32,12 @@ def some_images(count, height=32, width=32):
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**62), padding=st.integers(1, 5), height=st.integers(3, 9),
-       width=st.integers(3, 9))  # fmt: skip
+@given(
+    seed=st.integers(0, 2**62),
+    padding=st.integers(1, 5),
+    height=st.integers(3, 9),
+    width=st.integers(3, 9),
+)
 def test_a_batch_is_cropped_and_flipped_as_its_images_are_one_by_one(seed, padding, height, width):
     images = some_images(4, height, width)
     draws = uniform(sample_keys(seed, 0, torch.arange(4)), 3)

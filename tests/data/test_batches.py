@@ -19,8 +19,8 @@ from samestep.data.blocks import Block
 from samestep.data.loader import LoaderSource
 from samestep.data.memory import MemorySource
 from samestep.data.order import epoch_order, steps_per_epoch
-from samestep.world import World
-from tests.ranks import run_ranks
+from samestep.ranks.world import World
+from tests.processes import run_ranks
 
 SEED = 11
 WORLD_SIZES = (1, 2, 3)
@@ -84,10 +84,13 @@ def together(data, world_size, epoch=0, first_step=0, *, global_batch=4, drop_la
     ranks = [
         steps_of(
             source(data, rank, world_size, **how),
-            epoch, first_step, global_batch=global_batch, drop_last=drop_last,
+            epoch,
+            first_step,
+            global_batch=global_batch,
+            drop_last=drop_last,
         )
         for rank in range(world_size)
-    ]  # fmt: skip
+    ]
     assert all(list(rank) == list(ranks[0]) for rank in ranks), "ranks must take the same steps"
     for step in ranks[0]:
         counted = sum(len(rank[step][1]) for rank in ranks if rank[step][2])
@@ -100,8 +103,9 @@ def together(data, world_size, epoch=0, first_step=0, *, global_batch=4, drop_la
 
 def same(one, other):
     assert list(one) == list(other)
-    return all(torch.equal(one[k][0], other[k][0]) and torch.equal(one[k][1], other[k][1])
-               for k in one)  # fmt: skip
+    return all(
+        torch.equal(one[k][0], other[k][0]) and torch.equal(one[k][1], other[k][1]) for k in one
+    )
 
 
 arguments = st.fixed_dictionaries(
@@ -123,9 +127,14 @@ def test_ranks_together_read_the_order_from_any_step_on(kind, given, world_size)
     num, batch = given["num_samples"], given["global_batch"]
     data = samples(num)
     taken = together(
-        kind(data), world_size, given["epoch"], given["first_step"],
-        global_batch=batch, drop_last=given["drop_last"], seed=given["seed"],
-    )  # fmt: skip
+        kind(data),
+        world_size,
+        given["epoch"],
+        given["first_step"],
+        global_batch=batch,
+        drop_last=given["drop_last"],
+        seed=given["seed"],
+    )
     order = epoch_order(num, given["seed"], given["epoch"])
     last = steps_per_epoch(num, batch, drop_last=given["drop_last"])
     assert list(taken) == list(range(given["first_step"], last))
@@ -208,9 +217,15 @@ def test_augmentation_belongs_to_seed_epoch_and_sample_in_memory_and_loaded(give
     num, batch = given["num_samples"], given["global_batch"]
     for data in (samples(num), Listed(*samples(num))):
         taken = together(
-            data, world_size, given["epoch"], given["first_step"], global_batch=batch,
-            drop_last=given["drop_last"], seed=given["seed"], augment=_shift,
-        )  # fmt: skip
+            data,
+            world_size,
+            given["epoch"],
+            given["first_step"],
+            global_batch=batch,
+            drop_last=given["drop_last"],
+            seed=given["seed"],
+            augment=_shift,
+        )
         whole = together(
             samples(num), 1, given["epoch"], global_batch=num, seed=given["seed"], augment=_shift
         )
@@ -408,9 +423,14 @@ def test_a_part_of_a_block_holds_the_rows_of_its_steps(num_steps, rows, data):
 def test_a_block_falls_into_its_single_steps(num_steps, rows, tree):
     inputs = torch.arange(num_steps * rows * 2).view(-1, 2)
     block = Block(
-        7, num_steps, {"x": inputs, "y": [inputs]} if tree else inputs,
-        torch.arange(num_steps * rows), rows, 0.0, 3 * rows,
-    )  # fmt: skip
+        7,
+        num_steps,
+        {"x": inputs, "y": [inputs]} if tree else inputs,
+        torch.arange(num_steps * rows),
+        rows,
+        0.0,
+        3 * rows,
+    )
     singles = list(block.singles())
     parts = [block.part(k, 1) for k in range(num_steps)]
     for single, part in zip(singles, parts, strict=True):
@@ -481,7 +501,7 @@ import torch
 from torch import nn
 from samestep import Recipe
 from samestep.data.batches import open_source
-from samestep.world import World
+from samestep.ranks.world import World
 
 data = [(torch.zeros(2), 0)] * 8
 source = open_source(data, Recipe(model=nn.Identity, data=list), World(), seed=1,
@@ -495,8 +515,11 @@ print("read")
 def test_python_ends_where_a_loader_is_still_held():
     """Its workers ignore SIGTERM, by which Python would end them, and wait."""
     done = subprocess.run(
-        [sys.executable, "-c", HELD_BY_A_MODULE], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", HELD_BY_A_MODULE],
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "read\n"

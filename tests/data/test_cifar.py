@@ -81,8 +81,12 @@ def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, 
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / name).write_bytes(pickle.dumps(Bomb()))
     message = refusal(tmp_path)
-    for words in (name, "unpickling a file runs whatever code", "cifar-10-binary.tar.gz",
-                  f"samestep data get cifar10 --data-dir {tmp_path}"):  # fmt: skip
+    for words in (
+        name,
+        "unpickling a file runs whatever code",
+        "cifar-10-binary.tar.gz",
+        f"samestep data get cifar10 --data-dir {tmp_path}",
+    ):
         assert words in message
     assert not (tmp_path / "it ran").exists()
 

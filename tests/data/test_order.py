@@ -37,11 +37,16 @@ class Epoch:
     def shares(self, step: int, world_size: int) -> list[list[int]]:
         return [
             sample_indices(
-                num_samples=self.num_samples, seed=self.seed, epoch=self.epoch,
-                global_batch=self.global_batch, rank=rank, world_size=world_size, step=step,
+                num_samples=self.num_samples,
+                seed=self.seed,
+                epoch=self.epoch,
+                global_batch=self.global_batch,
+                rank=rank,
+                world_size=world_size,
+                step=step,
             ).tolist()
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
 
     def taken(self, steps: range, world_size: int) -> list[list[int]]:
         """Return the samples of each step over all ranks, in rank order."""
@@ -191,10 +196,11 @@ def test_the_order_is_the_one_that_earlier_versions_had():
     assert epoch_order(12, 42, 0).tolist() == GOLDEN_FIRST
     assert epoch_order(12, 42, 1).tolist() == GOLDEN_SECOND
     assert [
-        sample_indices(num_samples=12, seed=42, epoch=1, global_batch=5, rank=1, world_size=2,
-                       step=step).tolist()
+        sample_indices(
+            num_samples=12, seed=42, epoch=1, global_batch=5, rank=1, world_size=2, step=step
+        ).tolist()
         for step in range(3)
-    ] == [GOLDEN_SECOND[3:5], GOLDEN_SECOND[8:10], GOLDEN_SECOND[11:12]]  # fmt: skip
+    ] == [GOLDEN_SECOND[3:5], GOLDEN_SECOND[8:10], GOLDEN_SECOND[11:12]]
 
 
 def test_positions_of_a_step_end_with_the_data():

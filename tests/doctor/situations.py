@@ -11,15 +11,24 @@ from samestep.doctor.facts.machine import Gpu, Machine
 from samestep.doctor.facts.rank import Rank
 from samestep.doctor.facts.slurm import Job, Slurm
 from samestep.doctor.measure import AllReduce, Measured
-from samestep.launch import Launch
+from samestep.ranks.launch import Launch
 
 GIB = 1 << 30
 H100 = Gpu(name="NVIDIA H100", uuid="0", memory_bytes=80 * GIB)
 MACHINE = Machine(
-    host="node1", python="3.12.1", torch="2.13.0", samestep="0.1.0", code="aaaa",
-    machine_cores=64, cores=tuple(range(16)), shm_bytes=64 * GIB, shm_free_bytes=64 * GIB,
-    open_files=65536, processes=65536, offline="",
-)  # fmt: skip
+    host="node1",
+    python="3.12.1",
+    torch="2.13.0",
+    samestep="0.1.0",
+    code="aaaa",
+    machine_cores=64,
+    cores=tuple(range(16)),
+    shm_bytes=64 * GIB,
+    shm_free_bytes=64 * GIB,
+    open_files=65536,
+    processes=65536,
+    offline="",
+)
 FOLDER = Folder(path="/shared/runs", free_bytes=1000 * GIB)
 SLURM = Slurm(job="7", in_step=True, num_tasks=4, job_nodes=2, most_step_tasks_on_node=2)
 JOB = Job(is_batch=True, requeue=True, time_limit="1-00:00:00", signal="USR1@120")
@@ -35,19 +44,27 @@ def rank(number: int = 0, *, world_size: int = 1, per_node: int = 2, **changes) 
     node = number // per_node
     host = f"node{node + 1}"
     launch = Launch(
-        launcher="srun" if world_size > 1 else "none", rank=number, world_size=world_size,
-        local_rank=number % per_node, local_world_size=min(per_node, world_size), node=node,
-        num_nodes=-(-world_size // per_node), master_addr="node1", master_port=12345,
-    )  # fmt: skip
+        launcher="srun" if world_size > 1 else "none",
+        rank=number,
+        world_size=world_size,
+        local_rank=number % per_node,
+        local_world_size=min(per_node, world_size),
+        node=node,
+        num_nodes=-(-world_size // per_node),
+        master_addr="node1",
+        master_port=12345,
+    )
     local = f"10.0.0.{node + 1}"
     address = Address(place=host, master="10.0.0.1", local=local, interface="eth0", own=local)
     machine = {"host": host} | changes.pop("machine", {})
     address = replace(address, **changes.pop("address", {}))
     launch = replace(launch, **changes.pop("launch", {}))
     return Rank(
-        launch=launch, machine=replace(MACHINE, **machine), address=address,
+        launch=launch,
+        machine=replace(MACHINE, **machine),
+        address=address,
         **{"folder": FOLDER, **changes},
-    )  # fmt: skip
+    )
 
 
 def four(**changes) -> list[Rank]:
@@ -56,11 +73,16 @@ def four(**changes) -> list[Rank]:
 
 
 MEASURED = Measured(
-    clock_s=(0.0, 0.0, 0.001, 0.001), unshared=("",) * 4, matmul_s=(1e-3,) * 4, links=(),
-    all_reduce=(AllReduce(bytes=32, latency_us=40.0, bus_gb_s=0.001),
-                AllReduce(bytes=256 << 20, latency_us=20_000.0, bus_gb_s=10.0)),
+    clock_s=(0.0, 0.0, 0.001, 0.001),
+    unshared=("",) * 4,
+    matmul_s=(1e-3,) * 4,
+    links=(),
+    all_reduce=(
+        AllReduce(bytes=32, latency_us=40.0, bus_gb_s=0.001),
+        AllReduce(bytes=256 << 20, latency_us=20_000.0, bus_gb_s=10.0),
+    ),
     skipped_bytes=None,
-)  # fmt: skip
+)
 
 
 def allocation(ranks: list[Rank] | None = None, **measured) -> Allocation:

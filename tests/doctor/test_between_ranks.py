@@ -8,14 +8,10 @@ import torch
 
 from samestep.doctor import measure
 from samestep.doctor.check import run_checks, worst
-from samestep.doctor.checks import meeting, network, ranks
-from samestep.doctor.facts.address import (
-    is_own,
-    port_is_free,
-    read_address,
-)  # fmt: skip
-from samestep.doctor.facts.meeting import Meeting
+from samestep.doctor.checks import network, ranks, rendezvous
+from samestep.doctor.facts.address import is_own, port_is_free, read_address
 from samestep.doctor.facts.rank import decode, encode
+from samestep.doctor.facts.rendezvous import Rendezvous
 from samestep.doctor.measure import AllReduce, Link
 from tests.doctor.situations import allocation, four, gpus, rank, says
 
@@ -23,11 +19,14 @@ from tests.doctor.situations import allocation, four, gpus, rank, says
 def with_gpus(**changes):
     """Return four ranks that each have a GPU; `changes` are to rank 3."""
     healthy = [
-        replace(r, device=f"cuda:{r.launch.local_rank}",
-                device_uuid=f"{r.machine.host}-{r.launch.local_rank}",
-                machine=replace(r.machine, gpus=gpus(2, r.machine.host)))
+        replace(
+            r,
+            device=f"cuda:{r.launch.local_rank}",
+            device_uuid=f"{r.machine.host}-{r.launch.local_rank}",
+            machine=replace(r.machine, gpus=gpus(2, r.machine.host)),
+        )
         for r in four()
-    ]  # fmt: skip
+    ]
     return [*healthy[:3], replace(healthy[3], **changes)]
 
 
@@ -52,84 +51,149 @@ def test_one_process_is_compared_with_nobody():
 # fault → (check, the ranks, what was measured, status, what it says)
 FAULTS = {
     "another torch": (
-        ranks.same_versions, four(machine={"torch": "2.12.0"}), {}, "red",
+        ranks.same_versions,
+        four(machine={"torch": "2.12.0"}),
+        {},
+        "red",
         "torch: 2.12.0 for rank 3 on node2, 2.13.0 for the others",
     ),
     "another samestep": (
-        ranks.same_versions, four(machine={"samestep": "0.2.0"}), {}, "red", "0.2.0 for rank 3",
+        ranks.same_versions,
+        four(machine={"samestep": "0.2.0"}),
+        {},
+        "red",
+        "0.2.0 for rank 3",
     ),
     "another code": (ranks.same_code, four(machine={"code": "bbbb"}), {}, "red", "bbbb for rank 3"),
     "no recipe": (ranks.recipe, four(machine={"recipe": "missing"}), {}, "red", "rank 3 on node2"),
     "another recipe": (
-        ranks.recipe, [replace(r, machine=replace(r.machine, recipe=f"{r.launch.rank // 2}"))
-                       for r in four()], {}, "red", "1 for ranks 2, 3 on node2",
+        ranks.recipe,
+        [replace(r, machine=replace(r.machine, recipe=f"{r.launch.rank // 2}")) for r in four()],
+        {},
+        "red",
+        "1 for ranks 2, 3 on node2",
     ),
     "uneven nodes": (ranks.nodes, four()[:3], {}, "yellow", "1 on node2, 2 on node1"),
     "no device": (
-        ranks.device, four(device_problem="Local rank 1 has no GPU"), {}, "red", "--device cpu",
+        ranks.device,
+        four(device_problem="Local rank 1 has no GPU"),
+        {},
+        "red",
+        "--device cpu",
     ),
     "two ranks on one GPU": (
-        ranks.device, with_gpus(device_uuid="node2-0"), {}, "red", "ranks 2, 3 on node2 share",
+        ranks.device,
+        with_gpus(device_uuid="node2-0"),
+        {},
+        "red",
+        "ranks 2, 3 on node2 share",
     ),
     "mixed devices": (ranks.device, with_gpus(device_uuid="", device="cpu"), {}, "yellow", "cpu"),
     "more workers than cores": (
-        ranks.loader_workers, [replace(r, num_workers=8) for r in four()], {}, "yellow",
+        ranks.loader_workers,
+        [replace(r, num_workers=8) for r in four()],
+        {},
+        "yellow",
         "--num-workers 7",
     ),
     "fewer cores than ranks": (
-        ranks.loader_workers, [replace(r, machine=replace(r.machine, cores=(0,))) for r in four()],
-        {}, "yellow", "2 ranks × (1 + 0 workers) on 1 cores", "Start fewer ranks",
+        ranks.loader_workers,
+        [replace(r, machine=replace(r.machine, cores=(0,))) for r in four()],
+        {},
+        "yellow",
+        "2 ranks × (1 + 0 workers) on 1 cores",
+        "Start fewer ranks",
     ),
     "loopback between hosts": (
-        network.interface, four(address={"local": "127.0.0.1", "interface": "lo"}), {}, "red",
-        "rank 3 on node2", "MASTER_ADDR",
+        network.interface,
+        four(address={"local": "127.0.0.1", "interface": "lo"}),
+        {},
+        "red",
+        "rank 3 on node2",
+        "MASTER_ADDR",
     ),
     "two interfaces": (
-        network.interface, four(address={"interface": "ib0"}), {}, "yellow", "eth0, ib0",
+        network.interface,
+        four(address={"interface": "ib0"}),
+        {},
+        "yellow",
+        "eth0, ib0",
     ),
     "own name is loopback": (
-        network.announced_address, four(address={"own": "127.0.1.1"}), {}, "red",
+        network.announced_address,
+        four(address={"own": "127.0.1.1"}),
+        {},
+        "red",
         "GLOO_SOCKET_IFNAME=eth0",
     ),
     "own name is loopback, which samestep gets round": (
-        network.announced_address, four(address={"own": "127.0.1.1", "chosen": "ib0"}), {},
-        "yellow", "names Gloo the interface ib0", "GLOO_SOCKET_IFNAME=ib0",
+        network.announced_address,
+        four(address={"own": "127.0.1.1", "chosen": "ib0"}),
+        {},
+        "yellow",
+        "names Gloo the interface ib0",
+        "GLOO_SOCKET_IFNAME=ib0",
     ),
     "own name does not resolve": (
-        network.announced_address, four(address={"own": ""}), {}, "red", "does not resolve",
+        network.announced_address,
+        four(address={"own": ""}),
+        {},
+        "red",
+        "does not resolve",
     ),
     "Gloo by loopback": (
-        network.announced_address, four(address={"gloo_interface": "lo"}), {}, "red",
+        network.announced_address,
+        four(address={"gloo_interface": "lo"}),
+        {},
+        "red",
         "GLOO_SOCKET_IFNAME=lo",
     ),
     "clock ahead": (network.clock, None, {"clock_s": (0, 0, 0, 2.5)}, "yellow", "2.5 s ahead"),
     "clock far behind": (
-        network.clock, None, {"clock_s": (0, 0, -3600.0, 0)}, "red", "3,600.0 s behind",
+        network.clock,
+        None,
+        {"clock_s": (0, 0, -3600.0, 0)},
+        "red",
+        "3,600.0 s behind",
     ),
     "unshared folder": (
-        network.shared_folder, None, {"unshared": ("", "", "does not see it", "does not see it")},
-        "red", "rank 2 on node2 does not see it (2 ranks in all)", "--run-dir",
+        network.shared_folder,
+        None,
+        {"unshared": ("", "", "does not see it", "does not see it")},
+        "red",
+        "rank 2 on node2 does not see it (2 ranks in all)",
+        "--run-dir",
     ),
     "slow rank": (network.compute, None, {"matmul_s": (1, 1, 1, 2.0)}, "yellow", "rank 3 on node2"),
     "very slow rank": (network.compute, None, {"matmul_s": (1, 1, 1, 4.0)}, "red", "4.00 ×"),
     "one slow link": (
-        network.links, None, {"links": (link(10.0), link(9.0), link(1.0, 2, 0))}, "yellow",
+        network.links,
+        None,
+        {"links": (link(10.0), link(9.0), link(1.0, 2, 0))},
+        "yellow",
         "node2 (node 1) – node1 (node 0): 1 GB/s",
     ),
     "very slow link": (network.links, None, {"links": (link(0.001),)}, "red", "1 MB/s"),
     "slow network": (network.links, None, {"links": (link(0.11),)}, "yellow", "10 Gbit"),
     "slow all-reduce": (
-        network.all_reduce, None,
-        {"all_reduce": (AllReduce(bytes=1 << 20, latency_us=1e6, bus_gb_s=0.001),),
-         "skipped_bytes": 1 << 24}, "red", "up to 1 MiB in the time given",
+        network.all_reduce,
+        None,
+        {
+            "all_reduce": (AllReduce(bytes=1 << 20, latency_us=1e6, bus_gb_s=0.001),),
+            "skipped_bytes": 1 << 24,
+        },
+        "red",
+        "up to 1 MiB in the time given",
     ),
     "medium all-reduce": (
-        network.all_reduce, None,
-        {"all_reduce": (AllReduce(bytes=1 << 28, latency_us=1e3, bus_gb_s=0.2),)}, "yellow",
+        network.all_reduce,
+        None,
+        {"all_reduce": (AllReduce(bytes=1 << 28, latency_us=1e3, bus_gb_s=0.2),)},
+        "yellow",
         "0.2 GB/s at 256 MiB",
     ),
     "no all-reduce in time": (network.all_reduce, None, {"all_reduce": ()}, "red", "--budget-s"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -177,15 +241,15 @@ def test_where_rank_0_could_not_write_sharing_is_not_judged():
     assert network.shared_folder(allocation(unshared=None)) is None
 
 
-MEETING = Meeting(name="node1", port=12345, address="10.0.0.1", listens=True)
+MEETING = Rendezvous(name="node1", port=12345, address="10.0.0.1", listens=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "check", "words"),
     [
-        ({"address": ""}, meeting.master_address, "does not resolve"),
-        ({"is_own": False}, meeting.master_address, "not an address of rank 0's host"),
-        ({"is_free": False}, meeting.master_port, "port 12345 on node1 is taken"),
+        ({"address": ""}, rendezvous.master_address, "does not resolve"),
+        ({"is_own": False}, rendezvous.master_address, "not an address of rank 0's host"),
+        ({"is_free": False}, rendezvous.master_port, "port 12345 on node1 is taken"),
     ],
 )
 def test_each_fault_of_the_meeting_point_is_found(changes, check, words):
@@ -195,9 +259,11 @@ def test_each_fault_of_the_meeting_point_is_found(changes, check, words):
 
 def test_a_port_that_torchruns_agent_holds_is_no_fault():
     says(
-        meeting.master_port(replace(MEETING, listens=False, served_by_agent=True)), "green", "agent"
+        rendezvous.master_port(replace(MEETING, listens=False, served_by_agent=True)),
+        "green",
+        "agent",
     )
-    assert meeting.master_port(replace(MEETING, listens=False)) is None
+    assert rendezvous.master_port(replace(MEETING, listens=False)) is None
 
 
 def test_facts_travel_between_ranks_unchanged():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samestep.doctor.check import Finding, green, merge, named, red, run_checks, worst, yellow
-from samestep.doctor.checks import folder, machine, meeting, network, ranks, slurm
+from samestep.doctor.checks import folder, machine, network, ranks, rendezvous, slurm
 from tests.doctor import test_between_ranks, test_machine, test_slurm
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -32,8 +32,9 @@ def test_a_finding_has_the_name_of_its_function():
 def test_a_check_that_breaks_is_a_yellow_row_and_the_others_still_run():
     findings = run_checks([breaks, has_nothing_to_look_at, shared_memory], 7)
     assert [(f.name, f.status) for f in findings] == [
-        ("breaks", "yellow"), ("shared memory", "green"),
-    ]  # fmt: skip
+        ("breaks", "yellow"),
+        ("shared memory", "green"),
+    ]
     assert "KeyError: 7" in findings[0].found
     assert "report" in findings[0].advice
 
@@ -67,7 +68,7 @@ def test_merging_counts_only_those_that_looked():
     assert merge([("rank 0 on a", [slow]), ("rank 1 on a", [])]) == [slow]
 
 
-@pytest.mark.parametrize("rows", [folder, machine, meeting, network, ranks, slurm])
+@pytest.mark.parametrize("rows", [folder, machine, network, rendezvous, ranks, slurm])
 def test_every_row_stands_in_the_handbook(rows):
     explained = set(re.findall(r"[a-z ]+", PAGE.read_text().split("| row |")[1].split("## ")[0]))
     names = {check.__name__.replace("_", " ") for check in rows.CHECKS}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.doctor.tables import reds, rows_in
-from tests.ranks import Ranks, start_ranks
+from tests.processes import Ranks, start_ranks
 
 QUICK = ("--budget-s", "0.5", "--json")
 KEYS = {"name", "status", "found", "advice"}
@@ -30,8 +30,12 @@ def doctor(folder: Path, plant: str = "", *options: str, world_size: int = 2) ->
 def _rank(work: Path, plant: str, arguments: list[str]) -> None:
     number = os.environ.get("RANK", "0")
     if "WORLD_SIZE" in os.environ:  # every rank is its node's first, whose folder is looked at
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": number,
-                       "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}  # fmt: skip
+        os.environ |= {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": number,
+            "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"],
+        }
     os.chdir(work)
     kept = PLANTS[plant](int(number), work) if plant else None
     from samestep.cli import main
@@ -80,10 +84,10 @@ def _differs_on_1(rank: int, work: Path) -> None:
 
 
 def _other_facts_on_1(rank: int, work: Path) -> None:
-    from samestep.doctor import together
+    from samestep.doctor import between_ranks
 
     if rank == 1:
-        together.encode = lambda _: b'{"another": "samestep"}'
+        between_ranks.encode = lambda _: b'{"another": "samestep"}'
 
 
 def _never_comes_1(rank: int, work: Path) -> None:
@@ -93,15 +97,15 @@ def _never_comes_1(rank: int, work: Path) -> None:
 
 def _ended_early(rank: int, work: Path) -> None:
     """Let the launcher ask rank 0 to end just as it waits for rank 1, which does not come."""
-    from samestep.doctor import together
+    from samestep.doctor import between_ranks
 
-    call_roll = together.call_roll
+    call_roll = between_ranks.call_roll
 
     def ask_and_call_roll(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return call_roll(*arguments)
 
-    together.call_roll = ask_and_call_roll
+    between_ranks.call_roll = ask_and_call_roll
     _never_comes_1(rank, work)
 
 
@@ -141,8 +145,11 @@ def _one_too_many(rank: int, work: Path) -> None:
     os.environ |= {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
 
-PLANTS = {name.removeprefix("_"): value for name, value in globals().items()
-          if name.startswith("_") and not name.startswith("__") and name != "_rank"}  # fmt: skip
+PLANTS = {
+    name.removeprefix("_"): value
+    for name, value in globals().items()
+    if name.startswith("_") and not name.startswith("__") and name != "_rank"
+}
 
 
 def table_of(ranks: Ranks) -> dict:
@@ -185,28 +192,53 @@ IN_VAIN, MEETS = ("--timeout-s", "1"), ("--timeout-s", "4")
 NO_ANSWER = "Rank 0 did not answer at 127.0.0.1:"
 # plant → (exit codes, options, the red rows and their words, what rank 1 says itself)
 FAULTS = {
-    "differs_on_1": ([1, 0], MEETS, {
-        "run directory": "is a file, not a folder", "same versions": "torch: 2.12.0 for rank 1 on",
-        "same code": "bbbb for rank 1 on", "clock": "100.0 s ahead", "shared folder": "rank 1 on",
-    }, ""),
+    "differs_on_1": (
+        [1, 0],
+        MEETS,
+        {
+            "run directory": "is a file, not a folder",
+            "same versions": "torch: 2.12.0 for rank 1 on",
+            "same code": "bbbb for rank 1 on",
+            "clock": "100.0 s ahead",
+            "shared folder": "rank 1 on",
+        },
+        "",
+    ),
     "other_facts_on_1": ([1, 0], MEETS, {"roll call": "rank 1 cannot be understood"}, ""),
     "never_comes_1": ([1, 0], IN_VAIN, {"roll call": "rank 1 of 2 never came within 1 s"}, ""),
-    "ended_early": ([1, 0], ("--timeout-s", "80"), {
-        "roll call": "rank 1 of 2 never came when the launcher ended this",
-    }, ""),
-    "no_name_on_1": ([1, 1], IN_VAIN, {"roll call": "rank 1 of 2 never came"},
-                     "master address: no-such-host.invalid does not resolve. Set MASTER_ADDR"),
-    "foreign_name": ([1, 1], IN_VAIN, {"master address": "not an address of rank 0's host"},
-                     NO_ANSWER),
+    "ended_early": (
+        [1, 0],
+        ("--timeout-s", "80"),
+        {"roll call": "rank 1 of 2 never came when the launcher ended this"},
+        "",
+    ),
+    "no_name_on_1": (
+        [1, 1],
+        IN_VAIN,
+        {"roll call": "rank 1 of 2 never came"},
+        "master address: no-such-host.invalid does not resolve. Set MASTER_ADDR",
+    ),
+    "foreign_name": (
+        [1, 1],
+        IN_VAIN,
+        {"master address": "not an address of rank 0's host"},
+        NO_ANSWER,
+    ),
     "port_taken": ([1, 1], IN_VAIN, {"master port": "is taken"}, NO_ANSWER),
     "killed_on_1": ([1, -9], MEETS, {"connection": "; rank 1 said nothing"}, ""),
-    "hangs_on_1": ([1, 1], ("--timeout-s", "3"), {
-        "connection": "lost at timing products: no answer within 3.5 s",
-    }, ""),
-    "no_memory_on_1": ([1, 1], MEETS, {
-        "connection": "rank 1 lost at timing the all-reduce: out of memory",
-    }, ""),
-}  # fmt: skip
+    "hangs_on_1": (
+        [1, 1],
+        ("--timeout-s", "3"),
+        {"connection": "lost at timing products: no answer within 3.5 s"},
+        "",
+    ),
+    "no_memory_on_1": (
+        [1, 1],
+        MEETS,
+        {"connection": "rank 1 lost at timing the all-reduce: out of memory"},
+        "",
+    ),
+}
 
 
 @pytest.mark.parametrize("plant", FAULTS)

@@ -32,34 +32,49 @@ FAULTS = {
     "build without CUDA": (checks.cuda, {"cuda": ""}, "yellow", "without CUDA"),
     "no usable GPU": (checks.cuda, {"gpus": ()}, "red", "driver 570.1, PyTorch for CUDA 12.8"),
     "two kinds of GPU": (
-        checks.gpus, {"gpus": (H100, replace(H100, name="A100"))}, "yellow", "1 × A100",
+        checks.gpus,
+        {"gpus": (H100, replace(H100, name="A100"))},
+        "yellow",
+        "1 × A100",
     ),
     "GPU in use": (
-        checks.gpus, {"gpus": (H100, replace(H100, used_bytes=20 * GIB))}, "yellow",
+        checks.gpus,
+        {"gpus": (H100, replace(H100, used_bytes=20 * GIB))},
+        "yellow",
         "25% of GPU 1",
     ),
     "quota below affinity": (checks.cores, {"quota_cores": 2.5}, "yellow", "--threads 2"),
     "less than a core": (checks.cores, {"quota_cores": 0.5}, "red", "less than one"),
     "container's shared memory": (
-        checks.shared_memory, {"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20}, "red",
+        checks.shared_memory,
+        {"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
+        "red",
         "--shm-size",
     ),
     "little shared memory": (
-        checks.shared_memory, {"shm_bytes": GIB // 2, "shm_free_bytes": GIB // 2}, "yellow",
+        checks.shared_memory,
+        {"shm_bytes": GIB // 2, "shm_free_bytes": GIB // 2},
+        "yellow",
         "512 MiB free",
     ),
     "shared memory that is full": (
-        checks.shared_memory, {"shm_free_bytes": 1 << 20}, "red", "ls -l /dev/shm",
+        checks.shared_memory,
+        {"shm_free_bytes": 1 << 20},
+        "red",
+        "ls -l /dev/shm",
     ),
     "few files": (checks.open_files, {"open_files": 512}, "yellow", "ulimit -n"),
     "very few files": (checks.open_files, {"open_files": 64}, "red", "ulimit -n"),
     "few processes": (checks.processes, {"processes": 1024}, "yellow", "ulimit -u"),
     "very few processes": (checks.processes, {"processes": 100}, "red", "ulimit -u"),
     "InfiniBand without locked memory": (
-        checks.locked_memory, {"has_rdma": True, "locked_bytes": 8 << 20}, "red", "ulimit -l",
+        checks.locked_memory,
+        {"has_rdma": True, "locked_bytes": 8 << 20},
+        "red",
+        "ulimit -l",
     ),
     "offline": (checks.internet, {"offline": "no route"}, "yellow", "WANDB_MODE=offline"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -100,17 +115,17 @@ NO_LIMIT = "max 100000"
 # /proc/self/cgroup, the files of the groups, the cores that they give
 GROUPS = {
     "version 2": (
-        "0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": NO_LIMIT}, 1.5,
+        "0::/job/step",
+        {"job/cpu.max": "150000 100000", "job/step/cpu.max": NO_LIMIT},
+        1.5,
     ),
     "version 2, none": ("0::/", {"cpu.max": NO_LIMIT}, None),
     "version 1": ("4:cpu,cpuacct:/docker/x", version_1("cpu,cpuacct/docker/x", 300_000), 3.0),
     "version 1, none": ("4:cpu:/", version_1("cpu", -1), None),
     "version 1, the host's path": ("4:cpu:/docker/x", version_1("cpu", 50_000), 0.5),
-    "both": (
-        "4:cpu:/\n0::/", version_1("cpu", 200_000) | {"unified/cpu.max": NO_LIMIT}, 2.0,
-    ),
+    "both": ("4:cpu:/\n0::/", version_1("cpu", 200_000) | {"unified/cpu.max": NO_LIMIT}, 2.0),
     "neither": ("4:memory:/x", {}, None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", GROUPS)

@@ -16,7 +16,7 @@ from samestep.doctor.measure import (
     AllReduce,
     bus_bandwidth,
     rounds_within,
-)  # fmt: skip
+)
 from samestep.doctor.report import as_json, show
 from tests.doctor.situations import MEASURED, allocation, four, place
 

@@ -8,14 +8,21 @@ import pytest
 from samestep.doctor.check import run_checks, worst
 from samestep.doctor.checks import slurm as checks
 from samestep.doctor.facts.slurm import read_slurm, seconds, signal_of, traps
-from samestep.launch import Launch
+from samestep.ranks.launch import Launch
 from tests.doctor.situations import FOLDER, JOB, gpus, place, rank, says
 
 STEP = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "2", "SLURM_GPUS_PER_TASK": "1",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_GPUS_ON_NODE": "2",
+    "SLURM_GPUS_PER_TASK": "1",
+}
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
 
@@ -59,8 +66,16 @@ def test_values_that_are_no_numbers_or_names_are_left_out():
     assert (slurm.gpus_on_node, slurm.hosts) == (None, ())
 
 
-LIMITS = {"30": 1800, "4:30": 270, "1:00:00": 3600, "2-12:00:00": 216_000, "1-00:00:00": 86_400,
-          "1-1": 90_000, "UNLIMITED": None, "INVALID": None}  # fmt: skip
+LIMITS = {
+    "30": 1800,
+    "4:30": 270,
+    "1:00:00": 3600,
+    "2-12:00:00": 216_000,
+    "1-00:00:00": 86_400,
+    "1-1": 90_000,
+    "UNLIMITED": None,
+    "INVALID": None,
+}
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -99,53 +114,81 @@ OF_TORCHRUN = {"launcher": "torchrun", "num_nodes": 1, "local_world_size": 4}
 # fault → (check, what is changed, status, what it says)
 FAULTS = {
     "python without srun in the script": (
-        checks.slurm_start, {"launch": vars(ALONE), "slurm": {"in_step": False, "in_script": True}},
-        "red", "Put srun before",
+        checks.slurm_start,
+        {"launch": vars(ALONE), "slurm": {"in_step": False, "in_script": True}},
+        "red",
+        "Put srun before",
     ),
     "an interactive shell": (
-        checks.slurm_start, {"launch": vars(ALONE), "slurm": {"in_step": False}},
-        "yellow", "a shell of the job: one process, though job 7 has 4 tasks",
+        checks.slurm_start,
+        {"launch": vars(ALONE), "slurm": {"in_step": False}},
+        "yellow",
+        "a shell of the job: one process, though job 7 has 4 tasks",
     ),
     "a torchrun for each task": (
-        checks.torchrun_in_srun, {"launch": OF_TORCHRUN, "elastic": True},
-        "red", "--ntasks-per-node=1 torchrun",
+        checks.torchrun_in_srun,
+        {"launch": OF_TORCHRUN, "elastic": True},
+        "red",
+        "--ntasks-per-node=1 torchrun",
     ),
     "fewer tasks than nodes × tasks per node": (
-        checks.tasks, {"slurm": {"num_tasks": 3, "tasks_per_node": 2}}, "red", "--ntasks=4",
+        checks.tasks,
+        {"slurm": {"num_tasks": 3, "tasks_per_node": 2}},
+        "red",
+        "--ntasks=4",
     ),
     "idle nodes": (checks.tasks, {"launch": {"num_nodes": 1}}, "yellow", "1 of the job's 2 nodes"),
     "GPUs bound to tasks": (
         checks.gpu_binding,
         {"machine": {"gpus": gpus(1)}, "slurm": {"gpu_bind": "--gpu-bind=single:1"}},
-        "yellow", "--gpu-bind=none",
+        "yellow",
+        "--gpu-bind=none",
     ),
     "fewer GPUs than ranks": (
-        checks.gpu_binding, {"machine": {"gpus": gpus(1)}}, "red",
+        checks.gpu_binding,
+        {"machine": {"gpus": gpus(1)}},
+        "red",
         "1 GPU visible for 2 ranks of a node",
     ),
     "GPUs that PyTorch does not see": (
-        checks.gpu_binding, {"slurm": {"gpus_on_node": 2}}, "red", "PyTorch sees none",
+        checks.gpu_binding,
+        {"slurm": {"gpus_on_node": 2}},
+        "red",
+        "PyTorch sees none",
     ),
     "idle GPUs": (
-        checks.gpu_binding, {"machine": {"gpus": gpus(4)}}, "yellow", "--ntasks-per-node=4",
+        checks.gpu_binding,
+        {"machine": {"gpus": gpus(4)}},
+        "yellow",
+        "--ntasks-per-node=4",
     ),
     "no signal": (
-        checks.stop_signal, {"job": replace(JOB, signal="")}, "yellow", "--signal=USR1@120",
+        checks.stop_signal,
+        {"job": replace(JOB, signal="")},
+        "yellow",
+        "--signal=USR1@120",
     ),
     "signal to the script alone": (
-        checks.stop_signal, {"job": replace(JOB, signal="B:USR1@120")}, "yellow", "without B:",
+        checks.stop_signal,
+        {"job": replace(JOB, signal="B:USR1@120")},
+        "yellow",
+        "without B:",
     ),
     "late signal": (
-        checks.stop_signal, {"job": replace(JOB, signal="USR1@10")}, "yellow", "10 s before",
+        checks.stop_signal,
+        {"job": replace(JOB, signal="USR1@10")},
+        "yellow",
+        "10 s before",
     ),
     "no requeue": (checks.requeue, {"job": replace(JOB, requeue=False)}, "yellow", "--requeue"),
     "a controller that is silent": (checks.controller, {"job": None}, "yellow", "scontrol"),
     "epoch longer than the limit": (
-        checks.time_limit, {"job": replace(JOB, time_limit="30:00"),
-                            "folder": replace(FOLDER, epoch_s=3600.0)},
-        "yellow", "resumes inside an epoch",
+        checks.time_limit,
+        {"job": replace(JOB, time_limit="30:00"), "folder": replace(FOLDER, epoch_s=3600.0)},
+        "yellow",
+        "resumes inside an epoch",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

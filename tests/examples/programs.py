@@ -39,9 +39,14 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in a folder, to whatever end."""
     return subprocess.run(
-        [*python(world_size), *command], cwd=folder, env=environment(**more),
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        [*python(world_size), *command],
+        cwd=folder,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 def epochs(printed: str) -> list[tuple[float, ...]]:

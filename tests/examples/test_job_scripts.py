@@ -24,8 +24,10 @@ def test_shellcheck_finds_nothing(path):
         pytest.skip("shellcheck is not installed: apt install shellcheck")
     done = subprocess.run(
         ["shellcheck", "--enable=quote-safe-variables", str(path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
 
 

@@ -158,8 +158,14 @@ def test_the_table_is_right(tmp_path):
 
 def write_trace(path: Path, *, steps: int, data: int, size: int, gpu: bool = False) -> None:
     """Write a trace of the same step several times over, in µs."""
-    parts = [("enumerate(DataLoader)#x.__next__", data), ("to device", 100), ("forward", 100),
-             ("backward", 100), ("", 100), ("Optimizer.step#Adam.step", 200)]  # fmt: skip
+    parts = [
+        ("enumerate(DataLoader)#x.__next__", data),
+        ("to device", 100),
+        ("forward", 100),
+        ("backward", 100),
+        ("", 100),
+        ("Optimizer.step#Adam.step", 200),
+    ]
     events, now = [], 1000.0
     for _ in range(steps):
         for name, length in parts:
@@ -222,10 +228,13 @@ def job(tmp_path):
     def start(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
-            ["bash", str(MNIST_PROFILING / "profile_workers.slurm"), "--epochs", "2"], cwd=folder,
+            ["bash", str(MNIST_PROFILING / "profile_workers.slurm"), "--epochs", "2"],
+            cwd=folder,
             env=environment(PATH=path, CALLS=str(tmp_path / "calls"), SLURM_CPUS_PER_TASK="9"),
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         calls = tmp_path / "calls"
         return done, calls.read_text().splitlines() if calls.exists() else []
 

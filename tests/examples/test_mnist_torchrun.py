@@ -109,15 +109,21 @@ def test_its_losses_are_those_of_samestep_train_mnist(tmp_path, world_size):
     data = str(write_mnist(tmp_path / "data", num_train=133))
     same = ("--epochs", "4", "--lr", "0.001", "--seed", "42", "--data-dir", data)
     by_hand = run(
-        WITHOUT_DROPOUT, TRAIN_DISTRIBUTED, *same, "--batch-size", str(122 // world_size),
-        folder=tmp_path, world_size=world_size,
-    )  # fmt: skip
+        WITHOUT_DROPOUT,
+        TRAIN_DISTRIBUTED,
+        *same,
+        "--batch-size",
+        str(122 // world_size),
+        folder=tmp_path,
+        world_size=world_size,
+    )
     assert by_hand.returncode == 0, by_hand.stderr
     by_samestep = run(
         *(WITHOUT_DROPOUT, "samestep", "train", "mnist", "--model", "convnet", *same),
         *("--global-batch-size", "122", "--run-dir", "run", "--device", "cpu"),
-        folder=tmp_path, world_size=world_size,
-    )  # fmt: skip
+        folder=tmp_path,
+        world_size=world_size,
+    )
     assert by_samestep.returncode == 0, by_samestep.stderr
     records = read_events(tmp_path / "run")
     trained = [r for r in records if r["event"] == "epoch"]

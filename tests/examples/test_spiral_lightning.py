@@ -77,9 +77,7 @@ def test_two_ranks_print_once_and_measure_what_one_process_measures(tmp_path, mo
     data = modules("datamodule").SpiralDataModule(num_samples=1013)
     data.setup("test")
     best = values["val_loss"].index(min(values["val_loss"]))
-    for part, size, row, name in (
-        (data.validation, 151, best, "val"), (data.test, 153, 0, "test")
-    ):  # fmt: skip
+    for part, size, row, name in ((data.validation, 151, best, "val"), (data.test, 153, 0, "test")):
         points, labels = part.dataset[part.indices]
         assert len(labels) == size
         with torch.no_grad():
@@ -108,10 +106,19 @@ def test_the_file_sets_what_it_names_and_the_flags_win_over_it(tmp_path):
 
 def test_every_flag_is_a_key_of_the_file(tmp_path, modules):
     words = {
-        "batch_size": "8", "max_epochs": "3", "num_workers": "2", "learning_rate": "0.5",
-        "dropout": "0.25", "noise": "0.0", "num_samples": "99", "seed": "3",
-        "comet_project": "a", "comet_workspace": "b", "experiment_name": "c", "output_dir": "d",
-    }  # fmt: skip
+        "batch_size": "8",
+        "max_epochs": "3",
+        "num_workers": "2",
+        "learning_rate": "0.5",
+        "dropout": "0.25",
+        "noise": "0.0",
+        "num_samples": "99",
+        "seed": "3",
+        "comet_project": "a",
+        "comet_workspace": "b",
+        "experiment_name": "c",
+        "output_dir": "d",
+    }
     file = tmp_path / "all.toml"
     strings = ("comet_project", "comet_workspace", "experiment_name", "output_dir")
     lines = [f'{k} = "{v}"' if k in strings else f"{k} = {v}" for k, v in words.items()]
@@ -189,16 +196,31 @@ def test_fewer_samples_than_ranks_are_refused(modules, capsys):
     [
         ({}, ("LightningEnvironment", 1, 1)),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ("LightningEnvironment", 1, 1)),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-         ("SLURMEnvironment", 2, 2)),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4",
-          "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_NAME": "interactive"},
-         ("SLURMEnvironment", 1, 4)),
-        ({"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2",
-          "SLURM_STEP_NUM_TASKS": "3"}, ("TorchElasticEnvironment", 3, 2)),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            ("SLURMEnvironment", 2, 2),
+        ),
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_TASKS_PER_NODE": "4",
+                "SLURM_NTASKS_PER_NODE": "8",
+                "SLURM_JOB_NAME": "interactive",
+            },
+            ("SLURMEnvironment", 1, 4),
+        ),
+        (
+            {
+                "TORCHELASTIC_RUN_ID": "1",
+                "WORLD_SIZE": "6",
+                "LOCAL_WORLD_SIZE": "2",
+                "SLURM_STEP_NUM_TASKS": "3",
+            },
+            ("TorchElasticEnvironment", 3, 2),
+        ),
     ],
     ids=["alone", "no srun", "srun", "srun in salloc", "torchrun under srun"],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:.*`srun` command is available")
 def test_the_launcher_is_found(variables, expected, modules, monkeypatch):
     module = modules("train")
@@ -256,8 +278,9 @@ def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):
         assert [m["metricValue"] for m in found if m["metricName"] == name] == values[name], name
     ((_, loss, _, held_out, _),) = epochs(done.stdout)
     assert (values["train_loss"], values["val_loss"]) == (
-        [pytest.approx(loss, abs=1e-6)], [pytest.approx(held_out, abs=1e-6)]
-    )  # fmt: skip
+        [pytest.approx(loss, abs=1e-6)],
+        [pytest.approx(held_out, abs=1e-6)],
+    )
 
 
 @pytest.mark.parametrize("name", ["samestep", "comet_ml"])

@@ -24,8 +24,13 @@ SECTIONS = (
 )
 # 430 images leave 43 to validate, which two ranks cannot share equally.
 SMALL = {
-    "SUBSET": "430", "EPOCHS": "1", "WIDTH": "4", "BATCH_SIZE": "48", "RANKS": "2", "ROUNDS": "1",
-}  # fmt: skip
+    "SUBSET": "430",
+    "EPOCHS": "1",
+    "WIDTH": "4",
+    "BATCH_SIZE": "48",
+    "RANKS": "2",
+    "ROUNDS": "1",
+}
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -52,9 +57,14 @@ def executed(tmp_path_factory):
     for name in ("CIFAR10_DIR", "CIFAR10_RUNS"):
         variables.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=variables, capture_output=True, text=True,
-        check=False, timeout=170,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -175,8 +185,9 @@ def test_one_process_and_two_ranks_are_measured_in_turns(notebook):
         values = re.search(
             rf"^{side}.*\n +images_per_s +([\d.]+) .*\n +step_ms +([\d.]+) .*\n"
             r" +processor_ms_per_image +([\d.]+) .*\n +memory_mib +([\d.]+) ",
-            text, re.MULTILINE,
-        )  # fmt: skip
+            text,
+            re.MULTILINE,
+        )
         assert min(map(float, values.groups())) > 0
     assert re.search(r"round by round: \[\d+\.\d+\]$", text, re.MULTILINE)
 
@@ -235,6 +246,7 @@ def test_it_reads_what_the_binary_version_has(tmp_path, example):
         (bytes(3072), ValueError, "has 3072 bytes, not a multiple of 3073"),
         (bytes([10]) + bytes(3072), ValueError, "has label 10"),
     ],
+    ids=["missing", "empty", "cut off", "no such label"],
 )
 def test_other_files_are_refused(content, error, message, tmp_path, example):
     if content is not None:
@@ -309,8 +321,13 @@ def test_a_run_does_not_write_over_another_one_and_shares_its_batch(tmp_path):
         (("--batch_size", "7"), "--batch_size 7 cannot be shared by 2 ranks."),
     ):
         done = subprocess.run(
-            [sys.executable, str(FOLDER / "train.py"), "data", *words], cwd=tmp_path, check=False,
-            env=environment(WORLD_SIZE="2", RANK="0"), capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            [sys.executable, str(FOLDER / "train.py"), "data", *words],
+            cwd=tmp_path,
+            check=False,
+            env=environment(WORLD_SIZE="2", RANK="0"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 2
         assert done.stderr.endswith(f"train.py: error: {message}\n")

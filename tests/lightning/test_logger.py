@@ -18,8 +18,8 @@ import pytest
 
 from tests import tiny
 from tests.command_line import read_json
-from tests.ranks import run_ranks, start_ranks
-from tests.ranks import samestep as run_samestep
+from tests.processes import run_ranks, start_ranks
+from tests.processes import samestep as run_samestep
 from tests.tracking import own_tracker, readers
 from tests.tracking.test_following import PATIENCE_S, TRACKER, children_of, send
 
@@ -98,7 +98,7 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
 
     from samestep import TrackerLogger
     from samestep.errors import UserError
-    from samestep.run import Run
+    from samestep.run.directory import Run
     from samestep.tracking import process
 
     torch.set_num_threads(1)
@@ -126,10 +126,15 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
 
     logger = TrackerLogger(trackers, save_dir="runs", name="mine", **(more or {}))
     trainer = Trainer(
-        accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), max_epochs=epochs,
-        logger=[Kept(), logger], log_every_n_steps=1, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        max_epochs=epochs,
+        logger=[Kept(), logger],
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     module = make_module()(odd=4 if "in a step" in faults else None)
     try:
         trainer.fit(module)
@@ -138,9 +143,11 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
         logger.close()
     clients = ("comet_ml", "mlflow", "wandb", "tensorboard", "own_tracker")
     return Fitted(
-        Kept.rows, [name for name in clients if name in sys.modules],
-        [p.tolist() for p in module.parameters()], logger.log_dir,
-    )  # fmt: skip
+        Kept.rows,
+        [name for name in clients if name in sys.modules],
+        [p.tolist() for p in module.parameters()],
+        logger.log_dir,
+    )
 
 
 def fits(folder, *args, world_size=1, **kwargs):
@@ -165,8 +172,11 @@ def expected(logged):
 
 
 def arrived(run):
-    return [(line["step"], line["epoch"], line["values"])
-            for line in own_tracker.lines(run) if line["what"] == "metrics"]  # fmt: skip
+    return [
+        (line["step"], line["epoch"], line["values"])
+        for line in own_tracker.lines(run)
+        if line["what"] == "metrics"
+    ]
 
 
 def what(run, event):
@@ -392,8 +402,15 @@ logger.finalize("success")
 
 def script(folder, *arguments):
     program = [sys.executable, "-c", SCRIPT, *arguments]
-    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False,
-                          env={**os.environ, **QUIET}, timeout=90)  # fmt: skip
+    done = subprocess.run(
+        program,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **QUIET},
+        timeout=90,
+    )
     (run,) = (path for path in (folder / "runs" / "script").iterdir() if path.is_dir())
     return done, run
 
@@ -473,8 +490,9 @@ def test_two_that_would_write_one_directory_are_refused_until_the_first_is_close
     one.close()
     other.log_metrics({"loss": 3.0}, step=2)
     other.close()
-    found = [r["values"]["loss"] for r in tiny.all_records(Path(one.log_dir))
-             if r["event"] == "metrics"]  # fmt: skip
+    found = [
+        r["values"]["loss"] for r in tiny.all_records(Path(one.log_dir)) if r["event"] == "metrics"
+    ]
     assert found == [1.0, 3.0]
 
 

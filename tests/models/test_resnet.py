@@ -34,9 +34,15 @@ def test_the_stem_leaves_the_last_stage_the_size_of_the_paper(stem, side, final)
 
 def test_names_are_those_of_torchvision():
     names = set(resnet18(1000, stem="large", width=1).state_dict())
-    assert {"conv1.weight", "bn1.running_var", "layer1.0.conv1.weight", "layer4.1.bn2.bias",
-            "layer2.0.downsample.0.weight", "layer2.0.downsample.1.num_batches_tracked",
-            "fc.bias"} <= names  # fmt: skip
+    assert {
+        "conv1.weight",
+        "bn1.running_var",
+        "layer1.0.conv1.weight",
+        "layer4.1.bn2.bias",
+        "layer2.0.downsample.0.weight",
+        "layer2.0.downsample.1.num_batches_tracked",
+        "fc.bias",
+    } <= names
     assert len(names) == 122
     assert "layer1.0.downsample.0.weight" not in names
 

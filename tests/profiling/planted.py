@@ -117,9 +117,15 @@ if __name__ == "__main__":
     main()
 """
 _SCRIPT_DEFAULTS = {
-    "save": "0", "depth": "1", "width": "64", "samples": "640", "batch": "32", "loader": "",
-    "after_backward": "pass", "after_step": "pass",
-}  # fmt: skip
+    "save": "0",
+    "depth": "1",
+    "width": "64",
+    "samples": "640",
+    "batch": "32",
+    "loader": "",
+    "after_backward": "pass",
+    "after_step": "pass",
+}
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,15 @@ class Situation:
     def command(self, folder: Path, seconds: float) -> list[str]:
         """Return the arguments of `samestep` that profile it into a folder."""
         place = "--out" if self.script else "--run-dir"
-        return ["profile", str(self.write(folder)), "--seconds", str(seconds), *self.flags,
-                place, str(folder / "profile")]  # fmt: skip
+        return [
+            "profile",
+            str(self.write(folder)),
+            "--seconds",
+            str(seconds),
+            *self.flags,
+            place,
+            str(folder / "profile"),
+        ]
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -163,40 +176,110 @@ _FROM_DISK = (("train", "Samples()"), ("sample", "0.001"))
 
 SITUATIONS = [
     Situation("a data set that sleeps", "input-bound", "itself", recipe=_FROM_DISK),
-    Situation("a data set that sleeps, with a worker", "input-bound", "1 worker",
-              recipe=_FROM_DISK, flags=("--num-workers", "1")),
-    Situation("a tiny model", "launch-bound", "--compile on",
-              recipe=(("layers", f"nn.Sequential(*[{_LAYER}] * 8, nn.Linear(16, 2))"),)),
-    Situation("matrix products", "compute-bound", "mm",
-              flags=("--threads", "1"), recipe=(("sizes", "1024, 1024, 512, 1024"),)),
-    Situation("long chains of element by element", "memory-bound", "fuse", recipe=(
-        ("sizes", "4096, 2048, 1024, 16"),
-        ("layers", "nn.Sequential(*[nn.Hardtanh() for _ in range(12)], nn.Linear(WIDTH, 2))"))),
-    Situation("a rank that computes slowly", "straggler", "rank 1", nproc=2,
-              recipe=(("backward", "0.01 if RANK == 1 else 0"),)),
-    Situation("a rank whose data is slow", "straggler", "for its data", nproc=2,
-              recipe=(("train", "Samples()"), ("sample", "0.001 if RANK == 1 else 0"))),
+    Situation(
+        "a data set that sleeps, with a worker",
+        "input-bound",
+        "1 worker",
+        recipe=_FROM_DISK,
+        flags=("--num-workers", "1"),
+    ),
+    Situation(
+        "a tiny model",
+        "launch-bound",
+        "--compile on",
+        recipe=(("layers", f"nn.Sequential(*[{_LAYER}] * 8, nn.Linear(16, 2))"),),
+    ),
+    Situation(
+        "matrix products",
+        "compute-bound",
+        "mm",
+        flags=("--threads", "1"),
+        recipe=(("sizes", "1024, 1024, 512, 1024"),),
+    ),
+    Situation(
+        "long chains of element by element",
+        "memory-bound",
+        "fuse",
+        recipe=(
+            ("sizes", "4096, 2048, 1024, 16"),
+            ("layers", "nn.Sequential(*[nn.Hardtanh() for _ in range(12)], nn.Linear(WIDTH, 2))"),
+        ),
+    ),
+    Situation(
+        "a rank that computes slowly",
+        "straggler",
+        "rank 1",
+        nproc=2,
+        recipe=(("backward", "0.01 if RANK == 1 else 0"),),
+    ),
+    Situation(
+        "a rank whose data is slow",
+        "straggler",
+        "for its data",
+        nproc=2,
+        recipe=(("train", "Samples()"), ("sample", "0.001 if RANK == 1 else 0")),
+    ),
     Situation("a tiny model on two ranks", "communication-bound", "latency", nproc=2),
-    Situation("numbers read of every sample", "host-sync", "Add numbers up", script=(
-        ("after_backward", "[(float(r.max()), float(r.sum()), int(r.argmax())) for r in model(x)]"),
-        ("batch", "64"))),
-    Situation("more threads than cores", "oversubscribed", "--threads",
-              flags=("--threads", str(4 * _CORES)),
-              recipe=(("sizes", "512, 2048, 512, 512"),)),
-    Situation("slow checkpoints", "checkpoint-bound", "more rarely", recipe=(
-        ("checkpoint", "0.05"), ("settings", '"checkpoint_every_steps": 4'))),
-    Situation("evaluations too often", "evaluation-bound", "more rarely", recipe=(
-        ("evaluation", "0.02"), ("validation", "(x, y)"),
-        ("settings", '"eval_every_steps": 2, "checkpoint_every_epochs": 1000'))),
-    Situation("workers that start in every epoch", "input-bound", "persistent_workers",
-              script=(("samples", "64"), ("loader", ", num_workers=1"))),
-    Situation("large batches put together in the training process", "input-bound", "puts samples",
-              script=(("samples", "8192"), ("batch", "4096"), ("width", "16"), ("depth", "0"))),
-    Situation("slow saving in a script", "checkpoint-bound", "more rarely", script=(
-        ("save", "0.02"), ("after_step", "torch.save({'s': SlowToSave()}, os.devnull)"))),
-    Situation("much logging in a script", "loop-bound", "once in many",
-              script=(("after_step", "time.sleep(0.01)  # drawing, writing, printing"),)),
-]  # fmt: skip
+    Situation(
+        "numbers read of every sample",
+        "host-sync",
+        "Add numbers up",
+        script=(
+            (
+                "after_backward",
+                "[(float(r.max()), float(r.sum()), int(r.argmax())) for r in model(x)]",
+            ),
+            ("batch", "64"),
+        ),
+    ),
+    Situation(
+        "more threads than cores",
+        "oversubscribed",
+        "--threads",
+        flags=("--threads", str(4 * _CORES)),
+        recipe=(("sizes", "512, 2048, 512, 512"),),
+    ),
+    Situation(
+        "slow checkpoints",
+        "checkpoint-bound",
+        "more rarely",
+        recipe=(("checkpoint", "0.05"), ("settings", '"checkpoint_every_steps": 4')),
+    ),
+    Situation(
+        "evaluations too often",
+        "evaluation-bound",
+        "more rarely",
+        recipe=(
+            ("evaluation", "0.02"),
+            ("validation", "(x, y)"),
+            ("settings", '"eval_every_steps": 2, "checkpoint_every_epochs": 1000'),
+        ),
+    ),
+    Situation(
+        "workers that start in every epoch",
+        "input-bound",
+        "persistent_workers",
+        script=(("samples", "64"), ("loader", ", num_workers=1")),
+    ),
+    Situation(
+        "large batches put together in the training process",
+        "input-bound",
+        "puts samples",
+        script=(("samples", "8192"), ("batch", "4096"), ("width", "16"), ("depth", "0")),
+    ),
+    Situation(
+        "slow saving in a script",
+        "checkpoint-bound",
+        "more rarely",
+        script=(("save", "0.02"), ("after_step", "torch.save({'s': SlowToSave()}, os.devnull)")),
+    ),
+    Situation(
+        "much logging in a script",
+        "loop-bound",
+        "once in many",
+        script=(("after_step", "time.sleep(0.01)  # drawing, writing, printing"),),
+    ),
+]
 
 
 def main() -> None:

@@ -13,8 +13,16 @@ STEP_US = 1000
 
 
 def event(name, begin, duration, category="cpu_op", thread=1, **more):
-    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "pid": 1,
-            "tid": thread, **more}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": begin,
+        "dur": duration,
+        "pid": 1,
+        "tid": thread,
+        **more,
+    }
 
 
 def mark(phase, moment):
@@ -35,8 +43,12 @@ def trace(inside, steps=5):
 
 def test_phases_are_the_time_from_mark_to_mark():
     phases = phases_of(trace([], steps=1))
-    assert phases == [("data", (0, 100)), ("forward", (100, 400)), ("backward", (400, 900)),
-                      ("optimizer", (900, 1000))]  # fmt: skip
+    assert phases == [
+        ("data", (0, 100)),
+        ("forward", (100, 400)),
+        ("backward", (400, 900)),
+        ("optimizer", (900, 1000)),
+    ]
 
 
 def test_what_no_operation_works_in_is_the_cost_of_starting_operations():
@@ -48,8 +60,11 @@ def test_what_no_operation_works_in_is_the_cost_of_starting_operations():
 
 
 def test_work_is_counted_once_where_an_operation_calls_another():
-    nested = [event("aten::linear", 100, 800), event("aten::addmm", 200, 600),
-              event("aten::add", 910, 80)]  # fmt: skip
+    nested = [
+        event("aten::linear", 100, 800),
+        event("aten::addmm", 200, 600),
+        event("aten::add", 910, 80),
+    ]
     found = digest(trace(nested), 5)
     assert found.matmul == pytest.approx((194 + 594) / 900, rel=0.01)
     assert found.memory == pytest.approx(74 / 900, rel=0.01)
@@ -80,8 +95,10 @@ def test_a_loop_that_reads_numbers_is_told_from_other_overhead():
 
 
 def test_what_optimizers_and_loaders_read_for_themselves_does_not_count():
-    own = [event("Optimizer.step#Adam.step", 900, 90, "user_annotation"),
-           event("aten::_local_scalar_dense", 920, 1)]  # fmt: skip
+    own = [
+        event("Optimizer.step#Adam.step", 900, 90, "user_annotation"),
+        event("aten::_local_scalar_dense", 920, 1),
+    ]
     assert digest(trace(own), 5).syncs == 0
 
 
@@ -126,9 +143,14 @@ def test_a_gpu_that_waits_for_the_host_is_launch_bound():
 
 
 def test_a_gpu_that_runs_dry_while_the_host_waits_for_it_is_host_sync():
-    step = [one for start in range(100, 1000, 100) for one in (
-        event("ampere_sgemm_128x64", start, 30, KERNEL, 7),
-        event("cudaStreamSynchronize", start + 10, 25, "cuda_runtime"))]  # fmt: skip
+    step = [
+        one
+        for start in range(100, 1000, 100)
+        for one in (
+            event("ampere_sgemm_128x64", start, 30, KERNEL, 7),
+            event("cudaStreamSynchronize", start + 10, 25, "cuda_runtime"),
+        )
+    ]
     found = digest(trace(step), 5)
     assert found.sync > 0.6
     assert found.launch < 0.1
@@ -140,8 +162,10 @@ def test_a_gpu_that_waits_for_data_is_not_launch_bound():
 
 
 def test_what_nccl_does_is_neither_work_nor_idleness():
-    step = [event("ampere_sgemm_128x64", 100, 500, KERNEL, 7),
-            event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 600, 400, KERNEL, 8)]  # fmt: skip
+    step = [
+        event("ampere_sgemm_128x64", 100, 500, KERNEL, 7),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 600, 400, KERNEL, 8),
+    ]
     found = digest(trace(step), 5)
     assert found.matmul > 0.98
 
@@ -152,11 +176,16 @@ def test_an_empty_trace_says_nothing():
 
 def test_the_memory_timeline_names_the_phase_of_the_peak():
     def change(moment, size):
-        return {"ph": "i", "name": "[memory]", "ts": moment,
-                "args": {"Bytes": size, "Device Type": 0}}  # fmt: skip
+        return {
+            "ph": "i",
+            "name": "[memory]",
+            "ts": moment,
+            "args": {"Bytes": size, "Device Type": 0},
+        }
 
-    rows = memory_timeline([*trace([], steps=1), change(150, 1 << 20), change(500, 3 << 20),
-                            change(950, -(4 << 20))])  # fmt: skip
+    rows = memory_timeline(
+        [*trace([], steps=1), change(150, 1 << 20), change(500, 3 << 20), change(950, -(4 << 20))]
+    )
     assert rows == [(0.15, "forward", 1.0), (0.5, "backward", 4.0), (0.95, "optimizer", 0.0)]
     assert peak_memory(rows) == (4.0, "backward")
     assert peak_memory([]) is None

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.processes import samestep
 from tests.profiling.planted import SITUATIONS, read
-from tests.ranks import samestep
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda one: one.name)

@@ -40,8 +40,15 @@ def script(here: Path, text: str) -> str:
 
 
 def profiled(here: Path, text: str, *flags: str, world_size: int = 1) -> dict:
-    run("profile", script(here, text), "--out", "out", *flags, folder=here.parent / "o",
-        world_size=world_size)  # fmt: skip
+    run(
+        "profile",
+        script(here, text),
+        "--out",
+        "out",
+        *flags,
+        folder=here.parent / "o",
+        world_size=world_size,
+    )
     return read_json(here / "out" / "profile.json")
 
 
@@ -153,10 +160,12 @@ STEPS = "for _ in range({}): step(torch.randn(4, 8), torch.randn(4, 1))\n"
 @pytest.mark.parametrize("nproc", ["1", "2"])
 @pytest.mark.parametrize(
     ("text", "code", "says"),
-    [("raise SystemExit(3)", 3, "exit code 3 after 0 steps"),
-     ("raise SystemExit('no data folder')", 1, "exit code 1 after 0 steps"),
-     (STEPS.format(1) + "raise ValueError('no data folder')", 1, "an error after 1 step")],
-)  # fmt: skip
+    [
+        ("raise SystemExit(3)", 3, "exit code 3 after 0 steps"),
+        ("raise SystemExit('no data folder')", 1, "exit code 1 after 0 steps"),
+        (STEPS.format(1) + "raise ValueError('no data folder')", 1, "an error after 1 step"),
+    ],
+)
 def test_of_a_script_that_fails_is_said_how_far_it_came(here, nproc, text, code, says):
     done = ended(here, text, "--nproc", nproc)
     assert done.returncode == code, done.stderr
@@ -248,8 +257,18 @@ def test_a_module_is_profiled_as_python_would_run_it(here):
     (here / "pkg" / "net.py").write_text("WIDTH = 8\n")
     text = f"import sys\nfrom .net import WIDTH\n{HEAD}\nprint(sys.argv[1:], __name__)\n"
     (here / "pkg" / "train.py").write_text(text + STEPS.format(10**9))
-    ranks = run("profile", "-m", "pkg.train", *QUICK, "--out", "out", "--", "--lr", "1",
-                folder=here.parent / "o")  # fmt: skip
+    ranks = run(
+        "profile",
+        "-m",
+        "pkg.train",
+        *QUICK,
+        "--out",
+        "out",
+        "--",
+        "--lr",
+        "1",
+        folder=here.parent / "o",
+    )
     assert "['--lr', '1'] __main__" in ranks.printed(0)
     assert read_json(here / "out" / "profile.json")["name"] == "pkg.train"
 

@@ -5,13 +5,22 @@ import json
 import pytest
 
 from tests import tiny
-from tests.ranks import samestep
+from tests.processes import samestep
 
 
 def profile(folder, *flags, world_size=1):
     recipe = tiny.write_recipe(folder)
-    return samestep("profile", str(recipe), "--seconds", "0.2", *flags, "--run-dir",
-                    str(folder / "out"), world_size=world_size, folder=folder / "o")  # fmt: skip
+    return samestep(
+        "profile",
+        str(recipe),
+        "--seconds",
+        "0.2",
+        *flags,
+        "--run-dir",
+        str(folder / "out"),
+        world_size=world_size,
+        folder=folder / "o",
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -40,7 +49,14 @@ def test_batches_that_the_training_set_does_not_fill_are_refused_before_measurin
 def test_how_long_to_train_need_not_be_said(tmp_path):
     recipe = tiny.write_recipe(tmp_path)
     recipe.write_text(recipe.read_text().replace('"epochs": 6', '"lr": 0.1'))
-    ranks = samestep("profile", str(recipe), "--seconds", "0.2", "--run-dir",
-                     str(tmp_path / "out"), folder=tmp_path / "o")  # fmt: skip
+    ranks = samestep(
+        "profile",
+        str(recipe),
+        "--seconds",
+        "0.2",
+        "--run-dir",
+        str(tmp_path / "out"),
+        folder=tmp_path / "o",
+    )
     assert ranks.wait() == [0], ranks.output()
     assert (tmp_path / "out" / "profile.json").is_file()

@@ -39,10 +39,19 @@ def losses(run):
 
 def test_its_defaults_are_the_usual_ones_and_linear_scaling_is_one_flag():
     recipe = find_recipe("cifar10")
-    assert dict(recipe.settings).items() >= {
-        "epochs": 50, "batch_size": 128, "optimizer": "sgd", "lr": 0.1, "momentum": 0.9,
-        "weight_decay": 5e-4, "schedule": "cosine", "base_batch_size": 128,
-    }.items()  # fmt: skip
+    assert (
+        dict(recipe.settings).items()
+        >= {
+            "epochs": 50,
+            "batch_size": 128,
+            "optimizer": "sgd",
+            "lr": 0.1,
+            "momentum": 0.9,
+            "weight_decay": 5e-4,
+            "schedule": "cosine",
+            "base_batch_size": 128,
+        }.items()
+    )
     parameters = recipe.build_model(Cifar10Options()).parameters()
     assert sum(p.numel() for p in parameters) == 11_173_962
 
@@ -98,8 +107,9 @@ def test_a_run_goes_on_in_another_layout_with_activations_computed_again(binary,
     """In float64, so that it is told apart from momentum that lies at the wrong weights."""
     flags = ("--precision", "fp64", "--epochs", "2")
     whole = train(binary, tmp_path, *flags, name="whole")
-    part = train(binary, tmp_path, *flags, "--checkpoint-every-steps", "1", "--keep-top-k", "1",
-                 name="part")  # fmt: skip
+    part = train(
+        binary, tmp_path, *flags, "--checkpoint-every-steps", "1", "--keep-top-k", "1", name="part"
+    )
     index = read_json(part / "checkpoints" / "index.json")
     assert index["last"]["step"] == 18
     changed = ("--no-channels-last", "--checkpoint-activations", "--epochs", "3")
@@ -141,10 +151,30 @@ def test_two_ranks_take_the_steps_of_one_where_batch_norm_is_frozen(binary, tmp_
     runs = []
     for world_size in (1, 2):
         folder = tmp_path / f"{world_size}"
-        run("train", str(recipe), "--data-dir", str(binary), "--run-dir", str(folder), "--width",
-            "2", "--global-batch-size", "12", "--epochs", "2", "--lr", "0.01", "--log-every", "1",
-            "--precision", "fp64", "--threads", "1", world_size=world_size,
-            folder=tmp_path / "outputs")  # fmt: skip
+        run(
+            "train",
+            str(recipe),
+            "--data-dir",
+            str(binary),
+            "--run-dir",
+            str(folder),
+            "--width",
+            "2",
+            "--global-batch-size",
+            "12",
+            "--epochs",
+            "2",
+            "--lr",
+            "0.01",
+            "--log-every",
+            "1",
+            "--precision",
+            "fp64",
+            "--threads",
+            "1",
+            world_size=world_size,
+            folder=tmp_path / "outputs",
+        )
         runs.append(folder)
     tiny.assert_same_training(runs[1], runs[0], tolerance=1e-9)
     tests = [read_json(folder / "result.json")["test"] for folder in runs]

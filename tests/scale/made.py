@@ -22,5 +22,7 @@ def measured(
 
 
 def measurement(segments, **more):
-    return Measurement(segments=segments, **{"device": "cpu", "threads": 1, "cores": 8,
-                                               "num_samples": 1000, **more})  # fmt: skip
+    return Measurement(
+        segments=segments,
+        **{"device": "cpu", "threads": 1, "cores": 8, "num_samples": 1000, **more},
+    )

@@ -25,8 +25,10 @@ def test_what_is_lost_is_told_by_phase():
     one = measured(ms=[2.0], data=0.5)
     two = result(measured(ranks=2, batch=64, ms=[3.0], data=0.6, all_reduce=0.9), one, "weak")
     assert two.speed_up == pytest.approx(2 * 2 / 3)
-    assert two.lost == {name: pytest.approx(ms) for name, ms in
-                        {"data": 0.1, "all_reduce": 0.9, "forward": 0.0}.items()}  # fmt: skip
+    assert two.lost == {
+        name: pytest.approx(ms)
+        for name, ms in {"data": 0.1, "all_reduce": 0.9, "forward": 0.0}.items()
+    }
     first, second = reasons(two, crowded=False)
     assert first[:2] == ("all_reduce", pytest.approx(0.9))
     assert second[:2] == ("data", pytest.approx(0.1))
@@ -88,13 +90,22 @@ def crowd(ranks, **facts):
 SITUATIONS = {
     "more ranks than cores": ({1: {"cores": 2}, 4: {"cores": 2}}, 0.0, "4 ranks share 2 usable"),
     "more threads than cores": (
-        {1: {"cores": 8}, 2: {"cores": 8, "threads": 8}}, 0.0, "2 ranks share 8 usable cores"),
+        {1: {"cores": 8}, 2: {"cores": 8, "threads": 8}},
+        0.0,
+        "2 ranks share 8 usable cores",
+    ),
     "one rank had all cores": (
-        {1: {"threads": 8}, 2: {"threads": 4}}, 0.0, "1 rank computed on 8 threads"),
+        {1: {"threads": 8}, 2: {"threads": 4}},
+        0.0,
+        "1 rank computed on 8 threads",
+    ),
     "a shared GPU": (
-        {1: {"device": "cuda"}, 2: {"device": "cuda", "sharing_gpu": 2}}, 0.0, "share a GPU"),
+        {1: {"device": "cuda"}, 2: {"device": "cuda", "sharing_gpu": 2}},
+        0.0,
+        "share a GPU",
+    ),
     "other work": ({1: {}, 2: {}}, 1.5, "Other work kept 1.5 cores busy"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

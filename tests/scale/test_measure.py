@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from samestep.run import read_records
+from samestep.run.records import read_records
 from samestep.scale.analysis import reasons, result
 from samestep.scale.study import Measured, Setup, read_measurement
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 from tests.tiny import RECIPE, write_recipe
 
 # Planted: every rank but the first takes 6 ms longer in each step.
@@ -19,9 +19,9 @@ SLOW_RANK = RECIPE.replace(
 
 def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) -> int:
     from samestep.commands.train import parse
+    from samestep.ranks.world import find_world, join, leave
     from samestep.scale.measure import measure
     from samestep.training.stopping import Received
-    from samestep.world import find_world, join, leave
 
     _, request = parse(recipe, ["--device", "cpu"])
     world, launch = find_world("cpu", "auto")

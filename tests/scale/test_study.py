@@ -69,8 +69,7 @@ def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):
             content = measurement([one, one])
             (Path(run) / FILE).write_bytes(msgspec.json.encode(content))
 
-    left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch,
-                            tell=told.append)  # fmt: skip
+    left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=told.append)
     assert left == study
     assert started == [(1, [8]), (2, [16, 8])] * 2
     assert [(one.setup, len(one.rounds)) for one in found] == [(s, 2) for s in study.setups]

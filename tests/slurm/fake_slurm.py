@@ -23,9 +23,15 @@ class FakeSlurm:
     folder: Path
 
     def add(
-        self, job: int, run: Path, state: str = "RUNNING", *, uid: int | None = None,
-        user: str = "ada", log: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        job: int,
+        run: Path,
+        state: str = "RUNNING",
+        *,
+        uid: int | None = None,
+        user: str = "ada",
+        log: str = "",
+    ) -> None:
         """Let it know a job; only this user's are listed by `squeue --me`."""
         number = os.getuid() if uid is None else uid
         (self.folder / f"job-{job}").write_text(

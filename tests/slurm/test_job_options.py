@@ -78,8 +78,11 @@ def test_a_name_that_only_contains_the_letters_of_a_secrets_is_taken(name):
 
 def test_dependencies_have_sbatchs_names():
     assert [dependency(d) for d in ("7", "7:ok", "8_2:notok", "9:any")] == [
-        "afterok:7", "afterok:7", "afternotok:8_2", "afterany:9",
-    ]  # fmt: skip
+        "afterok:7",
+        "afterok:7",
+        "afternotok:8_2",
+        "afterany:9",
+    ]
 
 
 def test_a_projects_values_win_over_the_users(tmp_path):

@@ -17,11 +17,22 @@ GOLDEN = Path(__file__).parent / "scripts"
 
 def job(options: JobOptions, **more) -> Job:
     plain = {
-        "name": "spiral", "title": "spiral, recipe.", "run": "/home/me/runs/spiral-1",
-        "folder": "/home/me", "kind": "recipe", "venv": "/home/me/.venv",
-        "command": ("-m", "samestep", "train", "spiral", "--run-dir", "/home/me/runs/spiral-1",
-                    "--resume"),
-    }  # fmt: skip
+        "name": "spiral",
+        "title": "spiral, recipe.",
+        "run": "/home/me/runs/spiral-1",
+        "folder": "/home/me",
+        "kind": "recipe",
+        "venv": "/home/me/.venv",
+        "command": (
+            "-m",
+            "samestep",
+            "train",
+            "spiral",
+            "--run-dir",
+            "/home/me/runs/spiral-1",
+            "--resume",
+        ),
+    }
     return Job(options=options, **(plain | more))
 
 
@@ -34,10 +45,22 @@ JOBS = {
     "recipe": job(JobOptions()),
     "everything": job(
         JobOptions(
-            partition="gpu", account="physics", qos="high", nodes=2, gpus_per_node=8,
-            cpus_per_task=4, mem="64G", time="2-00:00:00", after=("7", "8:any", "9:notok"),
-            module=("cuda/12.4", "gcc"), conda="torch env", env=("NCCL_DEBUG=WARN", "A=b c"),
-            interface="ib0", sbatch=("--constraint=a100",), signal_s=300, restarts=5,
+            partition="gpu",
+            account="physics",
+            qos="high",
+            nodes=2,
+            gpus_per_node=8,
+            cpus_per_task=4,
+            mem="64G",
+            time="2-00:00:00",
+            after=("7", "8:any", "9:notok"),
+            module=("cuda/12.4", "gcc"),
+            conda="torch env",
+            env=("NCCL_DEBUG=WARN", "A=b c"),
+            interface="ib0",
+            sbatch=("--constraint=a100",),
+            signal_s=300,
+            restarts=5,
         ),
         venv=None,
     ),
@@ -46,19 +69,22 @@ JOBS = {
     ),
     "script": job(JobOptions(nodes=2, ntasks_per_node=2), **SCRIPT),
     "no_environment": job(
-        JobOptions(requeue=False), venv=None, python="/usr/bin/python3",
+        JobOptions(requeue=False),
+        venv=None,
+        python="/usr/bin/python3",
         own=("/usr/bin/python3", "-m", "samestep"),
     ),
     "container": job(
-        JobOptions(container="/images/my torch.sif", gpus_per_node=1), venv=None,
+        JobOptions(container="/images/my torch.sif", gpus_per_node=1),
+        venv=None,
         own=("apptainer", "exec", "/images/my torch.sif", "samestep"),
     ),
     "quotes": job(
         JobOptions(job_name='my "first" job'),
-        run="/home/it's me/a \"run\" of 5%",
+        run='/home/it\'s me/a "run" of 5%',
         folder="/home/it's me",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -91,10 +117,14 @@ def test_any_path_and_any_argument_reach_the_ranks_as_they_are(run, argument):
     sets = next(line for line in lines if line.startswith("run="))
     first = next(i for i, line in enumerate(lines) if line.startswith("srun "))
     last = next(i for i, line in enumerate(lines) if line == "step=$!")
-    program = "\n".join([
-        "srun() { printf '%s\\0' \"$@\"; }", sets, 'printf "%s\\0" "$run"',
-        "\n".join(lines[first:last]).removesuffix("&"),
-    ])  # fmt: skip
+    program = "\n".join(
+        [
+            "srun() { printf '%s\\0' \"$@\"; }",
+            sets,
+            'printf "%s\\0" "$run"',
+            "\n".join(lines[first:last]).removesuffix("&"),
+        ]
+    )
     done = subprocess.run(["bash", "-c", program], capture_output=True, check=True)
     words = done.stdout.decode().split("\0")[:-1]
     assert words == [f"/{run}", "--kill-on-bad-exit=1", "python", "train.py", argument]

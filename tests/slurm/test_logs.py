@@ -45,8 +45,11 @@ def append(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
 def test_following_asks_the_controller_every_few_seconds(tmp_path, monkeypatch, clock, state):
     asked = []
-    monkeypatch.setattr(logs, "find_job", lambda number: asked.append(clock.now) or job(
-        state if clock.now < 60 else "COMPLETED"))  # fmt: skip
+    monkeypatch.setattr(
+        logs,
+        "find_job",
+        lambda number: asked.append(clock.now) or job(state if clock.now < 60 else "COMPLETED"),
+    )
     logs._show(tmp_path / "log", "", job(state))
     assert 10 <= len(asked) <= 13, "a minute of waiting"
 

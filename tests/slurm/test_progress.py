@@ -7,9 +7,13 @@ import pytest
 from samestep.slurm.progress import Progress, read_progress
 
 START = {
-    "event": "start", "resumed": False, "total_steps": 100, "steps_per_epoch": 10, "epochs": 10,
+    "event": "start",
+    "resumed": False,
+    "total_steps": 100,
+    "steps_per_epoch": 10,
+    "epochs": 10,
     "global_batch_size": 8,
-}  # fmt: skip
+}
 AGAIN = {**START, "resumed": True}
 
 
@@ -46,9 +50,15 @@ def test_a_run_that_has_not_begun_has_no_progress(tmp_path, write):
 def test_a_running_training_tells_its_step_epoch_loss_and_what_is_left(write):
     progress = write(START, step(10), saved(10), step(20, loss=0.25), torn='{"event": "st')
     assert progress == Progress(
-        step=20, total_steps=100, epoch=3, epochs=10, loss=0.25, checkpoint_step=10,
-        eta_s=80 * 8 / 16.0, starts=1,
-    )  # fmt: skip
+        step=20,
+        total_steps=100,
+        epoch=3,
+        epochs=10,
+        loss=0.25,
+        checkpoint_step=10,
+        eta_s=80 * 8 / 16.0,
+        starts=1,
+    )
 
 
 def test_a_training_that_has_only_begun_has_no_loss_and_no_eta(write):

@@ -28,29 +28,32 @@ PENDING = (
     "RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A "
     + _TIMES.format(start="Unknown", end="Unknown")
     + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=node9 ExcNodeList=node8 NodeList= "
-    + _SIZES + "Command=/home/ada/runs/a/job.sbatch WorkDir=/home/ada "
+    + _SIZES
+    + "Command=/home/ada/runs/a/job.sbatch WorkDir=/home/ada "
     "Comment=samestep:/home/ada/runs/a StdErr=/home/ada/runs/a/slurm-7.out StdIn=/dev/null "
     "StdOut=/home/ada/runs/a/slurm-7.out Power= "
-)  # fmt: skip
+)
 RUNNING = (
     "JobId=19 JobName=my first job " + _HEAD + "JobState=RUNNING Reason=None Dependency=(null) "
     "Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=1-02:03:04 "
     "TimeLimit=2-00:00:00 TimeMin=N/A "
     + _TIMES.format(start="2026-11-21T14:46:53", end="2026-11-23T14:46:53")
     + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
-    "NodeList=node[1-2] BatchHost=node1 " + _SIZES
+    "NodeList=node[1-2] BatchHost=node1 "
+    + _SIZES
     + "Command=/home/ada/it's here/runs/b/job.sbatch WorkDir=/home/ada/it's here "
     "Comment=samestep:/home/ada/it's here/runs/b StdErr=/home/ada/it's here/runs/b/slurm-19.out "
     "StdIn=/dev/null StdOut=/home/ada/it's here/runs/b/slurm-19.out Power= "
-)  # fmt: skip
+)
 COMPLETED = (
     "JobId=20 JobName=job.sh " + _HEAD + "JobState=COMPLETED Reason=None Dependency=(null) "
     "Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:15 RunTime=00:00:11 TimeLimit=00:01:00 "
-    "TimeMin=N/A " + _TIMES.format(start="2026-11-21T14:46:53", end="2026-11-21T14:47:04")
+    "TimeMin=N/A "
+    + _TIMES.format(start="2026-11-21T14:46:53", end="2026-11-21T14:47:04")
     + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
     "NodeList=node1 BatchHost=node1 " + _SIZES + "Command=/home/ada/job.sh WorkDir=/home/ada "
     "StdErr=/dev/null StdIn=/dev/null StdOut=/dev/null Power= "
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("none", ["", "(null)"])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.failure import MISTAKE
-from samestep.slurm.verdict import (
+from samestep.ranks.failure import MISTAKE
+from samestep.slurm.job_end import (
     BEGUN,
     Ending,
     Restarts,

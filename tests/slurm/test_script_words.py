@@ -19,10 +19,17 @@ RUN = "/home/ada/runs/one"
 def script(*, command=("mine.py",), kind="script", python="python", venv=None, **options) -> str:
     return write_script(
         Job(
-            options=JobOptions(**options), name="mine", title="mine", run=RUN, folder="/home/ada",
-            kind=kind, command=tuple(command), python=python, venv=venv,
+            options=JobOptions(**options),
+            name="mine",
+            title="mine",
+            run=RUN,
+            folder="/home/ada",
+            kind=kind,
+            command=tuple(command),
+            python=python,
+            venv=venv,
         )
-    )  # fmt: skip
+    )
 
 
 def evaluated(shell: str) -> list[str]:
@@ -101,6 +108,13 @@ def test_the_ranks_meet_at_a_port_below_those_that_linux_hands_out(job):
 def test_what_was_not_asked_for_is_no_directive():
     asked = re.findall(r"^#SBATCH (--[a-z-]+)", script(), re.MULTILINE)
     assert sorted(asked) == [
-        "--chdir", "--comment", "--job-name", "--nodes", "--ntasks-per-node", "--open-mode",
-        "--output", "--requeue", "--signal",
-    ]  # fmt: skip
+        "--chdir",
+        "--comment",
+        "--job-name",
+        "--nodes",
+        "--ntasks-per-node",
+        "--open-mode",
+        "--output",
+        "--requeue",
+        "--signal",
+    ]

@@ -10,10 +10,20 @@ from samestep.slurm.progress import Progress
 from samestep.slurm.queue import Found, Queued
 
 JOB = Queued(
-    job=123456, name="a-name-as-long-as-people-give-them-to-their-experiments", user="me",
-    state="COMPLETED", reason="None", nodes="node[1-2]", restarts=12, elapsed_s=172_812,
-    limit_s=None, starts_at="Unknown", exit_code="0:0", log=None, run=None,
-)  # fmt: skip
+    job=123456,
+    name="a-name-as-long-as-people-give-them-to-their-experiments",
+    user="me",
+    state="COMPLETED",
+    reason="None",
+    nodes="node[1-2]",
+    restarts=12,
+    elapsed_s=172_812,
+    limit_s=None,
+    starts_at="Unknown",
+    exit_code="0:0",
+    log=None,
+    run=None,
+)
 PROGRESS = Progress(step=12_345, total_steps=99_999, loss=2.3456, eta_s=90_000, starts=12)
 
 

@@ -100,10 +100,18 @@ def test_a_flag_wins_over_the_variable_of_sbatch_and_the_other_variables_stay(
     slurm, tmp_path, monkeypatch
 ):
     overridden = {
-        "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_CPU", "SBATCH_OUTPUT", "SBATCH_JOB_NAME",
-        "SBATCH_OPEN_MODE", "SBATCH_SIGNAL", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE",
-        "SBATCH_CONSTRAINT", "SBATCH_ARRAY_INX", "SBATCH_WAIT",
-    }  # fmt: skip
+        "SBATCH_TIMELIMIT",
+        "SBATCH_MEM_PER_CPU",
+        "SBATCH_OUTPUT",
+        "SBATCH_JOB_NAME",
+        "SBATCH_OPEN_MODE",
+        "SBATCH_SIGNAL",
+        "SBATCH_REQUEUE",
+        "SBATCH_NO_REQUEUE",
+        "SBATCH_CONSTRAINT",
+        "SBATCH_ARRAY_INX",
+        "SBATCH_WAIT",
+    }
     kept = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "physics", "SBATCH_QOS": "long"}
     for name in overridden:
         monkeypatch.setenv(name, "x")
@@ -146,9 +154,14 @@ def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
 
 @pytest.mark.parametrize(
     "words",
-    [("--api-key", "hunter2"), ("--wandb.api_key=hunter2",), ("--hf-token", "hunter2"),
-     ("--password", "123"), ("--x", "1", "--auth", "hunter2")],
-)  # fmt: skip
+    [
+        ("--api-key", "hunter2"),
+        ("--wandb.api_key=hunter2",),
+        ("--hf-token", "hunter2"),
+        ("--password", "123"),
+        ("--x", "1", "--auth", "hunter2"),
+    ],
+)
 def test_a_secret_among_the_arguments_is_refused_and_not_repeated(tmp_path, words):
     with pytest.raises(UserError, match="looks like a secret") as error:
         make_job(target(tmp_path, *words), JobOptions(), tmp_path)
@@ -158,8 +171,15 @@ def test_a_secret_among_the_arguments_is_refused_and_not_repeated(tmp_path, word
 
 @pytest.mark.parametrize(
     "words",
-    [("--max-tokens", "512"), ("--num-key-value-heads=8",), ("--use-auth-token", "True"),
-     ("--token", "--verbose"), ("--tokenizer", "gpt2"), ("--keyboard=us",), ("--auth",)],
-)  # fmt: skip
+    [
+        ("--max-tokens", "512"),
+        ("--num-key-value-heads=8",),
+        ("--use-auth-token", "True"),
+        ("--token", "--verbose"),
+        ("--tokenizer", "gpt2"),
+        ("--keyboard=us",),
+        ("--auth",),
+    ],
+)
 def test_an_argument_that_only_sounds_like_a_secret_is_taken(tmp_path, words):
     make_job(target(tmp_path, *words), JobOptions(), tmp_path)

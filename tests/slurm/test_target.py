@@ -26,8 +26,17 @@ def test_a_recipes_name_becomes_a_training_in_a_new_run_directory(here):
     assert (found.name, found.kind) == ("spiral", "recipe")
     assert found.run.parent == here / "runs"
     assert found.run.name.startswith("spiral-")
-    assert found.command == ("-m", "samestep", "train", "spiral", "--epochs", "5", "--run-dir",
-                             str(found.run), "--resume")  # fmt: skip
+    assert found.command == (
+        "-m",
+        "samestep",
+        "train",
+        "spiral",
+        "--epochs",
+        "5",
+        "--run-dir",
+        str(found.run),
+        "--resume",
+    )
 
 
 @pytest.mark.parametrize(

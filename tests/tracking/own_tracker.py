@@ -50,10 +50,20 @@ class Service:
 def start(run):
     fault("start", run)
     service = Service(run)
-    service.write(what="start", known=run.known, project=run.project, name=run.name,
-                  tags=run.tags, workspace=run.workspace, offline=run.offline,
-                  settings=dict(run.settings), facts=dict(run.facts), pid=os.getpid(),
-                  group=os.getpgrp(), has_torch="torch" in sys.modules)  # fmt: skip
+    service.write(
+        what="start",
+        known=run.known,
+        project=run.project,
+        name=run.name,
+        tags=run.tags,
+        workspace=run.workspace,
+        offline=run.offline,
+        settings=dict(run.settings),
+        facts=dict(run.facts),
+        pid=os.getpid(),
+        group=os.getpgrp(),
+        has_torch="torch" in sys.modules,
+    )
     return Started(
         client=service,
         run="the run",
@@ -67,9 +77,15 @@ calls = itertools.count()
 def record(client, entries):
     fault("later record" if next(calls) else "record")
     for entry in entries:
-        client.write(what=entry.event, step=entry.step, epoch=entry.epoch, axis=entry.axis,
-                     time=entry.time, values=dict(entry.values),
-                     file=entry.file and entry.file.name)  # fmt: skip
+        client.write(
+            what=entry.event,
+            step=entry.step,
+            epoch=entry.epoch,
+            axis=entry.axis,
+            time=entry.time,
+            values=dict(entry.values),
+            file=entry.file and entry.file.name,
+        )
 
 
 def finish(client, result):

@@ -68,8 +68,11 @@ def comet_metrics(run: Path):
     """Return (name, step, epoch, value) of each metric, in order; without Comet's own."""
     messages = [m for _, part in comet_messages(run) for m in part if m["type"] == "metric_msg"]
     metrics = [m["payload"]["metric"] for m in messages]
-    return [(m["metricName"], m["step"], m["epoch"], m["metricValue"]) for m in metrics
-            if "/" in m["metricName"]]  # fmt: skip
+    return [
+        (m["metricName"], m["step"], m["epoch"], m["metricValue"])
+        for m in metrics
+        if "/" in m["metricName"]
+    ]
 
 
 def tensorboard(run: Path):

@@ -114,8 +114,14 @@ class Wandb(Server):
 
     def _graphql(self, query):
         name, variables = query.get("operationName"), query.get("variables") or {}
-        viewer = {"id": "v", "entity": "me", "username": "me", "email": "", "flags": "{}",
-                  "teams": {"edges": []}}  # fmt: skip
+        viewer = {
+            "id": "v",
+            "entity": "me",
+            "username": "me",
+            "email": "",
+            "flags": "{}",
+            "teams": {"edges": []},
+        }
         if name == "UpsertBucket":
             return {"upsertBucket": self._upsert(variables)}
         if name == "RunResumeStatus":
@@ -136,19 +142,37 @@ class Wandb(Server):
         run["tags"] = variables.get("tags") or run["tags"]
         run["summary"] = json.loads(variables.get("summaryMetrics") or "null") or run.get("summary")
         project = {"id": "p", "name": run["project"], "entity": {"id": "e", "name": "me"}}
-        bucket = {"id": "r", "name": variables["name"], "displayName": variables["displayName"],
-                  "description": "", "config": "{}", "sweepName": None, "project": project,
-                  "historyLineCount": len(run["history"])}  # fmt: skip
+        bucket = {
+            "id": "r",
+            "name": variables["name"],
+            "displayName": variables["displayName"],
+            "description": "",
+            "config": "{}",
+            "sweepName": None,
+            "project": project,
+            "historyLineCount": len(run["history"]),
+        }
         return {"bucket": bucket, "inserted": run["inserted"] == 1}
 
     def _resume_status(self, name):
         if name not in self.runs:
             return None
         history = self.runs[name]["history"]
-        bucket = {"id": "r", "name": name, "summaryMetrics": "{}", "displayName": name,
-                  "logLineCount": 0, "historyLineCount": len(history), "eventsLineCount": 0,
-                  "historyTail": json.dumps(history[-1:]), "eventsTail": "[]", "config": "{}",
-                  "tags": [], "notes": None, "wandbConfig": '{"t": 1}'}  # fmt: skip
+        bucket = {
+            "id": "r",
+            "name": name,
+            "summaryMetrics": "{}",
+            "displayName": name,
+            "logLineCount": 0,
+            "historyLineCount": len(history),
+            "eventsLineCount": 0,
+            "historyTail": json.dumps(history[-1:]),
+            "eventsTail": "[]",
+            "config": "{}",
+            "tags": [],
+            "notes": None,
+            "wandbConfig": '{"t": 1}',
+        }
         return {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}, "bucket": bucket}
 
     def _take(self, name, body):

@@ -11,7 +11,7 @@ from samestep.settings import Settings
 from samestep.tracking import names
 from samestep.tracking.access import find_access, secrets_of, why_unreachable
 from samestep.tracking.names import check_choice, check_installed, chosen, default_project
-from tests.ranks import free_port
+from tests.processes import free_port
 from tests.tracking.servers import Errors
 
 KEY = "0123456789abcdef" * 3
@@ -26,19 +26,25 @@ def home(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("tracker", "environment", "why"), [
-    ("wandb", {}, "WANDB_API_KEY is not set"),
-    ("wandb", {"WANDB_API_KEY": "short"}, "WANDB_API_KEY is malformed"),
-    ("wandb", {"WANDB_API_KEY": f"{KEY[:30]} {KEY[:20]}"}, "WANDB_API_KEY is malformed"),
-    ("wandb", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "WANDB_MODE is offline"),
-    ("comet", {}, "COMET_API_KEY is not set"),
-    ("comet", {"COMET_API_KEY": "<your key>"}, "COMET_API_KEY is malformed"),
-    ("comet", {"COMET_API_KEY": KEY, "COMET_START_ONLINE": "0"}, "COMET_START_ONLINE is off"),
-    ("mlflow", {"MLFLOW_TRACKING_URI": "mlruns"}, "MLFLOW_TRACKING_URI names a folder"),
-    ("mlflow", {"MLFLOW_TRACKING_URI": "file:///mlruns"}, "sqlite:///FILE"),
-    ("mlflow", {"MLFLOW_TRACKING_URI": "http://a", "MLFLOW_TRACKING_USERNAME": "me"},
-     "MLFLOW_TRACKING_USERNAME is set without MLFLOW_TRACKING_PASSWORD"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tracker", "environment", "why"),
+    [
+        ("wandb", {}, "WANDB_API_KEY is not set"),
+        ("wandb", {"WANDB_API_KEY": "short"}, "WANDB_API_KEY is malformed"),
+        ("wandb", {"WANDB_API_KEY": f"{KEY[:30]} {KEY[:20]}"}, "WANDB_API_KEY is malformed"),
+        ("wandb", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "WANDB_MODE is offline"),
+        ("comet", {}, "COMET_API_KEY is not set"),
+        ("comet", {"COMET_API_KEY": "<your key>"}, "COMET_API_KEY is malformed"),
+        ("comet", {"COMET_API_KEY": KEY, "COMET_START_ONLINE": "0"}, "COMET_START_ONLINE is off"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "mlruns"}, "MLFLOW_TRACKING_URI names a folder"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "file:///mlruns"}, "sqlite:///FILE"),
+        (
+            "mlflow",
+            {"MLFLOW_TRACKING_URI": "http://a", "MLFLOW_TRACKING_USERNAME": "me"},
+            "MLFLOW_TRACKING_USERNAME is set without MLFLOW_TRACKING_PASSWORD",
+        ),
+    ],
+)
 def test_what_keeps_a_tracker_offline_is_said_without_the_key(home, tracker, environment, why):
     access = find_access(tracker, environment, home)
     assert access.offline
@@ -47,16 +53,19 @@ def test_what_keeps_a_tracker_offline_is_said_without_the_key(home, tracker, env
     assert KEY not in repr(access)
 
 
-@pytest.mark.parametrize(("tracker", "environment", "address"), [
-    ("wandb", {"WANDB_API_KEY": KEY}, "https://api.wandb.ai"),
-    ("wandb", {"WANDB_API_KEY": f"local-{KEY}", "WANDB_BASE_URL": "http://w"}, "http://w"),
-    ("wandb", {"WANDB_IDENTITY_TOKEN_FILE": "token"}, "https://api.wandb.ai"),
-    ("comet", {"COMET_API_KEY": KEY[:25]}, "https://www.comet.com/clientlib/"),
-    ("comet", {"COMET_API_KEY": KEY[:25], "COMET_URL_OVERRIDE": "http://c/"}, "http://c/"),
-    ("mlflow", {"MLFLOW_TRACKING_URI": "http://m:5000"}, "http://m:5000"),
-    ("mlflow", {"MLFLOW_TRACKING_URI": "sqlite:////srv/mlflow.db"}, None),
-    ("own.module", {}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tracker", "environment", "address"),
+    [
+        ("wandb", {"WANDB_API_KEY": KEY}, "https://api.wandb.ai"),
+        ("wandb", {"WANDB_API_KEY": f"local-{KEY}", "WANDB_BASE_URL": "http://w"}, "http://w"),
+        ("wandb", {"WANDB_IDENTITY_TOKEN_FILE": "token"}, "https://api.wandb.ai"),
+        ("comet", {"COMET_API_KEY": KEY[:25]}, "https://www.comet.com/clientlib/"),
+        ("comet", {"COMET_API_KEY": KEY[:25], "COMET_URL_OVERRIDE": "http://c/"}, "http://c/"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://m:5000"}, "http://m:5000"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "sqlite:////srv/mlflow.db"}, None),
+        ("own.module", {}, None),
+    ],
+)
 def test_with_a_key_a_tracker_goes_online_to_its_own_address(home, tracker, environment, address):
     access = find_access(tracker, environment, home)
     assert not access.offline
@@ -98,8 +107,13 @@ def test_the_address_in_a_comet_key_is_taken(home):
 
 
 def test_secrets_are_known_by_the_names_of_variables_and_in_addresses():
-    environment = {"WANDB_API_KEY": KEY, "HOME": "/home/me", "X_TOKEN": "tokens", "MY_KEY": "a",
-                   "MLFLOW_TRACKING_URI": "http://me:password@host"}  # fmt: skip
+    environment = {
+        "WANDB_API_KEY": KEY,
+        "HOME": "/home/me",
+        "X_TOKEN": "tokens",
+        "MY_KEY": "a",
+        "MLFLOW_TRACKING_URI": "http://me:password@host",
+    }
     assert set(secrets_of(environment)) == {KEY, "tokens", "password"}
 
 
@@ -119,17 +133,20 @@ def test_trackers_are_named_with_commas_and_none_is_none():
     assert chosen("comet, wandb,") == ["comet", "wandb"]
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"track": "tensorbord"}, "Did you mean 'tensorboard'?"),
-    ({"track": "none,wandb"}, "no tracker 'none'"),
-    ({"track": "a b.c"}, "no tracker 'a b.c'"),
-    ({"track": "x/wandb.py"}, "the name wandb is taken"),
-    ({"track": "my.py,other/my.py"}, "names my twice"),
-    ({"track_project": ""}, "--track-project '' has 0 characters"),
-    ({"track_project": "a%b"}, "holds '%'"),
-    ({"track_name": "a\nb"}, r"holds '\n'"),
-    ({"track_workspace": "a/b"}, "--track-workspace 'a/b' holds '/'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"track": "tensorbord"}, "Did you mean 'tensorboard'?"),
+        ({"track": "none,wandb"}, "no tracker 'none'"),
+        ({"track": "a b.c"}, "no tracker 'a b.c'"),
+        ({"track": "x/wandb.py"}, "the name wandb is taken"),
+        ({"track": "my.py,other/my.py"}, "names my twice"),
+        ({"track_project": ""}, "--track-project '' has 0 characters"),
+        ({"track_project": "a%b"}, "holds '%'"),
+        ({"track_name": "a\nb"}, r"holds '\n'"),
+        ({"track_workspace": "a/b"}, "--track-workspace 'a/b' holds '/'"),
+    ],
+)
 def test_a_choice_that_no_service_would_take_is_refused(settings, says):
     with pytest.raises(UserError) as refused:
         check_choice(Settings(**settings))
@@ -137,8 +154,13 @@ def test_a_choice_that_no_service_would_take_is_refused(settings, says):
 
 
 def test_a_choice_that_services_take_is_taken():
-    check_choice(Settings(track="comet,wandb,mlflow,tensorboard,my.py,our.module",
-                          track_project="Äpfel & Birnen (2)", track_name="a/b: c"))  # fmt: skip
+    check_choice(
+        Settings(
+            track="comet,wandb,mlflow,tensorboard,my.py,our.module",
+            track_project="Äpfel & Birnen (2)",
+            track_name="a/b: c",
+        )
+    )
     assert default_project("my:recipe#2") == "my-recipe-2"
 
 
@@ -148,10 +170,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         check_installed(["wandb"])
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("def start(run): ...\ndef record(client, entries): ...\n", "no function finish"),
-    ("def start(:", "no Python"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def start(run): ...\ndef record(client, entries): ...\n", "no function finish"),
+        ("def start(:", "no Python"),
+    ],
+)
 def test_a_file_that_is_no_tracker_is_refused_without_running_it(tmp_path, text, says):
     path = tmp_path / "my.py"
     path.write_text(text)
@@ -159,23 +184,25 @@ def test_a_file_that_is_no_tracker_is_refused_without_running_it(tmp_path, text,
         check_installed([str(path)])
 
 
-@pytest.mark.parametrize("text", [
-    "from other import *\n",
-    "from other import begin as start, record\nfinish = print\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text", ["from other import *\n", "from other import begin as start, record\nfinish = print\n"]
+)
 def test_a_tracker_may_take_its_functions_from_elsewhere(tmp_path, text):
     path = tmp_path / "my.py"
     path.write_text(text)
     check_installed([str(path)])
 
 
-@pytest.mark.parametrize(("tracker", "environment"), [
-    ("wandb", {"WANDB_API_KEY": "", "WANDB_BASE_URL": "http://[::1"}),
-    ("wandb", {"NETRC": "~nosuchuser/.netrc"}),
-    ("mlflow", {"MLFLOW_TRACKING_URI": "http://[bad"}),
-    ("mlflow", {"MLFLOW_TRACKING_URI": "http://me:pa55word@[bad"}),
-    ("comet", {"COMET_CONFIG": "~nosuchuser/c"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tracker", "environment"),
+    [
+        ("wandb", {"WANDB_API_KEY": "", "WANDB_BASE_URL": "http://[::1"}),
+        ("wandb", {"NETRC": "~nosuchuser/.netrc"}),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://[bad"}),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://me:pa55word@[bad"}),
+        ("comet", {"COMET_CONFIG": "~nosuchuser/c"}),
+    ],
+)
 def test_what_cannot_be_read_at_all_is_a_reason_to_be_offline(home, tracker, environment):
     found = find_access(tracker, environment, home)
     assert found.offline

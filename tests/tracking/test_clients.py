@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from tests.command_line import read_json
-from tests.ranks import free_port
+from tests.processes import free_port
 from tests.tracking import readers
 from tests.tracking.test_following import samestep
 
@@ -48,15 +48,35 @@ def tracked(request, tmp_path_factory):
     recipe = tiny.write_recipe(folder, RECIPE)
     nowhere = f"127.0.0.1:{free_port()}"
     environment = {
-        "HOME": str(folder), "WANDB_API_KEY": PLANTED, "COMET_API_KEY": PLANTED,
-        "WANDB_BASE_URL": f"http://{nowhere}", "COMET_URL_OVERRIDE": f"http://{nowhere}/clientlib/",
+        "HOME": str(folder),
+        "WANDB_API_KEY": PLANTED,
+        "COMET_API_KEY": PLANTED,
+        "WANDB_BASE_URL": f"http://{nowhere}",
+        "COMET_URL_OVERRIDE": f"http://{nowhere}/clientlib/",
         "MLFLOW_TRACKING_URI": f"http://somebody:{PLANTED}@{nowhere}",
-    }  # fmt: skip
+    }
     run = folder / "run"
-    begin = ("train", str(recipe), "--engine", request.param, "--run-dir", str(run),
-             "--track", "wandb,comet,tensorboard,mlflow", "--track-project", "odd ones",
-             "--track-name", "the first", "--track-tags", "a, b", "--log-every", "2",
-             "--track-checkpoints", "--epochs", "1")  # fmt: skip
+    begin = (
+        "train",
+        str(recipe),
+        "--engine",
+        request.param,
+        "--run-dir",
+        str(run),
+        "--track",
+        "wandb,comet,tensorboard,mlflow",
+        "--track-project",
+        "odd ones",
+        "--track-name",
+        "the first",
+        "--track-tags",
+        "a, b",
+        "--log-every",
+        "2",
+        "--track-checkpoints",
+        "--epochs",
+        "1",
+    )
     printed = []
     (folder / "outputs").mkdir()
     for arguments in (begin, ("train", run, "--resume", "--epochs", "2")):
@@ -96,8 +116,12 @@ def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
     assert ids == {read_json(tracked.path / "tracking" / "wandb.json")["id"]}
     rows = readers.wandb_rows(tracked.path)
     for series in SERIES:
-        found = [(name, row["step"], row["epoch"], row[name])
-                 for row in rows for name in row if name.startswith(f"{series}/")]  # fmt: skip
+        found = [
+            (name, row["step"], row["epoch"], row[name])
+            for row in rows
+            for name in row
+            if name.startswith(f"{series}/")
+        ]
         assert sorted(found) == sorted(metrics_of(tracked.path, series))
     step, values = last_test(tracked.path)
     assert [row["step"] for row in rows if "test/loss" in row] == [11, step]
@@ -115,13 +139,21 @@ def test_wandb_draws_epochs_over_epochs_and_all_else_over_steps(tracked):
 
 def test_wandb_has_the_settings_the_machine_the_result_and_the_checkpoints(tracked):
     records = [r for _, r in readers.wandb_records(tracked.path)]
-    config = {u.key or u.nested_key[0]: json.loads(u.value_json)
-              for r in records if r.HasField("config") for u in r.config.update}  # fmt: skip
+    config = {
+        u.key or u.nested_key[0]: json.loads(u.value_json)
+        for r in records
+        if r.HasField("config")
+        for u in r.config.update
+    }
     assert config["lr"] == 0.01
     assert config["options.hidden"] == 16
     assert config["facts.world_size"] == 2
-    summary = {u.key or u.nested_key[0]: json.loads(u.value_json)
-               for r in records if r.HasField("summary") for u in r.summary.update}  # fmt: skip
+    summary = {
+        u.key or u.nested_key[0]: json.loads(u.value_json)
+        for r in records
+        if r.HasField("summary")
+        for u in r.summary.update
+    }
     result = read_json(tracked.path / "result.json")
     assert summary["result.test.accuracy"] == result["test"]["accuracy"]
     run = next(r.run for r in records if r.HasField("run"))
@@ -148,11 +180,17 @@ def test_comet_has_one_experiment_with_every_value_by_step_and_epoch(tracked):
     assert steps == sorted(steps)
     about = archives[0][0]
     assert (about["project_name"], sorted(about["tags"])) == ("odd ones", ["a", "b"])
-    parameters = {m["payload"]["param"]["paramName"]: m["payload"]["param"]["paramValue"]
-                  for m in archives[0][1] if m["type"] == "parameter_msg"}  # fmt: skip
+    parameters = {
+        m["payload"]["param"]["paramName"]: m["payload"]["param"]["paramValue"]
+        for m in archives[0][1]
+        if m["type"] == "parameter_msg"
+    }
     assert parameters["lr"] == 0.01
-    others = {m["payload"]["key"]: m["payload"]["value"]
-              for m in archives[1][1] if m["type"] == "log_other"}  # fmt: skip
+    others = {
+        m["payload"]["key"]: m["payload"]["value"]
+        for m in archives[1][1]
+        if m["type"] == "log_other"
+    }
     assert others["result.status"] == "completed"
 
 
@@ -160,15 +198,19 @@ def test_tensorboard_has_every_value_at_its_step_or_epoch(tracked):
     reader = readers.tensorboard(tracked.path)
     for series in SERIES:
         for name in {metric[0] for metric in metrics_of(tracked.path, series)}:
-            must = [(epoch if series == "epoch" else step, np.float32(value))
-                    for found, step, epoch, value in metrics_of(tracked.path, series)
-                    if found == name]  # fmt: skip
+            must = [
+                (epoch if series == "epoch" else step, np.float32(value))
+                for found, step, epoch, value in metrics_of(tracked.path, series)
+                if found == name
+            ]
             assert [(e.step, np.float32(e.value)) for e in reader.Scalars(name)] == must, name
     step, values = last_test(tracked.path)
     last = reader.Scalars("test/accuracy")[-1]
     assert (last.step, np.float32(last.value)) == (step, np.float32(values["test/accuracy"]))
-    texts = {tag: reader.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-             for tag in reader.Tags()["tensors"]}  # fmt: skip
+    texts = {
+        tag: reader.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        for tag in reader.Tags()["tensors"]
+    }
     assert "| lr | 0.01 |" in texts["settings"]
     assert "| status | completed |" in texts["result"]
 
@@ -184,9 +226,11 @@ def test_mlflow_has_one_run_with_every_value_at_its_step_or_epoch(tracked):
     assert run.data.tags["facts.world_size"] == "2"
     for series in SERIES:
         for name in {metric[0] for metric in metrics_of(tracked.path, series)}:
-            must = [(epoch if series == "epoch" else step, value)
-                    for found, step, epoch, value in metrics_of(tracked.path, series)
-                    if found == name]  # fmt: skip
+            must = [
+                (epoch if series == "epoch" else step, value)
+                for found, step, epoch, value in metrics_of(tracked.path, series)
+                if found == name
+            ]
             history = store.get_metric_history(run.info.run_id, name)
             assert [(m.step, m.value) for m in history] == must, name
     _, values = last_test(tracked.path)
@@ -215,8 +259,16 @@ def test_no_key_and_no_password_is_in_any_file_of_the_run_or_on_the_screen(track
 
 def test_trackers_leave_files_in_the_run_directory_alone(tracked):
     left = {path.name for path in tracked.folder.iterdir()}
-    assert left <= {"tiny.py", "tiny.pace", "run", "outputs", "__pycache__", ".config",
-                    ".cache", ".local"}  # fmt: skip
+    assert left <= {
+        "tiny.py",
+        "tiny.pace",
+        "run",
+        "outputs",
+        "__pycache__",
+        ".config",
+        ".cache",
+        ".local",
+    }
 
 
 def test_the_screen_says_once_for_each_tracker_where_it_is_and_why_it_is_offline(tracked):

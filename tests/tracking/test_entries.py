@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.run import read_records
+from samestep.run.records import read_records
 from samestep.tracking.entries import Entries, flatten, scalars
 
 
@@ -26,11 +26,19 @@ def execution(first, last, checkpoint, *, resumed):
     if resumed:
         records.append({"event": "resume", "step": first, "checkpoint": f"c{first}.pt"})
     for step in range(first + 1, last + 1):
-        records.append({"event": "step", "step": step, "epoch": 1, "loss": 1 / step,
-                        "seconds": float(step)})  # fmt: skip
+        records.append(
+            {"event": "step", "step": step, "epoch": 1, "loss": 1 / step, "seconds": float(step)}
+        )
         if step % 3 == 0:
-            records.append({"event": "evaluation", "split": "validation", "step": step,
-                            "epoch": 1, "loss": 2 / step})  # fmt: skip
+            records.append(
+                {
+                    "event": "evaluation",
+                    "split": "validation",
+                    "step": step,
+                    "epoch": 1,
+                    "loss": 2 / step,
+                }
+            )
         if step == checkpoint:
             records.append({"event": "checkpoint", "step": step, "path": f"checkpoints/c{step}.pt"})
     return records
@@ -79,9 +87,16 @@ def test_each_step_of_each_series_comes_once_in_order_also_to_one_who_has_a_part
 
 def test_nested_numbers_are_flattened_and_nothing_but_numbers_is_sent(tmp_path):
     record = {
-        "event": "step", "step": 4, "epoch": 1, "loss": None, "lr": 0.5, "note": "x",
-        "phases": {"data": 0.25, "ranks": {"0": 1}}, "done": True, "rows": [1, 2],
-    }  # fmt: skip
+        "event": "step",
+        "step": 4,
+        "epoch": 1,
+        "loss": None,
+        "lr": 0.5,
+        "note": "x",
+        "phases": {"data": 0.25, "ranks": {"0": 1}},
+        "done": True,
+        "rows": [1, 2],
+    }
     write(tmp_path, [record])
     (entry,) = all_of(Entries(tmp_path))
     assert entry.values == {"train/lr": 0.5, "train/phases/data": 0.25, "train/phases/ranks/0": 1}
@@ -89,11 +104,19 @@ def test_nested_numbers_are_flattened_and_nothing_but_numbers_is_sent(tmp_path):
 
 
 def test_an_epoch_stands_at_its_epoch_and_an_evaluation_at_its_step(tmp_path):
-    write(tmp_path, [
-        {"event": "epoch", "step": 30, "epoch": 3, "loss": 1.0},
-        {"event": "evaluation", "split": "test", "step": 30, "epoch": 3,
-         "per_class": {"cat": 0.5, "dog": None}},
-    ])  # fmt: skip
+    write(
+        tmp_path,
+        [
+            {"event": "epoch", "step": 30, "epoch": 3, "loss": 1.0},
+            {
+                "event": "evaluation",
+                "split": "test",
+                "step": 30,
+                "epoch": 3,
+                "per_class": {"cat": 0.5, "dog": None},
+            },
+        ],
+    )
     epoch, test = all_of(Entries(tmp_path))
     assert (epoch.at, epoch.values) == (3, {"epoch/loss": 1.0})
     assert (test.at, test.values) == (30, {"test/per_class/cat": 0.5})
@@ -104,19 +127,22 @@ def metrics(step, time, /, **values):
 
 
 def test_metrics_keep_their_own_names_and_each_step_counts_once_for_each_set_of_them(tmp_path):
-    write(tmp_path, [
-        {"event": "start", "time": 100.0, "resumed": False},
-        metrics(4, 101.0, step=7, loss=0.5, odd=None),
-        metrics(4, 102.0, **{"val/loss": 2}),
-        metrics(5, 103.0, step=8, loss=0.25, odd=1.0),
-        {"event": "start", "time": 50.0, "resumed": True},  # another node's clock
-        metrics(4, 51.0, **{"val/loss": 3}),
-        metrics(5, 52.0, loss=0.25, step=8, odd=1.0),
-        metrics(6, 53.0, **{"val/loss": 4}),
-        {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": [1]},
-        {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": "no"},
-        {"event": "metrics", "step": 7, "epoch": 1, "values": {"loss": 1}},
-    ])  # fmt: skip
+    write(
+        tmp_path,
+        [
+            {"event": "start", "time": 100.0, "resumed": False},
+            metrics(4, 101.0, step=7, loss=0.5, odd=None),
+            metrics(4, 102.0, **{"val/loss": 2}),
+            metrics(5, 103.0, step=8, loss=0.25, odd=1.0),
+            {"event": "start", "time": 50.0, "resumed": True},  # another node's clock
+            metrics(4, 51.0, **{"val/loss": 3}),
+            metrics(5, 52.0, loss=0.25, step=8, odd=1.0),
+            metrics(6, 53.0, **{"val/loss": 4}),
+            {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": [1]},
+            {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": "no"},
+            {"event": "metrics", "step": 7, "epoch": 1, "values": {"loss": 1}},
+        ],
+    )
     entries = Entries(tmp_path)
     found = [(e.event, e.axis, e.at, e.epoch, e.time, e.values) for e in all_of(entries)]
     assert found == [

@@ -17,7 +17,7 @@ from samestep import read_records
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
-from tests.ranks import start_ranks
+from tests.processes import start_ranks
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 
@@ -103,9 +103,21 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(tmp_
     text = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
     recipe, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
     ranks = train(
-        recipe, *TRACK, "--run-dir", run, "--engine", engine, "--epochs", "2", "--track-tags",
-        "a, b", "--track-workspace", "us", folder=tmp_path, world_size=2,
-    )  # fmt: skip
+        recipe,
+        *TRACK,
+        "--run-dir",
+        run,
+        "--engine",
+        engine,
+        "--epochs",
+        "2",
+        "--track-tags",
+        "a, b",
+        "--track-workspace",
+        "us",
+        folder=tmp_path,
+        world_size=2,
+    )
     assert sent(run) == expected(run)
     (start,), (finish,) = what(run, "start"), what(run, "finish")
     assert (start["project"], start["name"]) == ("tiny", "run")
@@ -128,8 +140,11 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(tmp_
 def test_times_of_records_never_go_back(tmp_path):
     run = tmp_path / "run"
     train(tiny.write_recipe(tmp_path), *TRACK, "--run-dir", run, folder=tmp_path)
-    times = [line["time"] for line in own_tracker.lines(run)
-             if line["what"] not in ("start", "finish", "system")]  # fmt: skip
+    times = [
+        line["time"]
+        for line in own_tracker.lines(run)
+        if line["what"] not in ("start", "finish", "system")
+    ]
     assert times == sorted(times)
     started = next(r["time"] for r in read_records(run) if r["event"] == "start")
     assert times[0] >= started
@@ -196,8 +211,20 @@ def test_a_resumed_run_keeps_its_trackers_and_flags_change_them(tmp_path):
 
 def test_ranks_that_samestep_starts_have_one_tracker_too(tmp_path):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    command = (sys.executable, "-m", "samestep", "train", recipe, "--nproc", "2", *TRACK,
-               "--max-steps", "8", "--run-dir", run)  # fmt: skip
+    command = (
+        sys.executable,
+        "-m",
+        "samestep",
+        "train",
+        recipe,
+        "--nproc",
+        "2",
+        *TRACK,
+        "--max-steps",
+        "8",
+        "--run-dir",
+        run,
+    )
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
     assert done.returncode == 0, done.stderr
     assert len(what(run, "start")) == 1
@@ -218,9 +245,16 @@ def test_whatever_a_tracker_does_the_training_is_the_same_and_its_records_are_se
 ):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     ranks = train(
-        recipe, *TRACK, "--track-timeout", "1", "--run-dir", run, folder=tmp_path,
-        TRACKER_FAULT=fault, end_s=5.0,
-    )  # fmt: skip
+        recipe,
+        *TRACK,
+        "--track-timeout",
+        "1",
+        "--run-dir",
+        run,
+        folder=tmp_path,
+        TRACKER_FAULT=fault,
+        end_s=5.0,
+    )
     tiny.assert_same_training(run, untracked, 0)
     output = ranks.output()
     assert "Traceback" not in output
@@ -262,8 +296,16 @@ def test_a_signal_ends_the_training_without_its_hanging_tracker(tmp_path, fault)
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     tiny.set_pace(recipe, 0.02)
     stop = Fault(point="after a step", nth=20, signum=signal.SIGTERM)
-    ranks = samestep("train", recipe, *TRACK, "--run-dir", run, folder=tmp_path, faults=(stop,),
-                     TRACKER_FAULT=fault)  # fmt: skip
+    ranks = samestep(
+        "train",
+        recipe,
+        *TRACK,
+        "--run-dir",
+        run,
+        folder=tmp_path,
+        faults=(stop,),
+        TRACKER_FAULT=fault,
+    )
     # The tracker's own limit is 120 s, longer than this wait.
     assert ranks.wait(60) == [128 + signal.SIGTERM]
     assert read_json(run / "result.json")["status"] == "stopped"

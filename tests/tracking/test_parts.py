@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from samestep.errors import UserError
-from samestep.files import Held, hold
+from samestep.run.files import Held, hold
 from samestep.tracking.ledger import Account, Ledger, ledger_path, read_ledger, write_ledger
 from samestep.tracking.system import parse_gpu
 
@@ -76,15 +76,17 @@ def test_a_lock_names_the_process_that_holds_it(tmp_path):
     program = """
 import sys
 from pathlib import Path
-from samestep.files import hold
+from samestep.run.files import hold
 held = hold(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
     with subprocess.Popen(
         [sys.executable, "-c", program, tmp_path / "lock"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as other:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(Held, match=f"process {other.pid} on "):
             hold(tmp_path / "lock")
@@ -95,9 +97,12 @@ sys.stdin.read()
 
 def test_a_gpu_is_told_of_by_the_numbers_that_its_driver_knows():
     assert parse_gpu("37, 5120, 210.50, 61") == {
-        "utilization_percent": 37.0, "memory_used_mib": 5120.0, "power_w": 210.5,
+        "utilization_percent": 37.0,
+        "memory_used_mib": 5120.0,
+        "power_w": 210.5,
         "temperature_c": 61.0,
-    }  # fmt: skip
+    }
     assert parse_gpu("0, [N/A], [Not Supported], 33") == {
-        "utilization_percent": 0.0, "temperature_c": 33.0,
-    }  # fmt: skip
+        "utilization_percent": 0.0,
+        "temperature_c": 33.0,
+    }

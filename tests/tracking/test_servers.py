@@ -26,10 +26,13 @@ KEY = "0123456789" * 4
 def at(url, folder):
     """Return the variables that let all trackers take a server for theirs."""
     return {
-        "WANDB_BASE_URL": url, "COMET_URL_OVERRIDE": f"{url}/clientlib/",
-        "MLFLOW_TRACKING_URI": url, "WANDB_API_KEY": KEY, "COMET_API_KEY": KEY,
+        "WANDB_BASE_URL": url,
+        "COMET_URL_OVERRIDE": f"{url}/clientlib/",
+        "MLFLOW_TRACKING_URI": url,
+        "WANDB_API_KEY": KEY,
+        "COMET_API_KEY": KEY,
         "HOME": str(folder),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +45,15 @@ def untracked(tmp_path_factory):
 def test_a_server_that_accepts_and_never_answers_leaves_every_tracker_offline(tmp_path, untracked):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Silent(is_there=False) as server:
-        ranks = train(recipe, "--track", "wandb,comet", "--run-dir", run, folder=tmp_path,
-                      **at(server.url, tmp_path))  # fmt: skip
+        ranks = train(
+            recipe,
+            "--track",
+            "wandb,comet",
+            "--run-dir",
+            run,
+            folder=tmp_path,
+            **at(server.url, tmp_path),
+        )
     tiny.assert_same_training(run, untracked, 0)
     assert ranks.output().count("127.0.0.1 cannot be reached: no answer in 5 s") == 2
     assert not server.asked or {method for method, _ in server.asked} == {"HEAD"}
@@ -61,9 +71,16 @@ def test_a_server_that_is_there_and_hangs_or_fails_is_given_up_with_one_warning_
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Silent(is_there=True) if kind == "hangs" else Errors() as server:
         ranks = train(
-            recipe, "--track", trackers, "--track-timeout", "12", "--run-dir", run,
-            folder=tmp_path, **at(server.url, tmp_path),
-        )  # fmt: skip
+            recipe,
+            "--track",
+            trackers,
+            "--track-timeout",
+            "12",
+            "--run-dir",
+            run,
+            folder=tmp_path,
+            **at(server.url, tmp_path),
+        )
     tiny.assert_same_training(run, untracked, 0)
     for tracker in trackers.split(","):
         assert ranks.output().count(f"warning {tracker} failed: ") == 1, ranks.output()
@@ -103,14 +120,12 @@ def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, d
         assert ranks.output().count("warning wandb failed: ") == 1
         assert state["history"] == known
         server.dead = server.dies_with_history = None
-        again = samestep("track", run, "--to", "wandb", folder=tmp_path,
-                         **at(server.url, tmp_path))  # fmt: skip
+        again = samestep("track", run, "--to", "wandb", folder=tmp_path, **at(server.url, tmp_path))
         assert again.wait() == [0], again.output()
         assert list(server.runs) == [name]
         assert all(history(server, run)[series] == expected(run)[series] for series in SERIES)
         assert f"{server.url}/me/tiny/runs/{name}" in again.output()
-        twice = samestep("track", run, "--to", "wandb", folder=tmp_path,
-                         **at(server.url, tmp_path))  # fmt: skip
+        twice = samestep("track", run, "--to", "wandb", folder=tmp_path, **at(server.url, tmp_path))
         assert twice.wait() == [2]
         assert f"wandb has all of {run} already at {server.url}" in twice.output()
 
@@ -120,8 +135,16 @@ def test_a_run_that_was_offline_is_sent_whole_under_the_same_name(tmp_path):
     train(recipe, "--track", "wandb", "--track-offline", "--run-dir", run, folder=tmp_path)
     offline = read_json(run / "tracking" / "wandb.json")["offline"]
     with Wandb() as server:
-        sent = samestep("track", run, "--to", "wandb", "--tags", "a,b", folder=tmp_path,
-                        **at(server.url, tmp_path))  # fmt: skip
+        sent = samestep(
+            "track",
+            run,
+            "--to",
+            "wandb",
+            "--tags",
+            "a,b",
+            folder=tmp_path,
+            **at(server.url, tmp_path),
+        )
         assert sent.wait() == [0], sent.output()
         assert list(server.runs) == [offline["run"]]
         assert history(server, run) == expected(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep.tracking.contract import Entry, Result, TrackedRun
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 from tests.tracking import readers
 
 pytestmark = [
@@ -22,16 +22,28 @@ def tracked_run(path: Path, tracker: str, **more) -> TrackedRun:
     folder = path / "tracking" / tracker
     folder.mkdir(parents=True, exist_ok=True)
     usual = {
-        "path": path, "folder": folder, "id": "a" * 32, "known": None, "offline": True,
-        "project": "one", "name": "run", "workspace": None, "tags": (), "settings": {},
-        "facts": {}, "started_at": 1.0, "timeout_s": 60.0, "pid": None,
-    }  # fmt: skip
+        "path": path,
+        "folder": folder,
+        "id": "a" * 32,
+        "known": None,
+        "offline": True,
+        "project": "one",
+        "name": "run",
+        "workspace": None,
+        "tags": (),
+        "settings": {},
+        "facts": {},
+        "started_at": 1.0,
+        "timeout_s": 60.0,
+        "pid": None,
+    }
     return TrackedRun(**{**usual, **more})
 
 
 def entry(event, line, **values) -> Entry:
-    return Entry(event=event, axis="step", step=line, epoch=None, time=1.0 + line, values=values,
-                 line=line)  # fmt: skip
+    return Entry(
+        event=event, axis="step", step=line, epoch=None, time=1.0 + line, values=values, line=line
+    )
 
 
 DONE = Result(status="completed", values={"test.accuracy [%]": 0.5})
@@ -55,8 +67,9 @@ def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
     first = mlflow.start(tracked_run(path, "mlflow", settings={"lr[0]": 1}))
     mlflow.record(first.client, [entry("metrics", 1, **{"a:b*": 0.5})])
     mlflow.finish(first.client, DONE)
-    again = mlflow.start(tracked_run(path, "mlflow", settings={"lr[0]": 2},
-                                     project="two", known=first.run))  # fmt: skip
+    again = mlflow.start(
+        tracked_run(path, "mlflow", settings={"lr[0]": 2}, project="two", known=first.run)
+    )
     mlflow.finish(again.client, DONE)
     return (first.run, first.lines), (again.run, again.lines)
 
@@ -77,8 +90,12 @@ def _known_elsewhere(path: Path) -> tuple[str, int | None]:
 def test_wandb_has_the_machine_of_a_run_that_is_sent_later_in_its_summary(tmp_path):
     run_ranks(_one_step_and_the_machine, 1, tmp_path / "rank", tmp_path)
     records = [r for _, r in readers.wandb_records(tmp_path)]
-    summary = {u.key or u.nested_key[0]: json.loads(u.value_json)
-               for r in records if r.HasField("summary") for u in r.summary.update}  # fmt: skip
+    summary = {
+        u.key or u.nested_key[0]: json.loads(u.value_json)
+        for r in records
+        if r.HasField("summary")
+        for u in r.summary.update
+    }
     assert summary["system/cpu_percent.mean"] == 30.0
     assert summary["system/cpu_percent.max"] == 40.0
     assert [row["_step"] for row in readers.wandb_rows(tmp_path)] == [1]

@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import UserError
-from samestep.training import checkpoint, stopping
-from samestep.training.checkpoint import Entry, Index
-from samestep.world import World
+from samestep.ranks.world import World
+from samestep.run import checkpoints
+from samestep.run.index import Entry, Index, announce
+from samestep.run.index import read_index as read_written
+from samestep.training import stopping
 from tests.tiny import (
     RECIPE,
     STEPS,
@@ -48,8 +50,9 @@ def uninterrupted(tmp_path_factory) -> Path:
 def half_trained(tmp_path_factory) -> Path:
     """A run that stopped in its third epoch, with its recipe beside it."""
     folder = tmp_path_factory.mktemp("half")
-    train(write_recipe(folder), "--run-dir", str(folder / "run"), "--max-steps", "30",
-          folder=folder)  # fmt: skip
+    train(
+        write_recipe(folder), "--run-dir", str(folder / "run"), "--max-steps", "30", folder=folder
+    )
     return folder
 
 
@@ -115,8 +118,9 @@ def test_several_damaged_ones_are_passed_over_and_each_is_named(uninterrupted, r
     resume(run, "--max-steps", str(STEPS), folder=tmp_path)
     (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
     assert resumed["step"] == 22
-    assert [str(path) in problem for path, problem in
-            zip(damaged, resumed["problems"], strict=True)] == [True] * 3  # fmt: skip
+    assert [
+        str(path) in problem for path, problem in zip(damaged, resumed["problems"], strict=True)
+    ] == [True] * 3
     assert_same_training(run, uninterrupted)
 
 
@@ -143,10 +147,17 @@ def test_where_all_are_damaged_resuming_is_refused_and_nothing_is_overwritten(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"checkpoints": [1]}',
-     b'{"checkpoints": [{"path": 3}], "monitor": "loss", "mode": "min"}',
-     b'{"checkpoints": [{"path": "a", "step": "x", "epoch": 0, "sha256": ""}]}'],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b"\xff\xfe",
+        b'{"checkpoints": [1]}',
+        b'{"checkpoints": [{"path": 3}], "monitor": "loss", "mode": "min"}',
+        b'{"checkpoints": [{"path": "a", "step": "x", "epoch": 0, "sha256": ""}]}',
+    ],
+)
 def test_a_damaged_index_is_refused_and_nothing_is_overwritten(run, tmp_path, content):
     (run / "checkpoints" / "index.json").write_bytes(content)
     before = files(run)
@@ -227,14 +238,14 @@ def test_a_file_that_is_no_checkpoint_is_named_though_its_hash_is_right(tmp_path
     (tmp_path / "a.pt").write_bytes(content)
     entry = Entry(path="a.pt", step=1, epoch=0, sha256=sha256(tmp_path / "a.pt"))
     with pytest.raises(UserError, match=r"a\.pt is no checkpoint that can be loaded safely"):
-        checkpoint.load(tmp_path, entry)
+        checkpoints.load(tmp_path, entry)
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     torch.save({"format": 99, "model": {}}, tmp_path / "a.pt")
     entry = Entry(path="a.pt", step=1, epoch=0, sha256=sha256(tmp_path / "a.pt"))
     with pytest.raises(UserError, match="no checkpoint of this version"):
-        checkpoint.load(tmp_path, entry)
+        checkpoints.load(tmp_path, entry)
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(run, half_trained, tmp_path):
@@ -252,11 +263,13 @@ def test_a_checkpoint_of_another_recipe_is_refused(run, half_trained, tmp_path):
 
 @pytest.mark.parametrize(
     ("old", "new", "named"),
-    [("hidden = 16", "hidden = 24", "0.weight has shape (16, 8), the model (24, 8)"),
-     ("samples = 131", "samples = 130", "num_samples = 131"),
-     ("seed = 42", "seed = 43", "seed = 42"),
-     ("global_batch_size = 12", "global_batch_size = 24", "global_batch_size = 12")],
-)  # fmt: skip
+    [
+        ("hidden = 16", "hidden = 24", "0.weight has shape (16, 8), the model (24, 8)"),
+        ("samples = 131", "samples = 130", "num_samples = 131"),
+        ("seed = 42", "seed = 43", "seed = 42"),
+        ("global_batch_size = 12", "global_batch_size = 24", "global_batch_size = 12"),
+    ],
+)
 def test_a_checkpoint_of_another_model_or_data_is_refused(run, tmp_path, old, new, named):
     settings = run / "settings.toml"
     text = settings.read_text()
@@ -292,8 +305,11 @@ def test_the_index_names_last_and_best_with_step_metric_and_hash(uninterrupted):
         assert record["step"] == entry["step"]
         assert record["sha256"] == entry["sha256"] == sha256(path)
         assert torch.load(path, weights_only=True)["position"]["step"] == entry["step"]
-    measured = {r["step"]: r["accuracy"] for r in records
-                if r["event"] == "evaluation" and r["split"] == "validation"}  # fmt: skip
+    measured = {
+        r["step"]: r["accuracy"]
+        for r in records
+        if r["event"] == "evaluation" and r["split"] == "validation"
+    }
     assert {e["step"]: e["metric"] for e in index["checkpoints"] if e["metric"] is not None} == (
         measured
     )
@@ -310,18 +326,25 @@ def test_the_index_names_last_and_best_with_step_metric_and_hash(uninterrupted):
 
 @pytest.mark.parametrize(
     ("flags", "metric", "mode"),
-    [(("--monitor", "loss"), "loss", "min"), (("--mode", "max"), "accuracy", "max"),
-     (("--monitor", "loss", "--mode", "max"), "loss", "max")],
-)  # fmt: skip
+    [
+        (("--monitor", "loss"), "loss", "min"),
+        (("--mode", "max"), "accuracy", "max"),
+        (("--monitor", "loss", "--mode", "max"), "loss", "max"),
+    ],
+)
 def test_only_the_last_and_the_best_k_by_the_monitored_metric_are_kept(
     tmp_path, flags, metric, mode
 ):
     run = tmp_path / "run"
-    train(write_recipe(tmp_path), "--run-dir", str(run), "--keep-top-k", "2", *flags,
-          folder=tmp_path)  # fmt: skip
+    train(
+        write_recipe(tmp_path), "--run-dir", str(run), "--keep-top-k", "2", *flags, folder=tmp_path
+    )
     records = all_records(run)
-    measured = {r["epoch"]: r[metric] for r in records
-                if r["event"] == "evaluation" and r["split"] == "validation"}  # fmt: skip
+    measured = {
+        r["epoch"]: r[metric]
+        for r in records
+        if r["event"] == "evaluation" and r["split"] == "validation"
+    }
     sign = 1 if mode == "min" else -1
     best = sorted(measured, key=lambda epoch: (sign * measured[epoch], epoch))[:2]
     kept = {f"checkpoint_epoch_{epoch}.pt" for epoch in {*best, 6}}
@@ -353,16 +376,22 @@ def test_the_state_of_two_ranks_loads_into_the_plain_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "steps"),
-    [(("--checkpoint-every-steps", "5"), [5, 10, 11, 15, 20, 22, 25]),
-     (("--checkpoint-every-steps", "100"), [11, 22, 25]),
-     (("--checkpoint-every-steps", "100", "--checkpoint-every-epochs", "2"), [22, 25]),
-     (("--checkpoint-every-steps", "100", "--checkpoint-every-minutes", "1e-9"), [*range(1, 26)]),
-     (("--checkpoint-every-steps", "100", "--checkpoint-every-minutes", "60"), [11, 22, 25])],
-)  # fmt: skip
+    [
+        (("--checkpoint-every-steps", "5"), [5, 10, 11, 15, 20, 22, 25]),
+        (("--checkpoint-every-steps", "100"), [11, 22, 25]),
+        (("--checkpoint-every-steps", "100", "--checkpoint-every-epochs", "2"), [22, 25]),
+        (
+            ("--checkpoint-every-steps", "100", "--checkpoint-every-minutes", "1e-9"),
+            [*range(1, 26)],
+        ),
+        (("--checkpoint-every-steps", "100", "--checkpoint-every-minutes", "60"), [11, 22, 25]),
+    ],
+)
 def test_checkpoints_come_by_steps_by_epochs_and_by_minutes_and_at_the_end(tmp_path, flags, steps):
     run = tmp_path / "run"
-    train(write_recipe(tmp_path), "--run-dir", str(run), "--max-steps", "25", *flags,
-          folder=tmp_path)  # fmt: skip
+    train(
+        write_recipe(tmp_path), "--run-dir", str(run), "--max-steps", "25", *flags, folder=tmp_path
+    )
     assert [e["step"] for e in read_index(run)["checkpoints"]] == steps
 
 
@@ -384,12 +413,14 @@ metrics = st.none() | st.floats(-10, 10) | st.sampled_from([0.0, 0.5, 1.0])
 
 @st.composite
 def entries(draw) -> Entry:
-    return Entry(path=draw(names), step=draw(st.integers(0, 30)), epoch=0, sha256="0",
-                 metric=draw(metrics))  # fmt: skip
+    return Entry(
+        path=draw(names), step=draw(st.integers(0, 30)), epoch=0, sha256="0", metric=draw(metrics)
+    )
 
 
-@given(st.lists(entries(), max_size=20), st.none() | st.integers(1, 5), st.sampled_from(
-    ["min", "max"]))  # fmt: skip
+@given(
+    st.lists(entries(), max_size=20), st.none() | st.integers(1, 5), st.sampled_from(["min", "max"])
+)
 def test_pruning_keeps_the_last_and_the_best_k_and_nothing_else(added, top, mode):
     index = Index(mode=mode)
     for entry in added:
@@ -403,8 +434,9 @@ def test_pruning_keeps_the_last_and_the_best_k_and_nothing_else(added, top, mode
     if top is None:
         assert kept == index
         return
-    scored = sorted((e.metric for e in index.checkpoints if e.metric is not None),
-                    reverse=mode == "max")  # fmt: skip
+    scored = sorted(
+        (e.metric for e in index.checkpoints if e.metric is not None), reverse=mode == "max"
+    )
     left = [e.metric for e in kept.ranked()[:top]]
     assert left == scored[:top]
     assert len(kept.checkpoints) <= top + 1
@@ -416,22 +448,32 @@ def test_an_index_is_read_back_as_it_was_written(added, mode):
     index = Index(monitor="loss", mode=mode)
     with tempfile.TemporaryDirectory() as folder:
         for entry in added:
-            index = checkpoint.announce(Path(folder), index, entry, None)
-        assert checkpoint.read_index(Path(folder)) == index
+            index = announce(Path(folder), index, entry, None)
+        assert read_written(Path(folder)) == index
 
 
-@given(st.binary(max_size=60) | st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["checkpoints", "monitor", "mode", "path", "step", "epoch", "sha256"]),
-        inner, max_size=7),
-    max_leaves=12,
-).map(lambda tree: json.dumps(tree).encode()))  # fmt: skip
+@given(
+    st.binary(max_size=60)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["checkpoints", "monitor", "mode", "path", "step", "epoch", "sha256"]
+                ),
+                inner,
+                max_size=7,
+            )
+        ),
+        max_leaves=12,
+    ).map(lambda tree: json.dumps(tree).encode())
+)
 def test_whatever_stands_in_the_index_it_is_read_or_refused_in_words(content):
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "index.json").write_bytes(content)
         try:
-            index = checkpoint.read_index(Path(folder))
+            index = read_written(Path(folder))
         except UserError as error:
             assert "is damaged" in str(error)  # noqa: PT017 - either outcome is right
         else:

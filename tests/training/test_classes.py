@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import Splits, read_records
-from samestep.class_table import class_table
 from samestep.errors import UserError
+from samestep.ranks.world import World
+from samestep.screen.class_table import class_table
 from samestep.training.confusion import Confusion
-from samestep.world import World
 from tests.command_line import read_json, refusal, run
 
 # 53 test samples: no number of ranks divides them. One class has no test sample.
@@ -67,9 +67,11 @@ def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_pa
     assert test["confusion"] == expected
     low, middle, high, _ = expected
     assert test["per_class"] == {
-        "low": low[0] / sum(low), "middle": middle[1] / sum(middle),
-        "high": high[2] / sum(high), "absent": None,
-    }  # fmt: skip
+        "low": low[0] / sum(low),
+        "middle": middle[1] / sum(middle),
+        "high": high[2] / sum(high),
+        "absent": None,
+    }
     right = sum(row[place] for place, row in enumerate(expected))
     assert test["accuracy"] == right / 53
     (record,) = [r for r in read_records(folder) if r.get("split") == "test"]

@@ -13,7 +13,7 @@ from samestep import Settings, read_records
 from samestep.training.compiled import _steps_per_graph
 from samestep.training.plan import make_plan
 from tests import tiny
-from tests.ranks import run_ranks, start_ranks
+from tests.processes import run_ranks, start_ranks
 
 # A sleep cannot be compiled; and with nothing due by steps, a graph may hold as many as it likes.
 SMALL = tiny.RECIPE.replace(tiny.SLEEP, "").replace('    "checkpoint_every_steps": 4,\n', "")
@@ -44,7 +44,9 @@ CASES = {
     "adam": Case("--weight-decay 0.1 --clip-norm 0.05 --lr 0.03", 4),
     "adamw": Case(
         "--precision fp32 --optimizer adamw --weight-decay 0.2 --schedule cosine --warmup-steps 9",
-        2, tolerance=1e-5, recipe="normalised.py",
+        2,
+        tolerance=1e-5,
+        recipe="normalised.py",
     ),
     "sgd": Case(
         "--optimizer sgd --momentum 0.9 --weight-decay 0.1 --clip-norm 0.3 --lr 0.1 "
@@ -52,7 +54,7 @@ CASES = {
         2,
     ),
     "plain sgd, a step a graph": Case("--optimizer sgd --lr 0.1", 1),
-}  # fmt: skip
+}
 
 
 def _train_all(folder, cases):
@@ -139,8 +141,11 @@ def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained
     for ours, theirs in zip(steps(folder / "switching"), steps(folder / "adam off"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12)
-    compiles = [r["event"] for r in tiny.all_records(folder / "switching")
-                if r["event"] in ("start", "compile")]  # fmt: skip
+    compiles = [
+        r["event"]
+        for r in tiny.all_records(folder / "switching")
+        if r["event"] in ("start", "compile")
+    ]
     assert compiles == ["start", "compile", "start", "start", "compile"]
     mine, its = (tiny.last_state(folder / name) for name in ("switching", "adam off"))
     assert_same_optimizer(mine["optimizer"], its["optimizer"], 1e-12)

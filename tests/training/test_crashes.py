@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import POINTS, Fault
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.tiny import (
     STEPS,
     all_records,
@@ -95,9 +95,10 @@ def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
     print(f"seed {SEED}: {fault} at world size {world_size}")
     run = tmp_path / "run"
     assert_killed(
-        start(recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size,
-              folder=tmp_path)
-    )  # fmt: skip
+        start(
+            recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
+        )
+    )
     if "within" in point or "sync" in point or "before the checkpoint's name" in point:
         torn = list((run / "checkpoints").glob(".*.tmp"))
         assert len(torn) == ("record" not in point)  # it struck where it should
@@ -161,9 +162,16 @@ def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe
         print(f"seed {SEED}: {point}, visit {nth}, at world size {world_size}")
         announced = newest_announced(run) if run.exists() else 0
         assert_killed(
-            start(recipe, "--run-dir", str(run), "--resume", faults=(a_fault(point, nth),),
-                  world_size=world_size, folder=tmp_path)
-        )  # fmt: skip
+            start(
+                recipe,
+                "--run-dir",
+                str(run),
+                "--resume",
+                faults=(a_fault(point, nth),),
+                world_size=world_size,
+                folder=tmp_path,
+            )
+        )
         assert newest_announced(run) >= announced
     assert_resumes(run, tmp_path, next(world_sizes))
     assert_same_training(run, uninterrupted)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samestep import UserError
-from samestep.run import Run
+from samestep.run.directory import Run
 from tests.tiny import (
     all_records,
     assert_same_training,
@@ -29,8 +29,10 @@ def disk(tmp_path):
     path.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip(f"no mount is permitted here: {done.stderr.strip()}")
     yield path

@@ -33,8 +33,11 @@ def pages_of_a_step(choice: str) -> float:
     glibc = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, choice],
-        env={**os.environ, **glibc}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={**os.environ, **glibc},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return float(done.stdout)
 
 

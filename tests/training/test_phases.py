@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from samestep import read_records
-from samestep.phases import PHASES
+from samestep.run.phase_names import PHASES
 from samestep.training.phases import DevicePhases, Phases
 from tests import tiny
 
@@ -51,9 +51,17 @@ def test_the_phases_of_every_epoch_add_up_to_its_training_time(tmp_path, engine,
     """Also with micro-steps, validation between epochs, and the checkpoints after them."""
     run = tmp_path / "run"
     tiny.train(
-        tiny.write_recipe(tmp_path, TINY), "--run-dir", str(run), "--epochs", "3",
-        "--batch-size", "3", *engine, world_size=world_size, folder=tmp_path,
-    )  # fmt: skip
+        tiny.write_recipe(tmp_path, TINY),
+        "--run-dir",
+        str(run),
+        "--epochs",
+        "3",
+        "--batch-size",
+        "3",
+        *engine,
+        world_size=world_size,
+        folder=tmp_path,
+    )
     assert len(epochs(run)) == 3
     for record in epochs(run):
         assert_adds_up(record)
@@ -104,8 +112,7 @@ def test_a_run_that_stops_within_an_epoch_and_goes_on_still_adds_up(tmp_path):
 
 def test_evaluations_and_checkpoints_say_how_long_they_took(tmp_path):
     run = tmp_path / "run"
-    tiny.train(tiny.write_recipe(tmp_path), "--run-dir", str(run), "--epochs", "1",
-               folder=tmp_path)  # fmt: skip
+    tiny.train(tiny.write_recipe(tmp_path), "--run-dir", str(run), "--epochs", "1", folder=tmp_path)
     timed = [r for r in read_records(run) if r["event"] in ("evaluation", "checkpoint")]
     assert {r["event"] for r in timed} == {"evaluation", "checkpoint"}
     assert all(r["seconds"] > 0 for r in timed)

@@ -30,8 +30,10 @@ def test_any_two_of_the_batch_sizes_give_the_third(batch, world_size, accumulate
     ):
         plan = plan_of(world_size=world_size, **told)
         assert (plan.global_batch_size, plan.batch_size, plan.accumulate) == (
-            total, batch, accumulate,
-        )  # fmt: skip
+            total,
+            batch,
+            accumulate,
+        )
 
 
 def test_without_accumulate_there_is_one_micro_step():
@@ -159,9 +161,16 @@ def test_a_resumed_run_may_have_fewer_samples_a_step_than_ranks():
 
 @pytest.mark.parametrize(
     ("scaling", "total", "expected"),
-    [("none", 256, 0.1), ("linear", 256, 0.4), ("sqrt", 256, 0.2), ("linear", 32, 0.05),
-     ("sqrt", 16, 0.05), ("linear", 64, 0.1), ("sqrt", 64, 0.1)],
-)  # fmt: skip
+    [
+        ("none", 256, 0.1),
+        ("linear", 256, 0.4),
+        ("sqrt", 256, 0.2),
+        ("linear", 32, 0.05),
+        ("sqrt", 16, 0.05),
+        ("linear", 64, 0.1),
+        ("sqrt", 64, 0.1),
+    ],
+)
 def test_the_learning_rate_follows_the_global_batch(scaling, total, expected):
     told = {"lr": 0.1, "lr_scaling": scaling, "base_batch_size": 64}
     for how in (

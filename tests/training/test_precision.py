@@ -82,9 +82,14 @@ def test_the_scaler_of_fp16_is_saved_and_restored(recipe, tmp_path, world_size):
     run = tmp_path / "run"
     fault = Fault("after a step", nth=7, signum=signal.SIGKILL, rank=None)  # saved every 4 steps
     killed = tiny.start(
-        recipe, "--run-dir", str(run), *flags, faults=(fault,), world_size=world_size,
+        recipe,
+        "--run-dir",
+        str(run),
+        *flags,
+        faults=(fault,),
+        world_size=world_size,
         folder=tmp_path,
-    )  # fmt: skip
+    )
     killed.wait()
     assert tiny.newest_announced(run) == 4
     assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 4
@@ -97,8 +102,9 @@ def test_the_scaler_of_fp16_is_saved_and_restored(recipe, tmp_path, world_size):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_step_whose_gradient_overflows_is_left_out_and_the_scale_halved(tmp_path, world_size):
     """On every rank alike: the steps that follow are those of one process."""
-    text = tiny.RECIPE.replace("cross_entropy(outputs, targets)",
-                               "cross_entropy(outputs, targets) * 30")  # fmt: skip
+    text = tiny.RECIPE.replace(
+        "cross_entropy(outputs, targets)", "cross_entropy(outputs, targets) * 30"
+    )
     recipe = tiny.write_recipe(tmp_path, text)
     flags = ("--precision", "fp16", "--optimizer", "sgd", "--lr", "0.002", "--max-steps", "20")
     run = train(recipe, tmp_path, "run", *flags, world_size=world_size)

@@ -6,9 +6,9 @@ from torch import nn
 
 from samestep.errors import UserError
 from samestep.models.resnet import resnet18
+from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.prepare import match_layouts, prepare
-from samestep.world import World
 
 CPU = World()
 LAST = torch.channels_last

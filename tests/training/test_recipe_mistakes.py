@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import samestep
+from tests.processes import samestep
 
 GOOD = {
     "model": "def model():\n    return nn.Linear(4, 2)",
@@ -30,9 +30,13 @@ def run(folder, world_size=1, **wrong):
     path = folder / "mine.py"
     path.write_text(RECIPE.format(**{**GOOD, **wrong}))
     return samestep(
-        "train", str(path), "--run-dir", str(folder / "run"),
-        world_size=world_size, folder=folder / "output",
-    )  # fmt: skip
+        "train",
+        str(path),
+        "--run-dir",
+        str(folder / "run"),
+        world_size=world_size,
+        folder=folder / "output",
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -85,10 +89,22 @@ def test_steps_due_at_the_end_of_an_epoch_are_not_forgotten(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(RECIPE.format(**GOOD))
     ranks = samestep(
-        "train", str(path), "--run-dir", str(tmp_path / "run"), "--epochs", "4",
-        "--checkpoint-every-steps", "6", "--checkpoint-every-epochs", "100",
-        "--eval-every-steps", "6", "--eval-every-epochs", "100", folder=tmp_path / "output",
-    )  # fmt: skip
+        "train",
+        str(path),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--epochs",
+        "4",
+        "--checkpoint-every-steps",
+        "6",
+        "--checkpoint-every-epochs",
+        "100",
+        "--eval-every-steps",
+        "6",
+        "--eval-every-epochs",
+        "100",
+        folder=tmp_path / "output",
+    )
     assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
     names = {p.name for p in (tmp_path / "run" / "checkpoints").glob("*.pt")}
     assert names == {f"checkpoint_epoch_{n}.pt" for n in (1, 2, 3, 4)}

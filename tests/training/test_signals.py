@@ -40,8 +40,13 @@ def uninterrupted(tmp_path_factory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("uninterrupted")
     recipe = write_recipe(folder)
     for world_size in (1, 2):
-        train(recipe, "--run-dir", str(folder / f"run{world_size}"), world_size=world_size,
-              folder=folder)  # fmt: skip
+        train(
+            recipe,
+            "--run-dir",
+            str(folder / f"run{world_size}"),
+            world_size=world_size,
+            folder=folder,
+        )
     return {world_size: folder / f"run{world_size}" for world_size in (1, 2)}
 
 
@@ -71,8 +76,9 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit
     run = tmp_path / "run"
     set_pace(recipe, 0.02)  # several ranks agree twice a second: after 25 steps at most
     fault = Fault("after a step", nth, signum=signum, rank=rank)
-    ranks = start(recipe, "--run-dir", str(run), faults=(fault,),
-                  world_size=world_size, folder=tmp_path)  # fmt: skip
+    ranks = start(
+        recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
+    )
     assert ranks.wait() == [128 + signum] * world_size, ranks.output()
     step = assert_stopped(run, signum, ranks.printed(0))
     # One process acts after the very step; several at the next step that they agreed to meet at.
@@ -86,17 +92,24 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    "point", ["before an evaluation", "before the checkpoint", "after the checkpoint's name",
-              "within the index", "within the record"],
-)  # fmt: skip
+    "point",
+    [
+        "before an evaluation",
+        "before the checkpoint",
+        "after the checkpoint's name",
+        "within the index",
+        "within the record",
+    ],
+)
 def test_a_signal_during_an_evaluation_or_a_checkpoint_lets_it_finish(
     uninterrupted, recipe, tmp_path, world_size, point
 ):
     run = tmp_path / "run"
     set_pace(recipe, 0.02)
     fault = Fault(point, 1, signum=TERM)
-    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size,
-                  folder=tmp_path)  # fmt: skip
+    ranks = start(
+        recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
+    )
     assert ranks.wait() == [128 + TERM] * world_size, ranks.output()
     step = assert_stopped(run, TERM, ranks.printed(0))
     if world_size == 1:
@@ -119,8 +132,9 @@ def test_a_signal_after_the_last_step_lets_the_run_complete(uninterrupted, recip
 def test_a_second_interrupt_ends_the_rank_at_once(recipe, tmp_path, world_size):
     run = tmp_path / "run"
     fault = Fault("after a step", 9, signum=INT, times=2, rank=None)
-    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size,
-                  folder=tmp_path)  # fmt: skip
+    ranks = start(
+        recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
+    )
     assert ranks.wait(20) == [130] * world_size, ranks.output()
     assert [r["event"] for r in all_records(run)][-1] != "stop"
     assert newest_announced(run) == 8
@@ -164,10 +178,24 @@ def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
 def start_command(recipe: Path, run: Path) -> subprocess.Popen[str]:
     """Start `python -m samestep train RECIPE --nproc 2` as a user does, and let it take steps."""
     parent = subprocess.Popen(
-        [sys.executable, "-m", "samestep", "train", str(recipe), "--run-dir", str(run),
-         "--nproc", "2", "--max-steps", "2000"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "samestep",
+            "train",
+            str(recipe),
+            "--run-dir",
+            str(run),
+            "--nproc",
+            "2",
+            "--max-steps",
+            "2000",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     index = run / "checkpoints" / "index.json"
     until(lambda: parent.poll() is not None or (num_records(run) >= 6 and index.exists()))
     assert parent.poll() is None, parent.communicate()[0]

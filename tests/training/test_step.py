@@ -6,9 +6,9 @@ from torch import nn
 
 from samestep import Settings
 from samestep.data.batches import Block
+from samestep.ranks.world import World
 from samestep.training.optimizer import make_optimizer
 from samestep.training.step import EagerStep, Trainee
-from samestep.world import World
 
 
 class Drawing(nn.Module):
@@ -30,9 +30,12 @@ def steps_of(rank=0, seed=1, batch_size=4, **told):
     model = Drawing()
     optimizer = make_optimizer(model.parameters(), settings, 0.5, torch.device("cpu"))
     trainee = Trainee(
-        model=model, wrapped=model, optimizer=optimizer, scaler=None,
+        model=model,
+        wrapped=model,
+        optimizer=optimizer,
+        scaler=None,
         loss=lambda outputs, targets: (outputs - targets).square().mean(),
-    )  # fmt: skip
+    )
     step = EagerStep(trainee, settings, World(rank=rank), batch_size)
     block = Block(0, 1, torch.arange(4.0), torch.zeros(4), 4, 1.0, 4)
     return model, lambda number: step(block, number, [0.5], want_norm=True)

@@ -15,7 +15,7 @@ import pytest
 from samestep import read_records
 from tests import tiny
 from tests.faults import Fault
-from tests.ranks import samestep, start_ranks
+from tests.processes import samestep, start_ranks
 
 FP64 = ("--precision", "fp64")
 
@@ -95,9 +95,16 @@ def recipe(tmp_path: Path) -> str:
 def train(recipe: str, folder: Path, name: str, *flags: str, world_size: int = 1):
     run = folder / name
     ranks = samestep(
-        "train", recipe, "--run-dir", str(run), "--log-every", "1", *flags,
-        world_size=world_size, folder=folder / f"{name}-output",
-    )  # fmt: skip
+        "train",
+        recipe,
+        "--run-dir",
+        str(run),
+        "--log-every",
+        "1",
+        *flags,
+        world_size=world_size,
+        folder=folder / f"{name}-output",
+    )
     assert [p.exitcode for p in ranks.processes] == [0] * world_size, ranks.output()
     return records_of(run)
 
@@ -167,8 +174,10 @@ def test_micro_steps_add_up_to_the_same_step(recipe, tmp_path):
     """24 samples a step: at once, in three micro-steps, on three ranks, or two times two."""
     whole = train(recipe, tmp_path, "whole", *FP64)
     for name, batch_size, accumulate, world_size in (
-        ("one", 8, 3, 1), ("ranks", 8, 1, 3), ("both", 6, 2, 2),
-    ):  # fmt: skip
+        ("one", 8, 3, 1),
+        ("ranks", 8, 1, 3),
+        ("both", 6, 2, 2),
+    ):
         cut = ("--batch-size", str(batch_size), "--accumulate", str(accumulate))
         other = train(recipe, tmp_path, name, *FP64, *cut, world_size=world_size)
         assert worst(whole, other) < 1e-12, name
@@ -283,8 +292,19 @@ def test_epochs_can_be_added_on_other_ranks(tmp_path, uninterrupted):
 
 
 def test_early_stopping_ends_after_the_same_evaluation_on_any_ranks(recipe, tmp_path):
-    flags = (*FP64, "--epochs", "30", "--monitor", "loss", "--patience", "2",
-             "--min-delta", "0.01", "--lr", "0.03")  # fmt: skip
+    flags = (
+        *FP64,
+        "--epochs",
+        "30",
+        "--monitor",
+        "loss",
+        "--patience",
+        "2",
+        "--min-delta",
+        "0.01",
+        "--lr",
+        "0.03",
+    )
     one = train(recipe, tmp_path, "one", *flags)
     three = train(recipe, tmp_path, "three", *flags, world_size=3)
     assert worst(one, three) < 1e-12
@@ -324,8 +344,19 @@ def first_stop(losses, patience, min_delta):
 
 
 def test_evaluations_and_checkpoints_fall_due_by_steps(recipe, tmp_path):
-    train(recipe, tmp_path, "run", *FP64, "--max-steps", "30", "--eval-every-steps", "7",
-          "--checkpoint-every-steps", "10", world_size=2)  # fmt: skip
+    train(
+        recipe,
+        tmp_path,
+        "run",
+        *FP64,
+        "--max-steps",
+        "30",
+        "--eval-every-steps",
+        "7",
+        "--checkpoint-every-steps",
+        "10",
+        world_size=2,
+    )
     plain = train(recipe, tmp_path, "plain", *FP64, "--max-steps", "30")
     records = list(read_records(tmp_path / "run"))
     # An epoch has 22 steps; its end evaluates and saves anyway, and so does the end of the run.
@@ -343,8 +374,17 @@ def test_evaluations_and_checkpoints_fall_due_by_steps(recipe, tmp_path):
 
 
 def test_evaluations_and_checkpoints_fall_due_by_epochs(recipe, tmp_path):
-    train(recipe, tmp_path, "run", "--epochs", "5", "--eval-every-epochs", "2",
-          "--checkpoint-every-epochs", "3")  # fmt: skip
+    train(
+        recipe,
+        tmp_path,
+        "run",
+        "--epochs",
+        "5",
+        "--eval-every-epochs",
+        "2",
+        "--checkpoint-every-epochs",
+        "3",
+    )
     records = list(read_records(tmp_path / "run"))
     assert [r["epoch"] for r in records if r.get("split") == "validation"] == [2, 4, 5]
     assert [r["step"] for r in records if r["event"] == "checkpoint"] == [3 * 22, 5 * 22]
@@ -370,8 +410,17 @@ def test_a_data_set_read_by_workers_trains_as_tensors_in_memory_do(tmp_path):
     for size in (1, 2):
         for workers in (0, 2):
             run = tmp_path / f"ranks{size}workers{workers}"
-            arguments = ["train", str(loaded), "--run-dir", str(run), "--log-every", "1", *FP64,
-                         "--num-workers", str(workers)]  # fmt: skip
+            arguments = [
+                "train",
+                str(loaded),
+                "--run-dir",
+                str(run),
+                "--log-every",
+                "1",
+                *FP64,
+                "--num-workers",
+                str(workers),
+            ]
             ranks = start_ranks(_train_changed, size, run / "output", _forking, arguments)
             assert ranks.wait() == [0] * size, ranks.output()
             assert worst(one, records_of(run)) < 1e-12, run.name
@@ -476,8 +525,19 @@ def correct(tmp_path_factory):
 def test_the_comparison_sees_each_of_the_classic_mistakes(correct, tmp_path, plant):
     """Planted in two ranks with two micro-steps, each is far above the tolerance; none is not."""
     recipe, one = correct
-    arguments = ["train", recipe, "--run-dir", str(tmp_path / "run"), "--log-every", "1", *FP64,
-                 "--batch-size", "6", "--accumulate", "2"]  # fmt: skip
+    arguments = [
+        "train",
+        recipe,
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--log-every",
+        "1",
+        *FP64,
+        "--batch-size",
+        "6",
+        "--accumulate",
+        "2",
+    ]
     ranks = start_ranks(_train_changed, 2, tmp_path / "output", plant, arguments)
     assert ranks.wait() == [0, 0], ranks.output()
     broken = records_of(tmp_path / "run")

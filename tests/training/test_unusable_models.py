@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import samestep
+from tests.processes import samestep
 
 RECIPE = """
 import torch
@@ -31,9 +31,14 @@ def run(folder: Path, forward: str, *flags: str, world_size: int = 1):
     path = folder / "mine.py"
     path.write_text(RECIPE.format(forward=forward))
     return samestep(
-        "train", str(path), "--run-dir", str(folder / "run"), *flags,
-        world_size=world_size, folder=folder / "output",
-    )  # fmt: skip
+        "train",
+        str(path),
+        "--run-dir",
+        str(folder / "run"),
+        *flags,
+        world_size=world_size,
+        folder=folder / "output",
+    )
 
 
 @pytest.mark.parametrize("engine", ["native", "lightning"])

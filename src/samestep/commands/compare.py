@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 
 from samestep.commands.help import examples
-from samestep.compare.as_json import as_json
-from samestep.compare.comparison import compare
-from samestep.compare.table import lines
+from samestep.comparison.as_json import as_json
+from samestep.comparison.comparison import compare
+from samestep.comparison.table import lines
 
 _EXAMPLES = """\
 examples:
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         command = tyro.cli(Command, prog="samestep compare", args=arguments)
     found = compare(command.runs, command.metric, command.target, any_recipe=command.any_recipe)
     if command.plot is not None:
-        from samestep.compare.plot import plot  # noqa: PLC0415 - matplotlib is an extra
+        from samestep.comparison.plot import plot  # noqa: PLC0415 - matplotlib is an extra
 
         plot(found, command.plot)
     sys.stdout.write((as_json(found) if command.json else "\n".join(lines(found))) + "\n")

@@ -11,16 +11,16 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.commands.help import examples
-from samestep.commands.rank import run_as_rank
+from samestep.doctor.between_ranks import CutOffError, Request
 from samestep.doctor.bounded import still_waiting
 from samestep.doctor.check import worst
 from samestep.doctor.diagnosis import diagnose
 from samestep.doctor.report import as_json, show
-from samestep.doctor.together import CutOffError, Request
 from samestep.errors import UserError
-from samestep.failure import print_error
-from samestep.rank_log import RankLog
-from samestep.world import Backend, Device
+from samestep.ranks.failure import print_error
+from samestep.ranks.log import RankLog
+from samestep.ranks.process import run_as_rank
+from samestep.ranks.world import Backend, Device
 
 _EXAMPLES = """\
 examples:

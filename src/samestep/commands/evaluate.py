@@ -10,10 +10,10 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from samestep.class_table import class_table
 from samestep.commands.help import examples
-from samestep.evaluation import evaluate_run
-from samestep.world import Device
+from samestep.execution.evaluation import evaluate_run
+from samestep.ranks.world import Device
+from samestep.screen.class_table import class_table
 
 _EXAMPLES = """\
 examples:

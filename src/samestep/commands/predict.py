@@ -12,8 +12,14 @@ from rich.markup import escape
 
 from samestep.commands.help import examples
 from samestep.errors import UserError
-from samestep.prediction import Prediction, as_table, check_files, open_predictor, predict_files
-from samestep.world import Device
+from samestep.execution.prediction import (
+    Prediction,
+    as_table,
+    check_files,
+    open_predictor,
+    predict_files,
+)
+from samestep.ranks.world import Device
 
 _EXAMPLES = """\
 examples:

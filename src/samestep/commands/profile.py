@@ -15,16 +15,16 @@ import tyro
 from rich.console import Console
 
 from samestep.commands.help import examples
-from samestep.commands.rank import run_as_rank
 from samestep.errors import LOST_PEER, UserError
-from samestep.failure import (
+from samestep.ranks.failure import (
     PARENT,
     STARTED_AT,
     die_with_parent,
     leave_for_parent,
     print_error,
 )
-from samestep.rank_log import RankLog
+from samestep.ranks.log import RankLog
+from samestep.ranks.process import run_as_rank
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
 # imported.
@@ -168,12 +168,17 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
     die_with_parent()
     from samestep.profiling.of_recipe import Wishes, profile_recipe  # noqa: PLC0415
     from samestep.profiling.profile import save_profile  # noqa: PLC0415
-    from samestep.world import find_world, join, leave  # noqa: PLC0415
+    from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world, launch = find_world(request.settings.device, request.settings.backend)
     join(world, launch)
-    wishes = Wishes(workers=workers, batch_sizes=batch_sizes, epoch=command.epoch,
-                    seconds=command.seconds, begin=log.move_to)  # fmt: skip
+    wishes = Wishes(
+        workers=workers,
+        batch_sizes=batch_sizes,
+        epoch=command.epoch,
+        seconds=command.seconds,
+        begin=log.move_to,
+    )
     found = profile_recipe(request, world, wishes)
     world.on_main(lambda: save_profile(found))
     code = 0
@@ -186,7 +191,7 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
 
 
 def _check_new(run_dir: str | Path | None) -> None:
-    from samestep.run import is_run  # noqa: PLC0415
+    from samestep.run.directory import is_run  # noqa: PLC0415
 
     if run_dir is not None and is_run(Path(run_dir)):
         raise UserError(
@@ -223,7 +228,7 @@ def _script(
             )
     command = tyro.cli(ScriptCommand, prog=f"samestep profile {script}", args=own)
     _check(command)
-    from samestep.run import new_run_path  # noqa: PLC0415
+    from samestep.run.directory import new_run_path  # noqa: PLC0415
 
     if module:
         _check_module(str(script))
@@ -257,14 +262,19 @@ def _check_module(name: str) -> None:
 
 
 def _one_script(
-    script: Path, arguments: list[str], command: ScriptCommand, out: Path, log: RankLog,
-    *, module: bool,
-) -> int:  # fmt: skip
-    from samestep.launch import detect_launch  # noqa: PLC0415
+    script: Path,
+    arguments: list[str],
+    command: ScriptCommand,
+    out: Path,
+    log: RankLog,
+    *,
+    module: bool,
+) -> int:
     from samestep.profiling.meeting import Meeting  # noqa: PLC0415
     from samestep.profiling.of_script import ScriptFailed, profile_script  # noqa: PLC0415
     from samestep.profiling.profile import save_profile  # noqa: PLC0415
     from samestep.profiling.tracing import unwritable  # noqa: PLC0415
+    from samestep.ranks.launch import detect_launch  # noqa: PLC0415
 
     launch = detect_launch(os.environ)
     if launch.world_size > 1 and not os.environ.get(OUT) and command.out is None:
@@ -280,9 +290,15 @@ def _one_script(
     meeting = Meeting(folder=out, rank=launch.rank, world_size=launch.world_size)
     try:
         found = profile_script(
-            script, arguments, meeting, local_ranks=launch.local_world_size, epoch=command.epoch,
-            seconds=command.seconds, quiet=command.json, module=module,
-        )  # fmt: skip
+            script,
+            arguments,
+            meeting,
+            local_ranks=launch.local_world_size,
+            epoch=command.epoch,
+            seconds=command.seconds,
+            quiet=command.json,
+            module=module,
+        )
     except (ScriptFailed, UserError) as error:
         with contextlib.suppress(OSError):
             out.rmdir()  # only where nothing is in it
@@ -330,7 +346,7 @@ def _show(found: Any, *, as_json: bool) -> None:
 
 def _start(nproc: int, arguments: list[str]) -> int:
     from samestep.commands.target import refuse_inside_launcher  # noqa: PLC0415 - imports torch
-    from samestep.ranks import start_ranks  # noqa: PLC0415 - imports the elastic agent
+    from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
     refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
     return start_ranks(nproc, arguments, float(os.environ.get(STARTED_AT, time.time())))

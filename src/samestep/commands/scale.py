@@ -14,7 +14,6 @@ import msgspec
 import tyro
 
 from samestep.commands.help import examples
-from samestep.commands.rank import run_as_rank
 from samestep.commands.target import (
     check_named,
     general_help,
@@ -22,15 +21,16 @@ from samestep.commands.target import (
     parse,
     refuse_inside_launcher,
 )
-from samestep.config import Request
 from samestep.errors import UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent
+from samestep.execution.request import Request
+from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent
+from samestep.ranks.process import run_as_rank
+from samestep.ranks.world import find_world, join, leave
 from samestep.scale import report as shown
 from samestep.scale.analysis import analyse
 from samestep.scale.study import Mode, Task, parse_ranks, plan_study, run_study
 from samestep.settings import Settings, flag_name
 from samestep.training.stopping import catch_signals
-from samestep.world import find_world, join, leave
 
 _EXAMPLES = """\
 examples:
@@ -94,7 +94,7 @@ def _parent(arguments: list[str]) -> int:
 
 
 def _scale(command: Command, request: Request, arguments: list[str], folder: Path) -> int:
-    from samestep.ranks import own_signals, start_ranks  # noqa: PLC0415 - imports the elastic agent
+    from samestep.ranks.start import own_signals, start_ranks  # noqa: PLC0415 - imports the elastic agent
 
     modes: Sequence[Mode] = ("weak", "strong") if command.mode == "both" else (command.mode,)
     study = plan_study(request.settings, parse_ranks(command.nproc), modes)
@@ -108,8 +108,9 @@ def _scale(command: Command, request: Request, arguments: list[str], folder: Pat
         if code:
             raise SystemExit(code)  # what went wrong has been told
 
-    study, found = run_study(study, folder, rounds=command.rounds, seconds=command.seconds,
-                             launch=launch, tell=_tell)  # fmt: skip
+    study, found = run_study(
+        study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch, tell=_tell
+    )
     told = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
     text = shown.as_json(told) if command.json else "\n".join(shown.lines(told))
     sys.stdout.write(text + "\n")

@@ -9,12 +9,12 @@ from typing import Any
 
 import tyro
 
-from samestep.config import Request, draft, finish
 from samestep.errors import UserError
-from samestep.launch import detect_launch
+from samestep.execution.request import Request, draft, finish
+from samestep.ranks.launch import detect_launch
 from samestep.recipe import recipe_names
+from samestep.screen.words import wrapped
 from samestep.settings import Settings
-from samestep.text import wrapped
 
 
 def check_named(target: str, verb: str) -> None:
@@ -40,9 +40,14 @@ def general_help(verb: str, about: str, examples: str) -> str:
 
 
 def parse(
-    target: str, flags: list[str], *, verb: str, about: str, kind: type,
+    target: str,
+    flags: list[str],
+    *,
+    verb: str,
+    about: str,
+    kind: type,
     settings: Callable[[Settings], Settings] = lambda settings: settings,
-) -> tuple[Any, Request]:  # fmt: skip
+) -> tuple[Any, Request]:
     """Return the command and the request that these flags make of a target.
 
     Args:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from samestep.commands.help import examples
-from samestep.failure import print_error
+from samestep.ranks.failure import print_error
 from samestep.tracking.send import send_run
 
 _EXAMPLES = """\

@@ -11,21 +11,21 @@ from typing import Annotated
 import tyro
 
 from samestep.commands.help import examples
-from samestep.commands.rank import run_as_rank
 from samestep.commands.target import check_named, general_help, refuse_inside_launcher
 from samestep.commands.target import parse as parse_target
-from samestep.config import Request
 from samestep.errors import UserError
-from samestep.failure import PARENT, STARTED_AT, die_with_parent
-from samestep.rank_log import RankLog
+from samestep.execution.request import Request
+from samestep.execution.session import NATIVE, Engine, run_session
+from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent
+from samestep.ranks.log import RankLog
+from samestep.ranks.process import run_as_rank
+from samestep.ranks.world import find_world, join, leave
 from samestep.recipe import recipe_names
-from samestep.screen import Screen
-from samestep.session import NATIVE, Engine, run_session
+from samestep.screen.progress import Screen
 from samestep.settings import Settings
 from samestep.tracking.names import check_installed, chosen
 from samestep.tracking.process import Trackers
 from samestep.training.stopping import catch_signals
-from samestep.world import find_world, join, leave
 
 _EXAMPLES = """\
 examples:
@@ -66,7 +66,7 @@ def _train(arguments: list[str], log: RankLog) -> int:
         raise UserError(f"--nproc is {command.nproc}; it must be 1 or more.")
     started_at = float(os.environ.get(STARTED_AT, time.time()))
     if command.nproc > 1 and not os.environ.get(PARENT):
-        from samestep.ranks import start_ranks  # noqa: PLC0415 - imports the elastic agent
+        from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
         refuse_inside_launcher(f"--nproc {command.nproc}", "Leave --nproc out.")
         return start_ranks(command.nproc, ["train", *arguments], started_at)
@@ -96,15 +96,23 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
     with (
         catch_signals() as received,
         Trackers(
-            settings, request.recipe.name, screen.show, is_main=world.is_main,
+            settings,
+            request.recipe.name,
+            screen.show,
+            is_main=world.is_main,
             stopped=lambda: bool(received.signum),
         ) as trackers,
-    ):  # fmt: skip
+    ):
         with screen:
             outcome = run_session(
-                request, world, received=received, show=trackers.show, begin=log.move_to,
-                started_at=started_at, engine=engine,
-            )  # fmt: skip
+                request,
+                world,
+                received=received,
+                show=trackers.show,
+                begin=log.move_to,
+                started_at=started_at,
+                engine=engine,
+            )
         # Before the ranks part: a launcher may end all with the first that leaves with a signal's
         # code.
         if world.is_main:

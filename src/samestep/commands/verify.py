@@ -14,19 +14,19 @@ import tyro
 from rich.console import Console
 
 from samestep.commands.help import examples
-from samestep.commands.rank import run_as_rank
 from samestep.commands.target import check_named, names_given, parse, refuse_inside_launcher
-from samestep.config import Request
 from samestep.errors import UserError
-from samestep.failure import die_with_parent, rank_of, report
-from samestep.ranks import Ended, run_ranks
+from samestep.execution.request import Request
+from samestep.ranks.failure import die_with_parent, rank_of, report
+from samestep.ranks.process import run_as_rank
+from samestep.ranks.start import Ended, run_ranks
+from samestep.ranks.world import abandon, find_world, join, leave
 from samestep.recipe import Accepted, nearest, recipe_names
 from samestep.settings import Settings, flag_name
-from samestep.verify.rank import run_start
-from samestep.verify.report import as_json, show
-from samestep.verify.verification import ORDER_FILE, order_of_this_rank, read_order, verify
-from samestep.verify.writes import watch_writes
-from samestep.world import abandon, find_world, join, leave
+from samestep.verification.on_rank import run_start
+from samestep.verification.procedure import ORDER_FILE, order_of_this_rank, read_order, verify
+from samestep.verification.report import as_json, show
+from samestep.verification.writes import watch_writes
 
 _EXAMPLES = """\
 examples:
@@ -92,8 +92,16 @@ def _verify(arguments: list[str]) -> int:
             return run_ranks(num_ranks, ["verify", *arguments, "--device", device], started_at)
 
     with _telling() as tell:
-        found = verify(request, sizes, launch, batch=batch, accept=_accepted(command.accept),
-                       tolerance=command.tolerance, tell=tell, notes=notes)  # fmt: skip
+        found = verify(
+            request,
+            sizes,
+            launch,
+            batch=batch,
+            accept=_accepted(command.accept),
+            tolerance=command.tolerance,
+            tell=tell,
+            notes=notes,
+        )
     if command.json:
         print(as_json(found))  # noqa: T201
     else:
@@ -175,7 +183,7 @@ def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Take signals and variables back that are meant for the ranks and their agent."""
-    from samestep.ranks import own_signals  # noqa: PLC0415 - imports the elastic agent
+    from samestep.ranks.start import own_signals  # noqa: PLC0415 - imports the elastic agent
 
     variables = dict(os.environ)
     try:

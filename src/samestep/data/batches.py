@@ -14,8 +14,8 @@ from samestep.data.blocks import Block, Lap, untimed
 from samestep.data.loader import LoaderSource
 from samestep.data.memory import MemorySource
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.recipe import InMemory, Recipe
-from samestep.world import World
 
 
 class Source(Protocol):
@@ -39,9 +39,15 @@ class Source(Protocol):
 
 
 def open_source(
-    data: InMemory | Dataset[Any], recipe: Recipe, world: World, *, seed: int,
-    dtype: torch.dtype, num_workers: int, lap: Lap = untimed,
-) -> Source:  # fmt: skip
+    data: InMemory | Dataset[Any],
+    recipe: Recipe,
+    world: World,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    num_workers: int,
+    lap: Lap = untimed,
+) -> Source:
     """Return the source that suits a data set: memory for tensors, else a DataLoader.
 
     `lap` is told where reading ends ("data"), and copying to the device ("to_device").
@@ -60,8 +66,9 @@ def open_source(
             )
         source: Source = MemorySource(data, recipe, world, seed=seed, dtype=dtype, lap=lap)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = LoaderSource(data, recipe, world, seed=seed, dtype=dtype,
-                              num_workers=num_workers, lap=lap)  # fmt: skip
+        source = LoaderSource(
+            data, recipe, world, seed=seed, dtype=dtype, num_workers=num_workers, lap=lap
+        )
     else:
         raise UserError(
             f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "

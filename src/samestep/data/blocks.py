@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samestep.data.order import share, step_range, steps_per_epoch
-from samestep.world import World
+from samestep.ranks.world import World
 
 Lap = Callable[[str], None]
 """Told where reading samples ends ("data") and where copying them to the device does."""

@@ -22,13 +22,7 @@ _TORCHVISION_PLACES = ("MNIST/raw", "FashionMNIST/raw")
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _UNSIGNED_BYTE = 0x08
-_TYPE_NAMES = {
-    0x09: "int8",
-    0x0B: "int16",
-    0x0C: "int32",
-    0x0D: "float32",
-    0x0E: "float64",
-}
+_TYPE_NAMES = {0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
 
 
 def find_idx(folder: Path, stem: str) -> Path:

@@ -12,17 +12,24 @@ from samestep.data.blocks import Block, Lap, spans, untimed
 from samestep.data.keys import mix, sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.world import World
 
 
 class LoaderSource:
     """A map-style data set read through a DataLoader, in the same order as data in memory."""
 
     def __init__(
-        self, dataset: Dataset[Any], recipe: Recipe, world: World, *, seed: int,
-        dtype: torch.dtype, num_workers: int, lap: Lap = untimed,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Dataset[Any],
+        recipe: Recipe,
+        world: World,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        num_workers: int,
+        lap: Lap = untimed,
+    ) -> None:
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self._recipe, self._world, self._seed, self._dtype = recipe, world, seed, dtype
         self._lap = lap
@@ -51,18 +58,29 @@ class LoaderSource:
         """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
         order = epoch_order(self.num_samples, self._seed, epoch)
         parts = list(
-            spans(order, first_step, 1, global_batch=global_batch, drop_last=drop_last,
-                   world=self._world)
-        )  # fmt: skip
+            spans(
+                order,
+                first_step,
+                1,
+                global_batch=global_batch,
+                drop_last=drop_last,
+                world=self._world,
+            )
+        )
         self._plan[:] = [[(epoch, index) for index in span.indices.tolist()] for span in parts]
         for span, (inputs, targets) in zip(parts, self._batches(), strict=True):
             if self._recipe.augment is not None:
                 keys = sample_keys(self._seed, epoch, span.indices.to(self._world.device))
                 inputs = self._recipe.augment(inputs, keys)  # noqa: PLW2901
             yield Block(
-                span.first_step, 1, self._finish(inputs), targets, span.rows, span.weight,
+                span.first_step,
+                1,
+                self._finish(inputs),
+                targets,
+                span.rows,
+                span.weight,
                 span.global_size,
-            )  # fmt: skip
+            )
 
     def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""

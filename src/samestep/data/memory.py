@@ -9,8 +9,8 @@ from samestep.data.blocks import Block, Lap, spans, untimed
 from samestep.data.keys import sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.recipe import InMemory, Recipe
-from samestep.world import World
 
 # One gather serves several steps: it spares a small model's steps most of their overhead, and
 # stays in the processor's cache.
@@ -22,9 +22,15 @@ class MemorySource:
     """Samples held in memory as they are stored, on the device if they fit there."""
 
     def __init__(
-        self, data: InMemory, recipe: Recipe, world: World, *, seed: int, dtype: torch.dtype,
+        self,
+        data: InMemory,
+        recipe: Recipe,
+        world: World,
+        *,
+        seed: int,
+        dtype: torch.dtype,
         lap: Lap = untimed,
-    ) -> None:  # fmt: skip
+    ) -> None:
         inputs, targets = data
         if len(inputs) != len(targets):
             raise UserError(
@@ -55,17 +61,26 @@ class MemorySource:
         order = epoch_order(self.num_samples, self._seed, epoch).to(self._inputs.device)
         limit = self.steps_per_block(global_batch)
         for span in spans(
-            order, first_step, limit, global_batch=global_batch, drop_last=drop_last,
+            order,
+            first_step,
+            limit,
+            global_batch=global_batch,
+            drop_last=drop_last,
             world=self._world,
-        ):  # fmt: skip
+        ):
             inputs, targets = self._gather(span.indices)
             if self._recipe.augment is not None:
                 keys = sample_keys(self._seed, epoch, span.indices.to(inputs.device))
                 inputs = self._recipe.augment(inputs, keys)
             yield Block(
-                span.first_step, span.num_steps, self._finish(inputs), targets, span.rows,
-                span.weight, span.global_size,
-            )  # fmt: skip
+                span.first_step,
+                span.num_steps,
+                self._finish(inputs),
+                targets,
+                span.rows,
+                span.weight,
+                span.global_size,
+            )
 
     def evaluation(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""

@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from samestep.doctor.between_ranks import CutOffError, Met, Request, follow, lead
 from samestep.doctor.check import Finding, merge, named, red, run_checks
 from samestep.doctor.checks import folder, machine, network, ranks, slurm
 from samestep.doctor.facts.rank import Rank, read_rank
 from samestep.doctor.facts.slurm import read_job
 from samestep.doctor.measure import AllReduce
-from samestep.doctor.together import CutOffError, Met, Request, follow, lead
 from samestep.errors import UserError
-from samestep.launch import OPEN_MPI, PMI, TORCHRUN, detect_launch
-from samestep.world import World, find_world
+from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, detect_launch
+from samestep.ranks.world import World, find_world
 
 
 @dataclass(frozen=True, kw_only=True)

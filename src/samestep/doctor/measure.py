@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samestep.world import World
+from samestep.ranks.world import World
 
 ALL_REDUCE_BYTES = (32, 1 << 10, 1 << 15, 1 << 20, 1 << 24, 1 << 26, 1 << 28)
 LINK_BYTES, LINK_TRIAL_BYTES = 1 << 20, 1 << 16

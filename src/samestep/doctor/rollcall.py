@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from samestep.world import Store
+from samestep.ranks.world import Store
 
 _LOOK_EVERY_S = 0.05
 _FAREWELL_S = 3.0

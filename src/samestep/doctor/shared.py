@@ -6,7 +6,7 @@ from pathlib import Path
 
 from samestep.doctor.bounded import within
 from samestep.doctor.facts.folder import PREFIX, existing
-from samestep.world import World
+from samestep.ranks.world import World
 
 NFS_WAIT_S = 5.0
 """NFS may remember for some seconds that a file was not there (acregmin, acdirmin: man 5 nfs)."""

@@ -12,14 +12,14 @@ from samestep.data.batches import Source, open_source
 from samestep.data.blocks import Block, Lap, narrow, untimed
 from samestep.data.cifar import has_cifar10
 from samestep.data.download import download
-from samestep.data.ready import SPLITS
+from samestep.data.loading import SPLITS
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe
 from samestep.settings import Settings, merge_layers
 from samestep.training.loop import Job, evaluation_batch
 from samestep.training.plan import Plan, make_plan
 from samestep.training.state import seed_alike
-from samestep.world import World
 
 
 class Part(NamedTuple):
@@ -121,10 +121,18 @@ class LitData(pl.LightningDataModule):
             splits = splits.together(self.world, SPLITS)
         for name in SPLITS:
             data = getattr(splits, name)
-            self._sources[name] = None if data is None else open_source(
-                data, self.recipe, self.world, seed=settings.seed, dtype=torch.float32,
-                num_workers=settings.num_workers,
-            )  # fmt: skip
+            self._sources[name] = (
+                None
+                if data is None
+                else open_source(
+                    data,
+                    self.recipe,
+                    self.world,
+                    seed=settings.seed,
+                    dtype=torch.float32,
+                    num_workers=settings.num_workers,
+                )
+            )
 
     def _plan_for(self, trainer: "pl.Trainer | None") -> Plan:
         settings, asked = self.settings, self.settings.accumulate or 1
@@ -204,9 +212,13 @@ class CIFAR10DataModule(LitData):
     """
 
     def __init__(
-        self, data_dir: str = "data/cifar10", batch_size: int = 128, *, download: bool = False,
+        self,
+        data_dir: str = "data/cifar10",
+        batch_size: int = 128,
+        *,
+        download: bool = False,
         seed: int = 42,
-    ) -> None:  # fmt: skip
+    ) -> None:
         options = {"data_dir": data_dir, "download": download}
         super().__init__(*_with("cifar10", options, batch_size, seed))
 
@@ -231,9 +243,14 @@ class Parts:
     """The parts of one rank, epoch by epoch; it knows where it stands, for resuming."""
 
     def __init__(
-        self, source: Source, plan: Plan, trainer: "pl.Trainer | None", *, drop_last: bool,
+        self,
+        source: Source,
+        plan: Plan,
+        trainer: "pl.Trainer | None",
+        *,
+        drop_last: bool,
         lap: Lap = untimed,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._source, self._plan, self._trainer, self._lap = source, plan, trainer, lap
         self._drop_last = drop_last
         self._first_step = 0
@@ -253,9 +270,8 @@ class Parts:
         self._step, self._first_step = self._first_step, 0
         epoch = 0 if self._trainer is None else self._trainer.current_epoch
         blocks = self._source.blocks(
-            epoch, self._step,
-            global_batch=self._plan.global_batch_size, drop_last=self._drop_last,
-        )  # fmt: skip
+            epoch, self._step, global_batch=self._plan.global_batch_size, drop_last=self._drop_last
+        )
         for block in blocks:
             for step in block.singles():
                 parts = list(self._cut(step))
@@ -278,9 +294,12 @@ class Parts:
             if count <= 0:  # another rank has samples left: one that counts nothing stands in
                 start, count, weight = 0, 1, 0.0
             yield Part(
-                narrow(step.inputs, start, count), narrow(step.targets, start, count),
-                weight * count / step.global_size, step.global_size, part == number - 1,
-            )  # fmt: skip
+                narrow(step.inputs, start, count),
+                narrow(step.targets, start, count),
+                weight * count / step.global_size,
+                step.global_size,
+                part == number - 1,
+            )
 
     def state_dict(self) -> dict[str, int]:
         """Return where the epoch stands: the steps that were handed out."""

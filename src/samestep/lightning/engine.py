@@ -28,21 +28,26 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from samestep.errors import UserError
+from samestep.execution.session import Engine, Task
 from samestep.lightning.data import LitData
 from samestep.lightning.module import LitRecipe
 from samestep.lightning.records import Records, Stopped
-from samestep.session import Engine, Task
+from samestep.ranks.world import World
+from samestep.run import checkpoints
+from samestep.run.index import read_index
 from samestep.settings import Settings, flag_name
-from samestep.training import checkpoint
 from samestep.training.loop import check_weights, file_name, stop_early
 from samestep.training.state import capture
-from samestep.world import World
 
 # What Lightning's loop has no place for; refused before anything is written.
 _NATIVE_ONLY: dict[str, object] = {
-    "compile": "off", "eval_every_steps": None, "checkpoint_every_steps": None,
-    "checkpoint_every_minutes": None, "eval_every_epochs": 1, "checkpoint_every_epochs": 1,
-}  # fmt: skip
+    "compile": "off",
+    "eval_every_steps": None,
+    "checkpoint_every_steps": None,
+    "checkpoint_every_minutes": None,
+    "eval_every_epochs": 1,
+    "checkpoint_every_epochs": 1,
+}
 
 
 def check_settings(settings: Settings) -> None:
@@ -100,9 +105,9 @@ class _Writer(CheckpointIO):
         """Return a checkpoint; nothing in it is run."""
         del map_location, weights_only
         folder = Path(path).parent
-        for entry in checkpoint.read_index(folder).checkpoints:
+        for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
-                return checkpoint.load(folder, entry)
+                return checkpoints.load(folder, entry)
         raise UserError(f"{path} is not among the checkpoints that {folder}/index.json names.")
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -114,9 +119,11 @@ class _Checkpoints(ModelCheckpoint):
 
     def __init__(self, task: Task) -> None:
         super().__init__(
-            dirpath=task.path / "checkpoints", save_top_k=-1, enable_version_counter=False,
+            dirpath=task.path / "checkpoints",
+            save_top_k=-1,
+            enable_version_counter=False,
             save_on_train_epoch_end=task.job.validation is None,
-        )  # fmt: skip
+        )
         self._job = task.job
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,9 +132,12 @@ class _Checkpoints(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
 
     def format_checkpoint_name(
-        self, metrics: dict[str, Tensor], filename: str | None = None, ver: int | None = None,
+        self,
+        metrics: dict[str, Tensor],
+        filename: str | None = None,
+        ver: int | None = None,
         prefix: str | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Return the path of a checkpoint of where the job stands."""
         del metrics, filename, ver, prefix
         return str(Path(cast("str", self.dirpath)) / file_name(self._job))

@@ -21,8 +21,10 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from samestep.errors import UserError
-from samestep.files import write_text
-from samestep.run import Record, Run, names_secret, new_run_path, versions
+from samestep.run.directory import Run, new_run_path
+from samestep.run.environment import names_secret, versions
+from samestep.run.files import write_text
+from samestep.run.records import Record
 from samestep.settings import Settings, as_table
 from samestep.tracking.entries import flatten
 from samestep.tracking.follow import HYPERPARAMETERS
@@ -92,10 +94,14 @@ class TrackerLogger(Logger):
                 raise UserError(f"TrackerLogger: {what} {part!r} leads out of {save_dir}.")
         try:
             self._settings = Settings(
-                track=listed, track_project=project, track_name=name, track_workspace=workspace,
-                track_tags=",".join(tags) or None, track_offline=offline,
+                track=listed,
+                track_project=project,
+                track_name=name,
+                track_workspace=workspace,
+                track_tags=",".join(tags) or None,
+                track_offline=offline,
                 track_timeout=float(timeout_s),
-            )  # fmt: skip
+            )
             check_choice(self._settings)
             check_installed(chosen(listed))  # on every rank: if one alone refused, all would wait
         except UserError as error:
@@ -157,13 +163,20 @@ class TrackerLogger(Logger):
         if values:
             self._begin()
             if step < self._ended_at:
-                self._warn(f"this training is at step {step} after one that ended at step "
-                           f"{self._ended_at}, and trackers take each step once, the first. Give "
-                           "each training a TrackerLogger of its own.")  # fmt: skip
-            self._record({
-                "event": "metrics", "step": step, "epoch": None if epoch is None else int(epoch),
-                "time": time.time(), "values": values,
-            })  # fmt: skip
+                self._warn(
+                    f"this training is at step {step} after one that ended at step "
+                    f"{self._ended_at}, and trackers take each step once, the first. Give "
+                    "each training a TrackerLogger of its own."
+                )
+            self._record(
+                {
+                    "event": "metrics",
+                    "step": step,
+                    "epoch": None if epoch is None else int(epoch),
+                    "time": time.time(),
+                    "values": values,
+                }
+            )
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -222,8 +235,9 @@ class TrackerLogger(Logger):
         found = {**versions(), "lightning": lightning.__version__}
         self._attempt(lambda run: run.write_environment({"versions": found}))
         resumed = (run.path / "events.jsonl").stat().st_size > 0
-        self._record({"event": "start", "time": time.time(), "run_dir": str(run.path),
-                      "resumed": resumed})  # fmt: skip
+        self._record(
+            {"event": "start", "time": time.time(), "run_dir": str(run.path), "resumed": resumed}
+        )
 
     def _write_settings(self) -> None:
         own = {key: value for key, value in as_table(self._settings).items() if key in _OWN}

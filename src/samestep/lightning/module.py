@@ -8,21 +8,21 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from samestep.config import draft
 from samestep.data.keys import mix, mix_next
 from samestep.errors import UserError
-from samestep.evaluation import find_checkpoint
+from samestep.execution.evaluation import find_checkpoint
+from samestep.execution.request import draft
 from samestep.lightning.data import Part, choose_options, resolve, world_of
+from samestep.ranks.world import World
 from samestep.recipe import Recipe
+from samestep.run import checkpoints
 from samestep.settings import Settings
-from samestep.training import checkpoint
-from samestep.training.evaluate import Totals
+from samestep.training.evaluation import Totals
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.prepare import prepare
 from samestep.training.state import check_recipe, load_model, seed_alike
-from samestep.world import World
 
 
 class LitRecipe(pl.LightningModule):
@@ -39,9 +39,12 @@ class LitRecipe(pl.LightningModule):
     """
 
     def __init__(
-        self, recipe: Recipe | str, settings: Settings | None = None, options: object = None,
+        self,
+        recipe: Recipe | str,
+        settings: Settings | None = None,
+        options: object = None,
         model: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.recipe, self.settings = resolve(recipe, settings)
         if model is None:
@@ -70,7 +73,7 @@ class LitRecipe(pl.LightningModule):
         start = draft(str(Path(run).resolve()))
         module = cls(start.recipe, start.settings(), start.options())
         folder = Path(run) / "checkpoints"
-        state = checkpoint.load(folder, find_checkpoint(folder, name))
+        state = checkpoints.load(folder, find_checkpoint(folder, name))
         check_recipe(state, start.recipe.name)
         load_model(module.model, state)
         return module

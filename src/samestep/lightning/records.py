@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from samestep.execution.session import Task
 from samestep.lightning.data import Part
 from samestep.lightning.module import LitRecipe
-from samestep.session import Task
 from samestep.training.clock import Clock
 from samestep.training.loop import close_epoch, epoch_record, evaluate_job, file_name, judge, settle
 from samestep.training.parallel import tell_end_of_autograd
@@ -93,9 +93,13 @@ class Records(Callback):
             self._norm = float(nn.utils.get_total_norm(grads))
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Part,
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Part,
         batch_idx: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count a step once its last part is done."""
         del outputs, batch_idx
         if not batch.last:
@@ -135,11 +139,18 @@ class Records(Callback):
         if due or self._window.full:
             losses = self._window.read([position.step] if due else [], lr)
             for loss in losses:
-                self._task.emit({
-                    "event": "step", "step": position.step, "epoch": position.epoch + 1,
-                    "loss": loss, "grad_norm": self._norm, "lr": lr,
-                    "samples": position.samples, **self._clock.rate(position),
-                })  # fmt: skip
+                self._task.emit(
+                    {
+                        "event": "step",
+                        "step": position.step,
+                        "epoch": position.epoch + 1,
+                        "loss": loss,
+                        "grad_norm": self._norm,
+                        "lr": lr,
+                        "samples": position.samples,
+                        **self._clock.rate(position),
+                    }
+                )
                 self._clock.mark(position)
         if self._clock.shows():
             now = {"event": "progress", "step": position.step, "samples": position.samples}

@@ -2,9 +2,9 @@
 
 import math
 
-from samestep.phases import COMPUTE
 from samestep.profiling.measured import Measured
-from samestep.text import count
+from samestep.run.phase_names import COMPUTE
+from samestep.screen.words import count
 
 # What evaluations and checkpoints may take of the time: below it there is nothing to gain.
 _AFFORDABLE = 0.05

@@ -8,8 +8,8 @@ from typing import Any, cast
 from samestep.data.batches import Source
 from samestep.errors import UserError
 from samestep.profiling.tracing import unwritable
-from samestep.training import checkpoint
-from samestep.training.evaluate import evaluate
+from samestep.run import checkpoints
+from samestep.training.evaluation import evaluate
 from samestep.training.loop import Job, evaluation_batch
 from samestep.training.state import capture
 
@@ -35,9 +35,14 @@ def evaluation_seconds(job: Job) -> float:
     share = -(-job.validation.num_samples // job.world.world_size)
     part = _Part(job.validation)
     evaluate(
-        job.trainee.model, cast("Source", part), job.trainee.loss, job.metrics, world=job.world,
-        batch_size=batch, precision=job.settings.precision,
-    )  # fmt: skip
+        job.trainee.model,
+        cast("Source", part),
+        job.trainee.loss,
+        job.metrics,
+        world=job.world,
+        batch_size=batch,
+        precision=job.settings.precision,
+    )
     mine = part.seconds / max(1, part.batches) * -(-share // batch)
     return max(job.world.gather(mine))
 
@@ -67,7 +72,7 @@ def checkpoint_seconds(job: Job, path: Path) -> float:
 
     def write() -> None:
         try:
-            checkpoint.save(folder, _NAME, state)
+            checkpoints.save(folder, _NAME, state)
         except UserError as error:
             raise unwritable(folder / _NAME, error.__cause__) from error
         (folder / _NAME).unlink()

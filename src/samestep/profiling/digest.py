@@ -4,7 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from samestep.phases import COMPUTE
 from samestep.profiling.events import (
     COLLATE,
     READ,
@@ -20,6 +19,7 @@ from samestep.profiling.intervals import Interval, common, length, union
 from samestep.profiling.measured import Operations
 from samestep.profiling.on_device import kernels, split_device
 from samestep.profiling.on_host import split_host
+from samestep.run.phase_names import COMPUTE
 
 _READS_ITSELF = ("enumerate(DataLoader)#", "aten::_fused")
 _COLLATE = re.compile(r"aten::(stack|cat|concat|pin_memory)")
@@ -33,8 +33,9 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
         return Operations()
     waits = union(time for phase, time in phases if phase == "data")
     on_device = bool(kernels(events))
-    split = (split_device(events, compute, waits, steps) if on_device
-             else split_host(events, compute))  # fmt: skip
+    split = (
+        split_device(events, compute, waits, steps) if on_device else split_host(events, compute)
+    )
     whole = split.whole or 1.0
     top: dict[bool, dict[str, float]] = {kind: defaultdict(float) for kind in (True, False)}
     for name, duration in split.names.items():
@@ -61,10 +62,13 @@ def _count_reads(events: Sequence[Event]) -> int:
 
     Optimizers read their counters and loaders their seeds; all of these lie on the CPU.
     """
-    itself = Where(union(
-        span(event) for event in events
-        if event.get("ph") == "X" and event["name"].startswith(_READS_ITSELF)
-    ))  # fmt: skip
+    itself = Where(
+        union(
+            span(event)
+            for event in events
+            if event.get("ph") == "X" and event["name"].startswith(_READS_ITSELF)
+        )
+    )
     optimizers = Where(of_optimizers(events))
     reads = [event for event in calls(events) if event["name"] == READ]
     return sum(itself.of(one["ts"]) < 0 and optimizers.of(one["ts"]) < 0 for one in reads)
@@ -75,9 +79,10 @@ def _collate_share(events: Sequence[Event], waits: list[Interval]) -> float:
     if not waits:
         return 0.0
     spans = union(
-        span(event) for event in events
+        span(event)
+        for event in events
         if event.get("ph") == "X" and (event["name"] == COLLATE or _COLLATE.match(event["name"]))
-    )  # fmt: skip
+    )
     return length(common(spans, waits)) / length(waits)
 
 

@@ -55,8 +55,9 @@ def span(event: Event) -> Interval:
 
 def calls(events: Iterable[Event]) -> list[Event]:
     """Return the operations that the host called, in order."""
-    return sorted((e for e in events if e.get("cat") == "cpu_op"),
-                  key=lambda e: (e["ts"], -e["dur"]))  # fmt: skip
+    return sorted(
+        (e for e in events if e.get("cat") == "cpu_op"), key=lambda e: (e["ts"], -e["dur"])
+    )
 
 
 def phases_of(events: Iterable[Event]) -> list[tuple[str, Interval]]:
@@ -71,8 +72,11 @@ def phases_of(events: Iterable[Event]) -> list[tuple[str, Interval]]:
 
 def steps_of(events: Iterable[Event]) -> list[Interval]:
     """Return the begin and end of each step that the profiler was told of."""
-    ranges = (e for e in events if e.get("cat") == "user_annotation"
-              and e["name"].startswith("ProfilerStep#"))  # fmt: skip
+    ranges = (
+        e
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")
+    )
     return union(span(event) for event in ranges)
 
 

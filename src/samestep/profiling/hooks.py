@@ -207,7 +207,10 @@ def _alike(one: Any, other: Any) -> bool:
         return True
     sizes = [len(x.dataset) if hasattr(x.dataset, "__len__") else None for x in (one, other)]
     return (type(one.dataset), one.batch_size, sizes[0]) == (
-        type(other.dataset), other.batch_size, sizes[1])  # fmt: skip
+        type(other.dataset),
+        other.batch_size,
+        sizes[1],
+    )
 
 
 def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

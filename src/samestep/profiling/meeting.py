@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.files import read_object
 from samestep.profiling.tracing import write_whole
+from samestep.run.files import read_object
 
 _LOOK_EVERY_S = 0.001
 _JOIN_EVERY_S = 0.02

@@ -8,26 +8,27 @@ from typing import Any, cast
 
 import torch
 
-from samestep.config import Request
 from samestep.data.batches import Source, open_source
 from samestep.data.blocks import Block
 from samestep.data.memory import MemorySource
 from samestep.errors import UserError
+from samestep.execution.request import Request
+from samestep.execution.session import NATIVE, build_job, choose_path, describe
+from samestep.machine import usable_cores
+from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
 from samestep.profiling.measured import Measured, Rank
 from samestep.profiling.profile import Profile, Sweep
 from samestep.profiling.stages import Finished, Stages
 from samestep.profiling.sweep import ENDLESS, sweep, variant
 from samestep.profiling.tracing import Kept
-from samestep.profiling.verdict import judge
+from samestep.ranks.world import World
 from samestep.recipe import Splits
-from samestep.run import Run, new_run_path, usable_cores
-from samestep.session import NATIVE, build_job, choose_path, describe
+from samestep.run.directory import Run, new_run_path
 from samestep.training.loop import Job, train
 from samestep.training.precision import data_dtype
 from samestep.training.step import EagerStep, StepResult
 from samestep.training.stopping import Received
-from samestep.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +74,14 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
     job.train.close()
     traces = [f"traces/{p.name}" for p in sorted((path / "traces").glob("trace_*"))]
     return Profile(
-        name=request.recipe.name, path=path, measured=measured, verdict=judge(measured),
-        sweeps=sweeps, traces=tuple(traces), precision=request.settings.precision,
-    )  # fmt: skip
+        name=request.recipe.name,
+        path=path,
+        measured=measured,
+        verdict=judge(measured),
+        sweeps=sweeps,
+        traces=tuple(traces),
+        precision=request.settings.precision,
+    )
 
 
 def _check_batch_sizes(sizes: tuple[int, ...], job: Job) -> None:
@@ -168,9 +174,12 @@ def run_stages(job: Job, *, seconds: float, epoch: int | None = None) -> Stages:
 def endless(job: Job) -> Job:
     """Return the same job without an end, and without evaluations and checkpoints."""
     settings = replace(
-        job.settings, eval_every_steps=None, checkpoint_every_steps=None, patience=None,
+        job.settings,
+        eval_every_steps=None,
+        checkpoint_every_steps=None,
+        patience=None,
         checkpoint_every_minutes=None,
-    )  # fmt: skip
+    )
     return replace(
         job,
         settings=settings,
@@ -187,9 +196,13 @@ def _sweep(
 
     def source(workers: int) -> Source:
         return open_source(
-            splits.train, request.recipe, job.world, seed=job.settings.seed,
-            dtype=data_dtype(job.settings.precision), num_workers=workers,
-        )  # fmt: skip
+            splits.train,
+            request.recipe,
+            job.world,
+            seed=job.settings.seed,
+            dtype=data_dtype(job.settings.precision),
+            num_workers=workers,
+        )
 
     def candidate(**changes: Any) -> Job:
         settings = replace(job.settings, **changes)
@@ -206,12 +219,21 @@ def _sweep(
     sweeps = []
     best = job.settings.num_workers
     if wishes.workers:
-        sweeps.append(sweep(job.world, "num_workers", wishes.workers,
-                            lambda n: candidate(num_workers=n), look))  # fmt: skip
+        sweeps.append(
+            sweep(
+                job.world, "num_workers", wishes.workers, lambda n: candidate(num_workers=n), look
+            )
+        )
         best = sweeps[-1].best
     if wishes.batch_sizes:
-        sweeps.append(sweep(job.world, "batch_size", wishes.batch_sizes,
-                            lambda n: candidate(batch_size=n, num_workers=best)))  # fmt: skip
+        sweeps.append(
+            sweep(
+                job.world,
+                "batch_size",
+                wishes.batch_sizes,
+                lambda n: candidate(batch_size=n, num_workers=best),
+            )
+        )
     return tuple(sweeps)
 
 

@@ -15,14 +15,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from samestep.errors import UserError
-from samestep.garbage import take_up
+from samestep.machine import usable_cores
+from samestep.profiling.bottleneck import judge
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.measured import Measured, Operations, Rank
 from samestep.profiling.meeting import Left, Meeting
 from samestep.profiling.profile import Profile
 from samestep.profiling.stages import Finished, Span, Stages
-from samestep.profiling.verdict import judge
-from samestep.run import usable_cores
+from samestep.ranks.startup import resume_collections
 from samestep.training.phases import Phases
 
 
@@ -43,16 +43,25 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
         """Return the one line to show below the script's own error."""
         how = "an error" if isinstance(self.__cause__, Exception) else f"exit code {self.code}"
         steps = f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
-        what = "nothing was measured." if self.found is None else (
-            "the profile is of what was measured until then."
-        )  # fmt: skip
+        what = (
+            "nothing was measured."
+            if self.found is None
+            else ("the profile is of what was measured until then.")
+        )
         return f"{script.name} ended with {how} after {steps}: {what}"
 
 
 def profile_script(
-    script: Path, arguments: list[str], meeting: Meeting, *, local_ranks: int,
-    epoch: int | None = None, seconds: float = 3.0, quiet: bool = False, module: bool = False,
-) -> Profile | None:  # fmt: skip
+    script: Path,
+    arguments: list[str],
+    meeting: Meeting,
+    *,
+    local_ranks: int,
+    epoch: int | None = None,
+    seconds: float = 3.0,
+    quiet: bool = False,
+    module: bool = False,
+) -> Profile | None:
     """Run a script until some of its steps are measured and traced; return what rank 0 has to show.
 
     Args:
@@ -72,8 +81,13 @@ def profile_script(
     meeting.join()
     phases = Phases()
     hooks = Hooks(phases, several=meeting.world_size > 1)
-    stages = Stages(phases=phases, agree=meeting.agree, seconds=seconds, epoch=epoch,
-                    whole_epochs=lambda: hooks.loader is not None)  # fmt: skip
+    stages = Stages(
+        phases=phases,
+        agree=meeting.agree,
+        seconds=seconds,
+        epoch=epoch,
+        whole_epochs=lambda: hooks.loader is not None,
+    )
     hooks.on_step, hooks.on_epoch = stages.at, stages.epoch_begins
     hooks.on_profiler = stages.script_profiles
     hooks.on_device = lambda phases: setattr(stages, "phases", phases)
@@ -112,7 +126,7 @@ def _run(script: Path, arguments: list[str], *, module: bool) -> None:
     before, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(Path.cwd() if module else script.parent.resolve()))
-    take_up()  # its collections are part of what is measured
+    resume_collections()  # its collections are part of what is measured
     try:
         if module:
             runpy.run_module(str(script), run_name="__main__", alter_sys=True)
@@ -202,7 +216,7 @@ def _unequal(script: Path, theirs: int, rank: int, own: int) -> UserError:
     return UserError(
         f"Rank 0 of {script} ended after {theirs:,} optimizer steps, and rank {rank} still runs "
         f"after {own:,}: ranks that are profiled together have to take equally many. Profile it "
-        "with --nproc 1, or give all ranks as much data.",
+        "with --nproc 1, or give all ranks as much data."
     )
 
 
@@ -233,8 +247,10 @@ def _rank(found: dict[str, Any]) -> Rank:
     """Return a rank as it came out of JSON, which knows no tuples."""
     operations, memory = found["operations"], found["memory"]
     if operations is not None:
-        top = {key: tuple((name, share) for name, share in operations[key])
-               for key in ("top_matmul", "top_memory")}  # fmt: skip
+        top = {
+            key: tuple((name, share) for name, share in operations[key])
+            for key in ("top_matmul", "top_memory")
+        }
         operations = Operations(**{**operations, **top})
     return Rank(
         phases=found["phases"],
@@ -246,9 +262,13 @@ def _rank(found: dict[str, Any]) -> Rank:
 
 
 def _profile(
-    script: Path, found: list[dict[str, Any]], span: Span, hooks: Hooks,
-    meeting: Meeting, local_ranks: int,
-) -> Profile:  # fmt: skip
+    script: Path,
+    found: list[dict[str, Any]],
+    span: Span,
+    hooks: Hooks,
+    meeting: Meeting,
+    local_ranks: int,
+) -> Profile:
     loader, optimizer = hooks.loader, hooks.optimizer
     assert optimizer is not None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -271,5 +291,10 @@ def _profile(
         profiled_itself=any(each["profiled_itself"] for each in found),
     )
     traces = [each["trace"] for each in found if each["trace"] is not None]
-    return Profile(name=script.name, path=meeting.folder, measured=measured,
-                   verdict=judge(measured), traces=tuple(traces))  # fmt: skip
+    return Profile(
+        name=script.name,
+        path=meeting.folder,
+        measured=measured,
+        verdict=judge(measured),
+        traces=tuple(traces),
+    )

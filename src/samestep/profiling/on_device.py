@@ -33,8 +33,9 @@ def split_device(
     arithmetic = union(span(event) for event in computing if multiplies(event["name"]))
     all_of_it = union(span(event) for event in computing)
     idle = without([window], union([*(span(event) for event in ran), *waits]))
-    syncs = union(span(e) for e in events
-                  if e.get("cat") == "cuda_runtime" and _WAITS.match(e["name"]))  # fmt: skip
+    syncs = union(
+        span(e) for e in events if e.get("cat") == "cuda_runtime" and _WAITS.match(e["name"])
+    )
     # The device runs dry while the host waits for it, and idles until the host has caught up.
     waited = lengths_in(idle, syncs)
     drained = [gap for gap, seconds in zip(idle, waited, strict=True) if seconds > 0]

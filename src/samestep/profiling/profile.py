@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.profiling.bottleneck import Verdict
 from samestep.profiling.measured import Measured
 from samestep.profiling.tracing import write_whole
-from samestep.profiling.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

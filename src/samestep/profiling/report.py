@@ -7,9 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from samestep.profiling.advice import milliseconds
+from samestep.profiling.bottleneck import Verdict
 from samestep.profiling.measured import Measured, Rank
 from samestep.profiling.profile import Profile, Sweep
-from samestep.profiling.verdict import Verdict
 
 _ALL = 0.999
 _MOST_COLUMNS = 4
@@ -79,14 +79,15 @@ def _phases(measured: Measured, verdict: Verdict) -> Table:
     table.add_column("share", justify="right")
     shared = {"evaluation": measured.evaluation, "checkpoint": measured.checkpoint}
     for phase, name in PHASE_NAMES.items():
-        values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0)
-                  for rank in columns.values()]  # fmt: skip
+        values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0) for rank in columns.values()]
         present = any(phase in rank.phases for rank in columns.values())
         if not present and not any(values):
             continue
-        mean = values[0] if len(values) == 1 else (
-            measured.typical.phases.get(phase, 0.0) + shared.get(phase, 0.0)
-        )  # fmt: skip
+        mean = (
+            values[0]
+            if len(values) == 1
+            else (measured.typical.phases.get(phase, 0.0) + shared.get(phase, 0.0))
+        )
         cells = [_number(value) for value in values]
         table.add_row(name, *cells, f"{mean / verdict.step:.0%}")
     totals = [rank.step + sum(shared.values()) for rank in columns.values()]
@@ -102,8 +103,10 @@ def _columns(measured: Measured) -> dict[str, Rank]:
         names = [f"rank {number}" for number in range(len(ranks))] if len(ranks) > 1 else [""]
         return dict(zip(names, ranks, strict=True))
     slowest = measured.slowest
-    return {f"rank {ranks.index(measured.typical)}": measured.typical,
-            f"rank {slowest} (slowest)": ranks[slowest]}  # fmt: skip
+    return {
+        f"rank {ranks.index(measured.typical)}": measured.typical,
+        f"rank {slowest} (slowest)": ranks[slowest],
+    }
 
 
 def _number(seconds: float) -> str:
@@ -150,14 +153,24 @@ def _ceiling(verdict: Verdict) -> str:
 
 def _sweep(one: Sweep) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in (f"--{one.setting.replace('_', '-')}", "ms a step", "of it waiting",
-                    "samples/s", "ratio", "to best before"):  # fmt: skip
+    for heading in (
+        f"--{one.setting.replace('_', '-')}",
+        "ms a step",
+        "of it waiting",
+        "samples/s",
+        "ratio",
+        "to best before",
+    ):
         table.add_column(heading, justify="right")
     for row in one.rows:
         spread = "" if row is one.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
         mark = " *" if row.value == one.best else "  "
         table.add_row(
-            f"{row.value}{mark}", _number(row.seconds), _number(row.data),
-            f"{row.samples_per_s:,.0f}", f"{row.ratio:.2f}", spread,
-        )  # fmt: skip
+            f"{row.value}{mark}",
+            _number(row.seconds),
+            _number(row.data),
+            f"{row.samples_per_s:,.0f}",
+            f"{row.ratio:.2f}",
+            spread,
+        )
     return table

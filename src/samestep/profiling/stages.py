@@ -239,8 +239,12 @@ class Stages:
             self.span = span if span.steps >= 2 else None
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(step=self.step, at=time.perf_counter(), phases=self.phases.running(),
-                        clocks=core_clocks())  # fmt: skip
+        return Snapshot(
+            step=self.step,
+            at=time.perf_counter(),
+            phases=self.phases.running(),
+            clocks=core_clocks(),
+        )
 
 
 def _between(start: Snapshot, end: Snapshot, left_out: Sequence[Snapshot]) -> Span:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from samestep.data.batches import Source
 from samestep.profiling.profile import Row, Sweep
-from samestep.run import Record
+from samestep.ranks.world import World
+from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.clock import Position
 from samestep.training.compiled import make_step, what_compiles
@@ -16,7 +17,6 @@ from samestep.training.loop import Job, train
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.stopping import Agreement, Received
-from samestep.world import World
 
 ROUNDS, MOST_ROUNDS = 3, 7
 _WIDE = 0.15
@@ -63,9 +63,12 @@ class Turn(NamedTuple):
 
 
 def sweep(
-    world: World, setting: str, values: Sequence[int], make: Callable[[int], Job],
+    world: World,
+    setting: str,
+    values: Sequence[int],
+    make: Callable[[int], Job],
     look: Callable[[Job], None] = lambda _job: None,
-) -> Sweep:  # fmt: skip
+) -> Sweep:
     """Try values in ascending order, each in turns with the best so far; return what to use.
 
     Args:
@@ -99,8 +102,14 @@ def sweep(
     rows = tuple(_row(one, tried[0].candidate) for one in tried)
     left = tuple(ordered[len(tried) :])
     sure = not any(_spread([row.low, row.high]) > _UNSURE and row.low < 1 for row in rows)
-    return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, sure=sure,
-                 why=_why(left, rows, sure=sure))  # fmt: skip
+    return Sweep(
+        setting=setting,
+        rows=rows,
+        best=best.value,
+        skipped=left,
+        sure=sure,
+        why=_why(left, rows, sure=sure),
+    )
 
 
 @dataclass
@@ -146,21 +155,40 @@ def variant(job: Job, settings: Settings, source: Source) -> Job:
     plan = make_plan(settings, source.num_samples, world.world_size, resumed=False)
     phases = make_phases(world.device)
     compiles = what_compiles(settings, world, job.trainee.model)
-    step = make_step(compiles, job.trainee, settings, world, plan,
-                     source.steps_per_block(plan.global_batch_size), phases)  # fmt: skip
+    step = make_step(
+        compiles,
+        job.trainee,
+        settings,
+        world,
+        plan,
+        source.steps_per_block(plan.global_batch_size),
+        phases,
+    )
     return replace(
-        job, settings=settings, plan=replace(plan, total_steps=ENDLESS), step=step, train=source,
-        validation=None, position=Position(), phases=phases, loss_sum=0.0,
-        agreement=Agreement(world, Received(), None), save=lambda *_: {"event": "checkpoint"},
-    )  # fmt: skip
+        job,
+        settings=settings,
+        plan=replace(plan, total_steps=ENDLESS),
+        step=step,
+        train=source,
+        validation=None,
+        position=Position(),
+        phases=phases,
+        loss_sum=0.0,
+        agreement=Agreement(world, Received(), None),
+        save=lambda *_: {"event": "checkpoint"},
+    )
 
 
 def _open(value: int, job: Job, world: World) -> Candidate:
     """Make a candidate, and let it train for a moment: workers start, and its speed shows."""
     job.settings = replace(
-        job.settings, log_every=1, eval_every_steps=None, checkpoint_every_steps=None,
-        checkpoint_every_minutes=None, patience=None,
-    )  # fmt: skip
+        job.settings,
+        log_every=1,
+        eval_every_steps=None,
+        checkpoint_every_steps=None,
+        checkpoint_every_minutes=None,
+        patience=None,
+    )
     workers = job.settings.num_workers
     prefetched = 2 * workers + 2 if workers else 1
     records = _steps(job)

@@ -14,10 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from samestep.errors import UserError
-from samestep.files import write_atomically
 from samestep.profiling.digest import digest
 from samestep.profiling.events import FLOOR, MARK, phases_of
 from samestep.profiling.measured import Operations
+from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
 _FLOOR_OPERATIONS = 200
@@ -165,10 +165,17 @@ def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
     ]
     ranges = [
-        {"ph": "X", "cat": "phase", "name": phase, "pid": pid, "tid": 0,
-         "ts": begin, "dur": end - begin}
+        {
+            "ph": "X",
+            "cat": "phase",
+            "name": phase,
+            "pid": pid,
+            "tid": 0,
+            "ts": begin,
+            "dur": end - begin,
+        }
         for phase, (begin, end) in phases_of(events)
-    ]  # fmt: skip
+    ]
     return [*named, *ranges]
 
 

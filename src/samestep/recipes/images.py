@@ -13,13 +13,13 @@ from samestep.data.images.crops import middle, scaled_crops_and_flips
 from samestep.data.images.dataset import ImageFiles
 from samestep.data.images.decode import SMALL, decode, pillow, shorter_edge, stored_side
 from samestep.data.images.folders import Files, class_names, find_files
-from samestep.data.images.together import Cache, make_ready
+from samestep.data.images.preparation import Cache, make_ready
 from samestep.data.keys import uniform
 from samestep.data.splits import split_indices
 from samestep.errors import UserError
 from samestep.models.resnet import Stem, resnet18
+from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.world import World
 
 # Mean and standard deviation of ImageNet's training pixels, per channel, as everyone takes them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -91,15 +91,17 @@ def _fitting_size(root: Path, classes: tuple[str, ...]) -> int:
 def data(options: ImagesOptions) -> Splits:
     """Find the files; they are read when all ranks are there to share the work."""
     root = Path(options.data_dir)
-    parts = {name: find_files(root, name, options.classes) for name in
-             ("train", "validation", "test")}  # fmt: skip
+    parts = {
+        name: find_files(root, name, options.classes) for name in ("train", "validation", "test")
+    }
     found = _split_off({name: files for name, files in parts.items() if files}, options)
     side = stored_side(_size(options))
 
     def together(world: World, wanted: Collection[str]) -> Splits:
         chosen = {name: files for name, files in found.items() if name in wanted}
-        ready = make_ready(chosen, side, world, cache=options.cache,
-                           max_corrupt=options.max_corrupt)  # fmt: skip
+        ready = make_ready(
+            chosen, side, world, cache=options.cache, max_corrupt=options.max_corrupt
+        )
         return Splits(
             train=ready.splits.get("train", splits.train),
             validation=ready.splits.get("validation"),

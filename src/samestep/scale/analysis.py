@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.scale.study import Measured, Measurement, Mode, Segment, Setup, Study
-from samestep.text import count
-from samestep.text import ranks as ranks_in_words
+from samestep.screen.words import count
+from samestep.screen.words import ranks as ranks_in_words
 
 DRAWS = 1000
 BUSY = 0.3
@@ -80,8 +80,14 @@ def analyse(
         mode: [result(by_setup[setup], base, mode) for setup in study.of(mode)] for mode in modes
     }
     crowded = {one.setup.ranks: is_crowded(one, busy) for one in found}
-    return Report(recipe=recipe, study=study, results=results, seconds=seconds, crowded=crowded,
-                  warnings=[*study.left_out, *warnings(found, busy)])  # fmt: skip
+    return Report(
+        recipe=recipe,
+        study=study,
+        results=results,
+        seconds=seconds,
+        crowded=crowded,
+        warnings=[*study.left_out, *warnings(found, busy)],
+    )
 
 
 def result(one: Measured, base: Measured, mode: Mode) -> Result:

@@ -10,16 +10,17 @@ from typing import Any
 import msgspec
 import torch
 
-from samestep.config import Request
-from samestep.files import write_text
+from samestep.execution.request import Request
+from samestep.execution.session import NATIVE, Engine, Task, run_session
+from samestep.machine import usable_cores
+from samestep.ranks.world import World
 from samestep.recipe import Splits
-from samestep.run import Record, usable_cores
+from samestep.run.files import write_text
+from samestep.run.records import Record
 from samestep.scale.study import FILE, Measurement, Segment
-from samestep.session import NATIVE, Engine, Task, run_session
 from samestep.settings import Settings
 from samestep.training.loop import Job, epoch_record, train
 from samestep.training.stopping import Received
-from samestep.world import World
 
 SEGMENTS = 8
 _WARM_STEPS, _WARM_S = 5, 0.3
@@ -31,9 +32,13 @@ Account = dict[str, float]
 
 
 def measure(
-    request: Request, world: World, received: Received, sizes: tuple[int, int, str], seconds: float,
+    request: Request,
+    world: World,
+    received: Received,
+    sizes: tuple[int, int, str],
+    seconds: float,
     started_at: float,
-) -> int:  # fmt: skip
+) -> int:
     """Train for some seconds and leave a `Measurement` in the run's directory.
 
     Args:
@@ -50,11 +55,18 @@ def measure(
     global_batch, batch, path = sizes
     stopwatch = _Stopwatch(received, seconds)
     outcome = run_session(
-        replace(request, recipe=replace(request.recipe, data=_training_part(request.recipe.data)),
-                settings=_settings(request.settings, global_batch, batch, path)),
-        world, received=received, show=_ignore, begin=_ignore, started_at=started_at,
+        replace(
+            request,
+            recipe=replace(request.recipe, data=_training_part(request.recipe.data)),
+            settings=_settings(request.settings, global_batch, batch, path),
+        ),
+        world,
+        received=received,
+        show=_ignore,
+        begin=_ignore,
+        started_at=started_at,
         engine=Engine(wrap=NATIVE.wrap, drive=stopwatch.drive),
-    )  # fmt: skip
+    )
     if outcome.signum == 0:
         facts = world.gather((world.node, _gpu(world), tuple(sorted(usable_cores()))))
         here = [fact for fact in facts if fact[0] == world.node]
@@ -90,11 +102,21 @@ def _training_part(data: Any) -> Any:
 
 def _settings(settings: Settings, global_batch: int, batch: int, path: str) -> Settings:
     return replace(
-        settings, run_dir=path, epochs=None, max_steps=_FOREVER, global_batch_size=global_batch,
-        batch_size=batch, accumulate=None, patience=None, monitor=None, keep_top_k=None,
-        eval_every_steps=None, checkpoint_every_steps=None, checkpoint_every_minutes=None,
+        settings,
+        run_dir=path,
+        epochs=None,
+        max_steps=_FOREVER,
+        global_batch_size=global_batch,
+        batch_size=batch,
+        accumulate=None,
+        patience=None,
+        monitor=None,
+        keep_top_k=None,
+        eval_every_steps=None,
+        checkpoint_every_steps=None,
+        checkpoint_every_minutes=None,
         checkpoint_every_epochs=_FOREVER,
-    )  # fmt: skip
+    )
 
 
 class _Stopwatch:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from samestep.scale.analysis import Interval, Report, Result, reasons
 from samestep.scale.study import Mode
-from samestep.text import count, wrapped
+from samestep.screen.words import count, wrapped
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -42,9 +42,10 @@ def _table(mode: Mode, results: list[Result]) -> Iterator[str]:
         speed_up = "1" if base else f"{one.speed_up:.2f} {_span(one.speed_up_interval, '{:.2f}')}"
         low, high = one.efficiency_interval
         efficiency = (
-            "100 %" if base
+            "100 %"
+            if base
             else f"{100 * one.efficiency:.0f} % {_span((100 * low, 100 * high), '{:.0f}')}"
-        )  # fmt: skip
+        )
         yield (
             f"{one.setup.ranks:>7}{one.setup.global_batch_size:>8,}{one.samples_per_s:>12,.0f}"
             f"{sum(one.phases.values()):>11.3f}{speed_up:>20}{efficiency:>19}"
@@ -63,10 +64,21 @@ def _phases(results: list[Result]) -> Iterator[str]:
     lost = "".join(f"{'lost, ' + str(one.setup.ranks):>11}" for one in more)
     yield ""
     yield f"{'ms of a step':<14}{head}{lost}"
-    rows = [(name, [one.phases.get(name, 0.0) for one in results],
-             [one.lost.get(name, 0.0) for one in more]) for name in names]  # fmt: skip
-    rows.append(("together", [sum(one.phases.values()) for one in results],
-                 [sum(one.lost.values()) for one in more]))  # fmt: skip
+    rows = [
+        (
+            name,
+            [one.phases.get(name, 0.0) for one in results],
+            [one.lost.get(name, 0.0) for one in more],
+        )
+        for name in names
+    ]
+    rows.append(
+        (
+            "together",
+            [sum(one.phases.values()) for one in results],
+            [sum(one.lost.values()) for one in more],
+        )
+    )
     for name, values, losses in rows:
         yield (
             f"  {name:<12}"

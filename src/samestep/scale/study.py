@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from samestep.errors import UserError
+from samestep.screen.words import count
 from samestep.settings import Settings
-from samestep.text import count
 from samestep.training.plan import make_plan
 
 Mode = Literal["weak", "strong"]
@@ -130,8 +130,9 @@ def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) 
     for ranks in sizes[1:]:
         for mode in modes:
             total = per_rank * ranks if mode == "weak" else first["global_batch_size"]
-            wanted = replace(settings, global_batch_size=total, batch_size=first["batch_size"],
-                             accumulate=None)  # fmt: skip
+            wanted = replace(
+                settings, global_batch_size=total, batch_size=first["batch_size"], accumulate=None
+            )
             try:
                 setups.append(Setup(mode=mode, ranks=ranks, **_sizes(wanted, ranks)))
             except UserError as error:
@@ -177,15 +178,25 @@ def run_study(
             if not setups:
                 continue  # left out, now that the size of the training set is known
             runs = [folder / f"{s.mode}-{ranks}-round-{number}" for s in setups]
-            launch(ranks, Task(seconds=seconds, setups=[
-                (s.global_batch_size, s.batch_size, str(run))
-                for s, run in zip(setups, runs, strict=True)
-            ]))  # fmt: skip
+            launch(
+                ranks,
+                Task(
+                    seconds=seconds,
+                    setups=[
+                        (s.global_batch_size, s.batch_size, str(run))
+                        for s, run in zip(setups, runs, strict=True)
+                    ],
+                ),
+            )
             for setup, run in zip(setups, runs, strict=True):
                 found[setup].append(read_measurement(run))
             study = _without_too_large(study, found[study.base][0].num_samples)
-            speeds = ", ".join(f"{s.mode} {_speed(found[s][-1]):,.0f}" if s is not study.base
-                               else f"{_speed(found[s][-1]):,.0f}" for s in setups)  # fmt: skip
+            speeds = ", ".join(
+                f"{s.mode} {_speed(found[s][-1]):,.0f}"
+                if s is not study.base
+                else f"{_speed(found[s][-1]):,.0f}"
+                for s in setups
+            )
             tell(f"round {number} of {rounds}, {count(ranks, 'rank')}: {speeds} samples/s")
     return study, [Measured(setup=setup, rounds=found[setup]) for setup in study.setups]
 

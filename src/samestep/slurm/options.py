@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import UseAppendAction
 
 from samestep.errors import UserError
-from samestep.run import names_secret
+from samestep.run.environment import names_secret
 
 Words = Annotated[tuple[str, ...], UseAppendAction]
 
@@ -83,9 +83,15 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         """Check what sbatch would refuse, and what it would take and misunderstand."""
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ntasks_per_node", 1),
-                            ("cpus_per_task", 1), ("restarts", 0), ("max_restarts", 0),
-                            ("signal_s", _SHORTEST_WARNING_S)):  # fmt: skip
+        for name, least in (
+            ("nodes", 1),
+            ("gpus_per_node", 0),
+            ("ntasks_per_node", 1),
+            ("cpus_per_task", 1),
+            ("restarts", 0),
+            ("max_restarts", 0),
+            ("signal_s", _SHORTEST_WARNING_S),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{_flag(name)} is {value}; it must be {least} or more.")
@@ -135,8 +141,9 @@ def seconds(time: str) -> int:
         found.get("days", 0) * 86400
         + (found.get("dhours", 0) + found.get("hours", 0)) * 3600
         + (found.get("dminutes", 0) + found.get("minutes", 0) + found.get("only", 0)) * 60
-        + found.get("dseconds", 0) + found.get("seconds", 0)
-    )  # fmt: skip
+        + found.get("dseconds", 0)
+        + found.get("seconds", 0)
+    )
     if total == 0:
         raise UserError(
             f"--time {time} cannot be read as a time limit. Write minutes (90), HH:MM:SS "

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.files import read_object
-from samestep.run import Record, read_records
+from samestep.run.files import read_object
+from samestep.run.records import Record, read_records
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.run import is_run
+from samestep.run.directory import is_run
 from samestep.slurm.options import seconds
 from samestep.slurm.script import MARK
 from samestep.slurm.tools import ToolError, call
 
 ENDED = frozenset(
-    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE",
-     "BOOT_FAIL", "PREEMPTED"}
-)  # fmt: skip
+    {
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "DEADLINE",
+        "BOOT_FAIL",
+        "PREEMPTED",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Literal
 
+from samestep.slurm.job_end import BEGUN
 from samestep.slurm.options import JobOptions, assignment, dependency
-from samestep.slurm.verdict import BEGUN
 
 MARK = "samestep:"
 """What a job's comment begins with; the run directory follows."""
@@ -74,13 +74,15 @@ def _head(job: Job) -> str:
         directives.append("#SBATCH --kill-on-invalid-dep=yes")
     directives.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
     directives += [f"#SBATCH {option}" for option in options.sbatch]
-    return "\n".join([
-        "#!/usr/bin/env bash",
-        f"# {job.title}",
-        "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
-        *directives,
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            f"# {job.title}",
+            "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
+            *directives,
+            "",
+        ]
+    )
 
 
 def _cpus_per_task(options: JobOptions) -> int | None:

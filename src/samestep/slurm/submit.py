@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.files import cannot_write, write_text
+from samestep.run.files import cannot_write, write_text
 from samestep.slurm.options import JobOptions, refuse_secret_flags
 from samestep.slurm.queue import jobs_of
 from samestep.slurm.script import Job, write_script
@@ -41,10 +41,22 @@ _VARIABLES = {
     "bb": ("BURST_BUFFER",),
 }
 _SHORT = {
-    "-A": "account", "-C": "constraint", "-e": "error", "-G": "gpus", "-i": "input",
-    "-J": "job-name", "-k": "no-kill", "-m": "distribution", "-M": "clusters", "-o": "output",
-    "-O": "overcommit", "-p": "partition", "-q": "qos", "-S": "core-spec", "-t": "time",
-}  # fmt: skip
+    "-A": "account",
+    "-C": "constraint",
+    "-e": "error",
+    "-G": "gpus",
+    "-i": "input",
+    "-J": "job-name",
+    "-k": "no-kill",
+    "-m": "distribution",
+    "-M": "clusters",
+    "-o": "output",
+    "-O": "overcommit",
+    "-p": "partition",
+    "-q": "qos",
+    "-S": "core-spec",
+    "-t": "time",
+}
 
 
 def make_job(target: Target, options: JobOptions, folder: Path) -> Job:
@@ -153,8 +165,11 @@ def _refused(error: ToolError, script: str) -> UserError:
     lines = script.splitlines()
     for pattern, directive in _MEANS:
         if re.search(pattern, error.said, re.IGNORECASE):
-            found = [(n, line) for n, line in enumerate(lines, 1)
-                     if line.startswith(f"#SBATCH --{directive}=")]  # fmt: skip
+            found = [
+                (n, line)
+                for n, line in enumerate(lines, 1)
+                if line.startswith(f"#SBATCH --{directive}=")
+            ]
             if found:
                 number, line = found[0]
                 return UserError(f"sbatch refused the job:\n{error.said}\nLine {number}: {line}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.errors import UserError
-from samestep.run import is_run, new_run_path
+from samestep.run.directory import is_run, new_run_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,10 @@ def _is_recipe_file(path: Path) -> bool:
         name
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom)
-                     else [alias.name for alias in node.names])
-    }  # fmt: skip
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
+    }
     return "recipe" in named and any(name.split(".")[0] == "samestep" for name in imported)

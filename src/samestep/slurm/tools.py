@@ -39,9 +39,13 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
         raise UserError(NO_SLURM.format(name=name))
     try:
         done = subprocess.run(
-            [name, *arguments], capture_output=True, text=True, check=False,
-            timeout=_TIMEOUT_S, env=_environment(name, without),
-        )  # fmt: skip
+            [name, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
+            env=_environment(name, without),
+        )
     except subprocess.TimeoutExpired:
         raise UserError(
             f"`{name}` got no answer from Slurm within {_TIMEOUT_S:.0f} s. Try `scontrol ping`: "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from samestep.run import names_secret
+from samestep.run.environment import names_secret
 
 _LOOK_S = 5.0
 _OFF = ("0", "false", "no", "off")

@@ -11,22 +11,37 @@ COUNTS_AT_END = True
 """Offline, what was written counts once it is packed."""
 
 # Comet would describe this process, not the training, and keep its source.
-_NOT = ("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch",
-        "log_env_details", "auto_output_logging", "auto_param_logging", "auto_metric_logging",
-        "auto_log_co2")  # fmt: skip
+_NOT = (
+    "log_code",
+    "log_graph",
+    "parse_args",
+    "log_git_metadata",
+    "log_git_patch",
+    "log_env_details",
+    "auto_output_logging",
+    "auto_param_logging",
+    "auto_metric_logging",
+    "auto_log_co2",
+)
 
 
 def start(run: TrackedRun) -> Started:
     """Open the experiment: its key is our id, so that it is the same whenever the run goes on."""
     config = comet_ml.ExperimentConfig(
-        offline_directory=str(run.folder), name=run.name, tags=list(run.tags),
-        display_summary_level=0, **dict.fromkeys(_NOT, False),
-    )  # fmt: skip
+        offline_directory=str(run.folder),
+        name=run.name,
+        tags=list(run.tags),
+        display_summary_level=0,
+        **dict.fromkeys(_NOT, False),
+    )
     client = comet_ml.start(
-        online=not run.offline, experiment_key=run.id, workspace=run.workspace,
-        project_name=run.project, mode="get_or_create",
+        online=not run.offline,
+        experiment_key=run.id,
+        workspace=run.workspace,
+        project_name=run.project,
+        mode="get_or_create",
         experiment_config=config,
-    )  # fmt: skip
+    )
     if not client.alive:
         raise ConnectionError("Comet has not taken the experiment")
     client.log_parameters(dict(run.settings))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.run import Record
+from samestep.run.records import Record
 from samestep.tracking.contract import Entry, Scalar
 
 SYSTEM = Path("tracking", "system.jsonl")
@@ -67,8 +67,11 @@ class _Lines:
                     if not lines[-1].endswith(b"\n"):
                         self.torn = True  # it is being written, or was torn off by a kill
                         lines.pop()  # and is read from its beginning next time
-                    chunk = [(n, r) for n, text in enumerate(lines, self.num_read)
-                             if (r := self._parse(n, text)) is not None]  # fmt: skip
+                    chunk = [
+                        (n, r)
+                        for n, text in enumerate(lines, self.num_read)
+                        if (r := self._parse(n, text)) is not None
+                    ]
                     self._offset += sum(map(len, lines))
                     self.num_read += len(lines)
                     yield chunk

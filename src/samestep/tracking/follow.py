@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.files import Held, hold, read_object
+from samestep.run.files import Held, hold, read_object
 from samestep.tracking.access import why_unreachable
 from samestep.tracking.channel import Commands, Order, Voice
 from samestep.tracking.contract import Entry, Result, Scalar, Started, TrackedRun
@@ -96,8 +96,14 @@ def follow(order: Order, commands: Commands, voice: Voice, guard: Guard) -> None
         raise UserError(f"{why}, and nothing was sent")
     lock = _wait_for_lock(path / FOLDER / f"{order.name}.lock", order.timeout_s)
     try:
-        open_run = _start(order, path, module, offline=order.offline or why is not None,
-                          guard=guard, scrub=voice.scrub)  # fmt: skip
+        open_run = _start(
+            order,
+            path,
+            module,
+            offline=order.offline or why is not None,
+            guard=guard,
+            scrub=voice.scrub,
+        )
         offline = open_run.account is open_run.ledger.offline
         voice.tell(link=open_run.account.link, offline=offline, why=why)
         _follow_to_end(open_run, commands, guard, sampler)
@@ -119,9 +125,14 @@ def _wait_for_lock(path: Path, patience_s: float) -> Any:
 
 
 def _start(
-    order: Order, path: Path, module: ModuleType, *, offline: bool, guard: Guard,
+    order: Order,
+    path: Path,
+    module: ModuleType,
+    *,
+    offline: bool,
+    guard: Guard,
     scrub: Callable[[str], str],
-) -> _Open:  # fmt: skip
+) -> _Open:
     """Open the run at the tracker, and find out what it has."""
     ledger = read_ledger(path, order.name)
     account = ledger.account(offline=offline)
@@ -144,9 +155,15 @@ def _start(
         account.lines = started.lines
     write_ledger(path, order.name, ledger)
     return _Open(
-        order=order, path=path, module=module, client=started.client, entries=entries,
-        ledger=ledger, account=account, counts_at_end=counts_at_end,
-    )  # fmt: skip
+        order=order,
+        path=path,
+        module=module,
+        client=started.client,
+        entries=entries,
+        ledger=ledger,
+        account=account,
+        counts_at_end=counts_at_end,
+    )
 
 
 def _shown(folder: Path) -> str:
@@ -179,12 +196,21 @@ def _tracked_run(
     facts = {key: environment[key] for key in _FACTS if key in environment}
     facts |= {key: start[key] for key in _SIZES if key in start}
     return TrackedRun(
-        path=path, folder=path / FOLDER / order.name, id=ledger.id, known=account.run,
-        offline=offline, project=order.project, name=order.run_name or path.resolve().name,
-        workspace=order.workspace, tags=order.tags, settings=scalars(settings),
-        facts=scalars(facts), started_at=start.get("time", time.time()),
-        timeout_s=order.timeout_s, pid=order.pid if order.live else None,
-    )  # fmt: skip
+        path=path,
+        folder=path / FOLDER / order.name,
+        id=ledger.id,
+        known=account.run,
+        offline=offline,
+        project=order.project,
+        name=order.run_name or path.resolve().name,
+        workspace=order.workspace,
+        tags=order.tags,
+        settings=scalars(settings),
+        facts=scalars(facts),
+        started_at=start.get("time", time.time()),
+        timeout_s=order.timeout_s,
+        pid=order.pid if order.live else None,
+    )
 
 
 def first_start(path: Path) -> dict[str, Any]:

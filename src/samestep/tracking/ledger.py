@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from samestep.errors import UserError
-from samestep.files import write_text
+from samestep.run.files import write_text
 
 FOLDER = "tracking"
 """In a run directory: a ledger, a log and a folder of files for each tracker."""

@@ -38,18 +38,25 @@ def start(run: TrackedRun) -> Started:
     lines = None
     if known is None:
         experiment = store.get_experiment_by_name(run.project)
-        number = (experiment.experiment_id if experiment
-                  else store.create_experiment(run.project, place))  # fmt: skip
+        number = (
+            experiment.experiment_id if experiment else store.create_experiment(run.project, place)
+        )
         known = store.create_run(number, int(run.started_at * 1000), run_name=run.name)
         lines = 0  # whatever another server has of it, this one has nothing
     identifier, number = known.info.run_id, known.info.experiment_id
     tags = {"samestep.id": run.id} | ({"tags": ", ".join(run.tags)} if run.tags else {})
     tags |= {f"facts.{key}": str(value) for key, value in run.facts.items()}
     # A parameter cannot change; a setting that did, when the run was resumed, becomes a tag.
-    tags |= {f"resumed.{key}": str(value) for key, value in run.settings.items()
-             if known.data.params.get(_name(key), str(value)) != str(value)}  # fmt: skip
-    new = [Param(_name(k), str(v)) for k, v in run.settings.items()
-           if _name(k) not in known.data.params]  # fmt: skip
+    tags |= {
+        f"resumed.{key}": str(value)
+        for key, value in run.settings.items()
+        if known.data.params.get(_name(key), str(value)) != str(value)
+    }
+    new = [
+        Param(_name(k), str(v))
+        for k, v in run.settings.items()
+        if _name(k) not in known.data.params
+    ]
     for first in range(0, max(len(new), 1), _MOST):
         store.log_batch(identifier, params=new[first : first + _MOST])
     store.log_batch(identifier, tags=[RunTag(_name(k), v) for k, v in tags.items()])
@@ -81,8 +88,10 @@ def record(client: _Client, entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
             client.store.log_artifact(client.run, str(entry.file), "checkpoints")
-        metrics += [Metric(_name(key), value, int(entry.time * 1000), entry.at)
-                    for key, value in entry.values.items()]  # fmt: skip
+        metrics += [
+            Metric(_name(key), value, int(entry.time * 1000), entry.at)
+            for key, value in entry.values.items()
+        ]
     for first in range(0, len(metrics), 1000):
         client.store.log_batch(client.run, metrics=metrics[first : first + 1000])
 

@@ -12,17 +12,14 @@ from pathlib import Path
 from samestep.errors import UserError
 from samestep.settings import Settings
 
-PACKAGES = {
-    "comet": "comet_ml",
-    "mlflow": "mlflow",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-}
+PACKAGES = {"comet": "comet_ml", "mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb"}
 """The trackers that come with samestep, and the package that each needs."""
 
 PROJECT_VARIABLES = {
-    "comet": "COMET_PROJECT_NAME", "mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT",
-}  # fmt: skip
+    "comet": "COMET_PROJECT_NAME",
+    "mlflow": "MLFLOW_EXPERIMENT_NAME",
+    "wandb": "WANDB_PROJECT",
+}
 """The trackers' own variables that name a project, where no flag does."""
 
 _FUNCTIONS = ("start", "record", "finish")
@@ -150,10 +147,19 @@ def _check_file(path: Path) -> None:
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UserError(f"--track {path}: it is no Python: {error}.") from error
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    defined |= {alias.asname or alias.name for node in tree.body
-                if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
-    defined |= {target.id for node in tree.body if isinstance(node, ast.Assign)
-                for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    defined |= {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    defined |= {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     missing = [name for name in _FUNCTIONS if name not in defined and "*" not in defined]
     if missing:
         raise UserError(

@@ -17,18 +17,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import samestep
-from samestep.run import Record
+from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.tracking.access import Access, find_access
 from samestep.tracking.channel import Order, wait_for
 from samestep.tracking.guard import end_descendants
-from samestep.tracking.names import (
-    PROJECT_VARIABLES,
-    chosen,
-    default_project,
-    short_name,
-    split,
-)
+from samestep.tracking.names import PROJECT_VARIABLES, chosen, default_project, short_name, split
 
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop."""
@@ -169,9 +163,14 @@ class Trackers:
     """The trackers of one training, on rank 0; on other ranks there are none."""
 
     def __init__(
-        self, settings: Settings, recipe: str, show: Callable[[Record], None], *,
-        is_main: bool, stopped: Callable[[], bool],
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        recipe: str,
+        show: Callable[[Record], None],
+        *,
+        is_main: bool,
+        stopped: Callable[[], bool],
+    ) -> None:
         self._settings, self._recipe, self._show = settings, recipe, show
         self._names = chosen(settings.track) if is_main else []
         self._stopped = stopped
@@ -184,9 +183,11 @@ class Trackers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Close them."""
         self.close(failed=kind is not None)
 
@@ -258,8 +259,12 @@ class Trackers:
                 self._warn(tracker)
 
     def _warn(self, tracker: Tracker) -> None:
-        self._say(tracker.name, "warning", f"{tracker.name} failed: {tracker.failed}. The records "
-                  f"are whole; send them with: {self._command([tracker])}")  # fmt: skip
+        self._say(
+            tracker.name,
+            "warning",
+            f"{tracker.name} failed: {tracker.failed}. The records "
+            f"are whole; send them with: {self._command([tracker])}",
+        )
 
     def _command(self, trackers: list[Tracker]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from samestep.errors import UserError
-from samestep.run import lock_run
+from samestep.run.directory import lock_run
 from samestep.settings import Settings
 from samestep.tracking.access import find_access
 from samestep.tracking.channel import Order, wait_for
@@ -87,8 +87,10 @@ def _say_what_is_amiss(run: Path, entries: Entries, say: Callable[[str], None]) 
     if entries.damaged:
         lines = ", ".join(map(str, entries.damaged))
         several = len(entries.damaged) > 1
-        say(f"{events}: line{'s' * several} {lines} cannot be read and "
-            f"{'are' if several else 'is'} left out.")  # fmt: skip
+        say(
+            f"{events}: line{'s' * several} {lines} cannot be read and "
+            f"{'are' if several else 'is'} left out."
+        )
     if entries.torn:
         say(f"{events}: its last line is half-written and is left out.")
     for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
@@ -111,8 +113,11 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
     account = read_ledger(run, name).account(offline=order.offline)
     if account.finished and account.lines >= lines:
         where = f" at {account.link}" if account.link else ""
-        hint = " Set MLFLOW_TRACKING_URI to send it to a server." if (
-            name == "mlflow" and order.offline) else ""  # fmt: skip
+        hint = (
+            " Set MLFLOW_TRACKING_URI to send it to a server."
+            if (name == "mlflow" and order.offline)
+            else ""
+        )
         if settings.track_checkpoints and not account.checkpoints:
             hint += " Checkpoints go with a run or not at all: they cannot be added."
         raise UserError(
@@ -131,5 +136,6 @@ def _send(run: Path, order: Order) -> Sent:
             tracker.heard()
     finally:
         tracker.close(at_once=True)
-    return Sent(tracker=order.name, link=tracker.link, offline=tracker.offline,
-                failed=tracker.failed)  # fmt: skip
+    return Sent(
+        tracker=order.name, link=tracker.link, offline=tracker.offline, failed=tracker.failed
+    )

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from samestep.files import Held, hold
+from samestep.run.files import Held, hold
 from samestep.tracking.entries import SYSTEM
 
 _EVERY_S = 15.0

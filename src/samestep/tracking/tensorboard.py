@@ -47,9 +47,10 @@ def _write_table(
     """Write a table in Markdown, as TensorBoard's page of texts shows it."""
     rows = "".join(f"| {key} | {value} |\n" for key, value in table.items())
     text: Any = TensorProto(
-        dtype=DT_STRING, string_val=[f"| | |\n|-|-|\n{rows}".encode()],
+        dtype=DT_STRING,
+        string_val=[f"| | |\n|-|-|\n{rows}".encode()],
         tensor_shape=TensorShapeProto(),
-    )  # fmt: skip
+    )
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     value = Summary.Value(tag=tag, metadata=metadata, tensor=text)
     writer.add_event(Event(wall_time=wall_time, step=0, summary=Summary(value=[value])))

@@ -58,8 +58,12 @@ def start(run: TrackedRun) -> Started:
         client.define_metric(f"{series}/*", step_metric="step")
     # The server knows how far it has come, also after a kill; our lines are its steps.
     lines = None if run.offline else client.starting_step
-    return Started(client=_Client(client, measures=run.pid is not None), run=run.id,
-                   link=None if run.offline else client.url, lines=lines)  # fmt: skip
+    return Started(
+        client=_Client(client, measures=run.pid is not None),
+        run=run.id,
+        link=None if run.offline else client.url,
+        lines=lines,
+    )
 
 
 def record(client: _Client, entries: Sequence[Entry]) -> None:

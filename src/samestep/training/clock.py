@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from samestep.run import Record
+from samestep.run.records import Record
 
 _PROGRESS_EVERY_S = 0.2
 

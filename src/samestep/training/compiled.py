@@ -16,14 +16,14 @@ from torch.func import functional_call, grad_and_value
 
 from samestep.data.blocks import Block
 from samestep.errors import UserError
-from samestep.run import Record
+from samestep.ranks.world import World
+from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.phases import Phases
 from samestep.training.plan import Plan
 from samestep.training.precision import autocast
 from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.threads import is_small
-from samestep.world import World
 
 # Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
 # time to compile grows with their number.
@@ -55,9 +55,14 @@ def what_compiles(settings: Settings, world: World, model: nn.Module) -> Compile
 
 
 def make_step(
-    compiles: Compiles, trainee: Trainee, settings: Settings, world: World, plan: Plan,
-    steps_per_block: int, phases: Phases,
-) -> EagerStep:  # fmt: skip
+    compiles: Compiles,
+    trainee: Trainee,
+    settings: Settings,
+    world: World,
+    plan: Plan,
+    steps_per_block: int,
+    phases: Phases,
+) -> EagerStep:
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
     if compiles == "step":
         return WholeStep(trainee, settings, world, plan, steps_per_block, phases)
@@ -90,9 +95,14 @@ class WholeStep(EagerStep):
     """Compile whole steps; an incomplete batch, and what is left of a group, run eagerly."""
 
     def __init__(
-        self, trainee: Trainee, settings: Settings, world: World, plan: Plan,
-        steps_per_block: int, phases: Phases,
-    ) -> None:  # fmt: skip
+        self,
+        trainee: Trainee,
+        settings: Settings,
+        world: World,
+        plan: Plan,
+        steps_per_block: int,
+        phases: Phases,
+    ) -> None:
         super().__init__(trainee, settings, world, plan.batch_size, phases)
         phases.whole = True
         if is_small(trainee.model):
@@ -239,9 +249,14 @@ class _Graph:
         return torch.tensor(rows, dtype=torch.float64).to(self._device, dtype)
 
     def _steps(
-        self, weights: list[Tensor], owned: list[list[Tensor]], rates: Tensor,
-        live: dict[str, Tensor], inputs: Any, targets: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        weights: list[Tensor],
+        owned: list[list[Tensor]],
+        rates: Tensor,
+        live: dict[str, Tensor],
+        inputs: Any,
+        targets: Any,
+    ) -> tuple[Tensor, Tensor]:
         """Take the steps: this is what gets compiled."""
         flat, state = _pack(weights), [_pack(tensors) for tensors in owned]
         buffers = live

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import UserError
-from samestep.world import World
+from samestep.ranks.world import World
 
 
 class Confusion:

@@ -13,17 +13,17 @@ from torch import Tensor
 from samestep.data.batches import Source
 from samestep.data.blocks import Block
 from samestep.errors import UserError
-from samestep.run import Record
+from samestep.ranks.world import World
+from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.clock import Clock, Position
-from samestep.training.evaluate import evaluate
+from samestep.training.evaluation import evaluate
 from samestep.training.parallel import share_buffers
 from samestep.training.phases import Phases, compute_of
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.step import EagerStep, StepResult, Trainee
 from samestep.training.stopping import NOTHING, Agreed, Agreement, Watch
 from samestep.training.window import KEPT, REMEDIES, Window
-from samestep.world import World
 
 
 @dataclass(kw_only=True)
@@ -109,8 +109,12 @@ def _steps(job: Job) -> Iterator[Record]:
             losses = window.read(logged, lrs[-1])
             yield from _step_records(job, clock, logged, losses, result, lrs)
         if clock.shows():
-            yield {"event": "progress", "step": after, "samples": position.samples,
-                   **clock.rate(position)}  # fmt: skip
+            yield {
+                "event": "progress",
+                "step": after,
+                "samples": position.samples,
+                **clock.rate(position),
+            }
         agreed = job.agreement.after(after)
         if agreed is not NOTHING or any(after % due == 0 for due in dues):
             yield from _between_steps(job, agreed, window, clock, lrs[-1])
@@ -154,9 +158,13 @@ def _pieces(job: Job) -> Iterator[Block]:
 
 
 def _step_records(
-    job: Job, clock: Clock, logged: list[int], losses: list[float], result: StepResult,
+    job: Job,
+    clock: Clock,
+    logged: list[int],
+    losses: list[float],
+    result: StepResult,
     lrs: list[float],
-) -> Iterator[Record]:  # fmt: skip
+) -> Iterator[Record]:
     """Yield the `step` records of the logged steps, all within the steps just taken."""
     position = job.position
     size = job.plan.global_batch_size
@@ -306,8 +314,14 @@ def judge(job: Job, values: dict[str, float], seconds: float) -> tuple[Record, f
         raise diverged(job, "The validation loss is NaN or infinite")
     epoch = job.position.epoch + 1
     job.watch = job.watch.after(values[job.watch.metric], epoch, job.settings.min_delta)
-    record = {"event": "evaluation", "split": "validation", "epoch": epoch,
-              "step": job.position.step, **values, "seconds": seconds}  # fmt: skip
+    record = {
+        "event": "evaluation",
+        "split": "validation",
+        "epoch": epoch,
+        "step": job.position.step,
+        **values,
+        "seconds": seconds,
+    }
     return record, values[job.watch.metric]
 
 

@@ -14,9 +14,13 @@ _FUSED = ("cpu", "cuda", "mps")
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], settings: Settings, lr: float, device: torch.device,
-    *, fuse: bool = True,
-) -> torch.optim.Optimizer:  # fmt: skip
+    parameters: Iterable[nn.Parameter],
+    settings: Settings,
+    lr: float,
+    device: torch.device,
+    *,
+    fuse: bool = True,
+) -> torch.optim.Optimizer:
     """Return the optimizer of these settings, at a learning rate; fused if wanted and possible."""
     parameters = [p for p in parameters if p.requires_grad]
     fused = fuse and device.type in _FUSED
@@ -71,16 +75,35 @@ class Update:
         function = adamw if isinstance(self._optimizer, torch.optim.AdamW) else adam
         beta1, beta2 = group["betas"]
         function(
-            parameters, gradients, state["exp_avg"], state["exp_avg_sq"], [], state["step"],
-            fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr,
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+            parameters,
+            gradients,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            [],
+            state["step"],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     @torch.no_grad()
     def _sgd(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
         group = self._group
         buffers: list[Tensor | None] = [*self._state["momentum_buffer"]]
         sgd(
-            parameters, gradients, buffers, fused=True, lr=lr, momentum=group["momentum"],
-            weight_decay=group["weight_decay"], dampening=0.0, nesterov=False, maximize=False,
-        )  # fmt: skip
+            parameters,
+            gradients,
+            buffers,
+            fused=True,
+            lr=lr,
+            momentum=group["momentum"],
+            weight_decay=group["weight_decay"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )

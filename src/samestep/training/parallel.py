@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.world import World
+from samestep.ranks.world import World
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:

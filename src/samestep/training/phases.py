@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from samestep.phases import COMPUTE, PHASES, WHOLE
+from samestep.run.phase_names import COMPUTE, PHASES, WHOLE
 
 _READ_EVERY = 1024
 
@@ -54,10 +54,12 @@ class Phases:
     def total(self) -> dict[str, float]:
         """Return the seconds of this epoch in each phase, earlier attempts' included."""
         running, cleared, earlier = self.running(), self._cleared, self.earlier
-        return self._named({
-            phase: running.get(phase, 0.0) - cleared.get(phase, 0.0) + earlier.get(phase, 0.0)
-            for phase in running.keys() | earlier.keys()
-        })  # fmt: skip
+        return self._named(
+            {
+                phase: running.get(phase, 0.0) - cleared.get(phase, 0.0) + earlier.get(phase, 0.0)
+                for phase in running.keys() | earlier.keys()
+            }
+        )
 
     def clear(self) -> None:
         """Begin another epoch."""

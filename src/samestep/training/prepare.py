@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.settings import Settings
-from samestep.world import World
 
 
 def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dtype) -> nn.Module:

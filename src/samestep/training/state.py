@@ -11,7 +11,7 @@ import torch
 
 from samestep.data.keys import mix
 from samestep.errors import UserError
-from samestep.training.checkpoint import FORMAT
+from samestep.run.checkpoints import FORMAT
 from samestep.training.clock import Position
 from samestep.training.loop import Job
 from samestep.training.optimizer import set_lr

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from samestep.data.blocks import Block, narrow
 from samestep.data.keys import mix, mix_next
 from samestep.errors import LOST_PEER, UserError
-from samestep.run import Record
+from samestep.ranks.world import World
+from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.optimizer import Update, set_lr
 from samestep.training.parallel import tell_end_of_autograd, without_sync
 from samestep.training.phases import Phases
 from samestep.training.precision import autocast, autocast_dtype
-from samestep.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,13 @@ class EagerStep:
     steps_per_call: int = 1
 
     def __init__(
-        self, trainee: Trainee, settings: Settings, world: World, batch_size: int,
+        self,
+        trainee: Trainee,
+        settings: Settings,
+        world: World,
+        batch_size: int,
         phases: Phases | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._trainee, self._world, self._batch_size = trainee, world, batch_size
         self._settings = settings
         self._phases = phases or Phases()

@@ -10,8 +10,8 @@ from types import FrameType
 
 import torch
 
-from samestep.early import held_warning
-from samestep.world import World
+from samestep.ranks.startup import held_warning
+from samestep.ranks.world import World
 
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Ranks agree about once in this many seconds; a signal waits at most that long, or one step.

@@ -9,10 +9,10 @@ import torch
 from samestep import Recipe, UserError
 from samestep.data.batches import open_source
 from samestep.data.images.folders import class_names, find_files
+from samestep.data.images.preparation import make_ready
 from samestep.data.images.shared import PREFIX
-from samestep.data.images.together import make_ready
+from samestep.ranks.world import World, find_world, join, leave
 from samestep.recipes.images import augment, normalise
-from samestep.world import World, find_world, join, leave
 
 SEED = 11
 
@@ -36,8 +36,9 @@ def ready(root: Path, world: World, *, cache: str, side: int = 20, max_corrupt: 
 
 def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0):
     """Return this rank's rows of some epochs, as the model sees them, and of an evaluation."""
-    recipe = Recipe(model=torch.nn.Identity, data=lambda: None, augment=augment,
-                    transform=normalise)  # fmt: skip
+    recipe = Recipe(
+        model=torch.nn.Identity, data=lambda: None, augment=augment, transform=normalise
+    )
     source = open_source(
         data, recipe, world, seed=SEED, dtype=torch.float32, num_workers=num_workers
     )

@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.commands.help import examples
 from samestep.errors import UserError
-from samestep.run import is_run
+from samestep.run.directory import is_run
 from samestep.slurm.queue import find
 from samestep.slurm.tools import ToolError, call
 

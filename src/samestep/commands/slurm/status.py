@@ -120,9 +120,11 @@ def jobs_table(rows: list[tuple[Found, Progress | None]]) -> Table:
         is_text = name in ("name", "state")
         # Where the terminal is narrow, the name alone is cut short.
         table.add_column(
-            name, no_wrap=name != "name", overflow="ellipsis",
+            name,
+            no_wrap=name != "name",
+            overflow="ellipsis",
             justify="left" if is_text else "right",
-        )  # fmt: skip
+        )
     for found, progress in rows:
         job = found.job
         if job is None:
@@ -130,10 +132,15 @@ def jobs_table(rows: list[tuple[Found, Progress | None]]) -> Table:
         p = progress or Progress()
         percent = f" {p.step / p.total_steps:.0%}" if p.total_steps else ""
         table.add_row(
-            str(job.job), escape(job.name), job.state, _duration(job.elapsed_s),
-            f"{p.step:,}{percent}", "" if p.loss is None else f"{p.loss:.4f}",
-            "" if p.eta_s is None or job.ended else _duration(p.eta_s), str(p.starts),
-        )  # fmt: skip
+            str(job.job),
+            escape(job.name),
+            job.state,
+            _duration(job.elapsed_s),
+            f"{p.step:,}{percent}",
+            "" if p.loss is None else f"{p.loss:.4f}",
+            "" if p.eta_s is None or job.ended else _duration(p.eta_s),
+            str(p.starts),
+        )
     return table
 
 

@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from samestep.commands.help import examples
 from samestep.errors import UserError
-from samestep.files import write_text
+from samestep.run.files import write_text
 from samestep.slurm.options import JobOptions
 from samestep.slurm.profile import Draft, merge_flags, profile_files, read_profile
 from samestep.slurm.script import Job, write_script

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from samestep.slurm.verdict import decide, read_ending, read_restarts, settle
+from samestep.slurm.job_end import decide, read_ending, read_restarts, settle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from samestep.data.images.decode import UnreadableImageError, decode
 from samestep.data.images.folders import Files
 from samestep.errors import UserError
-from samestep.files import read_object, write_text
-from samestep.run import usable_cores
-from samestep.world import World
+from samestep.machine import usable_cores
+from samestep.ranks.world import World
+from samestep.run.files import read_object, write_text
 
 _FILES_PER_TASK = 32
 _FILES_PER_DIGEST = 4096

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from samestep.world import World
+from samestep.ranks.world import World
 
 T = TypeVar("T")
 

@@ -3,9 +3,9 @@
 import statistics
 from collections import Counter
 
-from samestep.address import is_loopback
 from samestep.doctor.check import Check, Finding, green, red, yellow
 from samestep.doctor.checks.ranks import Allocation, cores_together
+from samestep.ranks.address import is_loopback
 
 CLOCK_YELLOW_S, CLOCK_RED_S = 1.0, 30.0
 """Beyond the first, logs of nodes cannot be laid side by side; beyond the second, files of other
@@ -194,7 +194,7 @@ def all_reduce(allocation: Allocation) -> Finding | None:
 
 
 CHECKS: list[Check[Allocation]] = [
-    *(interface, announced_address, clock, shared_folder, compute, links, all_reduce),
+    *(interface, announced_address, clock, shared_folder, compute, links, all_reduce)
 ]
 
 

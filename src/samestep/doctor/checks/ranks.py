@@ -138,7 +138,7 @@ def loader_workers(allocation: Allocation) -> Finding:
 
 
 CHECKS: list[Check[Allocation]] = [
-    *(nodes, device, loader_workers, same_versions, same_code, recipe),
+    *(nodes, device, loader_workers, same_versions, same_code, recipe)
 ]
 
 

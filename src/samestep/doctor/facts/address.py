@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.address import address_towards, interface_of, interface_towards, resolve, udp_socket
 from samestep.doctor.bounded import within
+from samestep.ranks.address import (
+    address_towards,
+    interface_of,
+    interface_towards,
+    resolve,
+    udp_socket,
+)
 
 RESOLVE_S = 5.0
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from samestep.doctor.bounded import call_within
 from samestep.errors import UserError
-from samestep.files import write_text
-from samestep.run import is_run, read_records
+from samestep.run.directory import is_run
+from samestep.run.files import write_text
+from samestep.run.records import read_records
 
 PREFIX = ".samestep-doctor-"
 """Begins the name of everything that the doctor writes, and removes again."""

@@ -15,7 +15,8 @@ import torch
 
 import samestep
 from samestep.doctor.bounded import within
-from samestep.run import usable_cores, versions
+from samestep.machine import quota_cores, usable_cores
+from samestep.run.environment import versions
 
 try:
     import resource
@@ -133,46 +134,6 @@ def hash_of_recipe(recipe: Path | None) -> str:
         return "missing"
 
 
-def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return how many cores' worth of time the control groups of this process give it.
-
-    A group inherits the limits of all groups above it, so the smallest counts. Version 2 keeps
-    `cpu.max`, version 1 `cpu.cfs_quota_us` and `cpu.cfs_period_us`
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu).
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    found: list[float] = []
-    mounts = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            places = [mounts, mounts / "unified"]
-        elif "cpu" in controllers.split(","):
-            places = [mounts / controllers, mounts / "cpu"]
-        else:
-            continue
-        for place in places:
-            group = Path(path.lstrip("/"))
-            # In a container the path may be the host's: then only the mount itself exists.
-            found += [q for g in (group, *group.parents) if (q := _quota(place / g)) is not None]
-    return min(found, default=None)
-
-
-def _quota(group: Path) -> float | None:
-    try:
-        if (group / "cpu.max").is_file():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        return int(quota) / int(period) if quota not in ("max", "-1") else None
-    except (OSError, ValueError):
-        return None
-
-
 def _limit(name: str) -> int | None:
     if resource is None or not hasattr(resource, name):
         return None
@@ -212,8 +173,14 @@ def _gpus() -> tuple[Gpu, ...]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         uuid = str(properties.uuid)
-        gpus.append(Gpu(name=properties.name, uuid=uuid, memory_bytes=properties.total_memory,
-                        used_bytes=used.get(uuid, 0)))  # fmt: skip
+        gpus.append(
+            Gpu(
+                name=properties.name,
+                uuid=uuid,
+                memory_bytes=properties.total_memory,
+                used_bytes=used.get(uuid, 0),
+            )
+        )
     return tuple(gpus)
 
 

@@ -11,8 +11,8 @@ from samestep.doctor.facts.address import Address, read_address
 from samestep.doctor.facts.folder import Folder, read_folder
 from samestep.doctor.facts.machine import Machine, read_machine
 from samestep.doctor.facts.slurm import Slurm, read_slurm
-from samestep.launch import Launch
-from samestep.world import World
+from samestep.ranks.launch import Launch
+from samestep.ranks.world import World
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from samestep.doctor.bounded import within
 from samestep.errors import UserError
-from samestep.launch import (
+from samestep.ranks.launch import (
     MAX_SRUN_STEP,
     NODE_LISTS,
     STEP_ID,

@@ -55,10 +55,17 @@ def start_munged(folder: Path) -> None:
     at = folder / "munge"
     # --force: munged wants a folder that nobody else can write to, up to the root of the disk.
     _start(
-        folder, "munged", "munged", "--force", f"--socket={at}/socket", f"--key-file={at}/key",
-        f"--log-file={log_file(folder, 'munged')}", f"--pid-file={at}/pid",
-        f"--seed-file={at}/seed", "--origin=127.0.0.1",
-    )  # fmt: skip
+        folder,
+        "munged",
+        "munged",
+        "--force",
+        f"--socket={at}/socket",
+        f"--key-file={at}/key",
+        f"--log-file={log_file(folder, 'munged')}",
+        f"--pid-file={at}/pid",
+        f"--seed-file={at}/seed",
+        "--origin=127.0.0.1",
+    )
     if not wait_until(lambda: _listens(at / "socket"), within_s=_START_WITHIN_S):
         raise DaemonError(folder, "munged", "munged does not answer")
 
@@ -92,9 +99,13 @@ def ask(folder: Path, name: str, *arguments: str) -> str | None:
         return None
     try:
         done = subprocess.run(
-            [program, *arguments], env=environment(folder), capture_output=True, text=True,
-            check=False, timeout=_ANSWER_WITHIN_S,
-        )  # fmt: skip
+            [program, *arguments],
+            env=environment(folder),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_ANSWER_WITHIN_S,
+        )
     except subprocess.TimeoutExpired:
         return None
     return None if done.returncode else done.stdout
@@ -159,10 +170,16 @@ def _start(folder: Path, daemon: str, name: str, *arguments: str) -> None:
     with log_file(folder, daemon).open("ab") as log:
         try:
             code = subprocess.run(
-                [program, *arguments], env=environment(folder) | marks, check=False, cwd=folder,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_START_WITHIN_S,
+                [program, *arguments],
+                env=environment(folder) | marks,
+                check=False,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=_START_WITHIN_S,
                 start_new_session=True,
-            ).returncode  # fmt: skip
+            ).returncode
         except subprocess.TimeoutExpired:
             raise DaemonError(folder, daemon, f"{name} did not start in time") from None
     if code:

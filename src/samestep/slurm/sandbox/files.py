@@ -63,9 +63,13 @@ def write_files(folder: Path, *, nodes: int, cpus: int) -> None:
         ) from None
     controller_port, *node_ports = free_ports(nodes + 1)
     sandbox = Sandbox(
-        folder=folder, user=user, host=socket.gethostname().partition(".")[0],
-        controller_port=controller_port, node_ports=tuple(node_ports), cpus=cpus,
-    )  # fmt: skip
+        folder=folder,
+        user=user,
+        host=socket.gethostname().partition(".")[0],
+        controller_port=controller_port,
+        node_ports=tuple(node_ports),
+        cpus=cpus,
+    )
     # First, for by it a folder is known as a sandbox, should we be killed in between.
     (folder / "slurm.conf").write_text(slurm_conf(sandbox))
     for name in _FOLDERS:

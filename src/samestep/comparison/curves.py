@@ -1,0 +1,183 @@
+"""Curves of some runs at common points: by samples trained, and by seconds of training."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from samestep.comparison.read import RunData
+from samestep.run.records import Record
+
+TRAIN_LOSS = "train_loss"
+_NO_METRICS = {
+    *("event", "split", "epoch", "step", "samples", "seconds", "checkpoint", "problems"),
+    *("per_class", "confusion"),
+}
+ROWS = 6
+
+
+class Point(NamedTuple):
+    """One value of a curve, and where in the training it was measured."""
+
+    step: int
+    samples: float
+    """Samples trained until then, over all ranks."""
+    seconds: float
+    """Seconds of training steps until then; evaluations, checkpoints and compiling left out."""
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aligned:
+    """The values of some curves at the same places."""
+
+    along: Literal["samples", "seconds"]
+    places: tuple[float, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    """One row a place, one value a run; None where a run has none."""
+    recorded: bool
+    """Whether every run recorded a value at every place; else some lie between two records."""
+
+
+def metrics_of(run: RunData) -> list[str]:
+    """Return what the run measured on its validation set, and its training loss."""
+    found = [
+        name
+        for record in run.of("evaluation")
+        if record.get("split") == "validation"
+        for name, value in record.items()
+        if name not in _NO_METRICS and isinstance(value, int | float)
+    ]
+    trained = [TRAIN_LOSS] if run.of("epoch") or run.of("step") else []
+    return [*dict.fromkeys(found), *trained]
+
+
+def smaller_is_better(run: RunData, metric: str) -> bool:
+    """Whether a metric is to fall: a loss, or what the run monitors with `--mode min`."""
+    settings = run.settings or {}
+    if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
+        return settings["mode"] == "min"
+    return metric.endswith("loss")
+
+
+def curves_of(runs: Sequence[RunData], metric: str) -> list[list[Point]]:
+    """Return each run's curve of a metric, empty where it has none.
+
+    The training loss is the mean over each epoch where all runs have two epochs or more, else that
+    of single steps.
+    """
+    if metric != TRAIN_LOSS:
+        return [_evaluations(run, metric) for run in runs]
+    event = "epoch" if all(len(run.of("epoch")) > 1 for run in runs) else "step"
+    return [_curve(run, run.of(event), "loss") for run in runs]
+
+
+def _evaluations(run: RunData, metric: str) -> list[Point]:
+    found = [r for r in run.of("evaluation") if r.get("split") == "validation"]
+    return _curve(run, [r for r in found if isinstance(r.get(metric), int | float)], metric)
+
+
+def _curve(run: RunData, records: list[Record], metric: str) -> list[Point]:
+    clock = _seconds_of_steps(run)
+    return [
+        Point(r["step"], samples_at(run, r["step"]), between(clock, r["step"]), float(r[metric]))
+        for r in records
+    ]
+
+
+def samples_at(run: RunData, step: int) -> float:
+    """Return the samples trained after so many steps; the last batch of an epoch may be smaller."""
+    plan = run.plan
+    if not plan:
+        marks = [(0.0, 0.0), *((r["step"], r["samples"]) for r in run.of("step"))]
+        return between(marks, step)
+    whole, rest = divmod(step, plan["steps_per_epoch"])
+    epoch = min(plan["num_samples"], plan["steps_per_epoch"] * plan["global_batch_size"])
+    return float(whole * epoch + rest * plan["global_batch_size"])
+
+
+def _seconds_of_steps(run: RunData) -> list[tuple[float, float]]:
+    """Return the seconds of training after some steps: those of `step` and `epoch` records."""
+    marks = {0.0: 0.0}
+    marks |= {float(r["step"]): float(r["seconds"]) for r in run.of("step")}
+    finished: dict[int, float] = {}
+    for record in run.of("epoch"):  # of one that was cut short there may be two records
+        finished[record["epoch"]] = float(record["train_seconds"])
+        if set(range(1, record["epoch"])) <= finished.keys():
+            marks[float(record["step"])] = sum(finished[e] for e in range(1, record["epoch"] + 1))
+    return sorted(marks.items())
+
+
+def between(marks: Sequence[tuple[float, float]], place: float) -> float:
+    """Return a value on the line between two marks; beyond the last one, on that line's course."""
+    at = bisect_left(marks, (place, -math.inf))
+    if at < len(marks) and marks[at][0] == place:
+        return marks[at][1]
+    if len(marks) == 1:
+        return marks[0][1]
+    at = min(max(at, 1), len(marks) - 1)
+    (x0, y0), (x1, y1) = marks[at - 1], marks[at]
+    return y0 + (y1 - y0) * (place - x0) / (x1 - x0)
+
+
+def by_samples(curves: Sequence[list[Point]]) -> Aligned | None:
+    """Return the curves at common numbers of samples, within what all of them cover.
+
+    Where all runs recorded values at the same places, these are taken as they are; else places are
+    spread evenly, and a value lies on the straight line between its two neighbours. None if the
+    runs cover nothing together.
+    """
+    marks = [sorted({point.samples: point.value for point in curve}.items()) for curve in curves]
+    there = [of_one for of_one in marks if of_one]
+    if not there:
+        return None
+    common = sorted(set.intersection(*({place for place, _ in of_one} for of_one in there)))
+    if len(common) > 1 or len(there) == 1:
+        return _at(marks, _some(common), "samples", recorded=True)
+    low = max(of_one[0][0] for of_one in there)
+    high = min(of_one[-1][0] for of_one in there)
+    if low > high:
+        return None
+    count = ROWS if high > low else 1
+    places = [low + (high - low) * n / max(1, count - 1) for n in range(count)]
+    return _at(marks, places, "samples", recorded=False)
+
+
+def by_seconds(curves: Sequence[list[Point]]) -> Aligned | None:
+    """Return the curves at common times, from the first value of any run to the last of any.
+
+    The places are spread by equal factors, since one run may be many times faster than another. A
+    value lies on the straight line between its two neighbours; before its first and after its last
+    value a run has none.
+    """
+    marks = [sorted({point.seconds: point.value for point in curve}.items()) for curve in curves]
+    ends = [place for of_one in marks for place, _ in (of_one[:1] + of_one[-1:])]
+    if not ends or min(ends) <= 0:
+        return None
+    low, high = min(ends), max(ends)
+    count = ROWS if high > low else 1
+    places = [low * (high / low) ** (n / max(1, count - 1)) for n in range(count)]
+    return _at(marks, [low, *places[1:-1], high][:count], "seconds", recorded=False)
+
+
+def _at(
+    marks: Sequence[list[tuple[float, float]]],
+    places: list[float],
+    along: Literal["samples", "seconds"],
+    *,
+    recorded: bool,
+) -> Aligned:
+    def value(of_one: list[tuple[float, float]], place: float) -> float | None:
+        covered = of_one and of_one[0][0] <= place <= of_one[-1][0]
+        return between(of_one, place) if covered else None
+
+    values = tuple(tuple(value(of_one, place) for of_one in marks) for place in places)
+    return Aligned(along=along, places=tuple(places), values=values, recorded=recorded)
+
+
+def _some(places: list[float]) -> list[float]:
+    """Return at most `ROWS` of some places, the first and the last among them."""
+    if len(places) <= ROWS:
+        return places
+    return [places[round(n * (len(places) - 1) / (ROWS - 1))] for n in range(ROWS)]

@@ -1,0 +1,142 @@
+"""How a run ends: the test of its best checkpoint, result.json, and what is said of a failure."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.data.batches import open_source
+from samestep.errors import UserError
+from samestep.execution.request import Request
+from samestep.recipe import Splits
+from samestep.run import checkpoints
+from samestep.run.directory import Run
+from samestep.run.environment import versions
+from samestep.run.index import Entry, read_index
+from samestep.run.records import Record
+from samestep.training.evaluation import evaluate
+from samestep.training.loop import Job, evaluation_batch
+from samestep.training.precision import data_dtype
+from samestep.training.state import load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an execution ended."""
+
+    path: Path
+    signum: int
+    """The signal that stopped it, or 0."""
+
+
+def leave_why(run: Run, request: Request, job: Job) -> None:
+    """Write down why the run failed, as far as the disk still allows."""
+    with contextlib.suppress(UserError):
+        run.append({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
+        run.write_result(_result(request, job, "failed", None, None))
+
+
+def finish_run(
+    request: Request,
+    job: Job,
+    splits: Splits,
+    path: Path,
+    run: Run | None,
+    emit: Callable[[Record], None],
+    first_step_s: float | None,
+) -> Outcome:
+    """Evaluate the best checkpoint on the test set, and write the result."""
+    status = "stopped" if job.signum else "completed"
+    test = None
+    if status == "completed" and splits.test is not None:
+        started = time.perf_counter()
+        test, problems = _test(request, job, splits, path)
+        seconds = time.perf_counter() - started
+        emit(
+            {
+                "event": "evaluation",
+                "split": "test",
+                "epoch": job.position.epoch,
+                "step": job.position.step,
+                **test,
+                "seconds": seconds,
+                "problems": problems,
+            }
+        )
+    emit({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
+    if run is not None:
+        result = _result(request, job, status, test, first_step_s)
+        best = read_index(run.checkpoints).best
+        if best is not None:  # an evaluation may have been better where nothing was saved
+            result["best"] = {"metric": job.watch.metric, "value": best.metric, "epoch": best.epoch}
+        run.write_result(result)
+    return Outcome(path=path, signum=job.signum)
+
+
+def _test(
+    request: Request, job: Job, splits: Splits, path: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Evaluate the best checkpoint that is whole; return also what was wrong with better ones."""
+    world, settings = job.world, job.settings
+    folder = path / "checkpoints"
+    name, problems = world.on_main(lambda: _best_whole(folder))
+    if name is not None:
+        state = world.on_every(lambda: checkpoints.load(folder, name))
+        load_model(job.trainee.model, state)
+    assert splits.test is not None
+    source = open_source(
+        splits.test,
+        request.recipe,
+        world,
+        seed=settings.seed,
+        dtype=data_dtype(settings.precision),
+        num_workers=settings.num_workers,
+    )
+    values = evaluate(
+        job.trainee.model,
+        source,
+        job.trainee.loss,
+        job.metrics,
+        world=world,
+        batch_size=evaluation_batch(job.plan.batch_size),
+        precision=settings.precision,
+        classes=splits.classes,
+    )
+    return {**values, "checkpoint": name.path if name else "last"}, problems
+
+
+def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:
+    problems: list[str] = []
+    for entry in read_index(folder).ranked():
+        try:
+            checkpoints.load(folder, entry)
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            return entry, problems
+    return None, problems
+
+
+def _result(
+    request: Request, job: Job, status: str, test: dict[str, Any] | None, first_step_s: float | None
+) -> dict[str, Any]:
+    position, plan, watch = job.position, job.plan, job.watch
+    return {
+        "recipe": request.recipe.name,
+        "status": status,
+        "reason": job.stop_reason,
+        "world_size": plan.world_size,
+        "global_batch_size": plan.global_batch_size,
+        "epochs": position.epoch,
+        "steps": position.step,
+        "test": test,
+        "best": {"metric": watch.metric, "value": watch.best, "epoch": watch.best_epoch},
+        "training_seconds": position.seconds,
+        "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
+        "seconds_to_first_step": first_step_s,
+        "device": str(job.world.device),
+        "backend": job.world.backend,
+        "versions": versions(),
+    }

@@ -1,0 +1,258 @@
+"""From a recipe, a TOML file and the flags to one request: what to train, and how.
+
+Precedence: recipe defaults < TOML < flags.
+"""
+
+import dataclasses
+import tomllib
+import typing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from samestep.errors import UserError
+from samestep.recipe import Recipe, find_recipe, nearest, recipe_names
+from samestep.run.directory import is_run
+from samestep.settings import MAY_CHANGE, Settings, as_table, merge_layers
+from samestep.tracking.names import check_choice
+from samestep.training.plan import Plan
+
+# What the file of a run holds as it was derived, not as it was asked for.
+_DERIVED = ("batch_size", "global_batch_size")
+
+
+RECIPE_COPY = "recipe.py"
+"""A user's recipe file as it was when the run began, in the run's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for: a recipe with its options, the settings, and whether to resume."""
+
+    recipe: Recipe
+    source: str
+    """The recipe's name, or the absolute path of its file."""
+    options: Any
+    """An instance of the recipe's options, or None if it has none."""
+    settings: Settings
+    resume: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A request before the flags: the recipe and the layers below them."""
+
+    recipe: Recipe
+    source: str
+    settings_layer: dict[str, object]
+    options_layer: dict[str, object]
+    run: Path | None = None
+    """The run that the settings are taken from, if the target was one."""
+
+    def settings(self) -> Settings:
+        """Return the settings as they are without flags."""
+        return Settings(**self.settings_layer)  # type: ignore[arg-type]
+
+    def options(self) -> Any:
+        """Return the recipe's options as they are without flags, or None if it has none."""
+        return self.recipe.options(**self.options_layer) if self.recipe.options else None
+
+
+def draft(target: str, config: Path | None = None) -> Draft:
+    """Return the draft for a recipe's name, a recipe file, or the directory of a run.
+
+    Raises:
+        UserError: the target is none of these, or a TOML file has an unknown or ill-typed key.
+    """
+    named_recipe = target in recipe_names()  # a folder of data may well be called mnist
+    run = Path(target) if not named_recipe and is_run(Path(target)) else None
+    if run is None and not named_recipe and Path(target).is_dir():
+        raise UserError(f"{target} is a directory without settings.toml, so it holds no run.")
+    tables = [
+        (path, read_toml(path)) for path in (run / "settings.toml" if run else None, config) if path
+    ]
+    named = [str(table.pop("recipe")) for _, table in tables if "recipe" in table]
+    if run and not named:
+        raise UserError(
+            f"{run / 'settings.toml'} names no recipe: what is in {run} was not trained by "
+            "samestep, so there is nothing here to go on with or to evaluate."
+        )
+    source = named[0] if run else target
+    for path, _ in tables[1 if run else 0 :]:
+        if named and named[-1] != source:
+            raise UserError(
+                f"{path} is for recipe {named[-1]!r}, and {source!r} was asked for. Name that "
+                "recipe, or take the key `recipe` out of the file."
+            )
+    recipe = _recipe_of_run(run, source) if run else find_recipe(source)
+    if source.endswith(".py"):
+        source = str(Path(source).resolve())
+    layers: list[dict[str, object]] = [dict(recipe.settings)]
+    options: dict[str, object] = {}
+    for path, table in tables:
+        ours, theirs = _split(table, recipe, path)
+        layers.append(ours)
+        options.update(theirs)
+    return Draft(
+        recipe=recipe,
+        source=source,
+        settings_layer=merge_layers(*layers),
+        options_layer=options,
+        run=run,
+    )
+
+
+def _recipe_of_run(run: Path, source: str) -> Recipe:
+    """Return a run's recipe: its file where it was, or the copy that the run keeps."""
+    kept = run / RECIPE_COPY
+    if source.endswith(".py") and not Path(source).is_file() and kept.is_file():
+        return dataclasses.replace(find_recipe(str(kept)), name=Path(source).stem)
+    return find_recipe(source)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return a TOML file's table, with its keys as field names.
+
+    Raises:
+        UserError: the file cannot be read, or is no TOML.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    options = table.pop("options", {})
+    if not isinstance(options, dict):
+        raise UserError(f"{path}: [options] must be a table of the recipe's options.")
+    return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
+
+
+def _split(
+    table: dict[str, Any], recipe: Recipe, path: Path
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the settings and the recipe's options of a table, each of its declared type."""
+    types = _field_types(Settings)
+    option_types = _field_types(recipe.options) if recipe.options else {}
+    ours: dict[str, object] = {}
+    theirs: dict[str, object] = {}
+    for key, value in table.items():
+        if key not in types and key not in option_types:
+            valid = sorted(types)
+            own = (
+                f" The options of {recipe.name}: {', '.join(option_types)}." if option_types else ""
+            )
+            raise UserError(
+                f"{path}: unknown setting {key!r}. {nearest(key, [*valid, *option_types])}"
+                f"The settings: {', '.join(valid)}.{own}"
+            )
+        home, kind = (ours, types[key]) if key in types else (theirs, option_types[key])
+        try:
+            home[key] = msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise UserError(f"{path}: {key} = {value!r}: {error}.") from error
+    return ours, theirs
+
+
+def _field_types(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def finish(
+    start: Draft, settings: Settings, options: Any, *, given: set[str], resume: bool
+) -> Request:
+    """Return the request once the flags are known.
+
+    Args:
+        start: the layers below the flags.
+        settings: with the flags applied.
+        options: the recipe's, with the flags applied.
+        given: the names that were flags.
+        resume: whether to go on with the run.
+
+    Raises:
+        UserError: a resumed run would become another training, or a tracker is unknown.
+    """
+    own = {field.name for field in fields(Settings)}
+    flags = {name: getattr(settings, name) for name in given if name in own}
+    merged = merge_layers(start.settings_layer, flags)
+    run_dir = str(merged.get("run_dir") or "")
+    if resume and start.run is None and run_dir and is_run(Path(run_dir)):
+        run = draft(run_dir)
+        options = _as_completed(run, options)
+        _check_repeated(run, start, merged, options)
+        merged.pop("accumulate", None)
+        merged |= {size: run.settings_layer[size] for size in _DERIVED}
+    if start.run is not None:
+        merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
+        changed = sorted(_changes(start, merged, options) - MAY_CHANGE)
+        if resume and changed:
+            raise _cannot_change(changed[0])
+    resolved = Settings(**merged)  # type: ignore[arg-type]
+    check_choice(resolved)
+    return Request(
+        recipe=start.recipe, source=start.source, options=options, settings=resolved, resume=resume
+    )
+
+
+def _as_completed(run: Draft, options: Any) -> Any:
+    """Return the options of a repeated command with what the data once told the run."""
+    old: Any = run.options()
+    if run.recipe.complete is None or old.__class__ is not options.__class__:
+        return options
+    unset = [f.name for f in fields(old) if getattr(options, f.name) in (None, ())]
+    return dataclasses.replace(options, **{name: getattr(old, name) for name in unset})
+
+
+def _check_repeated(run: Draft, start: Draft, merged: dict[str, object], options: Any) -> None:
+    """Check that a command that goes on in its --run-dir asks for the training that is there."""
+    if run.recipe.name != start.recipe.name:
+        raise UserError(
+            f"{run.run} holds a run of recipe {run.recipe.name}, not of {start.recipe.name}. "
+            "Choose another --run-dir."
+        )
+    # The command gives sizes for its own number of ranks; those of the run are kept.
+    changed = sorted(_changes(run, merged, options) - MAY_CHANGE - {*_DERIVED, "accumulate"})
+    if changed:
+        raise _cannot_change(changed[0])
+
+
+def _cannot_change(name: str) -> UserError:
+    return UserError(
+        f"--{name.replace('_', '-')} cannot change when a run is resumed: it would be another "
+        "training. Leave it out, or start a new run without --resume. These may change: "
+        f"{', '.join(sorted(MAY_CHANGE))}."
+    )
+
+
+def _changes(start: Draft, merged: dict[str, object], options: Any) -> set[str]:
+    """Return the names whose values differ from those of the run."""
+    before = as_table(start.settings())
+    after = as_table(Settings(**merged))  # type: ignore[arg-type]
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    old = start.options()
+    if old is not None:
+        changed |= {f.name for f in fields(old) if getattr(old, f.name) != getattr(options, f.name)}
+    return changed
+
+
+def to_toml(request: Request, plan: Plan) -> str:
+    """Return the resolved settings as TOML; `samestep train RUN` starts from them."""
+    table = as_table(request.settings)
+    table.pop("run_dir", None)  # it is where the file lies
+    table.pop("accumulate", None)  # it follows from the two batch sizes on any number of ranks
+    # The batch size is the most that fits a rank: resuming on more ranks does not lower it.
+    table.setdefault("batch_size", plan.batch_size)
+    table["global_batch_size"] = plan.global_batch_size
+    document: dict[str, Any] = {"recipe": request.source, **table}
+    if request.options is not None:
+        document["options"] = {
+            key: value
+            for key, value in dataclasses.asdict(request.options).items()
+            if value is not None
+        }
+    return tomli_w.dumps(document)

@@ -1,0 +1,86 @@
+"""Write the checkpoints of a run, and go on from the newest."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.execution.request import Request
+from samestep.ranks.world import World
+from samestep.run import checkpoints
+from samestep.run.directory import is_run
+from samestep.run.index import Entry, announce, read_index
+from samestep.run.records import Record, read_records
+from samestep.training.loop import Job
+from samestep.training.state import capture, restore
+
+Write = Callable[[str, float | None, dict[str, Any]], Record]
+
+
+def make_writer(job: Job, path: Path, world: World) -> Write:
+    """Return what writes and announces a checkpoint of a job that goes on from where it stands."""
+    folder = path / "checkpoints"
+    # Those of later steps were passed over as damaged, and their steps are trained again.
+    step = job.position.step
+    index = world.on_main(lambda: read_index(folder).up_to(step))
+
+    def write(name: str, metric: float | None, state: dict[str, Any]) -> Record:
+        nonlocal index
+        digest = checkpoints.save(folder, name, state)
+        entry = Entry(
+            path=name,
+            step=job.position.step,
+            epoch=state["position"]["epoch"],
+            sha256=digest,
+            metric=metric,
+        )
+        index = replace(index, monitor=job.watch.metric, mode=job.watch.mode)
+        index = announce(folder, index, entry, job.settings.keep_top_k)
+        return {
+            "event": "checkpoint",
+            "step": job.position.step,
+            "path": f"checkpoints/{name}",
+            "sha256": digest,
+        }
+
+    return write
+
+
+def make_saver(
+    request: Request, world: World, write: Write
+) -> Callable[[Job, str, float | None], Record]:
+    """Return what all ranks call to save a job."""
+
+    def save(job: Job, name: str, metric: float | None) -> Record:
+        started = time.perf_counter()
+        state = capture(job, request.recipe.name)
+        record = world.on_main(lambda: write(name, metric, state))
+        return {**record, "seconds": time.perf_counter() - started}
+
+    return save
+
+
+def resume(request: Request, job: Job, path: Path, world: World) -> tuple[str, list[str]] | None:
+    """Bring the job to the newest whole checkpoint; return its name and what was passed over."""
+    if not request.resume or not world.on_main(lambda: is_run(path)):
+        return None
+    # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
+    found = world.on_main(lambda: _newest(path))
+    if found is None:
+        return None
+    entry, problems = found
+    state = world.on_every(lambda: checkpoints.load(path / "checkpoints", entry))
+    restore(job, request.recipe.name, state)
+    return entry.path, problems
+
+
+def _newest(path: Path) -> tuple[Entry, list[str]] | None:
+    found = checkpoints.load_newest(path / "checkpoints")
+    if found is None and any(r["event"] == "checkpoint" for r in read_records(path)):
+        raise UserError(
+            f"{path / 'checkpoints' / 'index.json'} names no checkpoint, though the run announced "
+            "some. Restore it from a backup, or start a new run."
+        )
+    return (found[0], found[2]) if found else None

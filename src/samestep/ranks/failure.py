@@ -1,0 +1,142 @@
+"""Tell the user of a failure once, from the rank that failed first.
+
+Ranks that `samestep --nproc` started leave their failure in a file, and the parent prints the
+first one. Ranks that something else started print it themselves: rank 0 at once, another rank
+only if nobody has ended it by then.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from samestep.errors import LOST_PEER, UserError
+from samestep.ranks.log import RankLog
+
+PARENT = "SAMESTEP_PARENT"
+"""Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
+JOB_RUN = "SAMESTEP_RUN_DIR"
+"""Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
+MISTAKE = ".mistake"
+"""In that directory: what a rank of the latest start had to say of a mistake. The launchers end the
+others in ways that hide the exit code."""
+STARTED_AT = "SAMESTEP_STARTED_AT"
+"""When the user's command began, in seconds since the epoch."""
+
+# A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all. On a
+# busy machine one rank's Python may start seconds after another's.
+_GRACE_S = 5.0
+
+
+def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the rank as the environment gives it, before anything is checked; 0 if alone."""
+    from samestep.ranks.launch import detect_launch  # noqa: PLC0415 - only when something has failed
+
+    try:
+        return detect_launch(environment).rank
+    except UserError:
+        return 0
+
+
+def report(error: BaseException, log: RankLog | None = None) -> int:
+    """Tell of an error that ends this process, and return its exit code.
+
+    Args:
+        error: a `UserError`, or anything that was not foreseen.
+        log: where this rank's output goes; it gets the traceback of the latter.
+    """
+    rank = log.rank if log else 0
+    path = log.path if log else None
+    code = 2 if isinstance(error, UserError) else 1
+    message = str(error) if code == 2 else _describe(error, path)
+    if path is not None:
+        # On a full disk the log takes nothing more; the message must reach the user all the same.
+        with contextlib.suppress(OSError), path.open("a") as file:
+            file.write("".join(traceback.format_exception(error)) if code == 1 else message + "\n")
+    if code == 2 and not (rank and getattr(error, "on_all_ranks", False)):
+        _leave_for_job(f"[rank {rank}] {message}" if rank else message)
+    if _is_lost_peer(error):
+        # Whoever caused it is being reported; a launcher ends this process before the wait is up.
+        time.sleep(_GRACE_S)
+        message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
+    if os.environ.get(PARENT):
+        leave_for_parent(message, code)
+        return code
+    if rank != 0 and not _is_lost_peer(error):
+        time.sleep(_GRACE_S)
+        if getattr(error, "on_all_ranks", False):
+            return code
+    print_error(f"[rank {rank}] {message}" if rank else message, log.terminal if log else 2)
+    return code
+
+
+def let_rank_0_speak(rank: int) -> None:
+    """Wait on the other ranks, before an end that is the same on all, until rank 0 has told of it.
+
+    A launcher ends all ranks with the first that ends.
+    """
+    if rank != 0:
+        time.sleep(_GRACE_S)
+
+
+def _leave_for_job(message: str) -> None:
+    folder = os.environ.get(JOB_RUN)
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, MISTAKE).write_text(message)
+
+
+def print_error(message: str, descriptor: int = 2) -> None:
+    """Print one error message to standard error."""
+    sys.stderr.flush()
+    os.write(descriptor, f"samestep: {message}\n".encode())
+
+
+def _describe(error: BaseException, log: Path | None) -> str:
+    """Say where an unforeseen error arose: the innermost line outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and "<" not in f.filename]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown place"
+    text = f"{type(error).__name__}: {error}\n  at {where}"
+    if log is None:
+        return text + "\n" + "".join(traceback.format_exception(error))
+    return f"{text}\n  The traceback is in {log}"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    name = type(error).__name__
+    return name.startswith("Dist") or (
+        isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
+    )
+
+
+def leave_for_parent(message: str, code: int) -> None:
+    """Leave a message and an exit code where the elastic agent looks for a rank's failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        table = {
+            "message": {
+                "message": message,
+                "errorCode": code,
+                "extraInfo": {"timestamp": str(int(time.time()))},
+            }
+        }
+        Path(path).write_text(json.dumps(table))
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this rank when the parent that started it is killed (Linux only).
+
+    Otherwise killing the command would leave ranks that go on training unseen.
+    """
+    if os.environ.get(PARENT) and sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
+            os._exit(1)

@@ -1,0 +1,86 @@
+"""The world as plain functions, for people who write their own training loop.
+
+    rank, local_rank, world_size = samestep.setup_distributed()
+    …
+    samestep.cleanup()
+
+The same script then runs alone, under torchrun, under srun and under mpirun.
+"""
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from samestep.ranks.world import Backend, Device, World, find_world, join, leave
+
+_current: World | None = None
+
+
+def setup_distributed(
+    device: Device = "auto", backend: Backend = "auto", timeout_s: float = 600.0
+) -> tuple[int, int, int]:
+    """Join the other ranks that the launcher started; alone, do nothing.
+
+    The device of this rank is `cuda:LOCAL_RANK` where there are GPUs, and it is made current.
+
+    Args:
+        device: the device wanted; "auto" takes the best one here.
+        backend: what connects the ranks; "auto" is NCCL for CUDA on Linux, else Gloo.
+        timeout_s: seconds that a collective waits for the slowest rank.
+
+    Returns:
+        (rank, local_rank, world_size); (0, 0, 1) for a single process.
+
+    Raises:
+        UserError: the launcher's variables are wrong, the device is absent, or the ranks cannot
+            meet.
+    """
+    global _current  # noqa: PLW0603 - a process belongs to one group
+    world, launch = find_world(device, backend)
+    join(world, launch, timeout_s)
+    _current = world
+    if world.is_main:
+        for note in world.notes:
+            warnings.warn(note, stacklevel=2)
+    return world.rank, world.local_rank, world.world_size
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0, which alone prints, logs and writes shared files."""
+    return _world().is_main
+
+
+def reduce_tensor(tensor: Tensor, op: Literal["sum", "mean", "max"] = "mean") -> Tensor:
+    """Return a tensor's sum, mean or maximum over all ranks, on every rank.
+
+    The mean gives each rank the same weight: for ranks with unequal numbers of samples, reduce
+    sums and counts with "sum" and divide once.
+
+    Args:
+        tensor: any shape, the same on every rank; it is not changed.
+        op: what to compute.
+    """
+    world = _world()
+    if op == "mean":
+        return world.reduce(tensor) / world.world_size
+    return world.reduce(tensor, op)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    _world().barrier()
+
+
+def cleanup() -> None:
+    """Leave the other ranks, after success. Delete a DDP model first."""
+    global _current  # noqa: PLW0603
+    if _current is not None:
+        leave(_current)
+        _current = None
+
+
+def _world() -> World:
+    # Before setup, or without it, a process is alone.
+    return _current if _current is not None else World(device=torch.device("cpu"))

@@ -1,0 +1,338 @@
+"""Which rank am I, on which device, with whom: the only module that talks to torch.distributed.
+
+Everything else is handed a `World` and asks it. At world size 1 every collective returns its
+input, so that one path of code serves a laptop and a cluster.
+"""
+
+import datetime as dt
+import gc
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store as _Store  # type: ignore[attr-defined]
+
+from samestep.errors import UserError
+from samestep.ranks.address import interface_towards, resolve, resolve_master
+from samestep.ranks.launch import Launch, binds_gpus, detect_launch
+from samestep.ranks.startup import resume_collections
+
+T = TypeVar("T")
+Store: TypeAlias = _Store
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Backend = Literal["auto", "nccl", "gloo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """One rank's view of all ranks of a run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node: int = 0
+    num_nodes: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "none"
+    launcher: str = "none"
+    notes: tuple[str, ...] = ()
+    """What the user should know of how this world was found, a sentence each."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints, logs and writes the shared files."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def reduce(self, values: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Return the sum (or maximum) of a tensor over all ranks, on every rank; input unchanged.
+
+        A tensor on the CPU is reduced by Gloo also where NCCL connects the devices, so agreeing
+        on a number never waits for the device.
+        """
+        if self.world_size == 1:
+            return values
+        values = values.clone()
+        dist.all_reduce(values, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank; the value is pickled between our own processes."""
+        if self.world_size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]  # type: ignore[no-any-return]
+
+    def take_from_main(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with rank 0's, on every rank."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with its sum over all ranks: an all-reduce and nothing else."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+
+    def exchange(self, tensor: Tensor, partner: int) -> Tensor:
+        """Return the tensor that another rank gives for this one; both call it, same shape."""
+        received = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, partner),
+            dist.P2POp(dist.irecv, received, partner),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Call a function on rank 0 and return its value, or raise its `UserError`, on every rank.
+
+        A mistake that only rank 0 can see (a full disk, a directory it may not write) thereby
+        ends all ranks in the same way instead of leaving the others in a collective.
+        """
+        outcome: tuple[Any, str | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except UserError as error:
+                outcome = (None, str(error))
+        value, message = self.broadcast(outcome)
+        if message is not None:
+            raise UserError(message, on_all_ranks=True)
+        return value  # type: ignore[no-any-return]
+
+    def on_every(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank; a `UserError` on any of them is raised on all."""
+        value: T | None = None
+        message = None
+        try:
+            value = function()
+        except UserError as error:
+            message = str(error)
+        failures = [(rank, text) for rank, text in enumerate(self.gather(message)) if text]
+        if failures:
+            rank, text = failures[0]
+            alone = len(failures) < self.world_size
+            raise UserError(f"[rank {rank}] {text}" if alone else text, on_all_ranks=True)
+        return value  # type: ignore[return-value]
+
+
+def choose_device(
+    wanted: Device,
+    local_rank: int,
+    *,
+    cuda: int | None = None,
+    mps: bool | None = None,
+    one_each: bool = False,
+) -> torch.device:
+    """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU.
+
+    Args:
+        wanted: the device asked for; "auto" takes the best one here.
+        local_rank: this process among those of its node.
+        cuda: number of CUDA devices here; asked of torch if not given.
+        mps: whether Apple's GPU is here; asked of torch if not given.
+        one_each: whether the launcher shows each rank a GPU of its own, which is then number 0.
+
+    Raises:
+        UserError: the device asked for is absent, or the node has fewer GPUs than ranks.
+    """
+    num_gpus = (
+        (torch.cuda.device_count() if torch.cuda.is_available() else 0) if cuda is None else cuda
+    )
+    has_mps = torch.backends.mps.is_available() if mps is None else mps
+    if wanted == "cuda" and not num_gpus:
+        built = (
+            "this PyTorch is built without CUDA"
+            if torch.version.cuda is None
+            else "none is visible"
+        )
+        raise UserError(
+            f"--device cuda: there is no CUDA device here ({built}; CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). Use --device auto or cpu, or "
+            "install a CUDA build of PyTorch on a machine with a GPU."
+        )
+    if wanted == "mps" and not has_mps:
+        raise UserError("--device mps: there is no Apple GPU here. Use --device auto or cpu.")
+    if wanted == "cuda" or (wanted == "auto" and num_gpus):
+        if one_each and num_gpus == 1:
+            return torch.device("cuda", 0)
+        if local_rank >= num_gpus:
+            raise UserError(
+                f"Local rank {local_rank} has no GPU: {num_gpus} visible on this node. Start as "
+                "many ranks as GPUs (--nproc, --ntasks-per-node), or use --device cpu."
+            )
+        return torch.device("cuda", local_rank)
+    if wanted == "mps" or (wanted == "auto" and has_mps):
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def choose_backend(wanted: Backend, device: torch.device, platform: str = sys.platform) -> str:
+    """Return the backend that connects the ranks: NCCL for CUDA on Linux, else Gloo.
+
+    Raises:
+        UserError: NCCL was asked for and cannot serve this platform or device.
+    """
+    possible = platform.startswith("linux") and device.type == "cuda"
+    if wanted == "nccl" and not possible:
+        raise UserError(
+            f"--backend nccl connects CUDA devices on Linux; this rank has {device.type} on "
+            f"{platform}. Use --backend auto or gloo."
+        )
+    return "nccl" if possible and wanted != "gloo" else "gloo"
+
+
+def find_world(
+    device: Device = "auto", backend: Backend = "auto", environment: Mapping[str, str] = os.environ
+) -> tuple[World, Launch]:
+    """Return the world that the environment describes, not joined yet, and how it was launched."""
+    launch = detect_launch(environment)
+    one_each = launch.launcher == "srun" and binds_gpus(environment)
+    chosen = choose_device(device, launch.local_rank, one_each=one_each)
+    connects = choose_backend(backend, chosen)  # also for one rank: what cannot be is refused
+    notes = [launch.note] if launch.note else []
+    if chosen.type == "mps" and launch.world_size > 1:
+        notes.append("All ranks share the one Apple GPU of this machine: no parallelism is gained.")
+        if device == "auto":  # and Gloo cannot reduce what lies on it
+            notes.append("The ranks train on the CPU; --device mps insists.")
+            chosen = torch.device("cpu")
+    world = World(
+        rank=launch.rank,
+        local_rank=launch.local_rank,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+        node=launch.node,
+        num_nodes=launch.num_nodes,
+        device=chosen,
+        backend=connects if launch.world_size > 1 else "none",
+        launcher=launch.launcher,
+        notes=tuple(notes),
+    )
+    return world, launch
+
+
+def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun's agent listens behind the master address, so that rank 0 must not."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(launch: Launch, timeout_s: float) -> Store:
+    """Return the key-value store behind the master address, which rank 0, or an agent, serves.
+
+    With it ranks can talk before they join, and find out who is missing.
+
+    Raises:
+        RuntimeError: it could not be served, or not be reached in time.
+    """
+    store = TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        world_size=launch.world_size,
+        is_master=launch.rank == 0 and not agent_serves(),
+        timeout=dt.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    # Under torchrun it holds others' keys, and this job may have been started anew.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"samestep/{attempt}", store)
+
+
+def join(
+    world: World, launch: Launch, timeout_s: float = 600.0, store: Store | None = None
+) -> None:
+    """Connect this rank with the others; at world size 1 there is nothing to do.
+
+    Args:
+        world: this rank, as `find_world` returned it.
+        launch: where rank 0 listens.
+        timeout_s: seconds that a collective waits for the slowest rank.
+        store: what `open_store` returned, if this rank has already opened it.
+
+    Raises:
+        UserError: the port is taken, or rank 0's address has no meaning here or no answer.
+    """
+    resume_collections()  # all that is imported for good is here by now
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.world_size == 1:
+        return
+    # Both: tensors on the device go by NCCL, what ranks agree on goes by Gloo from the CPU.
+    backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
+    if world.num_nodes > 1:
+        master = resolve_master(launch.master_addr)  # PyTorch would ask for minutes
+        own = resolve(socket.gethostname())
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(master, own)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ["MASTER_ADDR"] = launch.master_addr
+    os.environ["MASTER_PORT"] = str(launch.master_port)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method="env://" if store is None else None,
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=dt.timedelta(seconds=timeout_s),
+            device_id=world.device if world.backend == "nccl" else None,
+        )
+    except (dist.DistError, RuntimeError, socket.gaierror) as error:
+        where = f"{launch.master_addr}:{launch.master_port}"
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise UserError(
+                f"Port {launch.master_port} on {launch.master_addr} is taken, perhaps by another "
+                "job. Set MASTER_PORT to a free port on every rank and start again."
+            ) from error
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"Rank {world.rank} of {world.world_size} could not meet the others at {where}: "
+            f"{reason}. Check that every rank was started, that no firewall closes the port, and "
+            "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
+            "its interface); `samestep doctor`, started the same way, looks for the reason."
+        ) from error
+
+
+def leave(world: World) -> None:
+    """Disconnect after success. Free the wrapped model first; a failed rank must not call this.
+
+    Without the barrier a rank can exit while others still talk to it; a failed rank that waits
+    here would hold up the others for ever.
+    """
+    if world.world_size > 1:
+        gc.collect()  # a DDP model is part of a cycle, and must go before the group does
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def abandon(code: int) -> None:
+    """End this process at once, after a failure, if it is connected to others; else do nothing.
+
+    The usual end of Python meets the group's threads still waiting for the others, and aborted 2 of
+    30 failed ranks with a message from C++ and the wrong exit code.
+    """
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

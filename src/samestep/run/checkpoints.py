@@ -1,0 +1,107 @@
+"""Checkpoint files: written whole or not at all, hashed, verified when they are loaded."""
+
+import hashlib
+import io
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from samestep.errors import UserError
+from samestep.run.files import write_atomically
+from samestep.run.index import Entry, read_index
+
+FORMAT = 1
+
+
+class _HashingWriter(io.RawIOBase):
+    """Pass bytes on and hash them; keep the error that torch's own writer would hide."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._hash.update(data)
+        return len(data)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def save(folder: Path, name: str, state: dict[str, Any]) -> str:
+    """Write a checkpoint file and return its SHA-256; it is not announced yet.
+
+    Raises:
+        UserError: it could not be written; nothing is left behind.
+    """
+    digest = ""
+
+    def write(file: BinaryIO) -> None:
+        nonlocal digest
+        writer = _HashingWriter(file)
+        try:
+            torch.save(state, cast("BinaryIO", writer))
+        except Exception:
+            if writer.error is not None:
+                raise writer.error from None
+            raise
+        digest = writer.hexdigest()
+
+    write_atomically(folder / name, write)
+    return digest
+
+
+def load(folder: Path, entry: Entry) -> dict[str, Any]:
+    """Return a checkpoint's content, on the CPU, after checking its hash.
+
+    Raises:
+        UserError: the file is missing, differs from what was written, or is no checkpoint.
+    """
+    path = folder / entry.path
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != entry.sha256:
+        raise UserError(
+            f"{path} is damaged: its SHA-256 is {found[:12]}…, the index says {entry.sha256[:12]}…."
+        )
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # what it raises depends on what stands in the file
+        raise UserError(f"{path} is no checkpoint that can be loaded safely: {error}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UserError(f"{path} is no checkpoint of this version of samestep.")
+    return state
+
+
+def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
+    """Return the newest checkpoint that verifies, and what was wrong with newer ones.
+
+    Returns:
+        Its entry, its content, and a message for each newer one that had to be passed over; None
+        where no checkpoint was ever announced.
+
+    Raises:
+        UserError: checkpoints were announced, and not one of them verifies.
+    """
+    entries = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)
+    problems: list[str] = []
+    for entry in entries:
+        try:
+            return entry, load(folder, entry), problems
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("No checkpoint of this run is whole. " + " ".join(problems))
+    return None

@@ -1,0 +1,139 @@
+"""The run directory: everything about one run as plain files, written by rank 0 alone."""
+
+import datetime as dt
+import json
+import math
+import os
+import secrets
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from samestep.errors import UserError
+from samestep.run.environment import describe_environment
+from samestep.run.files import Held, cannot_write, hold, write_text
+from samestep.run.records import Record
+
+
+def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
+    """Return a new directory's name: runs/<recipe>-<date>-<time>-<short id>."""
+    now = dt.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    return root / f"{recipe}-{now}-{secrets.token_hex(2)}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run."""
+    return (path / "settings.toml").is_file()
+
+
+class Run:
+    """The open directory of a run. Only one process at a time has it open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_run(path)
+            self._events = _open_events(path / "events.jsonl")
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        for torn in self.checkpoints.glob(".*.tmp"):
+            torn.unlink(missing_ok=True)
+
+    def append(self, record: Record) -> None:
+        """Add one record to events.jsonl.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        line = json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
+        rest = memoryview(line.encode())
+        end = self._events.seek(0, os.SEEK_END)
+        try:
+            # One write a line: a killed process leaves whole lines, or one torn at the very end.
+            while rest:
+                rest = rest[self._events.write(rest) :]  # a disk that gets full takes a part
+            if record["event"] in ("checkpoint", "stop"):
+                os.fsync(self._events.fileno())
+        except OSError as error:
+            self._events.truncate(end)  # else the next record would follow a torn one
+            raise cannot_write(self.path / "events.jsonl", error) from error
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write result.json."""
+        table = {key: _plain(value) for key, value in result.items()}
+        write_text(self.path / "result.json", json.dumps(table, indent=2) + "\n")
+
+    def write_environment(self, facts: Mapping[str, Any]) -> None:
+        """Write environment.json: versions, the machine, and the variables that are allowed."""
+        table = {**describe_environment(os.environ), **facts}
+        write_text(self.path / "environment.json", json.dumps(table, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the files and let another process open the run."""
+        self._events.close()
+        self._lock.close()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value
+
+
+def lock_run(path: Path) -> BinaryIO:
+    """Hold a run for this process; the lock ends with it, however it ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    try:
+        return hold(path / "run.lock")
+    except Held as owner:
+        raise UserError(
+            f"{path} is being written by {owner}. Wait until it ends, or stop it first."
+        ) from None
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process of this machine has the run open; it is asked of the lock, not taken.
+
+    A process of another machine is seen if the file system passes locks on.
+    """
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return False
+    # struct flock: type, whence, start, length, process; the order is macOS's or that of Linux.
+    shape = "@qqihh" if sys.platform == "darwin" else "@hhqqi4x"
+    place = 3 if sys.platform == "darwin" else 0
+    asked = [0, 0, 0, fcntl.F_WRLCK, 0] if place else [fcntl.F_WRLCK, 0, 0, 0, 0]
+    try:
+        with (path / "run.lock").open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(shape, *asked))
+    except OSError:
+        return False
+    return bool(struct.unpack(shape, answer)[place] != fcntl.F_UNLCK)
+
+
+def _open_events(path: Path) -> BinaryIO:
+    """Open the records for appending; a line that a kill tore off at the end is cut away."""
+    file = path.open("a+b", buffering=0)
+    size = file.seek(0, os.SEEK_END)
+    end = size
+    while end and not _ends_line(file, end):
+        end -= 1
+    if end < size:
+        file.truncate(end)
+    return file
+
+
+def _ends_line(file: Any, end: int) -> bool:
+    file.seek(end - 1)
+    return bool(file.read(1) == b"\n")

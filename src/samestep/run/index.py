@@ -1,0 +1,112 @@
+"""The index of a run's checkpoints: which there are, with their hashes, and which is the best.
+
+A checkpoint counts from the moment the index names it. Whatever kills the process before that
+leaves the index, and every file it names, as they were.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from samestep.errors import UserError
+from samestep.run.files import write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One checkpoint as the index knows it."""
+
+    path: str
+    """File name in checkpoints/."""
+    step: int
+    epoch: int
+    sha256: str
+    metric: float | None = None
+    """The monitored metric at this step, if it was evaluated there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """All checkpoints of a run, oldest first, and which one is the best."""
+
+    checkpoints: tuple[Entry, ...] = ()
+    monitor: str = "accuracy"
+    mode: str = "max"
+
+    @property
+    def last(self) -> Entry | None:
+        """The checkpoint with the most steps."""
+        return max(self.checkpoints, key=lambda entry: entry.step, default=None)
+
+    def ranked(self) -> list[Entry]:
+        """Return the checkpoints that have the metric, best first; of equals the earlier first."""
+        sign = 1 if self.mode == "min" else -1
+        scored = [entry for entry in self.checkpoints if entry.metric is not None]
+        return sorted(scored, key=lambda entry: (sign * (entry.metric or 0.0), entry.step))
+
+    @property
+    def best(self) -> Entry | None:
+        """The checkpoint with the best metric."""
+        return next(iter(self.ranked()), None)
+
+    def add(self, entry: Entry) -> "Index":
+        """Return the index with one more checkpoint; one of the same name or step is replaced."""
+        others = [e for e in self.checkpoints if e.path != entry.path and e.step != entry.step]
+        return replace(self, checkpoints=(*others, entry))
+
+    def up_to(self, step: int) -> "Index":
+        """Return the index without the checkpoints of later steps."""
+        return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.step <= step))
+
+    def prune(self, keep_top_k: int | None) -> "Index":
+        """Return the index with only the best k and the last."""
+        if keep_top_k is None:
+            return self
+        keep = {entry.path for entry in self.ranked()[:keep_top_k]}
+        if self.last:
+            keep.add(self.last.path)
+        return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.path in keep))
+
+
+def announce(folder: Path, index: Index, entry: Entry, keep_top_k: int | None) -> Index:
+    """Name a written checkpoint in the index, then delete those that are no longer kept."""
+    grown = index.add(entry)
+    kept = grown.prune(keep_top_k)
+    write_text(folder / "index.json", _to_json(kept))
+    for gone in {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}:
+        (folder / gone).unlink(missing_ok=True)
+    return kept
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a run's checkpoints; empty if there is none yet.
+
+    Raises:
+        UserError: the file is there but is no index.
+    """
+    path = folder / "index.json"
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
+        if any(Path(entry.path).name != entry.path for entry in index.checkpoints):
+            raise msgspec.ValidationError("it names a file outside of the folder")
+        return index  # noqa: TRY300 - the checks belong together
+    except FileNotFoundError:
+        return Index()
+    except msgspec.MsgspecError as error:
+        raise UserError(
+            f"{path} is damaged ({error}). It names the checkpoints beside it; restore it from a "
+            "backup, or start a new run."
+        ) from error
+
+
+def _to_json(index: Index) -> str:
+    table = {
+        "last": asdict(index.last) if index.last else None,
+        "best": asdict(index.best) if index.best else None,
+        "monitor": index.monitor,
+        "mode": index.mode,
+        "checkpoints": [asdict(entry) for entry in index.checkpoints],
+    }
+    return json.dumps(table, indent=2) + "\n"

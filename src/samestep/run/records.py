@@ -1,0 +1,56 @@
+"""The records of a run: one JSON object per line of events.jsonl."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+
+Record = dict[str, Any]
+"""One line of events.jsonl: `event` first, then its numbers."""
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a run as one uninterrupted run would have written them.
+
+    A resumed run starts again from a checkpoint, so the records that an earlier attempt wrote for
+    later steps are superseded: they are left out here, though they stay in the file.
+
+    Raises:
+        UserError: there is no run here.
+    """
+    file = path / "events.jsonl"
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} holds no run: {file} cannot be read.") from error
+    # What follows the last newline was torn off by a kill.
+    yield from as_uninterrupted(json.loads(line) for line in lines[:-1])
+
+
+def as_uninterrupted(written: Iterable[Record]) -> list[Record]:
+    """Leave out of a run's records those that a later attempt has superseded."""
+    records: list[Record] = []
+    for record in written:
+        if record["event"] == "start" and not record["resumed"]:
+            records = []  # killed before its first checkpoint, and begun anew
+        if record["event"] == "resume":
+            records = _up_to_checkpoint(records, record)
+        records.append(record)
+    return records
+
+
+def _up_to_checkpoint(records: list[Record], resume: Record) -> list[Record]:
+    """Leave out what a resumed run does again: all that came after its checkpoint.
+
+    The end of an epoch has the same step as a checkpoint that a signal caused right before it, so
+    the step alone does not tell. Where a kill came between the checkpoint and its record, nothing
+    came after it.
+    """
+    kept = [r for r in records if r.get("step", 0) <= resume["step"]]
+    path = f"checkpoints/{resume['checkpoint']}"
+    saved = [i for i, r in enumerate(kept) if r["event"] == "checkpoint" and r["path"] == path]
+    after = saved[-1] + 1 if saved else len(kept)
+    again = ("step", "epoch", "evaluation", "checkpoint")
+    return kept[:after] + [r for r in kept[after:] if r["event"] not in again]

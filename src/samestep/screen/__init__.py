@@ -1,0 +1,1 @@
+"""What is shown to the user: progress, tables, words with numbers."""

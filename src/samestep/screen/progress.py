@@ -1,0 +1,203 @@
+"""What rank 0 shows: a header, a progress bar, a line an epoch, a table at the end.
+
+On a terminal the bar is redrawn in place a few times a second; elsewhere there are plain lines.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+
+from samestep.run.records import Record
+from samestep.screen.class_table import class_table
+from samestep.screen.words import count
+
+
+class Screen:
+    """Show the records of one run as they come."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._plan: Record = {}
+        self._loss = self._accuracy = ""
+        self._epoch: Record | None = None
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            console=self._console,
+            auto_refresh=False,  # a thread that redraws would take turns with the training
+            transient=True,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=None, epoch="", numbers="", visible=False)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush_epoch()
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def show(self, record: Record) -> None:
+        """Show one record."""
+        if record["event"] not in ("evaluation", "progress", "tracker"):
+            self._flush_epoch()
+        handler = getattr(self, f"_show_{record['event']}", None)
+        if handler is not None:
+            handler(record)
+
+    def _print(self, text: str = "") -> None:
+        self._console.print(text, soft_wrap=True)
+        if not self._console.is_terminal:
+            sys.stdout.flush()  # whoever reads the log of a running job sees each line
+
+    def _show_start(self, plan: Record) -> None:
+        self._plan = plan
+        ranks = count(plan["world_size"], "rank")
+        nodes = f" on {count(plan['num_nodes'], 'node')}" if plan["num_nodes"] > 1 else ""
+        backend = f", {plan['backend']}" if plan["world_size"] > 1 else ""
+        threads = f", {count(plan['threads'], 'thread')} each" if plan["device"] == "cpu" else ""
+        uneven = plan["batch_size"] * plan["world_size"] * plan["accumulate"]
+        most = "" if uneven == plan["global_batch_size"] else "at most "
+        parts = f"{most}{plan['batch_size']} × {ranks} × {count(plan['accumulate'], 'micro-step')}"
+        rows = {
+            plan["recipe"]: f"{plan['parameters']:,} parameters, "
+            f"{plan['num_samples']:,} training samples",
+            "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
+            "batch": f"{plan['global_batch_size']} samples a step = {parts}",
+            "length": f"{count(plan['epochs'], 'epoch')}, {count(plan['total_steps'], 'step')}",
+            "lr": _lr(plan),
+            "run": plan["run_dir"],
+        }
+        for note in plan["notes"]:
+            self._print(f"[yellow]note[/]    {escape(note)}")
+        for name, value in rows.items():
+            self._print(f"[bold]{escape(name):<7}[/] {escape(value)}")
+        self._bar.update(self._task, total=plan["total_steps"], visible=True)
+
+    def _show_resume(self, record: Record) -> None:
+        for problem in record["problems"]:
+            self._print(f"[yellow]passed over[/] {escape(problem)}")
+        self._print(f"[bold]resume  [/]from {record['checkpoint']}, step {record['step']:,}")
+
+    def _show_tracker(self, record: Record) -> None:
+        marks = {"note": "[yellow]note[/]    ", "warning": "[yellow]warning[/] "}
+        name = f"[bold]{escape(record['tracker']):<7}[/] "
+        self._print(marks.get(record["kind"], name) + escape(record["text"]))
+
+    def _show_compile(self, record: Record) -> None:
+        self._print(f"[bold]compile [/]{record['what']} ({record['seconds']:.1f} s)")
+
+    def _show_step(self, record: Record) -> None:
+        self._loss = f"loss {record['loss']:.4f}"
+        self._draw(record)
+
+    def _show_progress(self, record: Record) -> None:
+        self._draw(record)
+
+    def _draw(self, record: Record) -> None:
+        if not self._console.is_terminal:
+            return
+        left = self._plan["total_steps"] - record["step"]
+        rate = max(record["samples_per_s"], 1e-9)
+        eta = _duration(left * self._plan["global_batch_size"] / rate)
+        numbers = [self._loss, self._accuracy, f"{_short(rate)} samples/s", f"ETA {eta}"]
+        done = min(record["step"] // self._plan["steps_per_epoch"] + 1, self._plan["epochs"])
+        self._bar.update(
+            self._task,
+            completed=record["step"],
+            epoch=f"{done}/{self._plan['epochs']}",
+            numbers="  ".join(part for part in numbers if part),
+        )
+        if record["event"] == "progress":
+            self._bar.refresh()
+
+    def _show_epoch(self, record: Record) -> None:
+        self._epoch = record
+        if self._console.is_terminal:
+            self._bar.update(self._task, numbers="evaluating")
+            self._bar.refresh()
+
+    def _show_evaluation(self, record: Record) -> None:
+        values = {k: v for k, v in record.items() if k not in _NOT_METRICS and v is not None}
+        if "accuracy" in values:
+            self._accuracy = f"val. accuracy {values['accuracy']:.4f}"
+        text = escape("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        for problem in record.get("problems", []):
+            self._print(f"[yellow]passed over[/] {escape(problem)}")
+        if record["split"] == "validation":
+            self._flush_epoch(f"  validation: {text}", at_step=record["step"])
+
+    def _flush_epoch(self, more: str = "", at_step: int = 0) -> None:
+        record, self._epoch = self._epoch, None
+        if record is not None:
+            width = len(str(self._plan["epochs"]))
+            self._print(
+                f"epoch {record['epoch']:>{width}}  loss {record['loss']:.4f}{more}"
+                f"  {_short(record['samples_per_s'])} samples/s"
+            )
+        elif more:
+            self._print(f"step {at_step:,}{more}")
+
+    def result(self, path: Path, result: dict[str, Any]) -> None:
+        """Show how the run ended."""
+        rows: dict[str, str] = {}
+        best, test = result["best"], result["test"]
+        rows["status"] = f"{result['status']} ({result['reason']})"
+        rows["trained"] = (
+            f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}, "
+            f"{_duration(result['training_seconds'])}, {_short(result['samples_per_s'])} samples/s"
+        )
+        if best["value"] is not None:
+            rows["best"] = (
+                f"{best['metric']} {best['value']:.4f} on validation, epoch {best['epoch']}"
+            )
+        if test:
+            values = {k: v for k, v in test.items() if k not in _NOT_METRICS}
+            shown = "  ".join(f"{k} {v:.4f}" for k, v in values.items())
+            rows["test"] = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
+        rows["run"] = str(path)
+        self._print()
+        for name, value in rows.items():
+            self._print(f"[bold]{name:<9}[/]{escape(value)}")
+        if test and "confusion" in test:
+            lines = class_table(test["per_class"], test["confusion"])
+            for name, line in zip(["classes", *[""] * len(lines)], lines, strict=False):
+                self._print(f"[bold]{name:<9}[/]{escape(line)}")
+        if result["status"] == "stopped":
+            self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
+
+
+_NOT_METRICS = {
+    *("event", "split", "epoch", "step", "samples", "seconds", "checkpoint", "problems"),
+    *("per_class", "confusion"),
+}
+
+
+def _lr(plan: Record) -> str:
+    if plan["lr_scaling"] == "none":
+        return f"{plan['lr']:.4g}"
+    ratio = plan["lr"] / plan["base_lr"]
+    return f"{plan['lr']:.4g} = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
+
+
+def _short(number: float) -> str:
+    """Return a number in at most five characters: 942, 9.42k, 94.2k, 9.42M."""
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

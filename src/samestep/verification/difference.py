@@ -1,0 +1,118 @@
+"""How far two trainings are from each other: the largest difference, and where it begins."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samestep.settings import Precision
+from samestep.verification.trace import Trace
+
+# Relative differences that rounding may cause in a few steps. Measured on the built-in recipes:
+# 3e-16 to 1e-14 in float64, 2e-7 to 5e-4 of the loss in fp32. Gradients are another matter there:
+# in a flat image many units lie within rounding of ReLU's kink, and change sides together.
+ROUNDING: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between two trainings."""
+
+    largest: float = 0.0
+    """Relative, over all that was compared; infinite where one of them has what the other lacks."""
+    first_step: int | None = None
+    """The first step with a difference beyond the tolerance."""
+    first_parameter: str | None = None
+    """In that step the first parameter, in the model's order, of which that holds."""
+    what: str = ""
+    """What of that step differs: the loss, the gradient norm, a gradient, a weight."""
+
+
+def worst(differences: Iterable[Difference]) -> Difference:
+    """Return the largest of some differences; none of none."""
+    return max(differences, key=lambda d: d.largest, default=Difference())
+
+
+def difference(
+    one: Trace, other: Trace, tolerance: float, *, losses_only: bool = False
+) -> Difference:
+    """Compare two trainings step by step, over the steps that the second one took.
+
+    Losses and norms are compared relative to the larger of both; each parameter's gradient relative
+    to the largest entry of the whole gradient, each weight to the largest weight. (A gradient that
+    is zero but for rounding has no scale of its own.)
+
+    Args:
+        one: the training of one process.
+        other: another, perhaps begun later.
+        tolerance: what is no difference.
+        losses_only: whether the losses alone decide; the first parameter is named all the same.
+    """
+    largest, first = 0.0, Difference()
+    for step in sorted(other.losses):
+        found = _in_step(one, other, step)
+        decisive = found[:1] if losses_only else found
+        largest = max([largest, *(size for _, _, size in decisive)])
+        beyond = [(what, name) for what, name, size in found if size > tolerance]
+        if first.first_step is None and any(size > tolerance for _, _, size in decisive):
+            named = next((name for _, name in beyond if name), None)
+            first = Difference(first_step=step, first_parameter=named, what=beyond[0][0])
+    return Difference(largest, first.first_step, first.first_parameter, first.what)
+
+
+Found = tuple[str, str, float]
+"""What, which parameter if any, how much."""
+
+
+def _in_step(one: Trace, other: Trace, step: int) -> list[Found]:
+    """Return what was found in a step: its loss first, then in the order of the computation."""
+    found = [("loss", "", relative(one.losses.get(step, math.nan), other.losses[step]))]
+    if step in one.norms and step in other.norms:
+        found.append(("gradient norm", "", relative(one.norms[step], other.norms[step])))
+    found += _tensors("gradient", one.gradients.get(step), other.gradients.get(step))
+    return found + _tensors("weight", one.weights.get(step), other.weights.get(step))
+
+
+def _tensors(
+    what: str, one: Mapping[str, Tensor] | None, other: Mapping[str, Tensor] | None
+) -> list[Found]:
+    if one is None or other is None:
+        return []  # Lightning's steps are not looked into
+    largest = max((float(v[1:].abs().max()) for v in one.values()), default=0.0)
+    norm = math.sqrt(sum(float(v[0]) ** 2 for v in one.values()))
+    names = [*one, *(name for name in other if name not in one)]
+    return [(what, n, _apart(one.get(n), other.get(n), norm, largest)) for n in names]
+
+
+def _apart(one: Tensor | None, other: Tensor | None, norm: float, largest: float) -> float:
+    """Return how far two tensors' norms and values are apart, relative to those of all tensors."""
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    scale = torch.full_like(one, largest or 1.0)
+    scale[0] = norm or 1.0
+    differs = (one != other) & ~(one.isnan() & other.isnan())
+    found = float(((one - other).abs() / scale)[differs].max()) if bool(differs.any()) else 0.0
+    return found if math.isfinite(found) else math.inf
+
+
+def relative(one: float, other: float) -> float:
+    """Return the difference of two numbers relative to the larger; infinite if one is none."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    # What is no more than this is zero but for rounding, and has no scale of its own.
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+
+
+def evaluations_apart(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, str]:
+    """Return the largest relative difference of two evaluations, and of which value."""
+    found = [(relative(one[name], other.get(name, math.nan)), name) for name in one]
+    return max(found, default=(0.0, ""))
+
+
+def same_samples(one: Sequence[str], shares: Sequence[Sequence[str]]) -> bool:
+    """Whether the shares of some ranks, one after the other, are the samples of one process."""
+    return [mark for share in shares for mark in share] == list(one)

@@ -1,0 +1,236 @@
+"""See what a model draws at random, and hold it still: what is left must be the same on all ranks.
+
+Three things differ with the number of ranks by themselves: batch normalisation in training, random
+numbers of torch (dropout), and random numbers of Python and NumPy. Held still, each gives every
+sample the same, whatever rank it is on; what then still differs has another cause.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kind = Literal["batchnorm", "dropout", "state"]
+KINDS: tuple[Kind, ...] = ("batchnorm", "dropout", "state")
+ALL_KINDS = frozenset(KINDS)
+
+_paths = sysconfig.get_paths()
+_NOT_THE_USERS = (
+    str(Path(__file__).parent.parent) + os.sep,
+    *(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
+
+
+@dataclass
+class Seen:
+    """What forward and loss drew from."""
+
+    draws: dict[str, str] = field(default_factory=dict)
+    """Random operation of torch → the user's line that called it, or nothing."""
+    generators: dict[str, str] = field(default_factory=dict)
+    """"Python's random" or "NumPy's random" → the user's line, if it was found."""
+    own: dict[str, list[str]] = field(default_factory=dict)
+    """The user's line that drew from a `torch.Generator` of its own → where that stood, by call."""
+
+
+def users_line(frame: FrameType | None) -> str:
+    """Return the innermost line that is neither samestep's nor a library's: `model.py:31`."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return place_of(frame)
+        frame = frame.f_back
+    return ""
+
+
+def place_of(frame: FrameType) -> str:
+    """Return the line at which a frame stands: `model.py:31`."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def is_users(file: str) -> bool:
+    """Whether a source file is neither samestep's nor Python's nor an installed library's."""
+    return not file.startswith(_NOT_THE_USERS)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note every random operation, and give each a constant result if it is to be held still."""
+
+    def __init__(self, seen: Seen, *, hold: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen, self._hold = seen, hold
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        known = func._schema.arguments  # noqa: SLF001
+        given = {a.name: a.default_value for a in known if a.has_default_value()}
+        given |= {a.name: v for a, v in zip(known, args, strict=False)} | kwargs
+        name = func.overloadpacket.__name__
+        if _draws_nothing(name, given):
+            return func(*args, **kwargs)
+        line = users_line(sys._getframe(1))  # noqa: SLF001
+        self._seen.draws.setdefault(name, line)
+        generator = given.get("generator")
+        if generator is not None and not _is_torchs(generator):
+            self._seen.own.setdefault(line, []).append(_place_of(generator))
+        return _constant(name, func, given) if self._hold else func(*args, **kwargs)
+
+
+def _is_torchs(generator: torch.Generator) -> bool:
+    """Whether it is the one of its device, which samestep seeds in every step."""
+    if generator.device.type == "cuda":
+        return any(generator is known for known in torch.cuda.default_generators)
+    return generator is torch.default_generator
+
+
+def _place_of(generator: torch.Generator) -> str:
+    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _draws_nothing(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether a random operation is told to change nothing, as by an evaluation."""
+    if given.get("train") is False or given.get("training") is False:
+        return True
+    fraction = given.get("dropout_p", given.get("dropout"))
+    return fraction == 0 or (name == "native_dropout" and given.get("p") == 0)
+
+
+def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
+    """Return what a random operation would, with every number the same."""
+    if name == "native_dropout":
+        kept: Tensor = given["input"]
+        return kept / (1 - given["p"]), torch.ones_like(kept, dtype=torch.bool)
+    for fraction in ("dropout_p", "dropout"):
+        if fraction in given:
+            return func(**{**given, fraction: 0.0})
+    result = func(**given)
+    if name.startswith("randperm"):
+        return result.copy_(torch.arange(len(result), device=result.device))
+    low = given.get("low", given.get("from", 0)) or 0
+    for leaf in torch.utils._pytree.tree_leaves(result):  # noqa: SLF001
+        if isinstance(leaf, Tensor):
+            leaf.fill_(
+                1 if name.startswith("bernoulli") else 0.5 if leaf.is_floating_point() else low
+            )
+    return result
+
+
+def watched(
+    function: Callable[..., Any], seen: Seen, held: frozenset[Kind] = frozenset()
+) -> Callable[..., Any]:
+    """Return a forward or a loss that notes what it draws from, and holds some of it still."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _outside(seen, hold="state" in held), _Draws(seen, hold="dropout" in held):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _outside(seen: Seen, *, hold: bool) -> Iterator[None]:
+    """Note whether Python's or NumPy's generator is used; held, both begin at the same place."""
+    numpy = sys.modules.get("numpy")
+    saved = random.getstate(), numpy.random.get_state() if numpy else None
+    if hold:
+        random.seed(0)
+        if numpy:
+            numpy.random.seed(0)
+    before = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        if random.getstate() != before[0]:
+            seen.generators.setdefault("Python's random", "")
+        if numpy and _moved(before[1], numpy.random.get_state()):
+            seen.generators.setdefault("NumPy's random", "")
+        if hold:
+            random.setstate(saved[0])
+            if numpy:
+                numpy.random.set_state(saved[1])
+
+
+def _moved(before: Any, after: Any) -> bool:
+    return bool(before[2:] != after[2:] or (before[1] != after[1]).any())
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the batch normalisations of a model by their names."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+
+
+def hold_model(
+    model: nn.Module, seen: Seen, held: frozenset[Kind], calibrate: Callable[[], Any] | None = None
+) -> None:
+    """Let a built model note what it draws, and hold some of it still, in place.
+
+    Args:
+        model: on its device.
+        seen: what is noted.
+        held: what is held still.
+        calibrate: returns some inputs, the same on every rank, for the statistics that batch
+            normalisation is then held at; else they stay as they were built.
+    """
+    if "dropout" in held:
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+                module.dropout = 0.0
+    norms = batch_norms(model).values() if "batchnorm" in held else ()
+    if norms and calibrate is not None:
+        _calibrate(model, list(norms), calibrate())
+    for norm in norms:
+        _freeze(norm)
+    model.forward = watched(model.forward, seen, held)
+
+
+def _calibrate(model: nn.Module, norms: list[_BatchNorm], inputs: Any) -> None:
+    """Set the running statistics to those of one batch: as built they would normalise nothing."""
+    was_training, momenta = model.training, [norm.momentum for norm in norms]
+    model.train()
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad(), _outside(Seen(), hold=True), _Draws(Seen(), hold=True):
+        model(inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    model.train(was_training)
+
+
+def _freeze(norm: _BatchNorm) -> None:
+    norm.eval()
+    norm.train = partial(_stay, norm)  # type: ignore[method-assign]
+    if norm.running_mean is None:  # it takes the batch's statistics in an evaluation too
+        norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
+
+
+def _stay(norm: _BatchNorm, mode: bool = True) -> _BatchNorm:  # noqa: ARG001 - as every train()
+    return norm
+
+
+def _affine(norm: _BatchNorm, inputs: Tensor) -> Tensor:
+    zeros = inputs.new_zeros(inputs.shape[1])
+    return nn.functional.batch_norm(inputs, zeros, zeros + 1, norm.weight, norm.bias, eps=norm.eps)

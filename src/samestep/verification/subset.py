@@ -1,0 +1,102 @@
+"""A recipe's data cut down to a few samples, spread evenly over it, read as in training."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from samestep.errors import UserError
+from samestep.recipe import Splits
+
+_MOST_BROKEN = 100
+
+
+class Some(Dataset[Any]):
+    """Some samples of a data set."""
+
+    def __init__(self, dataset: Any, places: Sequence[int]) -> None:
+        self._dataset, self._places = dataset, list(places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[self._places[index]]
+
+
+class SomeBatches(Some):
+    """Some samples of a data set that reads a whole batch at a time."""
+
+    def read_batch(self, indices: list[int]) -> Any:
+        """Return a batch, as the data set does."""
+        return self._dataset.read_batch([self._places[index] for index in indices])
+
+
+def num_samples(data: Any) -> int:
+    """Return the number of samples of a split; 0 if it is absent or has no length."""
+    if isinstance(data, tuple) and data:
+        data = data[0]
+    return len(data) if hasattr(data, "__len__") else 0
+
+
+def evaluated_split(splits: Splits) -> str:
+    """Return the name of the split that is evaluated."""
+    return next((n for n in ("validation", "test") if num_samples(getattr(splits, n))), "train")
+
+
+def cut_down(splits: Splits, num_train: int, num_evaluated: int) -> Splits:
+    """Return a few samples of the training data, and of what is evaluated as `validation`.
+
+    Work that the ranks would share to make all of the data ready is left out.
+    """
+    lenient = splits.together is not None
+    name = evaluated_split(splits)
+    evaluated = _some(getattr(splits, name), num_evaluated, lenient=lenient)
+    train = _some(splits.train, num_train, lenient=lenient)
+    return replace(
+        splits, train=train, validation=evaluated, test=None, together=None, notes=(), left_out=()
+    )
+
+
+def _some(data: Any, count: int, *, lenient: bool) -> Any:
+    """Return some samples of a split; what is no data at all is left for others to refuse."""
+    total = num_samples(data)
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        data = (data.tensors[0], data.tensors[1])
+    if isinstance(data, tuple):
+        if [isinstance(part, Tensor) for part in data] != [True, True]:
+            return data
+        taken = torch.tensor(_spread(total, count), dtype=torch.int64)
+        return data[0][taken], data[1][taken]
+    if not hasattr(data, "__getitem__"):
+        return data
+    places = _readable(data, count) if lenient else _spread(total, count)
+    return (SomeBatches if hasattr(data, "read_batch") else Some)(data, places)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """Return places spread evenly: the first ones of a folder are all of one class."""
+    return [place * total // count for place in range(min(count, total))]
+
+
+def _readable(dataset: Any, count: int) -> list[int]:
+    """Return places of samples that can be read, where those that cannot are left out."""
+    total = len(dataset)
+    found: list[int] = []
+    problems: list[UserError] = []
+    wanted = [*_spread(total, count), *range(total)]
+    for place in wanted:
+        if place in found or len(found) == count:
+            continue
+        try:
+            dataset[place]
+        except UserError as error:
+            problems.append(error)
+            if len(problems) == _MOST_BROKEN:
+                raise
+        else:
+            found.append(place)
+    return sorted(found)

@@ -1,0 +1,407 @@
+"""In Lightning's Trainer a recipe takes the same steps as in samestep's own loop."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.cifar_files import write_binary
+from tests.command_line import read_json, run
+from tests.idx_files import write_mnist
+from tests.processes import run_ranks, samestep
+from tests.training.test_trajectory import CONVNET, LOADED
+
+LIGHTNING = ("--engine", "lightning")
+# Weighted sums in another order of operations; everything else is equal to the last bit.
+TOLERANCE = 1e-12
+
+# 131 samples in global batches of 12: odd shares, and an incomplete last batch that needs fewer
+# micro-steps than the others.
+SETTINGS = {
+    "as it is": (),
+    "clipped, with warm-up, cosine and momentum": (
+        *("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine"),
+        *("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01"),
+    ),
+    "accumulated": ("--batch-size", "2", "--global-batch-size", "12"),
+    "without the incomplete batch": ("--drop-last",),
+    "ended within an epoch": ("--max-steps", "17"),
+    "stopped early": ("--patience", "1", "--lr", "0.3"),
+    "not validated by accuracy": ("--monitor", "loss", "--keep-top-k", "2"),
+}
+# Steps between two checkpoints are for the native engine alone.
+TINY = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name, world_size):
+    recipe = tiny.write_recipe(tmp_path, TINY)
+    flags = SETTINGS[name]
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        tiny.train(
+            recipe, *flags, *engine, "--run-dir", str(path), world_size=world_size, folder=tmp_path
+        )
+    tiny.assert_same_training(ours, theirs, TOLERANCE)
+    result, expected = (read_json(path / "result.json") for path in (ours, theirs))
+    for key in ("status", "reason", "steps", "epochs", "best"):
+        assert result[key] == pytest.approx(expected[key]), key
+    assert result["test"]["samples"] == expected["test"]["samples"]
+    assert result["test"]["loss"] == pytest.approx(expected["test"]["loss"], rel=TOLERANCE)
+    kept, expected_kept = (
+        sorted(p.name for p in (path / "checkpoints").iterdir()) for path in (ours, theirs)
+    )
+    assert kept == expected_kept
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("target", "flags"),
+    [
+        ("spiral", ("--num-samples", "700", "--log-every", "1")),
+        ("mnist", ("--data-dir", "mnist", "--model", "convnet", "--log-every", "1")),
+    ],
+)
+def test_recipes_with_dropout_draw_the_same(tmp_path, target, flags, world_size, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_mnist(tmp_path / "mnist")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        run(
+            "train",
+            target,
+            "--epochs",
+            "1",
+            "--global-batch-size",
+            "32",
+            *flags,
+            *engine,
+            "--run-dir",
+            str(path),
+            world_size=world_size,
+            folder=tmp_path / "out",
+        )
+    tiny.assert_same_training(ours, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resnet_with_batch_norm_and_augmentation_is_the_same(tmp_path, world_size):
+    data = write_binary(tmp_path / "data")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        run(
+            "train",
+            "cifar10",
+            "--data-dir",
+            str(data),
+            "--width",
+            "4",
+            "--epochs",
+            "2",
+            "--global-batch-size",
+            "16",
+            "--log-every",
+            "1",
+            *engine,
+            "--run-dir",
+            str(path),
+            world_size=world_size,
+            folder=tmp_path / "out",
+        )
+    tiny.assert_same_training(ours, theirs, 1e-5)
+    result, expected = (read_json(path / "result.json")["test"] for path in (ours, theirs))
+    assert result["confusion"] == expected["confusion"]
+
+
+def test_cifar10s_data_module_feeds_anyones_module(tmp_path):
+    data = write_binary(tmp_path / "data")
+    [[inputs, targets]] = run_ranks(_first_batch, 1, tmp_path / "out", str(data))
+    assert inputs == [8, 3, 32, 32]
+    assert targets == [8]
+
+
+def _first_batch(folder: str) -> list[list[int]]:
+    from samestep import CIFAR10DataModule, LitRecipe
+
+    data = CIFAR10DataModule(folder, batch_size=8)
+    trainer = _trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
+    options = data.recipe.options(data_dir=folder, width=2)
+    trainer.fit(LitRecipe(data.recipe, data.settings, options), data)
+    inputs, targets, *_ = next(iter(data.train_dataloader()))
+    return [list(inputs.shape), list(targets.shape)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_augmented_data_read_by_workers_is_the_same(tmp_path, world_size):
+    recipe = tiny.write_recipe(tmp_path, CONVNET + LOADED)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        tiny.train(
+            recipe,
+            "--num-workers",
+            "1",
+            *engine,
+            "--log-every",
+            "1",
+            "--precision",
+            "fp64",
+            "--run-dir",
+            str(path),
+            world_size=world_size,
+            folder=tmp_path,
+        )
+    tiny.assert_same_training(ours, theirs, TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_stopped_by_a_signal_goes_on_with_the_exact_next_step(tmp_path, world_size):
+    recipe = tiny.write_recipe(tmp_path, TINY)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    tiny.train(recipe, *LIGHTNING, "--run-dir", str(whole), world_size=world_size, folder=tmp_path)
+    tiny.set_pace(recipe, 0.05)
+    ranks = tiny.start(
+        recipe, *LIGHTNING, "--run-dir", str(stopped), world_size=world_size, folder=tmp_path
+    )
+    tiny.until(lambda: tiny.num_records(stopped) > 18, ranks)  # in the second epoch
+    for process in ranks.processes:
+        process.terminate()
+    assert set(ranks.wait()) == {128 + signal.SIGTERM}, ranks.output()
+    result = read_json(stopped / "result.json")
+    assert result["status"] == "stopped"
+    assert result["steps"] % 11, "it should stop within an epoch"
+    tiny.set_pace(recipe, 0.0)
+    tiny.resume(stopped, world_size=world_size, folder=tmp_path)
+    tiny.assert_same_training(stopped, whole, 0.0)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_run_that_ended_within_an_epoch_goes_on_to_a_later_end(tmp_path, validated):
+    text = TINY if validated else TINY.replace("validation=(x[n:n + 37], y[n:n + 37]),", "")
+    recipe = tiny.write_recipe(tmp_path, text)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        for end in ("15", "29", "33"):
+            flags = ("--max-steps", end, "--run-dir", str(path), *engine)
+            target = ("--resume",) if path.exists() else ()
+            tiny.train(recipe, *flags, *target, folder=tmp_path)
+            result = read_json(path / "result.json")
+            assert (result["steps"], result["reason"]) == (int(end), "finished")
+    assert losses_by_step(ours) == losses_by_step(theirs)
+
+
+def losses_by_step(path: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in tiny.account(path) if r["event"] == "step"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_trains_clipped_and_keeps_its_scaler(tmp_path, precision):
+    recipe = tiny.write_recipe(tmp_path, TINY.replace("float64", "float32"))
+    flags = ("--precision", precision, "--clip-norm", "0.1", *LIGHTNING)
+    tiny.train(recipe, *flags, "--run-dir", str(tmp_path / "run"), folder=tmp_path)
+    state = tiny.last_state(tmp_path / "run")
+    assert (state["scaler"] is not None) == (precision == "fp16")
+    if precision == "fp16":
+        assert state["scaler"]["scale"] > 1
+    losses = [r["loss"] for r in tiny.account(tmp_path / "run") if r["event"] == "epoch"]
+    assert losses[-1] < losses[0]
+
+
+def test_a_checkpoint_of_either_engine_evaluates_in_the_other(tmp_path):
+    recipe = tiny.write_recipe(tmp_path, TINY)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    tiny.train(recipe, *LIGHTNING, "--run-dir", str(ours), folder=tmp_path)
+    tiny.train(recipe, "--run-dir", str(theirs), folder=tmp_path)
+    expected = read_json(theirs / "result.json")["test"]
+    said = samestep("evaluate", str(ours), "--json", folder=tmp_path / "said").printed(0)
+    assert json.loads(said)["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+    [measured] = run_ranks(_measure_with_lightning, 1, tmp_path / "lightning", str(theirs))
+    assert measured["test_loss"] == pytest.approx(expected["loss"], rel=1e-6)  # logged as fp32
+    assert measured["test_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
+
+
+def _measure_with_lightning(path: str) -> dict[str, float]:
+    from samestep import LitData, LitRecipe
+
+    module = LitRecipe.from_run(path)
+    [measured] = _trainer().test(module, LitData(module.recipe, module.settings))
+    return dict(measured)
+
+
+def _trainer(**more):
+    import logging
+    import warnings
+
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    plain = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**(plain | more))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_in_a_users_own_trainer_it_learns_what_samestep_train_does(tmp_path, world_size):
+    path = tmp_path / "run"
+    run(
+        "train",
+        "spiral",
+        "--num-samples",
+        "701",
+        "--epochs",
+        "2",
+        "--global-batch-size",
+        "32",
+        "--run-dir",
+        str(path),
+        world_size=world_size,
+        folder=tmp_path / "out",
+    )
+    expected = [r for r in tiny.account(path) if r["event"] == "evaluation"][-2]
+    values = run_ranks(_fit, world_size, tmp_path / "own", 32 // world_size)
+    for value in values:  # the global numbers, on every rank
+        assert value["val_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert value["val_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
+
+
+def _fit(batch_size: int) -> dict[str, float]:
+    import os
+
+    from samestep import LitRecipe, SpiralDataModule
+
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"  # as torchrun says it to Lightning
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    data = SpiralDataModule(num_samples=701, batch_size=batch_size)
+    module = LitRecipe(data.recipe, data.settings, data.options)
+    trainer = _trainer(max_epochs=2, devices=world_size, num_sanity_val_steps=2)
+    trainer.fit(module, data)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+REFUSED = {
+    ("--compile", "on"): "--compile on needs --engine native",
+    ("--eval-every-steps", "5"): "--eval-every-steps 5 needs --engine native",
+    ("--checkpoint-every-minutes", "5"): "--checkpoint-every-minutes 5.0 needs --engine native",
+    ("--checkpoint-every-epochs", "2"): "--checkpoint-every-epochs 2 needs --engine native",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=lambda flags: flags[0])
+def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path, flags):
+    ranks = samestep(
+        "train",
+        "spiral",
+        *flags,
+        *LIGHTNING,
+        "--run-dir",
+        str(tmp_path / "run"),
+        folder=tmp_path / "out",
+    )
+    assert [p.exitcode for p in ranks.processes] == [2]
+    assert REFUSED[flags] in ranks.output()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_in_the_engine_that_began_it(tmp_path):
+    recipe = tiny.write_recipe(tmp_path, TINY)
+    tiny.train(recipe, "--run-dir", str(tmp_path / "run"), folder=tmp_path)
+    ranks = samestep(
+        "train", str(tmp_path / "run"), "--resume", *LIGHTNING, folder=tmp_path / "out"
+    )
+    assert [p.exitcode for p in ranks.processes] == [2]
+    assert "--engine cannot change when a run is resumed" in ranks.output()
+
+
+def in_python(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_trainer_that_accumulates_otherwise_is_told_how_often(tmp_path):
+    program = (
+        "import lightning.pytorch as pl, samestep as s\n"
+        "settings = s.Settings(epochs=1, batch_size=8, global_batch_size=32)\n"
+        "pl.Trainer(max_epochs=1, logger=False, accelerator='cpu').fit("
+        "s.LitRecipe('spiral', settings), s.LitData('spiral', settings))"
+    )
+    done = in_python(tmp_path, program)
+    assert done.returncode == 1
+    assert "create it with Trainer(accumulate_grad_batches=4)" in done.stderr
+
+
+def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(tmp_path):
+    program = (
+        "import lightning.pytorch as pl, samestep as s\n"
+        "def trainer(**more): return pl.Trainer(logger=False, enable_checkpointing=False,"
+        " enable_progress_bar=False, accelerator='cpu', **more)\n"
+        "data = s.SpiralDataModule(num_samples=200)\n"
+        "module = s.LitRecipe(data.recipe, data.settings, data.options)\n"
+        "trainer().validate(module, data)\n"
+        "trainer(max_epochs=1).fit(module, data)\n"
+        "first = data.plan.total_steps\n"
+        "again = trainer(max_epochs=3, accumulate_grad_batches=2)\n"
+        "again.fit(module, data)\n"
+        "print(first, data.plan.accumulate, data.plan.total_steps, again.global_step)"
+    )
+    done = in_python(tmp_path, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "5 2 9 9"  # of 140 samples in batches of 32 and of 64
+
+
+def test_a_data_module_can_be_looked_at_without_a_trainer(tmp_path):
+    program = (
+        "import samestep as s\n"
+        "data = s.SpiralDataModule(num_samples=200, batch_size=8)\n"
+        "data.setup('fit')\n"
+        "inputs, targets, *_ = next(iter(data.train_dataloader()))\n"
+        "print(*inputs.shape, *targets.shape)"
+    )
+    done = in_python(tmp_path, program)
+    assert done.stdout.split() == ["8", "2", "8"], done.stderr
+
+
+def test_a_trainer_without_an_end_is_told_what_the_schedule_needs(tmp_path):
+    program = (
+        "import lightning.pytorch as pl, samestep as s\n"
+        "pl.Trainer(max_time='00:00:01:00', logger=False, accelerator='cpu').fit("
+        "s.LitRecipe('spiral'), s.LitData('spiral'))"
+    )
+    done = in_python(tmp_path, program)
+    assert done.returncode == 1
+    assert "give the Trainer max_epochs or max_steps" in done.stderr
+
+
+def test_without_lightning_the_extra_is_named_and_everything_else_works(tmp_path):
+    # As if it were not installed.
+    hide = "import sys; sys.modules['lightning'] = None; from samestep.cli import main; "
+    train = "['train', 'spiral', '--epochs', '1', '--num-samples', '200'"
+    done = in_python(tmp_path, f"{hide}sys.exit(main({train}, '--engine', 'lightning']))")
+    assert done.returncode == 2
+    assert "pip install 'samestep[lightning]'" in done.stderr
+    assert done.stderr.count("samestep: ") == 1
+    assert in_python(tmp_path, f"{hide}sys.exit(main({train}]))").returncode == 0
+
+
+def test_the_native_engine_does_not_import_lightning(tmp_path):
+    program = (
+        "import sys; from samestep.cli import main; "
+        "main(['train', 'spiral', '--epochs', '1', '--num-samples', '200']); "
+        "sys.exit('lightning' in sys.modules)"
+    )
+    assert in_python(tmp_path, program).returncode == 0

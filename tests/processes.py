@@ -1,0 +1,147 @@
+"""Run a function, or the command line, on N real processes: tenths of a second each.
+
+A fork server imports torch once; each process is forked from it, so that a test of several ranks
+costs about as much as a function call. Nothing is ever forked from pytest's own process.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.preloaded"])
+
+TIMEOUT_S = 90.0
+
+
+def free_port() -> int:
+    """Return a port that is free right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun gives a rank of one node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+@dataclass
+class Ranks:
+    """Processes that run as the ranks of one job."""
+
+    processes: list[BaseProcess]
+    folder: Path
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
+        """Return the exit codes once all have ended; a killed rank's is negative."""
+        for process in self.processes:
+            process.join(timeout_s)
+        assert all(p.exitcode is not None for p in self.processes), self.output()
+        return [int(p.exitcode or 0) for p in self.processes]
+
+    def output(self) -> str:
+        """Return what all ranks printed, rank by rank."""
+        return "\n".join(self.printed(rank) for rank in range(len(self.processes)))
+
+    def printed(self, rank: int) -> str:
+        """Return what one rank printed, standard output and error together."""
+        return (self.folder / f"output-{rank}.txt").read_text()
+
+    def kill(self) -> None:
+        """SIGKILL every rank that still runs."""
+        for process in self.processes:
+            process.kill()
+
+
+def start_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> Ranks:
+    """Start `function(*args)` on N ranks, alone with no launcher's variables if N is 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    processes: list[BaseProcess] = []
+    with contextlib.chdir(_ROOT):  # if the server starts now, it finds tests.preloaded here
+        forkserver.ensure_running()
+    for rank in range(world_size):
+        variables = launch_environment(rank, world_size, port) if world_size > 1 else {}
+        process = _context.Process(
+            target=_main, args=(function, args, variables, folder, rank), daemon=False
+        )
+        process.start()
+        processes.append(process)
+    return Ranks(processes, folder)
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[Any]:
+    """Call `function(*args)` on N ranks and return what each returned, in rank order."""
+    import torch
+
+    ranks = start_ranks(_and_keep, world_size, folder, function, folder, args)
+    codes = ranks.wait()
+    assert codes == [0] * world_size, ranks.output()
+    return [torch.load(folder / f"value-{r}.pt", weights_only=False) for r in range(world_size)]
+
+
+def samestep(*arguments: str, world_size: int = 1, folder: Path) -> Ranks:
+    """Run the command line on N ranks to its end."""
+    ranks = start_samestep(*arguments, world_size=world_size, folder=folder)
+    ranks.wait()
+    return ranks
+
+
+def start_samestep(*arguments: str, world_size: int = 1, folder: Path) -> Ranks:
+    """Start the command line on N ranks."""
+    return start_ranks(_command_line, world_size, folder, list(arguments))
+
+
+def _command_line(arguments: list[str]) -> None:
+    from samestep.cli import main
+
+    sys.exit(main(arguments))
+
+
+def _and_keep(function: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
+    import torch
+
+    rank = int(os.environ.get("RANK", "0"))
+    torch.save(function(*args), folder / f"value-{rank}.pt")
+
+
+def _main(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    variables: dict[str, str],
+    folder: Path,
+    rank: int,
+) -> None:
+    os.setsid()  # a test may kill a whole job by its group, never by name
+    output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(variables)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # what images remember is not the user's
+    # A lost collective shows where every rank stands instead of hanging the tests.
+    faulthandler.dump_traceback_later(TIMEOUT_S - 5, exit=True)
+    try:
+        function(*args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(ValueError):
+            sys.stdout.flush()

@@ -1,0 +1,185 @@
+"""The verdict is a function of measured numbers: what it names, its ceiling, what comes next."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.profiling.advice import milliseconds
+from samestep.profiling.bottleneck import judge, split
+from samestep.profiling.measured import Measured, Operations, Rank
+
+STEP = {
+    "data": 0.001,
+    "to_device": 0.0,
+    "forward": 0.02,
+    "backward": 0.04,
+    "all_reduce": 0.0,
+    "optimizer": 0.01,
+    "other": 0.001,
+}
+
+
+def measured(*ranks, operations=None, **told):
+    ranks = tuple(Rank(phases={**STEP, **phases}, operations=operations) for phases in ranks)
+    return Measured(
+        **{
+            "ranks": ranks or (Rank(phases=STEP, operations=operations),),
+            "steps": 100,
+            "cores": 8,
+            **told,
+        }
+    )
+
+
+def operations(**shares):
+    return Operations(**{"matmul": 1.0 - sum(shares.values()), **shares}, count=500)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "says"),
+    [
+        ("input-bound", measured({"data": 0.3}), "--workers"),
+        ("input-bound", measured({"data": 0.3}, script=True), "num_workers="),
+        ("input-bound", measured({"data": 0.3}, in_memory=True), "transform"),
+        ("input-bound", measured({"data": 0.3}, workers=8), "cheaper"),
+        ("input-bound", measured({"data": 0.3}, workers=2, worker_start=0.2), "persistent_workers"),
+        ("transfer-bound", measured({"to_device": 0.3}), "pin"),
+        ("compute-bound", measured(operations=operations()), "Nothing stands"),
+        ("untraced", measured(), "more steps"),
+        ("launch-bound", measured(operations=operations(launch=0.8)), "--compile on"),
+        ("launch-bound", measured(operations=operations(launch=0.8), script=True), "torch.compile"),
+        ("memory-bound", measured(operations=operations(memory=0.8)), "fuse"),
+        (
+            "memory-bound",
+            measured({"optimizer": 0.3}, operations=operations(memory=0.8)),
+            "optimizer moves all weights",
+        ),
+        ("host-sync", measured(operations=operations(sync=0.8), device="cuda"), "as tensors"),
+        ("evaluation-bound", measured(evaluation=0.2), "--eval-every"),
+        ("checkpoint-bound", measured(checkpoint=0.2), "--checkpoint-every"),
+        ("loop-bound", measured({"other": 0.3}), "--log-every"),
+        (
+            "communication-bound",
+            measured({"all_reduce": 0.2}, {"all_reduce": 0.2}, gradient_bytes=1 << 30),
+            "--accumulate",
+        ),
+        (
+            "communication-bound",
+            measured({"all_reduce": 0.2}, {"all_reduce": 0.2}, gradient_bytes=1 << 10),
+            "--batch-size",
+        ),
+        ("straggler", measured({"all_reduce": 0.3}, {"forward": 0.32}), "rank 1"),
+        (
+            "straggler",
+            measured({"data": 0.301}, {"all_reduce": 0.3}, {"all_reduce": 0.3}),
+            "rank 0",
+        ),
+    ],
+)
+def test_the_largest_part_of_the_step_is_the_verdict_and_has_one_remedy(kind, numbers, says):
+    verdict = judge(numbers)
+    assert verdict.kind == kind, verdict
+    assert says in f"{verdict.why} {verdict.change}"
+    assert milliseconds(verdict.step) in verdict.why
+
+
+def test_the_ceiling_is_amdahls_and_the_next_bottleneck_the_next_largest_part():
+    verdict = judge(measured({"data": 0.3}, checkpoint=0.1, operations=operations()))
+    assert verdict.step == pytest.approx(0.3 + 0.071 + 0.1)
+    assert verdict.ceiling == pytest.approx(verdict.step / 0.171)
+    assert (verdict.next_kind, verdict.next_seconds) == ("checkpoint-bound", 0.1)
+
+
+def test_more_threads_than_cores_are_the_cause_of_whatever_they_slow_down():
+    slow = measured(operations=operations(launch=0.6), threads=16, cores=4)
+    slow = replace(slow, ranks=(replace(slow.ranks[0], starved=0.03, wanted_cores=9.0),))
+    verdict = judge(slow)
+    assert verdict.kind == "oversubscribed"
+    assert "--threads 4" in verdict.change
+
+
+@pytest.mark.parametrize("wanted", [1.0, 9.0])
+def test_a_neighbour_on_the_machine_is_a_note_and_no_verdict(wanted):
+    """One thread of ours on four cores waited for one, so somebody else had them."""
+    crowded = measured(operations=operations(), threads=1, cores=4)
+    rank = replace(crowded.ranks[0], starved=0.03, wanted_cores=wanted)
+    crowded = replace(crowded, ranks=(rank,))
+    verdict = judge(crowded)
+    assert verdict.kind == "compute-bound"
+    assert "Other programs use the cores" in verdict.notes[0]
+
+
+def test_ranks_that_take_turns_at_being_last_are_no_stragglers():
+    verdict = judge(measured({"all_reduce": 0.1, "forward": 0.022}, {"all_reduce": 0.1}))
+    assert verdict.kind == "communication-bound"
+
+
+def test_more_workers_for_an_iterable_data_set_are_told_to_share_it_out():
+    data = {"data": 0.3}
+    assert "get_worker_info" in judge(measured(data, script=True, iterable=True)).change
+    assert "get_worker_info" not in judge(measured(data, script=True)).change
+
+
+def test_the_evidence_names_only_operations_of_its_kind():
+    top = {"top_matmul": (("mm", 0.3),), "top_memory": (("add", 0.2),)}
+    for kind, shares in (("memory", {"memory": 0.8, "matmul": 0.2}), ("compute", {"matmul": 1.0})):
+        verdict = judge(measured(operations=Operations(**shares, **top)))
+        assert verdict.kind == f"{kind}-bound"
+        assert ("mm 30%" in verdict.why, "add 20%" in verdict.why) == (
+            kind == "compute",
+            kind == "memory",
+        )
+
+
+def test_what_was_not_looked_into_is_nothing_that_comes_next():
+    verdict = judge(measured({"data": 0.3, "other": 0.003}))
+    assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")
+
+
+def test_reads_of_numbers_are_noted_where_they_are_not_the_bottleneck():
+    few = Operations(matmul=1.0, syncs=3.0)
+    assert ".item()" in judge(measured(operations=few)).notes[0]
+    assert not judge(measured(operations=Operations(matmul=1.0))).notes
+
+
+SECONDS = st.floats(0.0, 1.0)
+
+
+@given(
+    phases=st.lists(
+        st.fixed_dictionaries(dict.fromkeys(STEP, st.floats(1e-6, 1.0))), min_size=1, max_size=4
+    ),
+    evaluation=SECONDS,
+    checkpoint=SECONDS,
+    shares=st.tuples(*[st.floats(0.01, 1.0)] * 4),
+)
+def test_the_parts_always_add_up_to_the_step(phases, evaluation, checkpoint, shares):
+    names = ("launch", "matmul", "memory", "sync")
+    numbers = measured(
+        *phases,
+        evaluation=evaluation,
+        checkpoint=checkpoint,
+        operations=Operations(**dict(zip(names, shares, strict=True))),
+    )
+    parts = split(numbers)
+    step = numbers.typical.step + evaluation + checkpoint
+    assert sum(part.seconds for part in parts) == pytest.approx(step)
+    assert all(part.seconds >= 0 for part in parts)
+    assert judge(numbers).step == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"),
+        (4.2e-6, "0.0042 ms"),
+        (0.00123, "1.23 ms"),
+        (0.0456, "45.6 ms"),
+        (0.12, "120 ms"),
+        (4.2, "4,200 ms"),
+    ],
+)
+def test_a_duration_has_three_digits(seconds, text):
+    assert milliseconds(seconds) == text

@@ -1,0 +1,491 @@
+"""Launchers as the variables they leave, and what `detect_launch` makes of them."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import UserError
+from samestep.ranks.launch import Launch, detect_launch, expand_node_list
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "5",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "gpu011",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+# What every process of the allocation sees: four nodes of eight tasks.
+ALLOCATION = {
+    "SLURM_CLUSTER_NAME": "cluster",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOBID": "4711",
+    "SLURM_JOB_NAME": "train.sh",
+    "SLURM_JOB_NODELIST": "gpu[011-014]",
+    "SLURM_NODELIST": "gpu[011-014]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_NNODES": "4",
+    "SLURM_NTASKS": "32",
+    "SLURM_NPROCS": "32",
+    "SLURM_TASKS_PER_NODE": "8(x4)",
+    "SLURM_SUBMIT_HOST": "login",
+}
+SBATCH_SCRIPT = ALLOCATION | {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+    "SLURM_TASK_PID": "16360",
+    "SLURMD_NODENAME": "gpu011",
+}
+# `srun --nodes=2 --ntasks=6 --relative=2` within it.
+STEP = SBATCH_SCRIPT | {
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEPID": "3",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[013-014]",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_SRUN_COMM_PORT": "41771",
+}
+# As LaunchParameters=use_interactive_step has it: the job's counts stay, the step has one task.
+SALLOC_SHELL = ALLOCATION | {
+    "SLURM_JOB_NAME": "interactive",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEPID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "gpu011",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PTY_PORT": "34889",
+    "SLURM_PTY_WIN_COL": "236",
+    "SLURM_PTY_WIN_ROW": "64",
+}
+PTY_SHELL = SALLOC_SHELL | {
+    "SLURM_JOB_NAME": "bash",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_TASKS_PER_NODE": "1",
+}
+EIGHT_TASKS = {
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "8",
+    "SLURM_TASKS_PER_NODE": "8",
+}
+ONE_TASK = STEP | {
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "gpu012",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "6",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "2",
+    "OMPI_UNIVERSE_SIZE": "8",
+    "OMPI_MCA_ess_base_jobid": "1966735361",
+    "PMIX_NAMESPACE": "1966735361",
+    "PMIX_RANK": "6",
+}
+OPEN_MPI_ONE_NODE = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+HYDRA = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_FD": "9",
+    "MPI_LOCALRANKID": "3",
+    "MPI_LOCALNRANKS": "4",
+}
+MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "12345"}
+# The step in which mpirun runs its daemons, one on each node but the first.
+DAEMON_STEP = SBATCH_SCRIPT | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "gpu012",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    environment: dict[str, str]
+    expected: Launch
+
+
+ON_TORCHRUN = Launch(
+    launcher="torchrun",
+    rank=5,
+    local_rank=1,
+    world_size=8,
+    local_world_size=4,
+    node=1,
+    num_nodes=2,
+    master_addr="gpu011",
+    master_port=29400,
+)
+ON_SRUN = Launch(
+    launcher="srun",
+    rank=4,
+    local_rank=1,
+    world_size=6,
+    local_world_size=3,
+    node=1,
+    num_nodes=2,
+    master_addr="head",
+    master_port=12345,
+)
+ON_OPEN_MPI = Launch(
+    launcher="openmpi",
+    rank=6,
+    local_rank=2,
+    world_size=8,
+    local_world_size=4,
+    node=1,
+    num_nodes=2,
+    master_addr="head",
+    master_port=12345,
+)
+ON_HYDRA = Launch(
+    launcher="pmi", rank=3, local_rank=3, world_size=4, local_world_size=4, master_port=29500
+)
+
+RANKS = {
+    "nothing": Case({"HOME": "/home/me", "PATH": "/usr/bin"}, Launch()),
+    "torchrun": Case(TORCHRUN, ON_TORCHRUN),
+    "torchrun under srun": Case(STEP | TORCHRUN, ON_TORCHRUN),
+    "torchrun under mpirun": Case(OPEN_MPI | TORCHRUN, ON_TORCHRUN),
+    "torchrun with one process": Case(
+        TORCHRUN
+        | dict.fromkeys(["RANK", "LOCAL_RANK", "GROUP_RANK"], "0")
+        | dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1"),
+        Launch(launcher="torchrun"),
+    ),
+    "torchrun with unequal nodes": Case(
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, Launch(**vars(ON_TORCHRUN) | {"local_world_size": 3})
+    ),
+    "torchrun --virtual-local-rank": Case(
+        TORCHRUN | {"LOCAL_RANK": "0"}, Launch(**vars(ON_TORCHRUN) | {"local_rank": 0})
+    ),
+    "torchrun's variables by hand": Case(
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | MASTER,
+        Launch(
+            launcher="torchrun",
+            rank=1,
+            world_size=2,
+            node=1,
+            num_nodes=2,
+            master_addr="head",
+            master_port=12345,
+        ),
+    ),
+    "WORLD_SIZE alone is not torchrun": Case({"WORLD_SIZE": "8"}, Launch()),
+    "a step smaller than its job": Case(STEP | MASTER, ON_SRUN),
+    "a script for srun that exports WORLD_SIZE": Case(STEP | MASTER | {"WORLD_SIZE": "6"}, ON_SRUN),
+    "srun --mpi=pmi2": Case(
+        STEP | MASTER | {"PMI_RANK": "4", "PMI_SIZE": "6", "PMI_FD": "12"}, ON_SRUN
+    ),
+    "old Slurm without step counts": Case(
+        {name: value for name, value in STEP.items() if "SLURM_STEP_" not in name}
+        | MASTER
+        | {"SLURM_NTASKS": "6", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "3(x2)"},
+        ON_SRUN,
+    ),
+    "srun with unequal nodes": Case(
+        STEP
+        | MASTER
+        | {
+            "SLURM_STEP_NUM_TASKS": "11",
+            "SLURM_STEP_NUM_NODES": "3",
+            "SLURM_STEP_NODELIST": "gpu[012-014]",
+            "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+            "SLURM_PROCID": "10",
+            "SLURM_LOCALID": "2",
+            "SLURM_NODEID": "2",
+        },
+        Launch(
+            launcher="srun",
+            rank=10,
+            local_rank=2,
+            world_size=11,
+            local_world_size=3,
+            node=2,
+            num_nodes=3,
+            master_addr="head",
+            master_port=12345,
+        ),
+    ),
+    "srun with one task": Case(ONE_TASK | MASTER, Launch(launcher="srun")),
+    "srun typed in the shell of salloc": Case(
+        SALLOC_SHELL | STEP | MASTER | {"SLURM_JOB_NAME": "interactive", "SLURM_STEP_ID": "0"},
+        ON_SRUN,
+    ),
+    "srun typed in the shell of srun --pty": Case(
+        PTY_SHELL | STEP | MASTER | {"SLURM_JOB_NAME": "bash"}, ON_SRUN
+    ),
+    "Open MPI on two nodes": Case(OPEN_MPI | MASTER, ON_OPEN_MPI),
+    "Open MPI under sbatch": Case(SBATCH_SCRIPT | OPEN_MPI | MASTER, ON_OPEN_MPI),
+    "Open MPI below its own srun": Case(DAEMON_STEP | OPEN_MPI | MASTER, ON_OPEN_MPI),
+    "Open MPI with one process": Case(
+        OPEN_MPI
+        | dict.fromkeys(["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"], "0")
+        | dict.fromkeys(["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"], "1"),
+        Launch(launcher="openmpi"),
+    ),
+    "MPICH on one node": Case(HYDRA, ON_HYDRA),
+    "MPICH below its own srun": Case(
+        DAEMON_STEP | HYDRA | MASTER,
+        Launch(**vars(ON_HYDRA) | {"master_addr": "head", "master_port": 12345}),
+    ),
+    "PMI with one process": Case({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch(launcher="pmi")),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_every_launcher_is_understood(name):
+    assert detect_launch(RANKS[name].environment) == RANKS[name].expected
+
+
+SHELLS = {
+    "salloc without an interactive step": (ALLOCATION, "a shell"),
+    "a VS Code terminal": ({"SLURM_JOB_ID": "4711"}, "a shell"),
+    "an sbatch script": (SBATCH_SCRIPT, "the sbatch script"),
+    "an sbatch script as a step": (
+        SBATCH_SCRIPT | {"SLURM_STEP_ID": "4294967291"},
+        "the sbatch script",
+    ),
+    "an sbatch script sent from the shell of salloc": (
+        SALLOC_SHELL | SBATCH_SCRIPT,
+        "the interactive shell",
+    ),
+    "salloc with an interactive step": (SALLOC_SHELL, "the interactive shell"),
+    "the extern step": (ALLOCATION | {"SLURM_STEP_ID": "4294967292"}, "extern step"),
+    "a step that Slurm may yet invent": (
+        ALLOCATION | {"SLURM_STEP_ID": "4294967293"},
+        "an internal step",
+    ),
+    "srun --pty bash": (PTY_SHELL, "a terminal"),
+    "srun --job-name=debug --pty bash": (PTY_SHELL | {"SLURM_JOB_NAME": "debug"}, "a terminal"),
+    "srun --ntasks=8 --pty zsh": (
+        PTY_SHELL | EIGHT_TASKS | {"SLURM_JOB_NAME": "zsh"},
+        "a terminal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_a_shell_in_an_allocation_is_one_process_and_says_so(name):
+    environment, shell = SHELLS[name]
+    launch = detect_launch(environment)
+    assert launch == Launch(note=launch.note)
+    assert launch.note is not None
+    for word in (shell, "job 4711", "`srun samestep train …`"):
+        assert word in launch.note
+
+
+def test_srun_listens_on_the_first_host_of_the_step_at_a_port_below_the_ephemeral_ones():
+    launch = detect_launch(STEP)
+    assert launch.master_addr == "gpu013"
+    assert launch.master_port in range(12000, 30000)
+
+
+@given(job=st.integers(1, 2**31), steps=st.sets(st.integers(0, 5000), min_size=2, max_size=5))
+def test_steps_of_one_job_listen_at_different_ports(job, steps):
+    numbers = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for step in steps]
+    ports = {detect_launch(STEP | ids).master_port for ids in numbers}
+    assert len(ports) == len(steps)
+
+
+def test_all_ranks_of_a_step_agree_where_rank_0_listens():
+    places = set()
+    for rank in range(6):
+        place = {"SLURM_NODEID": rank // 3, "SLURM_LOCALID": rank % 3, "SLURM_PROCID": rank}
+        launch = detect_launch(STEP | {name: str(number) for name, number in place.items()})
+        assert (launch.rank, launch.node, launch.local_rank) == (rank, rank // 3, rank % 3)
+        places.add((launch.master_addr, launch.master_port))
+    assert len(places) == 1
+
+
+def test_open_mpi_on_one_node_listens_on_the_loopback_at_a_port_of_its_job():
+    launch = detect_launch(OPEN_MPI_ONE_NODE)
+    other = {"OMPI_MCA_ess_base_jobid": "1966735362"}
+    assert launch.master_addr == "127.0.0.1"
+    assert launch.master_port in range(12000, 30000)
+    assert detect_launch(OPEN_MPI_ONE_NODE | other).master_port != launch.master_port
+
+
+def test_open_mpi_5_names_its_job_by_the_namespace():
+    environment = OPEN_MPI_ONE_NODE | {"PMIX_NAMESPACE": "prterun-head-1234@1"}
+    del environment["OMPI_MCA_ess_base_jobid"]
+    assert detect_launch(environment).master_port in range(12000, 30000)
+
+
+def test_an_empty_variable_counts_as_unset():
+    assert detect_launch({"RANK": "", "WORLD_SIZE": "", "SLURM_JOB_ID": ""}) == Launch()
+
+
+MISTAKES = {
+    "no local rank": ({"RANK": "3", "WORLD_SIZE": "4"}, ["RANK=3", "WORLD_SIZE=4", "LOCAL_RANK"]),
+    "no local world size": (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+        ["LOCAL_WORLD_SIZE"],
+    ),
+    "a word for a rank": (TORCHRUN | {"RANK": "abc"}, ["RANK=abc"]),
+    "a negative rank": (TORCHRUN | {"RANK": "-1"}, ["RANK=-1"]),
+    "an Arabic digit": (TORCHRUN | {"RANK": "٣"}, ["RANK=٣"]),
+    "a rank beyond the world": (TORCHRUN | {"RANK": "8"}, ["RANK=8", "0 to 7"]),
+    "a world of nobody": (TORCHRUN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+    "a local rank beyond the node": (TORCHRUN | {"LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "0 to 3"]),
+    "a node larger than the world": (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE=9"]),
+    "a group beyond the groups": (TORCHRUN | {"GROUP_RANK": "2"}, ["GROUP_RANK=2", "0 to 1"]),
+    "a port that does not exist": (TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT=65536"]),
+    "ranks by hand without a master": (
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        ["2 nodes", "MASTER_ADDR", "MASTER_PORT"],
+    ),
+    "a task beyond the step": (STEP | {"SLURM_PROCID": "6"}, ["SLURM_PROCID=6", "0 to 5"]),
+    "a task beyond the node": (STEP | {"SLURM_LOCALID": "3"}, ["SLURM_LOCALID=3", "0 to 2"]),
+    "a node beyond the step": (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "0 to 1"]),
+    "a step without a number": (STEP | {"SLURM_STEP_ID": "batch"}, ["SLURM_STEP_ID=batch"]),
+    "a step without a task's number": (STEP | {"SLURM_PROCID": ""}, ["SLURM_PROCID"]),
+    "too few counts of tasks": (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "6"},
+        ["SLURM_STEP_TASKS_PER_NODE=6", "SLURM_NODEID=1"],
+    ),
+    "malformed counts of tasks": (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "3x2"},
+        ["SLURM_STEP_TASKS_PER_NODE=3x2", "4(x2),3"],
+    ),
+    "a malformed node list": (STEP | {"SLURM_STEP_NODELIST": "gpu[13-"}, ["'gpu[13-'"]),
+    "Open MPI on two nodes without a master": (OPEN_MPI, ["2 nodes", "MASTER_ADDR", "MASTER_PORT"]),
+    "Open MPI without a local rank": (
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        ["OMPI_COMM_WORLD_LOCAL_SIZE"],
+    ),
+    "Open MPI on unequal nodes": (
+        OPEN_MPI | MASTER | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+        ["Rank 6 of 8", "equally many"],
+    ),
+    "Open MPI dealing ranks out node by node": (
+        OPEN_MPI | MASTER | {"OMPI_COMM_WORLD_LOCAL_RANK": "3"},
+        ["Rank 6 of 8", "local rank 3 of 4", "one node after the other"],
+    ),
+    "PMI without a local rank": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["MPI_LOCALNRANKS"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_names_the_variable_and_its_value(name):
+    environment, words = MISTAKES[name]
+    with pytest.raises(UserError) as caught:
+        detect_launch(environment)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "hosts"),
+    [
+        ("login", ["login"]),
+        ("gpu[001-003,7],login", ["gpu001", "gpu002", "gpu003", "gpu7", "login"]),
+        ("n[1-2]-ib[1-2]", ["n1-ib1", "n1-ib2", "n2-ib1", "n2-ib2"]),
+        ("r[8-11]", ["r8", "r9", "r10", "r11"]),
+        ("r[08-11]", ["r08", "r09", "r10", "r11"]),
+        ("r[98-101].cluster", ["r98.cluster", "r99.cluster", "r100.cluster", "r101.cluster"]),
+        ("a[1][2-3]", ["a12", "a13"]),
+        ("b,a[2,1]", ["b", "a2", "a1"]),
+        ("[1-2]", ["1", "2"]),
+    ],
+)
+def test_a_node_list_is_written_out_in_order(node_list, hosts):
+    assert expand_node_list(node_list) == hosts
+
+
+@pytest.mark.parametrize(
+    "node_list",
+    [
+        *["", ",", "a,", ",a", "a,,b", "a b", "a, b", "a\n"],
+        *["a[", "a]", "a[1", "a1]", "a[]", "a[1,]", "a[,1]", "a[1-]", "a[-1]", "a[1-2-3]"],
+        *["a[3-1]", "a[1,3-1]", "a[x]", "a[1x3]", "a[[1]]", "a[1]]", "a[1 -2]", "a[٣]"],
+    ],
+)
+def test_a_malformed_node_list_is_shown_with_a_good_one(node_list):
+    with pytest.raises(UserError) as caught:
+        expand_node_list(node_list)
+    assert repr(node_list) in str(caught.value)
+    assert "gpu[001-003,7],login" in str(caught.value)
+
+
+NAMES = st.text("abcxyz-.", min_size=1, max_size=6)
+RANGES = st.tuples(st.integers(0, 200), st.integers(0, 12), st.integers(1, 4))
+
+
+def compress(groups: list[tuple[str, list[tuple[int, int, int]]]]) -> tuple[str, list[str]]:
+    """Write hosts in short form; a group is a name and its ranges (first, how many more, width)."""
+    short, hosts = [], []
+    for name, ranges in groups:
+        pieces = []
+        for first, more, width in ranges:
+            numbers = [f"{number:0{width}d}" for number in range(first, first + more + 1)]
+            pieces.append(numbers[0] if more == 0 else f"{numbers[0]}-{numbers[-1]}")
+            hosts += [name + number for number in numbers]
+        short.append(f"{name}[{','.join(pieces)}]" if ranges else name)
+        hosts += [] if ranges else [name]
+    return ",".join(short), hosts
+
+
+@given(st.lists(st.tuples(NAMES, st.lists(RANGES, max_size=4)), min_size=1, max_size=4))
+def test_expanding_undoes_compressing(groups):
+    short, hosts = compress(groups)
+    assert expand_node_list(short) == hosts
+
+
+@given(st.lists(st.tuples(NAMES, RANGES), min_size=1, max_size=3))
+def test_several_brackets_give_every_combination_with_the_last_counting_fastest(groups):
+    expected = [""]
+    for group in groups:
+        _, hosts = compress([(group[0], [group[1]])])
+        expected = [before + host for before in expected for host in hosts]
+    joined = "".join(compress([(name, [numbers])])[0] for name, numbers in groups)
+    assert expand_node_list(joined) == expected
+
+
+@given(st.text("ab019[],- (", max_size=20))
+def test_any_text_is_either_expanded_or_refused(text):
+    try:
+        hosts = expand_node_list(text)
+    except UserError:
+        return
+    assert hosts
+    assert not any(set(host) & set("[], ") for host in hosts)
+
+
+def test_reading_the_launch_does_not_import_torch():
+    code = "import sys, samestep.ranks.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,178 @@
+"""The launchers as they are: torchrun, `samestep train --nproc`, and a script of one's own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import RECIPE, read_json
+
+SAMESTEP = [sys.executable, "-m", "samestep"]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
+    *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"),
+]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # else torchrun warns that it sets it
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
+def test_a_launcher_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path, launcher):
+    train = ["train", "spiral", "--epochs", "1", "--num-samples", "500", "--run-dir", "run"]
+    command = (
+        [*TORCHRUN, "-m", "samestep", *train]
+        if launcher == "torchrun"
+        else [*SAMESTEP, *train, "--nproc", "2"]
+    )
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("2 ranks, cpu, gloo") == 1
+    assert len(re.findall(r"^epoch 1 ", done.stdout, re.MULTILINE)) == 1
+    result = read_json(tmp_path / "run" / "result.json")
+    assert (result["status"], result["world_size"], result["backend"]) == ("completed", 2, "gloo")
+    # From the user's command on, the ranks' own start included.
+    assert result["seconds_to_first_step"] > 0.5
+    assert (tmp_path / "run" / "rank-1.log").read_text() == ""
+
+
+FAILS_ON_RANK_1 = RECIPE.replace(
+    "recipe = Recipe(",
+    """
+import os
+steps = 0
+
+def loss(outputs, targets):
+    global steps
+    steps += 1
+    if steps == 3 and os.environ.get("RANK") == "1":
+        raise KeyError("lost on the way")
+    return nn.functional.cross_entropy(outputs, targets)
+
+recipe = Recipe(loss=loss, """,
+)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
+def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(tmp_path, launcher):
+    (tmp_path / "fails.py").write_text(FAILS_ON_RANK_1)
+    line = 1 + FAILS_ON_RANK_1.splitlines().index('        raise KeyError("lost on the way")')
+    train = ["train", "fails.py", "--epochs", "1000", "--run-dir", "run"]
+    command = (
+        [*TORCHRUN, "-m", "samestep", *train]
+        if launcher == "torchrun"
+        else [*SAMESTEP, *train, "--nproc", "2"]
+    )
+    started = time.monotonic()
+    done = run(command, tmp_path)
+    assert time.monotonic() - started < 30
+    assert done.returncode == 1
+    told = re.findall(r"^samestep: .*\n  at .*", done.stderr, re.MULTILINE)
+    assert len(told) == 1, done.stderr
+    assert "[rank 1] KeyError: 'lost on the way'" in told[0]
+    assert f"fails.py:{line}" in told[0]
+    if launcher == "nproc":
+        assert "Traceback" not in done.stderr
+        assert done.stderr.count("\n") == 3, done.stderr
+    assert "Traceback" in (tmp_path / "run" / "rank-1.log").read_text()
+
+
+def test_a_mistake_that_one_rank_alone_sees_names_the_rank(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        RECIPE.replace(
+            "def data():",
+            "def data():\n"
+            "    import os\n    from samestep import UserError\n"
+            '    if os.environ["RANK"] == "1":\n'
+            '        raise UserError("This node has no data: copy it there.")',
+        )
+    )
+    done = run([*SAMESTEP, "train", "mine.py", "--nproc", "2", "--run-dir", "run"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "samestep: [rank 1] This node has no data: copy it there.\n"
+    assert not (tmp_path / "run").exists()
+
+
+SCRIPT = """
+import json, os
+from pathlib import Path
+import torch
+import samestep
+
+place = samestep.setup_distributed(device="cpu")
+rank, local_rank, world_size = place
+mine = torch.tensor([float(rank), 1.0])
+found = {
+    "place": place,
+    "main": samestep.is_main_process(),
+    "sum": samestep.reduce_tensor(mine, "sum").tolist(),
+    "mean": samestep.reduce_tensor(mine).tolist(),
+    "max": samestep.reduce_tensor(mine, "max").tolist(),
+    "input": mine.tolist(),
+}
+if rank == 0:
+    Path("made-by-rank-0").touch()
+samestep.barrier()
+found["seen"] = Path("made-by-rank-0").exists()
+samestep.cleanup()
+found["left"] = not torch.distributed.is_initialized()
+found["after"] = samestep.reduce_tensor(mine, "sum").tolist()
+samestep.cleanup()  # once more does nothing
+Path(f"found-{rank}.json").write_text(json.dumps(found))
+"""
+
+
+def test_a_script_of_ones_own_meets_the_other_ranks_under_torchrun(tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    done = run([*TORCHRUN, "mine.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"found-{rank}.json").read_text()) == {
+            "place": [rank, rank, 2],
+            "main": rank == 0,
+            "sum": [1.0, 2.0],
+            "mean": [0.5, 1.0],
+            "max": [1.0, 1.0],
+            "input": [float(rank), 1.0],
+            "seen": True,
+            "left": True,
+            "after": [float(rank), 1.0],
+        }
+
+
+def test_the_same_script_runs_alone(tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    done = run([sys.executable, "mine.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found-0.json").read_text())
+    assert found["place"] == [0, 0, 1]
+    assert found["main"]
+    assert found["sum"] == found["mean"] == found["max"] == [0.0, 1.0]
+
+
+def test_before_setup_a_process_is_alone():
+    import torch
+
+    import samestep
+
+    tensor = torch.tensor([2.0])
+    assert samestep.is_main_process()
+    assert samestep.reduce_tensor(tensor).tolist() == [2.0]
+    samestep.barrier()
+    samestep.cleanup()

@@ -1,0 +1,185 @@
+"""Which device and backend a rank gets, and what the collectives return."""
+
+import math
+
+import pytest
+import torch
+
+from samestep.errors import UserError
+from samestep.ranks import world as worlds
+from samestep.ranks.world import World, choose_backend, choose_device, find_world, join, leave
+from tests.processes import launch_environment, run_ranks
+
+# (wanted, local rank, GPUs, Apple GPU) → device
+DEVICES = {
+    ("auto", 0, 0, False): "cpu",
+    ("auto", 3, 0, False): "cpu",
+    ("auto", 0, 1, False): "cuda:0",
+    ("auto", 3, 4, False): "cuda:3",
+    ("cuda", 2, 8, False): "cuda:2",
+    ("auto", 0, 2, True): "cuda:0",
+    ("auto", 0, 0, True): "mps",
+    ("auto", 1, 0, True): "mps",
+    ("mps", 0, 0, True): "mps",
+    ("cpu", 1, 4, True): "cpu",
+}
+
+
+@pytest.mark.parametrize("case", DEVICES, ids=str)
+def test_a_rank_gets_the_best_device_of_its_node(case):
+    wanted, local_rank, cuda, mps = case
+    assert choose_device(wanted, local_rank, cuda=cuda, mps=mps) == torch.device(DEVICES[case])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "local_rank", "cuda", "says"),
+    [
+        ("cuda", 0, 0, "no CUDA device here"),
+        ("mps", 0, 4, "no Apple GPU here"),
+        ("auto", 4, 4, "Local rank 4 has no GPU: 4 visible"),
+        ("cuda", 1, 1, "Local rank 1 has no GPU: 1 visible"),
+    ],
+)
+def test_a_device_that_is_absent_is_refused_and_never_replaced(wanted, local_rank, cuda, says):
+    with pytest.raises(UserError, match=says):
+        choose_device(wanted, local_rank, cuda=cuda, mps=False)
+
+
+def test_the_device_follows_the_local_rank_and_never_the_global_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    second_node = {
+        "RANK": "6",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "first",
+        "MASTER_PORT": "29500",
+    }
+    world, _ = find_world(environment=second_node)
+    assert (world.rank, world.local_rank, world.node) == (6, 2, 1)
+    assert world.device == torch.device("cuda:2")
+
+
+# (wanted, device, platform) → backend
+BACKENDS = {
+    ("auto", "cuda:1", "linux"): "nccl",
+    ("nccl", "cuda:0", "linux"): "nccl",
+    ("gloo", "cuda:0", "linux"): "gloo",
+    ("auto", "cpu", "linux"): "gloo",
+    ("auto", "mps", "darwin"): "gloo",
+    ("auto", "cpu", "darwin"): "gloo",
+    ("auto", "cpu", "win32"): "gloo",
+    ("auto", "cuda:0", "win32"): "gloo",
+}
+
+
+@pytest.mark.parametrize("case", BACKENDS, ids=str)
+def test_the_backend_follows_platform_and_device(case):
+    wanted, device, platform = case
+    assert choose_backend(wanted, torch.device(device), platform) == BACKENDS[case]
+
+
+@pytest.mark.parametrize(
+    ("device", "platform"), [("cpu", "linux"), ("cuda:0", "win32"), ("mps", "darwin")]
+)
+def test_nccl_is_refused_where_it_cannot_serve(device, platform):
+    with pytest.raises(UserError, match=r"--backend nccl .* Use --backend auto or gloo"):
+        choose_backend("nccl", torch.device(device), platform)
+
+
+def test_nccl_is_refused_for_a_single_process_too():
+    with pytest.raises(UserError, match="--backend nccl"):
+        find_world("cpu", "nccl", environment={})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "world_size", "device", "warned"),
+    [("auto", 1, "mps", False), ("auto", 2, "cpu", True), ("mps", 2, "mps", True)],
+)
+def test_several_ranks_on_one_apple_gpu_are_told_that_nothing_is_gained(
+    monkeypatch, wanted, world_size, device, warned
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    world, _ = find_world(wanted, environment=launch_environment(0, world_size, 29500))
+    assert world.device.type == device
+    assert world.backend == ("gloo" if world_size > 1 else "none")
+    assert any("one Apple GPU" in note for note in world.notes) == warned
+
+
+def test_a_shell_in_an_allocation_is_one_process_and_the_note_says_so():
+    shell = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
+    world, launch = find_world("cpu", environment=shell)
+    assert (world.world_size, world.backend, launch.launcher) == (1, "none", "none")
+    assert any("srun samestep train" in note for note in world.notes)
+
+
+def test_alone_every_collective_returns_its_input():
+    world = World()
+    tensor = torch.tensor([1.0, math.inf])
+    assert world.is_main
+    assert world.reduce(tensor) is tensor
+    assert world.reduce(tensor, "max") is tensor
+    value = object()
+    assert world.broadcast(value) is value
+    assert world.gather(value) == [value]
+    assert world.on_main(lambda: value) is value
+    assert world.on_every(lambda: value) is value
+    world.barrier()
+
+
+def test_alone_joining_and_leaving_make_no_process_group():
+    world, launch = find_world("cpu", environment={})
+    join(world, launch)
+    assert not worlds.dist.is_initialized()
+    leave(world)
+
+
+def on_three_ranks():
+    world, launch = find_world("cpu")
+    join(world, launch, timeout_s=60)
+    mine = torch.tensor([float(world.rank), 1.0])
+    found = {
+        "sum": world.reduce(mine).tolist(),
+        "max": world.reduce(mine, "max").tolist(),
+        "input": mine.tolist(),
+        "broadcast": world.broadcast({"from": world.rank}),
+        "gather": world.gather(world.rank * 10),
+        "on_main": world.on_main(lambda: f"made by {world.rank}"),
+        "is_main": world.is_main,
+        "errors": [
+            _error_of(lambda: world.on_main(lambda: _refuse(world.rank))),
+            _error_of(lambda: world.on_every(lambda: world.rank > 0 or _refuse(0))),
+            _error_of(lambda: world.on_every(lambda: _refuse("all"))),
+        ],
+    }
+    leave(world)
+    return found
+
+
+def _refuse(who):
+    raise UserError(f"refused by {who}")
+
+
+def _error_of(function):
+    try:
+        function()
+    except UserError as error:
+        return str(error)
+    return "none"
+
+
+def test_collectives_agree_on_every_rank_and_leave_their_input_as_it_was(tmp_path):
+    for rank, found in enumerate(run_ranks(on_three_ranks, 3, tmp_path)):
+        assert found == {
+            "sum": [3.0, 3.0],
+            "max": [2.0, 1.0],
+            "input": [float(rank), 1.0],
+            "broadcast": {"from": 0},
+            "gather": [0, 10, 20],
+            "on_main": "made by 0",
+            "is_main": rank == 0,
+            # A mistake that one rank sees is raised on all, and names the rank only if it is one.
+            "errors": ["refused by 0", "[rank 0] refused by 0", "refused by all"],
+        }

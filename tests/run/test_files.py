@@ -1,0 +1,128 @@
+"""A file is the old one or the new one, whole; never something between."""
+
+import errno
+import os
+import signal
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep import UserError
+from samestep.run.files import cannot_write, write_atomically, write_text
+from tests.processes import start_ranks
+
+contents = st.lists(st.binary(max_size=200), max_size=8)
+
+
+@given(st.none() | st.binary(max_size=50), contents)
+def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pieces):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        if old is not None:
+            path.write_bytes(old)
+        write_atomically(path, lambda file: [file.write(piece) for piece in pieces])
+        assert path.read_bytes() == b"".join(pieces)
+        assert [p.name for p in Path(folder).iterdir()] == ["file"]
+
+
+@given(
+    st.none() | st.binary(max_size=50),
+    contents,
+    st.integers(0, 8),
+    st.sampled_from([ValueError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")]),
+)
+def test_an_error_while_writing_leaves_the_old_file_and_no_other(old, pieces, fails_at, error):
+    """Seen by a reader at every moment: the old file, or none where there was none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        if old is not None:
+            path.write_bytes(old)
+
+        def is_as_before() -> bool:
+            return (path.read_bytes() if path.exists() else None) == old
+
+        def write(file) -> None:
+            for piece in pieces[:fails_at]:
+                file.write(piece)
+                file.flush()
+                assert is_as_before()
+            raise error
+
+        with pytest.raises(UserError if isinstance(error, OSError) else type(error)):
+            write_atomically(path, write)
+        assert is_as_before()
+        assert [p.name for p in Path(folder).iterdir()] == ([] if old is None else ["file"])
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_an_error_of_the_sync_or_the_rename_leaves_the_old_file(tmp_path, monkeypatch, name):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(*_args) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os if name == "fsync" else Path, name, fail)
+    with pytest.raises(UserError, match="could not be written: Input/output error"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_content_is_synced_before_the_rename_and_the_directory_after_it(tmp_path, monkeypatch):
+    """Otherwise a power cut could leave the new name with no content."""
+    seen = []
+    sync, rename = os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        seen.append("folder" if is_folder else f"{os.fstat(descriptor).st_size} bytes")
+        sync(descriptor)
+
+    def replace(self: Path, target: Path) -> Path:
+        seen.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    write_text(tmp_path / "file", "seven b")
+    assert seen == ["7 bytes", "rename", "folder"]
+
+
+def kill_within(path: Path, num_bytes: int) -> None:
+    def write(file) -> None:
+        file.write(b"n" * num_bytes)
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write_atomically(path, write)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 10_000])
+def test_a_kill_while_writing_leaves_the_old_file_and_the_next_write_works(tmp_path, num_bytes):
+    path = tmp_path / "file"
+    path.write_text("old")
+    ranks = start_ranks(kill_within, 1, tmp_path / "output", path, num_bytes)
+    assert ranks.wait() == [-signal.SIGKILL]
+    assert path.read_text() == "old"
+    torn = tmp_path / ".file.tmp"
+    assert torn.stat().st_size == num_bytes  # it struck where it should
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert not torn.exists()
+
+
+def test_a_full_disk_is_named_and_so_is_the_way_out(tmp_path):
+    said = str(cannot_write(tmp_path / "file", OSError(errno.ENOSPC, "No space left on device")))
+    assert "The disk is full" in said
+    assert f"{tmp_path}/file" in said
+    assert "Free some space" in said
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no/such/file could not be written: No such file"):
+        write_text(tmp_path / "no" / "such" / "file", "text")
