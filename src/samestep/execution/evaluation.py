@@ -73,7 +73,12 @@ def evaluate_run(
         to_channels_last(model)
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     source = open_source(
-        data, recipe, world, seed=settings.seed, dtype=dtype, num_workers=settings.num_workers
+        data,
+        world,
+        seed=settings.seed,
+        dtype=dtype,
+        num_workers=settings.num_workers,
+        transform=recipe.transform,
     )
     values = evaluate(
         model,

@@ -179,11 +179,12 @@ def build_job(
     def source(data: Any, lap: Lap = untimed) -> Source:
         return open_source(
             data,
-            recipe,
             world,
             seed=settings.seed,
             dtype=dtype,
             num_workers=settings.num_workers,
+            transform=recipe.transform,
+            augment=recipe.augment,
             lap=lap,
         )
 

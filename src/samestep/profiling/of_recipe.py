@@ -197,11 +197,12 @@ def _sweep(
     def source(workers: int) -> Source:
         return open_source(
             splits.train,
-            request.recipe,
             job.world,
             seed=job.settings.seed,
             dtype=data_dtype(job.settings.precision),
             num_workers=workers,
+            transform=request.recipe.transform,
+            augment=request.recipe.augment,
         )
 
     def candidate(**changes: Any) -> Job:
