@@ -64,11 +64,12 @@ def build(
     def source(data: Any, lap: Lap = untimed) -> Source:
         return open_source(
             data,
-            recipe,
             world,
             seed=settings.seed,
             dtype=data_dtype(settings.precision),
             num_workers=settings.num_workers,
+            transform=recipe.transform,
+            augment=recipe.augment,
             lap=lap,
         )
 

@@ -52,11 +52,11 @@ def evaluate_run(
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     source = open_source(
         data,
-        recipe,
         world,
         seed=settings.seed,
         dtype=opened.dtype,
         num_workers=settings.num_workers,
+        transform=recipe.transform,
     )
     values = evaluate(
         model,

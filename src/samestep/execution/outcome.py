@@ -88,11 +88,11 @@ def _test(
     assert splits.test is not None
     source = open_source(
         splits.test,
-        request.recipe,
         world,
         seed=settings.seed,
         dtype=data_dtype(settings.precision),
         num_workers=settings.num_workers,
+        transform=request.recipe.transform,
     )
     values = evaluate_work(work, source, classes=splits.classes)
     return {**values, "checkpoint": best.path if best else "last"}, problems

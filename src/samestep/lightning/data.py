@@ -12,7 +12,7 @@ from samestep.data.batches import Source, open_source
 from samestep.data.blocks import Block, Lap, narrow, untimed
 from samestep.data.cifar import has_cifar10
 from samestep.data.download import download
-from samestep.data.loading import SPLITS
+from samestep.data.loading import SPLITS, load_splits
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe
@@ -117,9 +117,7 @@ class LitData(pl.LightningDataModule):
     def _load(self) -> None:
         settings = self.settings
         seed_alike(settings.seed)
-        splits = self.recipe.load_data(self.options)
-        if splits.together is not None:
-            splits = splits.together(self.world, SPLITS)
+        splits = load_splits(self.recipe, self.options, self.world)
         for name in SPLITS:
             data = getattr(splits, name)
             self._sources[name] = (
@@ -127,11 +125,12 @@ class LitData(pl.LightningDataModule):
                 if data is None
                 else open_source(
                     data,
-                    self.recipe,
                     self.world,
                     seed=settings.seed,
                     dtype=torch.float32,
                     num_workers=settings.num_workers,
+                    transform=self.recipe.transform,
+                    augment=self.recipe.augment,
                 )
             )
 

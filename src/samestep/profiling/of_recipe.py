@@ -184,11 +184,12 @@ def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[
             settings = replace(settings, global_batch_size=None, accumulate=None)
         source = open_source(
             built.splits.train,
-            request.recipe,
             work.world,
             seed=settings.seed,
             dtype=data_dtype(settings.precision),
             num_workers=settings.num_workers,
+            transform=request.recipe.transform,
+            augment=request.recipe.augment,
         )
         return variant(work, settings, source)
 

@@ -86,13 +86,7 @@ def _training_part(data: Any) -> Any:
 
     def load(*options: Any) -> Splits:
         splits: Splits = data(*options)
-        share = splits.together
-
-        def together(world: World, _wanted: Any) -> Splits:
-            assert share is not None
-            return replace(share(world, ("train",)), validation=None, test=None)
-
-        return replace(splits, validation=None, test=None, together=share and together)
+        return replace(splits, validation=None, test=None)
 
     return load
 

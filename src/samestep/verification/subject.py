@@ -59,13 +59,15 @@ class Subject:
             seed: of the global generators while it is read.
             world: whose part of the step.
         """
+        recipe = recipe or self.recipe
         source = open_source(
             self.splits.train,
-            recipe or self.recipe,
             world or self.world,
             seed=self.settings.seed,
             dtype=self.dtype,
             num_workers=0,
+            transform=recipe.transform,
+            augment=recipe.augment,
         )
         seed_alike(seed)
         try:
