@@ -4,12 +4,12 @@ The bytes gather in a `.part` file beside the final one. It outlives the program
 only for the rest; it is handed over only when its MD5 is right.
 """
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import pooch  # type: ignore[import-untyped]
 import requests
 import urllib3.exceptions
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -34,13 +34,13 @@ class _CutOffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What pooch calls to fetch one file: it fills `part`, then moves it where pooch wants it."""
+    """One file on its way from a mirror into a folder."""
 
     file: RemoteFile
     """The file and what its bytes must be."""
 
-    part: Path
-    """Where the bytes gather."""
+    folder: Path
+    """Where it goes; its bytes gather there in a `.part` file."""
 
     show_progress: bool
     """Draw a progress bar, if the error stream is a terminal."""
@@ -48,26 +48,38 @@ class Transfer:
     timeout_s: float
     """How long the server may stay silent."""
 
-    def __call__(self, url: str, output_file: str, _pooch: object) -> None:
-        """Bring the file at `url` to `output_file`.
+    @property
+    def part(self) -> Path:
+        """Where the bytes gather."""
+        return self.folder / f"{self.file.name}.part"
+
+    @property
+    def path(self) -> Path:
+        """Where the file is once its bytes are verified."""
+        return self.folder / self.file.name
+
+    def is_done(self) -> bool:
+        """Whether the file is there with the right bytes."""
+        return self.path.exists() and _md5(self.path) == self.file.md5
+
+    def fetch(self, url: str) -> None:
+        """Bring the file from a mirror.
 
         Raises:
             MirrorError: The server is gone, too slow, or sent wrong bytes.
             OSError: The disk took no more bytes.
         """
-        # pooch has made an empty file of a random name, which a killed program would leave behind.
-        Path(output_file).unlink()
-        num_old_bytes = self._num_bytes()
-        if not num_old_bytes or self._md5() != self.file.md5:
+        continues = self._num_bytes() > 0
+        if not continues or _md5(self.part) != self.file.md5:
             self._fill(url)
-        if num_old_bytes and self._md5() != self.file.md5:
+        if continues and _md5(self.part) != self.file.md5:
             # The wrong bytes may be the old ones, so this mirror gets a chance to send them all.
             self.part.unlink()
             self._fill(url)
-        if (actual := self._md5()) != self.file.md5:
+        if (actual := _md5(self.part)) != self.file.md5:
             self.part.unlink()
             raise MirrorError(f"wrong bytes: their MD5 is {actual}, expected {self.file.md5}")
-        self.part.replace(output_file)
+        self.part.replace(self.path)
 
     def _fill(self, url: str) -> None:
         """Ask for the missing bytes until all are there or the mirror sends no more."""
@@ -94,14 +106,10 @@ class Transfer:
         try:
             with requests.get(url, headers=headers, stream=True, timeout=self.timeout_s) as answer:
                 self._write(answer, start)
-        except (requests.Timeout, urllib3.exceptions.TimeoutError) as problem:
-            raise _CutOffError(
-                f"no answer for {self.timeout_s:g} s, {self._num_bytes()} bytes arrived"
-            ) from problem
         except (requests.RequestException, urllib3.exceptions.HTTPError) as problem:
-            raise _CutOffError(
-                f"{_root_cause(problem)}, {self._num_bytes()} bytes arrived"
-            ) from problem
+            silent = isinstance(problem, requests.Timeout | urllib3.exceptions.TimeoutError)
+            reason = f"no answer for {self.timeout_s:g} s" if silent else _root_cause(problem)
+            raise _CutOffError(f"{reason}, {self._num_bytes()} bytes arrived") from problem
 
     def _write(self, answer: requests.Response, start: int) -> None:
         sent_from = 0
@@ -139,8 +147,10 @@ class Transfer:
     def _num_bytes(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0
 
-    def _md5(self) -> str:
-        return str(pooch.file_hash(str(self.part), alg="md5"))
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _root_cause(problem: BaseException) -> str:
