@@ -27,10 +27,8 @@ class _Get:
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """The data set, one of those that `samestep data list` shows."""
-
     data_dir: Annotated[Path, arg(metavar="DIR")]
     """The folder for the files; it is made if it does not exist."""
-
     mirror: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL")] = ()
     """Address of a folder with the files, used in place of the known mirrors."""
 

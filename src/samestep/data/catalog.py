@@ -18,10 +18,8 @@ class RemoteFile:
 
     md5: str
     """The MD5 of its bytes, in hexadecimal."""
-
     size_bytes: int | None = None
     """Its length, if known."""
-
     unpack: bool = False
     """Whether it is a tar archive whose files are wanted: they are put beside it."""
 
@@ -32,19 +30,14 @@ class RemoteDataset:
 
     name: str
     """What a user types."""
-
     description: str
     """What it holds, in one line."""
-
     licence: str
     """The terms under which its owners give it away."""
-
     source: str
     """The page that describes it."""
-
     files: tuple[RemoteFile, ...]
     """All its files."""
-
     mirrors: tuple[str, ...]
     """Base addresses, each ending in a slash, in the order in which they are tried."""
 

@@ -38,13 +38,10 @@ class Transfer:
 
     file: RemoteFile
     """The file and what its bytes must be."""
-
     folder: Path
     """Where it goes; its bytes gather there in a `.part` file."""
-
     show_progress: bool
     """Draw a progress bar, if the error stream is a terminal."""
-
     timeout_s: float
     """How long the server may stay silent."""
 

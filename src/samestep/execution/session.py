@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from samestep.data.batches import Source, open_source
+from samestep.data.batches import open_source
 from samestep.data.blocks import Lap, untimed
-from samestep.data.loading import load_splits
-from samestep.data.memory import MemorySource
+from samestep.data.memory_source import MemorySource
+from samestep.data.recipe_splits import load_splits
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.execution.outcome import Outcome, finish_run, leave_why
 from samestep.execution.request import RECIPE_COPY, Request, to_toml

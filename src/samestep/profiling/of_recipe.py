@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import torch
 
-from samestep.data.batches import Source, open_source
+from samestep.data.batches import open_source
 from samestep.data.blocks import Block
-from samestep.data.memory import MemorySource
+from samestep.data.memory_source import MemorySource
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, build_job, choose_path, describe

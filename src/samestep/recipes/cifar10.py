@@ -10,8 +10,8 @@ from samestep.data.augment import normalise as normalise_channels
 from samestep.data.cifar import CLASSES, SIZES, has_cifar10, read_cifar10
 from samestep.data.download import download
 from samestep.data.images.decode import decode
-from samestep.data.keys import uniform
-from samestep.data.splits import split_indices
+from samestep.data.keyed_random import uniform
+from samestep.data.random_split import split_indices
 from samestep.errors import UserError
 from samestep.models.resnet import resnet18
 from samestep.recipe import Recipe, Splits

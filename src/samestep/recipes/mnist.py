@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.data.download import download
 from samestep.data.idx import read_images_and_labels
-from samestep.data.splits import split_indices
+from samestep.data.random_split import split_indices
 from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
 

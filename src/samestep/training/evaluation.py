@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.batches import Source
+from samestep.data.source import Source
+from samestep.data.trees import tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.settings import Precision
@@ -103,5 +104,5 @@ class Totals:
 
 
 def _first(tree: Any) -> Tensor:
-    leaf: Tensor = torch.utils._pytree.tree_leaves(tree)[0]  # noqa: SLF001
+    leaf: Tensor = tree_leaves(tree)[0]
     return leaf

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.data.batches import Source
 from samestep.data.blocks import Block
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record

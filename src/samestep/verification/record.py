@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-from samestep.data.batches import Source
 from samestep.data.blocks import Block
+from samestep.data.source import Source
 from samestep.execution.session import Engine, Task
 from samestep.run.records import Record
 from samestep.training.evaluation import evaluate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from samestep.data.loading import PreparedOnRanks
+from samestep.data.recipe_splits import PreparedOnRanks
 from samestep.errors import UserError
 from samestep.recipe import Splits
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from samestep import UserError, machine
-from samestep.data.images import preparation, scan, shared
-from samestep.data.images.preparation import ImageFiles
+from samestep.data.images import dataset, node_memory, read_all
+from samestep.data.images.dataset import ImageFiles
 from samestep.ranks.world import World
 from tests.data.images.ranks_of_images import (
     batches,
@@ -163,8 +163,8 @@ def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, monkeypatch
     first = ready(root, ALONE, cache="off")
     assert len(list(cache_home.iterdir())) == 1
     calls = []
-    real = scan.decode
-    monkeypatch.setattr(scan, "decode", lambda *a: calls.append(a) or real(*a))
+    real = read_all.decode
+    monkeypatch.setattr(read_all, "decode", lambda *a: calls.append(a) or real(*a))
     assert ready(root, ALONE, cache="off").left_out == first.left_out
     assert not calls
     write_images(root, count=4)  # mends cat/003.png
@@ -192,7 +192,7 @@ def test_a_file_that_breaks_later_is_named_without_a_traceback(root, num_workers
 
 def test_nothing_is_decoded_after_memory_is_filled(root, monkeypatch):
     data = ready(root, ALONE, cache="memory").splits["train"]
-    for module in (scan, preparation):
+    for module in (read_all, dataset):
         monkeypatch.setattr(module, "decode", None, raising=False)
     for path in (root / "train").rglob("*.*"):
         path.unlink()
@@ -214,11 +214,11 @@ GIB = 2**30
 
 def test_auto_keeps_what_takes_at_most_half_of_the_free_memory(root, monkeypatch):
     num_bytes = 14 * 3 * 20 * 20
-    monkeypatch.setattr(preparation, "free_memory_bytes", lambda: 2 * num_bytes)
+    monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 2 * num_bytes)
     found = ready(root, ALONE, cache="auto")
     assert isinstance(found.splits["train"], tuple)
     assert "Kept in memory: 14 images of 3 × 20 × 20 bytes" in found.notes[-1]
-    monkeypatch.setattr(preparation, "free_memory_bytes", lambda: 2 * num_bytes - 2)
+    monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 2 * num_bytes - 2)
     found = ready(root, ALONE, cache="auto")
     assert isinstance(found.splits["train"], ImageFiles)
     assert "Decoded in every epoch" in found.notes[-1]
@@ -227,7 +227,7 @@ def test_auto_keeps_what_takes_at_most_half_of_the_free_memory(root, monkeypatch
 
 
 def test_memory_that_is_not_there_is_refused_when_it_was_asked_for(root, monkeypatch):
-    monkeypatch.setattr(preparation, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 1000)
     with pytest.raises(UserError, match=r"--cache memory: 14 images .* do not fit"):
         ready(root, ALONE, cache="memory")
 
@@ -240,7 +240,7 @@ def test_a_full_file_system_is_met_before_a_byte_is_written(monkeypatch, root):
 
     before = set(Path("/dev/shm").glob("samestep-*"))
     pair = World(local_world_size=2)  # alone in fact: what it gathers is its own
-    monkeypatch.setattr(shared.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(node_memory.os, "posix_fallocate", refuse)
     found = ready(root, pair, cache="auto")
     assert isinstance(found.splits["train"], ImageFiles)
     assert "No space left on device" in found.notes[-1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samestep import UserError
-from samestep.data.images.folders import class_names, find_files
+from samestep.data.images.file_list import class_names, find_files
 from tests.image_files import CLASSES, write_images
 
 
