@@ -18,8 +18,8 @@ class RemoteFile:
 
     md5: str
     """The MD5 of its bytes, in hexadecimal."""
-    size_bytes: int | None = None
-    """Its length, if known."""
+    size_bytes: int
+    """Its length."""
     unpack: bool = False
     """Whether it is a tar archive whose files are wanted: they are put beside it."""
 

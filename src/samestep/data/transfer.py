@@ -138,7 +138,7 @@ class Transfer:
                 out.flush()  # a killed program keeps what has arrived
                 bar.update(len(chunk))
             os.fsync(out.fileno())
-        if expected is not None and self._num_bytes() < expected:
+        if self._num_bytes() < expected:
             raise _CutOffError(f"cut off after {self._num_bytes()} of {expected} bytes")
 
     def _num_bytes(self) -> int:

@@ -4,6 +4,7 @@ The rows are compared as the model sees them: decoded, augmented and normalised,
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,8 @@ def test_a_broken_file_is_named_and_left_out(tmp_path, kind, cache):
     assert len(found.left_out) == 1
     assert found.left_out[0].startswith("train/cat/0010.jpg: ")
     assert says in found.left_out[0]
-    assert "1 of 7 images cannot be read and are left out: train/cat/0010.jpg" in found.notes[0]
+    assert found.notes[0].startswith("1 of 7 images ")
+    assert "train/cat/0010.jpg: " in found.notes[0]
     assert len(batches(found.splits["train"], ALONE, epochs=(0,))) == 12
 
 
@@ -111,23 +113,21 @@ def test_too_many_broken_files_end_the_run_with_one_message(tmp_path, root):
             what_is_refused, 2, tmp_path / cache, root, cache, 0.1
         ):
             assert on_all_ranks
-            assert "2 of 14 images cannot be read, more than --max-corrupt 0.1 allows" in message
+            assert message.startswith("2 of 14 images ")
+            assert "--max-corrupt 0.1 " in message
             assert f"{root}/train/cat/003.png: it is empty" in message
             assert "--max-corrupt 0.15" in message
     for path in (root / "train").rglob("*.*"):
         path.write_bytes(b"")
     with pytest.raises(UserError, match=r"\n  and 11 more"):
         ready(root, ALONE, cache="off")
-    with pytest.raises(UserError, match="None of the images to train on can be read"):
+    with pytest.raises(UserError, match=f"train/cat/.* in {root}"):
         ready(root, ALONE, cache="off", max_corrupt=1.0)
 
 
 @pytest.mark.parametrize(
     ("spoiled", "says"),
-    [
-        ("test", "None of the images to test with can be read; the first is test/cat/000.JPG"),
-        ("train/dog", "None of the images of the class dog/ to train on can be read; the first is"),
-    ],
+    [("test", "test/cat/000.JPG"), ("train/dog", "class dog/ .* train/dog/000.JPG")],
 )
 def test_a_split_or_a_class_of_which_nothing_is_left_is_named_before_training(
     tmp_path, spoiled, says
@@ -152,11 +152,11 @@ def test_ranks_that_see_different_files_are_told(tmp_path, root):
     other = write_images(tmp_path / "other", count=8)
     first, second = run_ranks(other_files, 2, tmp_path / "out", root, other)
     assert first == second
-    assert "Rank 0 sees 14 image files and rank 1 sees 16" in first
+    assert re.findall(r"\d+", first) == ["0", "14", "1", "16"]
     (root / "train" / "cat" / "zebra.png").write_bytes(b"")
     (root / "train" / "dog" / "zebra.png").write_bytes(b"")
     first, _ = run_ranks(other_files, 2, tmp_path / "out2", root, other)
-    assert "of other names" in first
+    assert re.findall(r"\d+", first) == ["0", "16", "1", "16"]
 
 
 def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, monkeypatch):
@@ -185,7 +185,8 @@ def test_a_file_that_breaks_later_is_named_without_a_traceback(root, num_workers
     with pytest.raises(UserError) as caught:
         batches(data, ALONE, num_workers=num_workers)
     message = str(caught.value)
-    assert message.startswith(f"{root}/train/dog/000.JPG could be read when the run began")
+    assert message.startswith(f"{root}/train/dog/000.JPG ")
+    assert "--resume" in message
     assert "No such file" in message
     assert "Traceback" not in message
 
@@ -217,18 +218,17 @@ def test_auto_keeps_what_takes_at_most_half_of_the_free_memory(root, monkeypatch
     monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 2 * num_bytes)
     found = ready(root, ALONE, cache="auto")
     assert isinstance(found.splits["train"], tuple)
-    assert "Kept in memory: 14 images of 3 × 20 × 20 bytes" in found.notes[-1]
+    assert "14 images of 3 × 20 × 20 bytes" in found.notes[-1]
     monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 2 * num_bytes - 2)
     found = ready(root, ALONE, cache="auto")
     assert isinstance(found.splits["train"], ImageFiles)
-    assert "Decoded in every epoch" in found.notes[-1]
     assert "half" in found.notes[-1]
     assert isinstance(ready(root, ALONE, cache="memory").splits["train"], tuple)
 
 
 def test_memory_that_is_not_there_is_refused_when_it_was_asked_for(root, monkeypatch):
     monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 1000)
-    with pytest.raises(UserError, match=r"--cache memory: 14 images .* do not fit"):
+    with pytest.raises(UserError, match="--cache memory: 14 images"):
         ready(root, ALONE, cache="memory")
 
 
