@@ -16,8 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from samestep.data.catalog import RemoteFile
 
-# A mirror is asked again while bytes still come; two tries in a row without any are enough.
-_NUM_TRIES = 20
+# A mirror is asked again as long as bytes come; two tries in a row without any are enough.
 _NUM_BARREN_TRIES = 2
 
 # Small, so that little is lost when the line breaks in the middle of a chunk.
@@ -80,18 +79,15 @@ class Transfer:
 
     def _fill(self, url: str) -> None:
         """Ask for the missing bytes until all are there or the mirror sends no more."""
-        most, num_barren, reason = self._num_bytes(), 0, ""
-        for _ in range(_NUM_TRIES):
+        most, num_barren = self._num_bytes(), 0
+        while True:
             try:
                 return self._append(url)
             except _CutOffError as problem:
-                reason = str(problem)
-            num_bytes = self._num_bytes()
-            num_barren = 0 if num_bytes > most else num_barren + 1
-            most = max(most, num_bytes)
-            if num_barren == _NUM_BARREN_TRIES:
-                break
-        raise MirrorError(reason)
+                num_barren = 0 if self._num_bytes() > most else num_barren + 1
+                if num_barren == _NUM_BARREN_TRIES:
+                    raise MirrorError(str(problem)) from problem
+            most = max(most, self._num_bytes())
 
     def _append(self, url: str) -> None:
         """Ask once for the missing bytes and write what comes."""
