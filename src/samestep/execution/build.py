@@ -7,9 +7,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from samestep.data.batches import Source, open_source
+from samestep.data.batches import open_source
 from samestep.data.blocks import Lap, untimed
-from samestep.data.loading import load_splits
+from samestep.data.recipe_splits import load_splits
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.machine import usable_cores

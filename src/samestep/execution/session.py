@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from samestep.data.memory import MemorySource
+from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from samestep.data.batches import open_source
-from samestep.data.memory import MemorySource
+from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError
 from samestep.execution.build import Built, build
 from samestep.execution.request import Request

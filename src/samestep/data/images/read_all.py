@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from samestep.data.images.decode import UnreadableImageError, decode
-from samestep.data.images.folders import Files
+from samestep.data.images.file_list import FileList
 from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.ranks.world import World
@@ -28,7 +28,7 @@ Broken = dict[int, str]
 """Place of a file → why it cannot be read."""
 
 
-def find_broken(files: Files, side: int, world: World) -> Broken:
+def find_broken(files: FileList, side: int, world: World) -> Broken:
     """Return the files that cannot be decoded: the same on every rank, which all call it."""
     stamp = _stamp(files, side, world)
     memory = _memory_of(files)
@@ -41,7 +41,7 @@ def find_broken(files: Files, side: int, world: World) -> Broken:
     return broken
 
 
-def decode_into(files: Files, images: Tensor, world: World) -> Broken:
+def decode_into(files: FileList, images: Tensor, world: World) -> Broken:
     """Fill the memory of each node with its images; return those that cannot be decoded.
 
     Args:
@@ -59,23 +59,36 @@ def decode_into(files: Files, images: Tensor, world: World) -> Broken:
 
 
 def _decode_all(
-    files: Files, mine: range, side: int, world: World, keep: Callable[[int, Tensor], object]
+    files: FileList, mine: range, side: int, world: World, keep: Callable[[int, Tensor], object]
 ) -> Broken:
     """Decode this rank's files in threads; return those that cannot be."""
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
+    return decode_in_threads(
+        files, mine, keep, lambda path: decode(path, side), max(1, len(cores) // neighbours)
+    )
 
-    def work(places: Sequence[int]) -> Broken:
+
+def decode_in_threads(
+    files: FileList,
+    places: range,
+    keep: Callable[[int, Tensor], object],
+    decode_one: Callable[[str], Tensor],
+    num_threads: int,
+) -> Broken:
+    """Decode some files and keep each by its place; return those that cannot be decoded."""
+
+    def work(some: Sequence[int]) -> Broken:
         broken = {}
-        for place in places:
+        for place in some:
             try:
-                keep(place, decode(files.path(place), side))
+                keep(place, decode_one(files.path(place)))
             except UnreadableImageError as error:
                 broken[place] = str(error)
         return broken
 
-    tasks = [mine[k : k + _FILES_PER_TASK] for k in range(0, len(mine), _FILES_PER_TASK)]
-    with ThreadPoolExecutor(max(1, len(cores) // neighbours)) as pool:
+    tasks = [places[k : k + _FILES_PER_TASK] for k in range(0, len(places), _FILES_PER_TASK)]
+    with ThreadPoolExecutor(num_threads) as pool:
         return _merge(pool.map(work, tasks))
 
 
@@ -89,7 +102,7 @@ def _merge(parts: Iterable[Broken]) -> Broken:
     return dict(sorted(together.items()))
 
 
-def _stamp(files: Files, side: int, world: World) -> str:
+def _stamp(files: FileList, side: int, world: World) -> str:
     """Return a digest of every file's path, size and time of change, the same on every rank."""
     starts = range(0, len(files), _FILES_PER_DIGEST)
     mine = {start: _digest(files, start) for start in starts[world.rank :: world.world_size]}
@@ -100,7 +113,7 @@ def _stamp(files: Files, side: int, world: World) -> str:
     return whole.hexdigest()
 
 
-def _digest(files: Files, start: int) -> bytes:
+def _digest(files: FileList, start: int) -> bytes:
     digest = hashlib.sha256()
     for place in range(start, min(start + _FILES_PER_DIGEST, len(files))):
         facts: tuple[object, ...] = ()
@@ -111,7 +124,7 @@ def _digest(files: Files, start: int) -> bytes:
     return digest.digest()
 
 
-def _memory_of(files: Files) -> Path:
+def _memory_of(files: FileList) -> Path:
     """Return the file that remembers what was found in a data folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(os.path.realpath(files.root).encode()).hexdigest()[:16]

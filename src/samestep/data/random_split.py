@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import UserError
+from samestep.recipe import InMemory
 
 
 def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
@@ -27,3 +28,9 @@ def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> 
             "of them would be empty. Use more samples."
         )
     return list(torch.split(order, sizes))
+
+
+def hold_out(data: InMemory, fraction: float, seed: int) -> tuple[InMemory, InMemory]:
+    """Return inputs and targets for training, and a random part that is held out of them."""
+    held_out, rest = split_indices(len(data[0]), (fraction,), seed)
+    return (data[0][rest], data[1][rest]), (data[0][held_out], data[1][held_out])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from samestep import uniform
 from samestep.data import keys
-from samestep.data.keys import mix, sample_keys
+from samestep.data.keyed_random import mix, sample_keys
 
 INTEGERS = st.integers(0, 2**64 - 1)
 SEEDS = st.integers(0, 2**63 - 1)

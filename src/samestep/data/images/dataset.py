@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from samestep.data.images.decode import UnreadableImageError, decode
-from samestep.data.images.folders import Files
-from samestep.data.images.scan import Broken, decode_into, find_broken
-from samestep.data.images.shared import NoRoomError, map_shared
-from samestep.data.loading import Prepared
+from samestep.data.images.file_list import FileList
+from samestep.data.images.node_memory import NoRoomError, map_shared
+from samestep.data.images.read_all import Broken, decode_into, find_broken
+from samestep.data.recipe_splits import Prepared
 from samestep.errors import UserError
 from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
@@ -33,7 +33,7 @@ class ImageFiles(Dataset[Any]):
     """Each sample is (image (3, side, side) uint8, label), decoded anew at each reading."""
 
     def __init__(
-        self, files: Files, side: int, *, cache: Cache = "auto", max_corrupt: float = 0.0
+        self, files: FileList, side: int, *, cache: Cache = "auto", max_corrupt: float = 0.0
     ) -> None:
         self.files, self._side = files, side
         self._cache, self._max_corrupt = cache, max_corrupt
@@ -68,7 +68,7 @@ class ImageFiles(Dataset[Any]):
 
 
 def prepare_images(
-    splits: Mapping[str, Files], side: int, world: World, *, cache: Cache, max_corrupt: float
+    splits: Mapping[str, FileList], side: int, world: World, *, cache: Cache, max_corrupt: float
 ) -> Prepared:
     """Read all images once, on all ranks together; every rank calls it.
 
@@ -107,21 +107,21 @@ def prepare_images(
     return Prepared(splits=ready, left_out=left_out, notes=tuple(notes))
 
 
-def _join(parts: list[Files]) -> Files:
-    return Files(
+def _join(parts: list[FileList]) -> FileList:
+    return FileList(
         root=parts[0].root,
         paths=np.concatenate([part.paths for part in parts]),
         labels=np.concatenate([part.labels for part in parts]),
     )
 
 
-def _part(files: Files, images: Tensor | None, side: int) -> InMemory | ImageFiles:
+def _part(files: FileList, images: Tensor | None, side: int) -> InMemory | ImageFiles:
     if images is None:
         return ImageFiles(files, side)
     return images, torch.from_numpy(files.labels)
 
 
-def _check_alike(files: Files, world: World) -> None:
+def _check_alike(files: FileList, world: World) -> None:
     """Check that all ranks see the same files; else each would number other samples."""
     seen = world.gather((len(files), _digest(files)))
     if len(set(seen)) > 1:
@@ -134,7 +134,7 @@ def _check_alike(files: Files, world: World) -> None:
         )
 
 
-def _digest(files: Files) -> str:
+def _digest(files: FileList) -> str:
     """Return a digest of the names and labels of files, in their order."""
     digest = hashlib.sha256(b"\0".join(files.paths.tolist()))
     digest.update(files.labels.tobytes())
@@ -174,7 +174,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _check_broken(files: Files, broken: Broken, max_corrupt: float) -> None:
+def _check_broken(files: FileList, broken: Broken, max_corrupt: float) -> None:
     if len(broken) <= max_corrupt * len(files):
         return
     shown = "".join(
@@ -190,7 +190,7 @@ def _check_broken(files: Files, broken: Broken, max_corrupt: float) -> None:
     )
 
 
-def _check_left(splits: Mapping[str, Files], broken: Broken) -> None:
+def _check_left(splits: Mapping[str, FileList], broken: Broken) -> None:
     """Check that every split has an image left, and in train/ every class."""
     start = 0
     for name, files in splits.items():

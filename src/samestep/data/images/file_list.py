@@ -16,7 +16,7 @@ _LAYOUT = "It must hold train/CLASS/*.jpg (.jpeg, .png), a folder for each class
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class FileList:
     """Image files and the class of each, in a fixed order."""
 
     root: str
@@ -44,10 +44,10 @@ class Files:
         name = self.name(index)
         return name if name.isprintable() and is_utf8(name) else repr(name)[1:-1]
 
-    def take(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> "Files":
+    def take(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> "FileList":
         """Return some of the files, in the order given."""
         chosen = np.asarray(indices, dtype=np.int64)
-        return Files(root=self.root, paths=self.paths[chosen], labels=self.labels[chosen])
+        return FileList(root=self.root, paths=self.paths[chosen], labels=self.labels[chosen])
 
 
 def class_names(root: Path) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def class_names(root: Path) -> tuple[str, ...]:
 
 def find_files(
     root: Path, split: str, classes: Sequence[str], *, whole: bool = False
-) -> Files | None:
+) -> FileList | None:
     """Return the image files of a split, sorted by class and name; None if it has no folder.
 
     Args:
@@ -108,7 +108,7 @@ def find_files(
         labels += [label] * len(found)
     if not names:
         raise _no_images(folder)
-    return Files(
+    return FileList(
         root=str(root), paths=np.array(names, dtype=bytes), labels=np.array(labels, np.int64)
     )
 

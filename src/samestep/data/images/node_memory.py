@@ -8,16 +8,12 @@ file without content.
 import contextlib
 import mmap
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from samestep.ranks.world import World
-
-T = TypeVar("T")
 
 PREFIX = "samestep-images-"
 _SPARE = 1.02
@@ -36,47 +32,39 @@ def map_shared(num_bytes: int, world: World) -> mmap.mmap:
     """
     if max(world.gather(world.local_world_size)) == 1:
         return mmap.mmap(-1, num_bytes)  # nobody to share with
-    made: Path | None = None
-    problem: str | None = None
-    memory: mmap.mmap | None = None
-    descriptor = -1
-    try:
-        if world.local_rank == 0:
-            made, problem = _try(lambda: _create(num_bytes))
-        places = world.gather((world.node, made, problem))
-        _check([text for _, _, text in places])
-        own = next(path for node, path, _ in places if node == world.node and path is not None)
-        opened, problem = _try(lambda: _open(own, num_bytes))
-        if opened is not None:
-            descriptor, memory = opened
-        _check(world.gather(problem))
-        if made is not None:
-            made.unlink(missing_ok=True)
+    made: list[Path] = []
+    opened: list[tuple[int, mmap.mmap]] = []
+
+    def agree(action: Callable[[], object]) -> None:
+        """Act on this rank, and raise on every rank what any of them met."""
+        problem = None
+        try:
+            action()
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            problem = f"{where}{error.strerror or error}"
+        for text in world.gather(problem):
+            if text is not None:
+                raise NoRoomError(text)
+
+    def reserve() -> None:
+        if made:
+            made[0].unlink(missing_ok=True)
             # Reserved now: a full file system would end a rank by SIGBUS when it writes.
-            _, problem = _try(lambda: _reserve(descriptor, num_bytes))
-        _check(world.gather(problem))
-    finally:
-        if made is not None:
-            made.unlink(missing_ok=True)
-        if descriptor >= 0:
-            os.close(descriptor)  # the mapping stays
-    assert memory is not None
-    return memory
+            _reserve(opened[0][0], num_bytes)
 
-
-def _try(action: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
-        return action(), None
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return None, f"{where}{error.strerror or error}"
-
-
-def _check(problems: list[str | None]) -> None:
-    """Raise on every rank what any of them met."""
-    said = [text for text in problems if text is not None]
-    if said:
-        raise NoRoomError(said[0])
+        agree(lambda: made.append(_create(num_bytes)) if world.local_rank == 0 else None)
+        places = world.gather((world.node, made[0] if made else None))
+        own = next(path for node, path in places if node == world.node and path is not None)
+        agree(lambda: opened.append(_open(own, num_bytes)))
+        agree(reserve)
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
+        for descriptor, _memory in opened:
+            os.close(descriptor)  # the mapping stays
+    return opened[0][1]
 
 
 def _create(num_bytes: int) -> Path:
@@ -84,24 +72,17 @@ def _create(num_bytes: int) -> Path:
     folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]  # noqa: S108 - a mode-600 file
     for folder in folders:
         with contextlib.suppress(OSError):
-            if shutil.disk_usage(folder).free < num_bytes * _SPARE:
-                continue
-            path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                os.ftruncate(descriptor, num_bytes)
-            except BaseException:
-                path.unlink()
-                raise
-            finally:
+            if shutil.disk_usage(folder).free >= num_bytes * _SPARE:
+                descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
                 os.close(descriptor)
-            return path
+                return Path(path)
     raise OSError(0, f"no room for {num_bytes / 2**30:.2f} GiB in {folders[0]} or {folders[1]}")
 
 
 def _open(path: Path, num_bytes: int) -> tuple[int, mmap.mmap]:
     descriptor = os.open(path, os.O_RDWR)
     try:
+        os.ftruncate(descriptor, num_bytes)  # the same on every rank of the node
         return descriptor, mmap.mmap(descriptor, num_bytes)
     except BaseException:
         os.close(descriptor)
