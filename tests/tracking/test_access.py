@@ -8,9 +8,9 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.settings import Settings
-from samestep.tracking import names
+from samestep.tracking import choice
 from samestep.tracking.access import find_access, secrets_of, why_unreachable
-from samestep.tracking.names import check_choice, check_installed, chosen, default_project
+from samestep.tracking.choice import check_choice, check_installed, chosen, default_project
 from tests.processes import free_port
 from tests.tracking.servers import Errors
 
@@ -165,7 +165,7 @@ def test_a_choice_that_services_take_is_taken():
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(names.PACKAGES, "wandb", "no_such_package")
+    monkeypatch.setitem(choice.PACKAGES, "wandb", "no_such_package")
     with pytest.raises(UserError, match=r"pip install 'samestep\[wandb\]'"):
         check_installed(["wandb"])
 

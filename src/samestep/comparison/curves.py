@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from samestep.comparison.read import RunData
+from samestep.comparison.run_data import RunData
 from samestep.run.records import Record
 
 TRAIN_LOSS = "train_loss"

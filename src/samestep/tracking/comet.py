@@ -5,7 +5,7 @@ from typing import Any
 
 import comet_ml
 
-from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+from samestep.tracking.contract import Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once it is packed."""
@@ -49,7 +49,7 @@ def start(run: TrackedRun) -> Started:
     return Started(client=client, run=run.id, link=None if run.offline else client.url)
 
 
-def record(client: Any, entries: Sequence[Entry]) -> None:
+def record(client: Any, entries: Sequence[TrackedRecord]) -> None:
     """Log the metrics by step and epoch, and wait until they have arrived."""
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
@@ -60,7 +60,7 @@ def record(client: Any, entries: Sequence[Entry]) -> None:
         raise ConnectionError("Comet has not taken all records")
 
 
-def finish(client: Any, result: Result) -> None:
+def finish(client: Any, result: TrackedResult) -> None:
     """Log the result, and pack the files or wait until all has arrived."""
     client.log_others({f"result.{key}": value for key, value in result.values.items()})
     client.log_other("result.status", result.status)

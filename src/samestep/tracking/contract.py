@@ -60,7 +60,7 @@ class Started:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TrackedRecord:
     """What a record says, as a tracker takes it."""
 
     event: Literal[
@@ -87,7 +87,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class TrackedResult:
     """How the run ended."""
 
     status: Literal["completed", "stopped", "failed", "killed"]

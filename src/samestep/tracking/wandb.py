@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+from samestep.tracking.contract import Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
@@ -66,7 +66,7 @@ def start(run: TrackedRun) -> Started:
     )
 
 
-def record(client: _Client, entries: Sequence[Entry]) -> None:
+def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
     """Log a row an entry, but for the machine: a row has a line of events.jsonl as its number."""
     run = client.run
     for entry in entries:
@@ -82,7 +82,7 @@ def record(client: _Client, entries: Sequence[Entry]) -> None:
             run.log({**entry.values, **place}, step=entry.line)
 
 
-def _draw_over_steps(client: _Client, entry: Entry) -> None:
+def _draw_over_steps(client: _Client, entry: TrackedRecord) -> None:
     """Name the axis of metrics that no pattern of ours covers, each once."""
     for name in entry.values.keys() - client.drawn_over_steps:
         if "*" not in name:  # to W&B it would be a pattern
@@ -90,7 +90,7 @@ def _draw_over_steps(client: _Client, entry: Entry) -> None:
         client.drawn_over_steps.add(name)
 
 
-def finish(client: _Client, result: Result) -> None:
+def finish(client: _Client, result: TrackedResult) -> None:
     """Write the result into the summary, and wait until all has arrived."""
     run = client.run
     run.summary.update({f"result.{key}": value for key, value in result.values.items()})

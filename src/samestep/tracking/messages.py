@@ -20,7 +20,7 @@ from samestep.tracking.access import without_credentials
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class TrackerOrder:
     """What a tracker's process is to do; the first line that it is given. No secret is in it."""
 
     tracker: str
@@ -50,15 +50,15 @@ def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
         return bool(selector.select(within_s))
 
 
-class Commands:
+class Instructions:
     """What a tracker's process is told: its order, `go` with the run directory, `end`."""
 
     def __init__(self, descriptor: int = 0) -> None:
         self._descriptor, self._buffer, self._closed = descriptor, b"", False
 
-    def order(self) -> Order:
+    def order(self) -> TrackerOrder:
         """Wait for the order."""
-        return msgspec.convert(self._line(None), Order)
+        return msgspec.convert(self._line(None), TrackerOrder)
 
     def go(self) -> Path | None:
         """Wait for the run directory; None if there will be no run."""
@@ -89,7 +89,7 @@ class Commands:
 _ORPHANS_S = 20.0
 
 
-class Voice:
+class Reports:
     """What a tracker's process says: messages to the training's, all else to a log of its own.
 
     Trackers print a lot, to descriptors too, and children of theirs do. None of it reaches the

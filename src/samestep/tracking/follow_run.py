@@ -16,13 +16,19 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.run.files import Held, hold, read_object
 from samestep.tracking.access import why_unreachable
-from samestep.tracking.channel import Commands, Order, Voice
-from samestep.tracking.contract import Entry, Result, Scalar, Started, TrackedRun
-from samestep.tracking.entries import Entries, scalars
-from samestep.tracking.guard import Guard
-from samestep.tracking.ledger import FOLDER, Account, Ledger, read_ledger, write_ledger
-from samestep.tracking.names import PACKAGES
-from samestep.tracking.system import Sampler
+from samestep.tracking.choice import PACKAGES
+from samestep.tracking.contract import Scalar, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking.deliveries import (
+    FOLDER,
+    Deliveries,
+    Delivery,
+    read_deliveries,
+    write_deliveries,
+)
+from samestep.tracking.machine_samples import MachineSampler
+from samestep.tracking.messages import Instructions, Reports, TrackerOrder
+from samestep.tracking.record_stream import RecordStream, scalars
+from samestep.tracking.time_limits import TimeLimits
 
 HYPERPARAMETERS = "hyperparameters"
 """In settings.toml: the table of those of a script of the user's own, in place of our settings."""
@@ -41,13 +47,13 @@ _SIZES = ("parameters", "num_samples", "global_batch_size", "steps_per_epoch", "
 class _Open:
     """A run that is open at its tracker."""
 
-    order: Order
+    order: TrackerOrder
     path: Path
     module: ModuleType
     client: Any
-    entries: Entries
-    ledger: Ledger
-    account: Account
+    entries: RecordStream
+    ledger: Deliveries
+    account: Delivery
     counts_at_end: bool
     """Whether what was handed over counts only once the tracker has closed its files."""
 
@@ -74,13 +80,15 @@ def load_tracker(source: str) -> ModuleType:
     return module
 
 
-def follow(order: Order, commands: Commands, voice: Voice, guard: Guard) -> None:
+def follow_run(
+    order: TrackerOrder, commands: Instructions, voice: Reports, guard: TimeLimits
+) -> None:
     """Send a run to its tracker, while it goes on if it does, until its end.
 
     Raises:
         Exception: whatever the tracker raises; the records stay where they are.
     """
-    sampler = Sampler(order.pid) if order.live else None
+    sampler = MachineSampler(order.pid) if order.live else None
     with guard.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
     why = None
@@ -125,24 +133,24 @@ def _wait_for_lock(path: Path, patience_s: float) -> Any:
 
 
 def _start(
-    order: Order,
+    order: TrackerOrder,
     path: Path,
     module: ModuleType,
     *,
     offline: bool,
-    guard: Guard,
+    guard: TimeLimits,
     scrub: Callable[[str], str],
 ) -> _Open:
     """Open the run at the tracker, and find out what it has."""
-    ledger = read_ledger(path, order.name)
+    ledger = read_deliveries(path, order.name)
     account = ledger.account(offline=offline)
     counts_at_end = offline and getattr(module, "COUNTS_AT_END", False)
     folder = path / FOLDER / order.name
     folder.mkdir(exist_ok=True)
     if counts_at_end:
         _remove_unfinished(folder, set(account.files))
-    write_ledger(path, order.name, ledger)  # its id is settled before anybody hears of it
-    entries = Entries(path, with_checkpoints=order.checkpoints)
+    write_deliveries(path, order.name, ledger)  # its id is settled before anybody hears of it
+    entries = RecordStream(path, with_checkpoints=order.checkpoints)
     with guard.within(order.timeout_s, "starting"):
         started: Started = module.start(_tracked_run(order, path, ledger, account, offline))
     if not isinstance(started, Started):
@@ -153,7 +161,7 @@ def _start(
     account.finished = False
     if started.lines is not None:
         account.lines = started.lines
-    write_ledger(path, order.name, ledger)
+    write_deliveries(path, order.name, ledger)
     return _Open(
         order=order,
         path=path,
@@ -183,7 +191,7 @@ def _remove_unfinished(folder: Path, whole: set[str]) -> None:
 
 
 def _tracked_run(
-    order: Order, path: Path, ledger: Ledger, account: Account, offline: bool
+    order: TrackerOrder, path: Path, ledger: Deliveries, account: Delivery, offline: bool
 ) -> TrackedRun:
     try:
         settings = tomllib.loads((path / "settings.toml").read_text(encoding="utf-8"))
@@ -223,7 +231,9 @@ def first_start(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) and record.get("event") == "start" else {}
 
 
-def _follow_to_end(run: _Open, commands: Commands, guard: Guard, sampler: Sampler | None) -> None:
+def _follow_to_end(
+    run: _Open, commands: Instructions, guard: TimeLimits, sampler: MachineSampler | None
+) -> None:
     """Hand over what is there and what comes, then close the run."""
     order = run.order
     left = commands.end(0.0)
@@ -245,10 +255,10 @@ def _follow_to_end(run: _Open, commands: Commands, guard: Guard, sampler: Sample
     if run.counts_at_end:
         folder = run.path / FOLDER / order.name
         account.files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
-    write_ledger(run.path, order.name, run.ledger)
+    write_deliveries(run.path, order.name, run.ledger)
 
 
-def _hand_over(run: _Open, guard: Guard) -> None:
+def _hand_over(run: _Open, guard: TimeLimits) -> None:
     """Give the tracker what it does not have, and note what it has."""
     account = run.account
     for entries in run.entries.read(account.lines, account.system_lines):
@@ -259,22 +269,22 @@ def _hand_over(run: _Open, guard: Guard) -> None:
             _note(run, entries)
 
 
-def _note(run: _Open, entries: list[Entry]) -> None:
+def _note(run: _Open, entries: list[TrackedRecord]) -> None:
     before = (run.account.lines, run.account.system_lines)
     run.account.lines = max(run.account.lines, run.entries.lines)
     run.account.system_lines = max(run.account.system_lines, run.entries.system_lines)
     if entries or before != (run.account.lines, run.account.system_lines):
-        write_ledger(run.path, run.order.name, run.ledger)
+        write_deliveries(run.path, run.order.name, run.ledger)
 
 
-def _result(run: _Open) -> Result:
+def _result(run: _Open) -> TrackedResult:
     """Return how the run ended: result.json counts only if this execution has come to write it."""
     if run.entries.last.get("event") != "stop":
-        return Result(status="killed", values={})
+        return TrackedResult(status="killed", values={})
     table = read_object(run.path / "result.json")
     known = ("completed", "stopped", "failed")
     status: Any = table.get("status") if table.get("status") in known else "killed"
-    return Result(status=status, values=_final(table))
+    return TrackedResult(status=status, values=_final(table))
 
 
 def _final(table: dict[str, Any]) -> dict[str, Scalar]:

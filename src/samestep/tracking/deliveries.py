@@ -14,7 +14,7 @@ FOLDER = "tracking"
 
 
 @dataclass(kw_only=True)
-class Account:
+class Delivery:
     """What one place has of a run."""
 
     run: str | None = None
@@ -33,34 +33,34 @@ class Account:
 
 
 @dataclass(kw_only=True)
-class Ledger:
+class Deliveries:
     """One tracker's accounts: of its service, and of its files in the run directory."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(16))
-    online: Account = field(default_factory=Account)
-    offline: Account = field(default_factory=Account)
+    online: Delivery = field(default_factory=Delivery)
+    offline: Delivery = field(default_factory=Delivery)
 
-    def account(self, *, offline: bool) -> Account:
+    def account(self, *, offline: bool) -> Delivery:
         """Return the account of one place."""
         return self.offline if offline else self.online
 
 
-def ledger_path(run: Path, tracker: str) -> Path:
+def deliveries_path(run: Path, tracker: str) -> Path:
     """Return where a tracker's ledger is kept."""
     return run / FOLDER / f"{tracker}.json"
 
 
-def read_ledger(run: Path, tracker: str) -> Ledger:
+def read_deliveries(run: Path, tracker: str) -> Deliveries:
     """Return a tracker's ledger of a run, a new one if there is none.
 
     Raises:
         UserError: it is damaged, so nobody knows what was sent.
     """
-    path = ledger_path(run, tracker)
+    path = deliveries_path(run, tracker)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Ledger)
+        return msgspec.json.decode(path.read_bytes(), type=Deliveries)
     except FileNotFoundError:
-        return Ledger()
+        return Deliveries()
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(
             f"{path} cannot be read ({error}), so it is not known what {tracker} has of this run. "
@@ -68,7 +68,7 @@ def read_ledger(run: Path, tracker: str) -> Ledger:
         ) from error
 
 
-def write_ledger(run: Path, tracker: str, ledger: Ledger) -> None:
+def write_deliveries(run: Path, tracker: str, ledger: Deliveries) -> None:
     """Write a tracker's ledger, whole or not at all."""
     text = msgspec.json.format(msgspec.json.encode(asdict(ledger)), indent=2)
-    write_text(ledger_path(run, tracker), text.decode() + "\n")
+    write_text(deliveries_path(run, tracker), text.decode() + "\n")

@@ -20,9 +20,9 @@ import samestep
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.tracking.access import Access, find_access
-from samestep.tracking.channel import Order, wait_for
-from samestep.tracking.guard import end_descendants
-from samestep.tracking.names import PROJECT_VARIABLES, chosen, default_project, short_name, split
+from samestep.tracking.choice import PROJECT_VARIABLES, chosen, default_project, short_name, split
+from samestep.tracking.messages import TrackerOrder, wait_for
+from samestep.tracking.time_limits import end_descendants
 
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop."""
@@ -39,10 +39,10 @@ runpy.run_module("samestep.tracking", run_name="__main__")
 _COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).parent.parent))
 
 
-class Tracker:
+class TrackerProcess:
     """One tracker's process."""
 
-    def __init__(self, order: Order, source: str) -> None:
+    def __init__(self, order: TrackerOrder, source: str) -> None:
         self.name, self.source = order.name, source
         self.link: str | None = None
         self.offline = order.offline
@@ -139,9 +139,9 @@ def _is_last(message: dict[str, Any]) -> bool:
 
 def make_order(
     settings: Settings, tracker: str, project: str, access: Access, *, live: bool
-) -> Order:
+) -> TrackerOrder:
     """Return the order that the settings give one tracker's process."""
-    return Order(
+    return TrackerOrder(
         tracker=str(Path(tracker).resolve()) if tracker.endswith(".py") else tracker,
         name=short_name(tracker),
         project=settings.track_project
@@ -159,7 +159,7 @@ def make_order(
     )
 
 
-class Trackers:
+class TrackerProcesses:
     """The trackers of one training, on rank 0; on other ranks there are none."""
 
     def __init__(
@@ -174,7 +174,7 @@ class Trackers:
         self._settings, self._recipe, self._show = settings, recipe, show
         self._names = chosen(settings.track) if is_main else []
         self._stopped = stopped
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
 
     def __enter__(self) -> Self:
@@ -200,7 +200,7 @@ class Trackers:
                 self._say(name, "note", f"{access.why}, so {name} is offline.")
             order = make_order(self._settings, tracker, self._recipe, access, live=True)
             try:
-                self._trackers.append(Tracker(order, tracker))
+                self._trackers.append(TrackerProcess(order, tracker))
             except OSError as error:
                 self._say(name, "warning", f"{name} could not be started: {error}")
 
@@ -249,7 +249,7 @@ class Trackers:
                 tracker.failed = f"it had not taken everything {patience_s:.0f} s after the end"
                 self._warn(tracker)
 
-    def _pass_on(self, tracker: Tracker) -> None:
+    def _pass_on(self, tracker: TrackerProcess) -> None:
         for message in tracker.heard():
             if message.get("link"):
                 why = f" ({message['why']})" if message.get("why") else ""
@@ -258,7 +258,7 @@ class Trackers:
             if "failed" in message:
                 self._warn(tracker)
 
-    def _warn(self, tracker: Tracker) -> None:
+    def _warn(self, tracker: TrackerProcess) -> None:
         self._say(
             tracker.name,
             "warning",
@@ -266,7 +266,7 @@ class Trackers:
             f"are whole; send them with: {self._command([tracker])}",
         )
 
-    def _command(self, trackers: list[Tracker]) -> str:
+    def _command(self, trackers: list[TrackerProcess]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
 
     def _say_what_is_left(self) -> None:

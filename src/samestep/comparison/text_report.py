@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from samestep.comparison.alike import reasons_of, sentence
-from samestep.comparison.comparison import Comparison
 from samestep.comparison.curves import TRAIN_LOSS, Aligned, Point
+from samestep.comparison.same_training import reasons_of, sentence
+from samestep.comparison.side_by_side import Comparison
 from samestep.screen.words import count, wrapped
 
 _LABEL, _LEAST, _WIDTH = 22, 12, 80
