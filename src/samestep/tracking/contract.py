@@ -8,7 +8,7 @@ Each may raise or take its time: it runs in a process of its own, beside the tra
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,19 @@ class TrackedRun:
     """How long `start` may take before it is given up."""
     pid: int | None
     """The training's process on this machine; None if the run has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where a client would send a run: what `find_server` of samestep's own trackers returns.
+
+    It raises what the client says where that has no key, a malformed one, or is set to be offline.
+    """
+
+    address: str | None
+    """What must answer before the tracker is started online; None if nothing has to."""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """What must not appear in any file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,14 @@ from samestep.errors import UserError
 from samestep.run.files import Held, hold, read_object
 from samestep.tracking.access import why_unreachable
 from samestep.tracking.choice import PACKAGES
-from samestep.tracking.contract import Scalar, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking.contract import (
+    Scalar,
+    Server,
+    Started,
+    TrackedRecord,
+    TrackedResult,
+    TrackedRun,
+)
 from samestep.tracking.deliveries import (
     FOLDER,
     Deliveries,
@@ -81,25 +88,25 @@ def load_tracker(source: str) -> ModuleType:
 
 
 def follow_run(
-    order: TrackerOrder, commands: Instructions, voice: Reports, guard: TimeLimits
+    order: TrackerOrder, instructions: Instructions, reports: Reports, limits: TimeLimits
 ) -> None:
     """Send a run to its tracker, while it goes on if it does, until its end.
 
     Raises:
         Exception: whatever the tracker raises; the records stay where they are.
     """
-    sampler = MachineSampler(order.pid) if order.live else None
-    with guard.within(order.timeout_s, "importing it"):
+    machine = MachineSampler(order.pid) if order.live else None
+    with limits.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
     why = None
-    if not order.offline and order.address is not None:
-        with guard.within(order.timeout_s, "looking for its server"):
-            why = why_unreachable(order.address)
-    path = commands.go()
+    if order.tracker in PACKAGES and hasattr(module, "find_server"):
+        with limits.within(order.timeout_s, "looking for its server"):
+            why = why_offline(module, order, reports)
+    path = instructions.go()
     if path is None:
         return
     (path / FOLDER).mkdir(exist_ok=True)
-    voice.log_to(path / FOLDER / f"{order.name}.log")
+    reports.log_to(path / FOLDER / f"{order.name}.log")
     if why is not None and not order.live:
         raise UserError(f"{why}, and nothing was sent")
     lock = _wait_for_lock(path / FOLDER / f"{order.name}.lock", order.timeout_s)
@@ -109,15 +116,27 @@ def follow_run(
             path,
             module,
             offline=order.offline or why is not None,
-            guard=guard,
-            scrub=voice.scrub,
+            limits=limits,
+            scrub=reports.scrub,
         )
         offline = open_run.account is open_run.ledger.offline
-        voice.tell(link=open_run.account.link, offline=offline, why=why)
-        _follow_to_end(open_run, commands, guard, sampler)
-        voice.tell(done=True, offline=offline)
+        reports.tell(link=open_run.account.link, offline=offline, why=why)
+        _follow_to_end(open_run, instructions, limits, machine)
+        reports.tell(done=True, offline=offline)
     finally:
         lock.close()
+
+
+def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> str | None:
+    """Return why the client cannot go online although it may, in its own words."""
+    try:
+        server: Server = module.find_server()
+    except Exception as error:  # whatever it makes of its configuration
+        return None if order.offline else " ".join(str(error).split()).rstrip(".")
+    reports.hide(server.secrets)
+    if order.offline or server.address is None:
+        return None
+    return why_unreachable(server.address)
 
 
 def _wait_for_lock(path: Path, patience_s: float) -> Any:
@@ -138,7 +157,7 @@ def _start(
     module: ModuleType,
     *,
     offline: bool,
-    guard: TimeLimits,
+    limits: TimeLimits,
     scrub: Callable[[str], str],
 ) -> _Open:
     """Open the run at the tracker, and find out what it has."""
@@ -151,7 +170,7 @@ def _start(
         _remove_unfinished(folder, set(account.files))
     write_deliveries(path, order.name, ledger)  # its id is settled before anybody hears of it
     entries = RecordStream(path, with_checkpoints=order.checkpoints)
-    with guard.within(order.timeout_s, "starting"):
+    with limits.within(order.timeout_s, "starting"):
         started: Started = module.start(_tracked_run(order, path, ledger, account, offline))
     if not isinstance(started, Started):
         raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
@@ -232,22 +251,22 @@ def first_start(path: Path) -> dict[str, Any]:
 
 
 def _follow_to_end(
-    run: _Open, commands: Instructions, guard: TimeLimits, sampler: MachineSampler | None
+    run: _Open, instructions: Instructions, limits: TimeLimits, machine: MachineSampler | None
 ) -> None:
     """Hand over what is there and what comes, then close the run."""
     order = run.order
-    left = commands.end(0.0)
+    left = instructions.end(0.0)
     while left is None:
-        _hand_over(run, guard)
-        if sampler is not None:
-            sampler.sample(run.path, run.entries.step)
-        left = commands.end(_LOOK_EVERY_S)
-    guard.all_within(left, "sending what was left")
-    _hand_over(run, guard)
-    if sampler is not None:
-        sampler.sample(run.path, run.entries.step, last=True)
-        _hand_over(run, guard)
-    with guard.within(max(left, order.timeout_s), "closing"):
+        _hand_over(run, limits)
+        if machine is not None:
+            machine.sample(run.path, run.entries.step)
+        left = instructions.end(_LOOK_EVERY_S)
+    limits.all_within(left, "sending what was left")
+    _hand_over(run, limits)
+    if machine is not None:
+        machine.sample(run.path, run.entries.step, last=True)
+        _hand_over(run, limits)
+    with limits.within(max(left, order.timeout_s), "closing"):
         run.module.finish(run.client, _result(run))
     account = run.account
     account.lines, account.system_lines = run.entries.lines, run.entries.system_lines
@@ -258,12 +277,12 @@ def _follow_to_end(
     write_deliveries(run.path, order.name, run.ledger)
 
 
-def _hand_over(run: _Open, guard: TimeLimits) -> None:
+def _hand_over(run: _Open, limits: TimeLimits) -> None:
     """Give the tracker what it does not have, and note what it has."""
     account = run.account
     for entries in run.entries.read(account.lines, account.system_lines):
         if entries:
-            with guard.within(run.order.timeout_s, "taking records"):
+            with limits.within(run.order.timeout_s, "taking records"):
                 run.module.record(run.client, entries)
         if not run.counts_at_end:
             _note(run, entries)

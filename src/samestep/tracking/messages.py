@@ -32,8 +32,6 @@ class TrackerOrder:
     workspace: str | None
     tags: tuple[str, ...]
     offline: bool
-    address: str | None
-    """What must answer before the tracker is started online."""
     checkpoints: bool
     timeout_s: float
     live: bool
@@ -110,9 +108,10 @@ class Reports:
         self._thread.start()
 
     def hide(self, secrets: tuple[str, ...]) -> None:
-        """Show these nowhere."""
+        """Show these nowhere either."""
         # Longest first: one may be a part of another.
-        self._secrets = tuple(sorted({s for s in secrets if s}, key=len, reverse=True))
+        known = {*self._secrets, *secrets} - {""}
+        self._secrets = tuple(sorted(known, key=len, reverse=True))
 
     def log_to(self, path: Path) -> None:
         """Keep what is printed in a file; it is made once there is something."""

@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from samestep.tracking.contract import Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 _MOST = 100  # parameters in one request
 
@@ -22,6 +22,12 @@ _MOST = 100  # parameters in one request
 class _Client:
     store: MlflowClient
     run: str
+
+
+def find_server() -> Server:
+    """Return MLflow's server, if it is one; its credentials are variables."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    return Server(address=uri if uri.startswith("http") else None)
 
 
 def start(run: TrackedRun) -> Started:

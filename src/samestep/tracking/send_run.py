@@ -132,7 +132,7 @@ def _send(run: Path, order: TrackerOrder) -> Sent:
         tracker.tell({"go": str(run.resolve())})
         tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
         while not tracker.over:
-            wait_for([tracker.output], None)  # its own guard bounds it
+            wait_for([tracker.output], None)  # its own limits bounds it
             tracker.heard()
     finally:
         tracker.close(at_once=True)

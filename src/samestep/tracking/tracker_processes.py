@@ -28,7 +28,6 @@ END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop."""
 _ASK_EVERY_S = 0.1
 _REAP_S = 0.5
-_LOCAL = ("mlflow", "tensorboard")  # their files are all that is needed to look at them
 
 # -P: nothing in the user's folder may pose as a package.
 _PROGRAM = """\
@@ -42,11 +41,11 @@ _COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).pa
 class TrackerProcess:
     """One tracker's process."""
 
-    def __init__(self, order: TrackerOrder, source: str) -> None:
+    def __init__(self, order: TrackerOrder, source: str, *, has_server: bool = True) -> None:
         self.name, self.source = order.name, source
         self.link: str | None = None
         self.offline = order.offline
-        self.has_server = order.name not in _LOCAL or order.address is not None
+        self.has_server = has_server
         """Whether there is another place than its files, so that these are to be sent."""
         self.failed: str | None = None
         self.done = False
@@ -151,7 +150,6 @@ def make_order(
         workspace=settings.track_workspace,
         tags=tuple(split(settings.track_tags)),
         offline=settings.track_offline or access.offline,
-        address=access.address,
         checkpoints=settings.track_checkpoints,
         timeout_s=settings.track_timeout,
         live=live,
@@ -200,7 +198,7 @@ class TrackerProcesses:
                 self._say(name, "note", f"{access.why}, so {name} is offline.")
             order = make_order(self._settings, tracker, self._recipe, access, live=True)
             try:
-                self._trackers.append(TrackerProcess(order, tracker))
+                self._trackers.append(TrackerProcess(order, tracker, has_server=access.has_server))
             except OSError as error:
                 self._say(name, "warning", f"{name} could not be started: {error}")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import wandb
 
-from samestep.tracking.contract import Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.errors import UserError
+from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
@@ -22,6 +23,20 @@ class _Client:
     """Whether W&B measures the machine by itself, as it can while a training goes on."""
     drawn_over_steps: set[str] = field(default_factory=set)
     system: dict[str, list[float]] = field(default_factory=dict)
+
+
+def find_server() -> Server:
+    """Return W&B's server and key, from wherever W&B has them.
+
+    Raises:
+        UserError: W&B is set to be offline.
+        wandb.Error: there is no key, or it is malformed.
+    """
+    settings = wandb.setup().settings
+    if settings.mode != "online":
+        raise UserError(f"W&B is set to be {settings.mode}, by WANDB_MODE or its settings file")
+    wandb.login(verify=False)
+    return Server(address=str(settings.base_url), secrets=(settings.api_key or "",))
 
 
 def start(run: TrackedRun) -> Started:
