@@ -26,7 +26,7 @@ from samestep.recipe import Splits
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import versions
 from samestep.run.files import write_text
-from samestep.run.records import Record
+from samestep.run.records import RUN_FORMAT, Record
 from samestep.settings import Settings
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.loop import Job, train
@@ -329,6 +329,7 @@ def _start_record(
     notes = _notes(request, job, path, resumed=resumed is not None)
     return {
         "event": "start",
+        "format": RUN_FORMAT,
         "time": time.time(),
         "recipe": request.recipe.name,
         "run_dir": str(path),

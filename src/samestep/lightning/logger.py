@@ -24,7 +24,7 @@ from samestep.errors import UserError
 from samestep.run.directory import Run, new_run_path
 from samestep.run.environment import names_secret, versions
 from samestep.run.files import write_text
-from samestep.run.records import Record
+from samestep.run.records import RUN_FORMAT, Record
 from samestep.settings import Settings, as_table
 from samestep.tracking.choice import check_choice, check_installed, chosen
 from samestep.tracking.follow_run import HYPERPARAMETERS
@@ -236,7 +236,13 @@ class TrackerLogger(Logger):
         self._attempt(lambda run: run.write_environment({"versions": found}))
         resumed = (run.path / "events.jsonl").stat().st_size > 0
         self._record(
-            {"event": "start", "time": time.time(), "run_dir": str(run.path), "resumed": resumed}
+            {
+                "event": "start",
+                "format": RUN_FORMAT,
+                "time": time.time(),
+                "run_dir": str(run.path),
+                "resumed": resumed,
+            }
         )
 
     def _write_settings(self) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.run.files import Held, hold, read_object
+from samestep.run.records import first_start
 from samestep.tracking.access import why_unreachable
 from samestep.tracking.choice import PACKAGES
 from samestep.tracking.contract import (
@@ -238,16 +238,6 @@ def _tracked_run(
         timeout_s=order.timeout_s,
         pid=order.pid if order.live else None,
     )
-
-
-def first_start(path: Path) -> dict[str, Any]:
-    """Return the first `start` record of a run, which is its first line; {} if it is none."""
-    try:
-        with (path / "events.jsonl").open("rb") as file:
-            record = json.loads(file.readline())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) and record.get("event") == "start" else {}
 
 
 def _follow_to_end(

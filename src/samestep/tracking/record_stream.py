@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.run.records import Record
+from samestep.run.records import Record, check_format
 from samestep.tracking.contract import Scalar, TrackedRecord
 
 SYSTEM = Path("tracking", "system.jsonl")
@@ -141,6 +141,7 @@ class RecordStream:
             return None
 
     def _entry(self, line: int, record: Record) -> TrackedRecord | None:
+        check_format(record, self._run)
         self.last = record
         now = self._clock.at(record)
         event: Any = record["event"] if record["event"] != "evaluation" else record["split"]
