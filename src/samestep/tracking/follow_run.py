@@ -7,31 +7,17 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from samestep.errors import UserError
 from samestep.run.files import Held, hold, read_object
 from samestep.run.records import first_start
 from samestep.tracking.access import why_unreachable
 from samestep.tracking.choice import PACKAGES
-from samestep.tracking.contract import (
-    Scalar,
-    Server,
-    Started,
-    TrackedRecord,
-    TrackedResult,
-    TrackedRun,
-)
-from samestep.tracking.deliveries import (
-    FOLDER,
-    Deliveries,
-    Delivery,
-    read_deliveries,
-    write_deliveries,
-)
+from samestep.tracking.contract import Scalar, Server, Started, TrackedResult, TrackedRun
+from samestep.tracking.deliveries import FOLDER, read_deliveries, write_deliveries
 from samestep.tracking.machine_samples import MachineSampler
 from samestep.tracking.messages import Instructions, Reports, TrackerOrder
 from samestep.tracking.record_stream import RecordStream, scalars
@@ -48,21 +34,6 @@ _FACTS = (
     *("num_nodes", "launcher", "device", "backend", "threads"),
 )
 _SIZES = ("parameters", "num_samples", "global_batch_size", "steps_per_epoch", "total_steps")
-
-
-@dataclass(kw_only=True)
-class _Open:
-    """A run that is open at its tracker."""
-
-    order: TrackerOrder
-    path: Path
-    module: ModuleType
-    client: Any
-    entries: RecordStream
-    ledger: Deliveries
-    account: Delivery
-    counts_at_end: bool
-    """Whether what was handed over counts only once the tracker has closed its files."""
 
 
 def load_tracker(source: str) -> ModuleType:
@@ -109,22 +80,13 @@ def follow_run(
     reports.log_to(path / FOLDER / f"{order.name}.log")
     if why is not None and not order.live:
         raise UserError(f"{why}, and nothing was sent")
-    lock = _wait_for_lock(path / FOLDER / f"{order.name}.lock", order.timeout_s)
-    try:
-        open_run = _start(
-            order,
-            path,
-            module,
-            offline=order.offline or why is not None,
-            limits=limits,
-            scrub=reports.scrub,
-        )
-        offline = open_run.account is open_run.ledger.offline
-        reports.tell(link=open_run.account.link, offline=offline, why=why)
-        _follow_to_end(open_run, instructions, limits, machine)
+    with _lock(path / FOLDER / f"{order.name}.lock", order.timeout_s):
+        offline = order.offline or why is not None
+        run = _FollowedRun(order, path, module, limits, offline=offline)
+        run.start(reports.scrub)
+        reports.tell(link=run.delivery.link, offline=offline, why=why)
+        run.follow(instructions, machine)
         reports.tell(done=True, offline=offline)
-    finally:
-        lock.close()
 
 
 def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> str | None:
@@ -139,8 +101,8 @@ def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> st
     return why_unreachable(server.address)
 
 
-def _wait_for_lock(path: Path, patience_s: float) -> Any:
-    """Hold a tracker's ledger; the process of an attempt that was killed may still be closing."""
+def _lock(path: Path, patience_s: float) -> BinaryIO:
+    """Hold a tracker's deliveries; the process of a killed attempt may still be closing."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -151,149 +113,137 @@ def _wait_for_lock(path: Path, patience_s: float) -> Any:
         time.sleep(0.2)  # a lock that another process holds gives no event
 
 
-def _start(
-    order: TrackerOrder,
-    path: Path,
-    module: ModuleType,
-    *,
-    offline: bool,
-    limits: TimeLimits,
-    scrub: Callable[[str], str],
-) -> _Open:
-    """Open the run at the tracker, and find out what it has."""
-    ledger = read_deliveries(path, order.name)
-    account = ledger.account(offline=offline)
-    counts_at_end = offline and getattr(module, "COUNTS_AT_END", False)
-    folder = path / FOLDER / order.name
-    folder.mkdir(exist_ok=True)
-    if counts_at_end:
-        _remove_unfinished(folder, set(account.files))
-    write_deliveries(path, order.name, ledger)  # its id is settled before anybody hears of it
-    entries = RecordStream(path, with_checkpoints=order.checkpoints)
-    with limits.within(order.timeout_s, "starting"):
-        started: Started = module.start(_tracked_run(order, path, ledger, account, offline))
-    if not isinstance(started, Started):
-        raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
-    account.run = started.run or ledger.id
-    link = started.link or (_shown(folder) if offline else None)
-    account.link = None if link is None else scrub(link)
-    account.finished = False
-    if started.lines is not None:
-        account.lines = started.lines
-    write_deliveries(path, order.name, ledger)
-    return _Open(
-        order=order,
-        path=path,
-        module=module,
-        client=started.client,
-        entries=entries,
-        ledger=ledger,
-        account=account,
-        counts_at_end=counts_at_end,
-    )
+class _FollowedRun:
+    """A run and what one place, a service or files of its own, has of it."""
 
+    def __init__(
+        self,
+        order: TrackerOrder,
+        path: Path,
+        module: ModuleType,
+        limits: TimeLimits,
+        *,
+        offline: bool,
+    ) -> None:
+        self._order, self._path, self._module, self._limits = order, path, module, limits
+        self._offline = offline
+        self._folder = path / FOLDER / order.name
+        self._folder.mkdir(exist_ok=True)
+        self._deliveries = read_deliveries(path, order.name)
+        self.delivery = self._deliveries.to(offline=offline)
+        self._counts_at_end = offline and getattr(module, "COUNTS_AT_END", False)
+        self._records = RecordStream(path, with_checkpoints=order.checkpoints)
+        self._client: Any = None
 
-def _shown(folder: Path) -> str:
-    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+    def start(self, scrub: Callable[[str], str]) -> None:
+        """Open the run at the tracker, and find out what it has."""
+        delivery = self.delivery
+        if self._counts_at_end:
+            self._remove_unfinished()
+        self._write()  # its id is settled before anybody hears of it
+        with self._limits.within(self._order.timeout_s, "starting"):
+            started: Started = self._module.start(self._tracked_run())
+        if not isinstance(started, Started):
+            raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
+        self._client = started.client
+        delivery.run = started.run or self._deliveries.id
+        link = started.link or (self._shown_folder() if self._offline else None)
+        delivery.link = None if link is None else scrub(link)
+        delivery.finished = False
+        if started.lines is not None:
+            delivery.lines = started.lines
+        self._write()
 
-
-def _remove_unfinished(folder: Path, whole: set[str]) -> None:
-    """Remove what an attempt that was killed left of its files: all of it is written again."""
-    for file in sorted(folder.rglob("*"), reverse=True):
-        if str(file.relative_to(folder)) in whole:
-            continue
-        if file.is_dir() and not file.is_symlink():
-            if not any(file.iterdir()):
-                file.rmdir()
-        else:
-            file.unlink(missing_ok=True)
-
-
-def _tracked_run(
-    order: TrackerOrder, path: Path, ledger: Deliveries, account: Delivery, offline: bool
-) -> TrackedRun:
-    try:
-        settings = tomllib.loads((path / "settings.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = {}  # said by whoever gave the order
-    own = settings.get(HYPERPARAMETERS)  # of a script that is not samestep's
-    settings = own if isinstance(own, dict) else settings
-    environment = read_object(path / "environment.json")
-    start = first_start(path)
-    facts = {key: environment[key] for key in _FACTS if key in environment}
-    facts |= {key: start[key] for key in _SIZES if key in start}
-    return TrackedRun(
-        path=path,
-        folder=path / FOLDER / order.name,
-        id=ledger.id,
-        known=account.run,
-        offline=offline,
-        project=order.project,
-        name=order.run_name or path.resolve().name,
-        workspace=order.workspace,
-        tags=order.tags,
-        settings=scalars(settings),
-        facts=scalars(facts),
-        started_at=start.get("time", time.time()),
-        timeout_s=order.timeout_s,
-        pid=order.pid if order.live else None,
-    )
-
-
-def _follow_to_end(
-    run: _Open, instructions: Instructions, limits: TimeLimits, machine: MachineSampler | None
-) -> None:
-    """Hand over what is there and what comes, then close the run."""
-    order = run.order
-    left = instructions.end(0.0)
-    while left is None:
-        _hand_over(run, limits)
+    def follow(self, instructions: Instructions, machine: MachineSampler | None) -> None:
+        """Hand over what is there and what comes, then close the run."""
+        left_s = instructions.end(0.0)
+        while left_s is None:
+            self._hand_over()
+            if machine is not None:
+                machine.sample(self._path, self._records.step)
+            left_s = instructions.end(_LOOK_EVERY_S)
+        self._limits.all_within(left_s, "sending what was left")
+        self._hand_over()
         if machine is not None:
-            machine.sample(run.path, run.entries.step)
-        left = instructions.end(_LOOK_EVERY_S)
-    limits.all_within(left, "sending what was left")
-    _hand_over(run, limits)
-    if machine is not None:
-        machine.sample(run.path, run.entries.step, last=True)
-        _hand_over(run, limits)
-    with limits.within(max(left, order.timeout_s), "closing"):
-        run.module.finish(run.client, _result(run))
-    account = run.account
-    account.lines, account.system_lines = run.entries.lines, run.entries.system_lines
-    account.finished, account.checkpoints = True, order.checkpoints
-    if run.counts_at_end:
-        folder = run.path / FOLDER / order.name
-        account.files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
-    write_deliveries(run.path, order.name, run.ledger)
+            machine.sample(self._path, self._records.step, last=True)
+            self._hand_over()
+        with self._limits.within(max(left_s, self._order.timeout_s), "closing"):
+            self._module.finish(self._client, self._result())
+        delivery = self.delivery
+        delivery.lines, delivery.system_lines = self._records.lines, self._records.system_lines
+        delivery.finished, delivery.checkpoints = True, self._order.checkpoints
+        if self._counts_at_end:
+            files = self._folder.rglob("*")
+            delivery.files = sorted(str(file.relative_to(self._folder)) for file in files)
+        self._write()
 
+    def _hand_over(self) -> None:
+        """Give the tracker what it does not have, and note what it has."""
+        delivery, records = self.delivery, self._records
+        for new in records.read(delivery.lines, delivery.system_lines):
+            if new:
+                with self._limits.within(self._order.timeout_s, "taking records"):
+                    self._module.record(self._client, new)
+            if self._counts_at_end:
+                continue
+            before = (delivery.lines, delivery.system_lines)
+            delivery.lines = max(delivery.lines, records.lines)
+            delivery.system_lines = max(delivery.system_lines, records.system_lines)
+            if new or before != (delivery.lines, delivery.system_lines):
+                self._write()
 
-def _hand_over(run: _Open, limits: TimeLimits) -> None:
-    """Give the tracker what it does not have, and note what it has."""
-    account = run.account
-    for entries in run.entries.read(account.lines, account.system_lines):
-        if entries:
-            with limits.within(run.order.timeout_s, "taking records"):
-                run.module.record(run.client, entries)
-        if not run.counts_at_end:
-            _note(run, entries)
+    def _write(self) -> None:
+        write_deliveries(self._path, self._order.name, self._deliveries)
 
+    def _shown_folder(self) -> str:
+        near = self._folder.is_relative_to(Path.cwd())
+        return os.path.relpath(self._folder) if near else str(self._folder)
 
-def _note(run: _Open, entries: list[TrackedRecord]) -> None:
-    before = (run.account.lines, run.account.system_lines)
-    run.account.lines = max(run.account.lines, run.entries.lines)
-    run.account.system_lines = max(run.account.system_lines, run.entries.system_lines)
-    if entries or before != (run.account.lines, run.account.system_lines):
-        write_deliveries(run.path, run.order.name, run.ledger)
+    def _remove_unfinished(self) -> None:
+        """Remove what an attempt that was killed left of its files: all of it is written again."""
+        for file in sorted(self._folder.rglob("*"), reverse=True):
+            if str(file.relative_to(self._folder)) in self.delivery.files:
+                continue
+            if file.is_symlink() or not file.is_dir():
+                file.unlink(missing_ok=True)
+            elif not any(file.iterdir()):
+                file.rmdir()
 
+    def _tracked_run(self) -> TrackedRun:
+        order, path = self._order, self._path
+        try:
+            settings = tomllib.loads((path / "settings.toml").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            settings = {}  # said by whoever gave the order
+        own = settings.get(HYPERPARAMETERS)  # of a script that is not samestep's
+        environment, start = read_object(path / "environment.json"), first_start(path)
+        facts = {key: environment[key] for key in _FACTS if key in environment}
+        facts |= {key: start[key] for key in _SIZES if key in start}
+        return TrackedRun(
+            path=path,
+            folder=self._folder,
+            id=self._deliveries.id,
+            known=self.delivery.run,
+            offline=self._offline,
+            project=order.project,
+            name=order.run_name or path.resolve().name,
+            workspace=order.workspace,
+            tags=order.tags,
+            settings=scalars(own if isinstance(own, dict) else settings),
+            facts=scalars(facts),
+            started_at=start.get("time", time.time()),
+            timeout_s=order.timeout_s,
+            pid=order.pid if order.live else None,
+        )
 
-def _result(run: _Open) -> TrackedResult:
-    """Return how the run ended: result.json counts only if this execution has come to write it."""
-    if run.entries.last.get("event") != "stop":
-        return TrackedResult(status="killed", values={})
-    table = read_object(run.path / "result.json")
-    known = ("completed", "stopped", "failed")
-    status: Any = table.get("status") if table.get("status") in known else "killed"
-    return TrackedResult(status=status, values=_final(table))
+    def _result(self) -> TrackedResult:
+        """Return how the run ended: result.json counts only if this execution came to write it."""
+        if self._records.last.get("event") != "stop":
+            return TrackedResult(status="killed", values={})
+        table = read_object(self._path / "result.json")
+        known = ("completed", "stopped", "failed")
+        status: Any = table.get("status") if table.get("status") in known else "killed"
+        return TrackedResult(status=status, values=_final(table))
 
 
 def _final(table: dict[str, Any]) -> dict[str, Scalar]:

@@ -48,40 +48,53 @@ def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
         return bool(selector.select(within_s))
 
 
+class MessageReader:
+    """Messages from a pipe: one JSON object per line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._buffer = descriptor, b""
+        self.closed = False
+        """Whether the other side has closed the pipe."""
+
+    def read(self, within_s: float | None) -> dict[str, Any] | None:
+        """Return the next message; None if none comes within so many seconds, or ever."""
+        while b"\n" not in self._buffer and not self.closed:
+            if not wait_for([self.descriptor], within_s):
+                return None
+            more = os.read(self.descriptor, 65536)
+            self._buffer += more
+            self.closed = not more
+        if b"\n" not in self._buffer:
+            return None  # the end, with half a message at the most
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+
 class Instructions:
     """What a tracker's process is told: its order, `go` with the run directory, `end`."""
 
     def __init__(self, descriptor: int = 0) -> None:
-        self._descriptor, self._buffer, self._closed = descriptor, b"", False
+        self._messages = MessageReader(descriptor)
 
     def order(self) -> TrackerOrder:
         """Wait for the order."""
-        return msgspec.convert(self._line(None), TrackerOrder)
+        return msgspec.convert(self._messages.read(None), TrackerOrder)
 
     def go(self) -> Path | None:
         """Wait for the run directory; None if there will be no run."""
-        told = self._line(None)
-        return Path(told["go"]) if told and "go" in told else None
+        message = self._messages.read(None)
+        return Path(message["go"]) if message and "go" in message else None
 
     def end(self, within_s: float) -> float | None:
         """Wait so long for the end; return the seconds left for it, or None if it has not come.
 
         A training that was killed has said nothing; there is time enough then.
         """
-        told = self._line(within_s)
-        if told is None:
-            return _ORPHANS_S if self._closed else None
-        return float(told["end"])
-
-    def _line(self, within_s: float | None) -> dict[str, Any] | None:
-        while b"\n" not in self._buffer and not self._closed:
-            if not wait_for([self._descriptor], within_s):
-                return None
-            more = os.read(self._descriptor, 65536)
-            self._buffer += more
-            self._closed = not more
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line) if line else None
+        message = self._messages.read(within_s)
+        if message is None:
+            return _ORPHANS_S if self._messages.closed else None
+        return float(message["end"])
 
 
 _ORPHANS_S = 20.0

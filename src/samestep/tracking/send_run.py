@@ -110,15 +110,15 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
     if access.why and not settings.track_offline:
         raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
     order = make_order(settings, tracker, recipe, access, live=False)
-    account = read_deliveries(run, name).account(offline=order.offline)
-    if account.finished and account.lines >= lines:
-        where = f" at {account.link}" if account.link else ""
+    delivery = read_deliveries(run, name).to(offline=order.offline)
+    if delivery.finished and delivery.lines >= lines:
+        where = f" at {delivery.link}" if delivery.link else ""
         hint = (
             " Set MLFLOW_TRACKING_URI to send it to a server."
             if (name == "mlflow" and order.offline)
             else ""
         )
-        if settings.track_checkpoints and not account.checkpoints:
+        if settings.track_checkpoints and not delivery.checkpoints:
             hint += " Checkpoints go with a run or not at all: they cannot be added."
         raise UserError(
             f"{name} has all of {run} already{where}; it is not sent a second time.{hint}"
@@ -132,7 +132,7 @@ def _send(run: Path, order: TrackerOrder) -> Sent:
         tracker.tell({"go": str(run.resolve())})
         tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
         while not tracker.over:
-            wait_for([tracker.output], None)  # its own limits bounds it
+            wait_for([tracker.messages.descriptor], None)  # its own limits bounds it
             tracker.heard()
     finally:
         tracker.close(at_once=True)

@@ -21,7 +21,7 @@ from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.tracking.access import Access, find_access
 from samestep.tracking.choice import PROJECT_VARIABLES, chosen, default_project, short_name, split
-from samestep.tracking.messages import TrackerOrder, wait_for
+from samestep.tracking.messages import MessageReader, TrackerOrder, wait_for
 from samestep.tracking.time_limits import end_descendants
 
 END_S, STOP_S = 30.0, 3.0
@@ -49,8 +49,6 @@ class TrackerProcess:
         """Whether there is another place than its files, so that these are to be sent."""
         self.failed: str | None = None
         self.done = False
-        self._buffer = b""
-        self._gone = False
         self._process = subprocess.Popen(
             _COMMAND,
             stdin=subprocess.PIPE,
@@ -59,7 +57,7 @@ class TrackerProcess:
             start_new_session=True,  # Ctrl-C is for the training
         )
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self.messages = MessageReader(self._process.stdout.fileno())
         self.tell(asdict(order))
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -71,39 +69,26 @@ class TrackerProcess:
 
     def heard(self) -> list[dict[str, Any]]:
         """Return what the process has said since, without waiting."""
-        if self._gone:
+        if self.over:
             return []
-        assert self._process.stdout is not None
-        with contextlib.suppress(BlockingIOError):
-            while not self._gone:
-                more = os.read(self._process.stdout.fileno(), 65536)
-                self._gone = not more
-                self._buffer += more
-        *lines, self._buffer = self._buffer.split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if self._gone and not (self.done or self.failed or any(_is_last(m) for m in messages)):
-            messages.append({"failed": self._how_it_ended()})
         news = []
-        for message in messages:
+        while (message := self.messages.read(0.0)) is not None:
             if "failed" in message and self.failed:
-                continue  # the process and its guard may both say so: one warning
+                continue  # the process and its time limit may both say so: one warning
             news.append(message)
             self.link = message.get("link", self.link)
             self.offline = message.get("offline", self.offline)
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
+        if self.over and not (self.done or self.failed):
+            self.failed = self._how_it_ended()
+            news.append({"failed": self.failed})
         return news
 
     @property
     def over(self) -> bool:
         """Whether nothing more will be heard."""
-        return self._gone
-
-    @property
-    def output(self) -> int:
-        """The descriptor that can be read when there is news."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        return self.messages.closed
 
     def close(self, *, at_once: bool = False) -> None:
         """Let go of the process; with `at_once`, end it and what it has started."""
@@ -114,7 +99,7 @@ class TrackerProcess:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        if at_once or self._gone:
+        if at_once or self.over:
             self._exit_code()
 
     def _exit_code(self) -> int | None:
@@ -130,10 +115,6 @@ class TrackerProcess:
         if code < 0:
             return f"its process was killed by signal {-code}"
         return f"its process ended with exit code {code}"
-
-
-def _is_last(message: dict[str, Any]) -> bool:
-    return "done" in message or "failed" in message
 
 
 def make_order(
@@ -239,7 +220,7 @@ class TrackerProcesses:
             left_s = began + patience_s + 0.5 - time.monotonic()
             if left_s <= 0:
                 break
-            wait_for([t.output for t in going], min(_ASK_EVERY_S, left_s))
+            wait_for([t.messages.descriptor for t in going], min(_ASK_EVERY_S, left_s))
             for tracker in going:
                 self._pass_on(tracker)
         for tracker in going:
