@@ -4,11 +4,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from samestep.comparison.comparison import Comparison
 from samestep.comparison.curves import Aligned
+from samestep.comparison.side_by_side import Comparison
 
 
-def as_json(found: Comparison) -> str:
+def to_json(found: Comparison) -> str:
     """Return everything as one JSON object; lists have an entry a run, in the order given."""
     return json.dumps(
         {

@@ -1,7 +1,7 @@
 """What each tracker has of a run: kept in the run directory, so that nothing is sent twice."""
 
 import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -10,11 +10,11 @@ from samestep.errors import UserError
 from samestep.run.files import write_text
 
 FOLDER = "tracking"
-"""In a run directory: a ledger, a log and a folder of files for each tracker."""
+"""In a run directory: what was sent, a log and a folder of files, for each tracker."""
 
 
 @dataclass(kw_only=True)
-class Account:
+class Delivery:
     """What one place has of a run."""
 
     run: str | None = None
@@ -33,34 +33,34 @@ class Account:
 
 
 @dataclass(kw_only=True)
-class Ledger:
-    """One tracker's accounts: of its service, and of its files in the run directory."""
+class Deliveries:
+    """What one tracker has of a run: its service, and its files in the run directory."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(16))
-    online: Account = field(default_factory=Account)
-    offline: Account = field(default_factory=Account)
+    online: Delivery = field(default_factory=Delivery)
+    offline: Delivery = field(default_factory=Delivery)
 
-    def account(self, *, offline: bool) -> Account:
-        """Return the account of one place."""
+    def to(self, *, offline: bool) -> Delivery:
+        """Return what one of the two has."""
         return self.offline if offline else self.online
 
 
-def ledger_path(run: Path, tracker: str) -> Path:
-    """Return where a tracker's ledger is kept."""
+def deliveries_path(run: Path, tracker: str) -> Path:
+    """Return where it is kept what a tracker has."""
     return run / FOLDER / f"{tracker}.json"
 
 
-def read_ledger(run: Path, tracker: str) -> Ledger:
-    """Return a tracker's ledger of a run, a new one if there is none.
+def read_deliveries(run: Path, tracker: str) -> Deliveries:
+    """Return what a tracker has of a run: nothing if no file tells.
 
     Raises:
         UserError: it is damaged, so nobody knows what was sent.
     """
-    path = ledger_path(run, tracker)
+    path = deliveries_path(run, tracker)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Ledger)
+        return msgspec.json.decode(path.read_bytes(), type=Deliveries)
     except FileNotFoundError:
-        return Ledger()
+        return Deliveries()
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(
             f"{path} cannot be read ({error}), so it is not known what {tracker} has of this run. "
@@ -68,7 +68,7 @@ def read_ledger(run: Path, tracker: str) -> Ledger:
         ) from error
 
 
-def write_ledger(run: Path, tracker: str, ledger: Ledger) -> None:
-    """Write a tracker's ledger, whole or not at all."""
-    text = msgspec.json.format(msgspec.json.encode(asdict(ledger)), indent=2)
-    write_text(ledger_path(run, tracker), text.decode() + "\n")
+def write_deliveries(run: Path, tracker: str, deliveries: Deliveries) -> None:
+    """Write what a tracker has, whole or not at all."""
+    text = msgspec.json.format(msgspec.json.encode(deliveries), indent=2)
+    write_text(deliveries_path(run, tracker), text.decode() + "\n")

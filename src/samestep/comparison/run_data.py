@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from samestep.errors import UserError
 from samestep.run.directory import is_written
@@ -21,61 +21,25 @@ _Positive = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
 
 
-class _Start(Struct):
-    world_size: _Positive
-    num_samples: _Positive
-    global_batch_size: _Positive
-    steps_per_epoch: _Positive
-    resumed: bool
-
-
-class _Step(Struct):
-    step: _Count
-    samples: _Count
-    seconds: _Seconds
-    loss: float
-    grad_norm: float | None = None
-
-
-class _Epoch(Struct):
-    epoch: _Positive
-    step: _Count
-    samples: _Count
-    train_seconds: _Seconds
-    loss: float
-    phases: dict[str, float] | None = None
-
-
-class _Evaluation(Struct):
-    step: _Count
-    seconds: _Seconds | None = None
-
-
-class _Checkpoint(Struct):
-    step: _Count
-    path: str
-    seconds: _Seconds | None = None
-
-
-class _Resume(Struct):
-    step: _Count
-    checkpoint: str
-
-
-class _Compile(Struct):
-    seconds: _Seconds
-
-
+_SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
+_SIZES = ("world_size", "num_samples", "global_batch_size", "steps_per_epoch")
 # Without these a record says nothing. A record of any other event is whatever it says.
-_FORMS = {
-    "start": _Start,
-    "step": _Step,
-    "epoch": _Epoch,
-    "evaluation": _Evaluation,
-    "checkpoint": _Checkpoint,
-    "resume": _Resume,
-    "compile": _Compile,
+_FIELDS: dict[str, list[Any]] = {
+    "start": [*((name, _Positive) for name in _SIZES), ("resumed", bool), ("format", int, 1)],
+    "step": [
+        *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), ("loss", float)),
+        ("grad_norm", float | None, None),
+    ],
+    "epoch": [
+        *(("epoch", _Positive), ("step", _Count), ("samples", _Count)),
+        *(("train_seconds", _Seconds), ("loss", float), ("phases", dict[str, float] | None, None)),
+    ],
+    "evaluation": [("step", _Count), _SECONDS_IF_ANY],
+    "checkpoint": [("step", _Count), ("path", str), _SECONDS_IF_ANY],
+    "resume": [("step", _Count), ("checkpoint", str)],
+    "compile": [("seconds", _Seconds)],
 }
+_FORMS = {event: msgspec.defstruct(event, fields) for event, fields in _FIELDS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +127,7 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
         problems.append(f"events.jsonl is damaged in line{plural} {shown}, left out")
     if not found:
         problems.append("events.jsonl holds no record yet")
-    return as_uninterrupted(found)
+    return as_uninterrupted(found, file.parent)
 
 
 def _record(line: bytes) -> Record | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from samestep.comparison.read import RunData
+from samestep.comparison.run_data import RunData
 from samestep.settings import MAY_CHANGE
 
 # Derived, or of where and how fast: the training is the same without them.
@@ -19,7 +19,7 @@ UNKNOWN, UNSET = "?", "–"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class SettingDifference:
     """One setting, or fact, that is not the same in all runs."""
 
     name: str
@@ -29,7 +29,7 @@ class Difference:
     """Whether it makes another training of it."""
 
 
-def differences(runs: Sequence[RunData]) -> list[Difference]:
+def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     """Return what differs: settings first, then where the runs ran; each in its usual order."""
     names: dict[str, Literal["setting", "fact"]] = {}
     for run in runs:
@@ -41,7 +41,7 @@ def differences(runs: Sequence[RunData]) -> list[Difference]:
         values = tuple(_value(run, name, kind) for run in runs)
         if len({value for value in values if value != UNKNOWN}) > 1:
             decides = name not in _SAME_TRAINING
-            found.append(Difference(name=name, values=values, decides=decides))
+            found.append(SettingDifference(name=name, values=values, decides=decides))
     return found
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 
-class Guard:
+class TimeLimits:
     """Bound calls in time; a call that takes longer ends the process."""
 
     def __init__(self, give_up: Callable[[str], None]) -> None:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.comparison.alike import alike
-from samestep.comparison.comparison import compare
 from samestep.comparison.curves import Point, between, by_samples, by_seconds, samples_at
-from samestep.comparison.figures import phases, throughput
-from samestep.comparison.read import read_run
-from samestep.comparison.table import lines
+from samestep.comparison.run_data import read_run
+from samestep.comparison.same_training import compare_losses
+from samestep.comparison.side_by_side import compare_runs
+from samestep.comparison.text_report import lines
+from samestep.comparison.throughput import phases, throughput
 from samestep.errors import UserError
 from tests.comparison.made_runs import SAMPLES, write_run
 
@@ -19,7 +19,7 @@ from tests.comparison.made_runs import SAMPLES, write_run
 def test_settings_that_differ_are_named_and_those_that_decide_the_training_marked(tmp_path):
     one = write_run(tmp_path / "one", seed=1, num_workers=0, hidden=[8, 8])
     other = write_run(tmp_path / "other", seed=2, num_workers=4, hidden=[8, 16], clip_norm=1.0)
-    found = {d.name: (d.values, d.decides) for d in compare([one, other]).differences}
+    found = {d.name: (d.values, d.decides) for d in compare_runs([one, other]).differences}
     assert found == {
         "seed": (("1", "2"), True),
         "num_workers": (("0", "4"), False),
@@ -31,7 +31,7 @@ def test_settings_that_differ_are_named_and_those_that_decide_the_training_marke
 def test_a_run_without_settings_differs_in_nothing_that_is_not_known(tmp_path):
     one, other = write_run(tmp_path / "one", seed=1), write_run(tmp_path / "other", ranks=2)
     (other / "settings.toml").unlink()
-    found = {d.name: d.values for d in compare([one, other]).differences}
+    found = {d.name: d.values for d in compare_runs([one, other]).differences}
     assert found == {"world_size": ("1", "2"), "batch_size": ("10", "5")}
 
 
@@ -55,7 +55,7 @@ def test_the_same_training_is_told_from_another(tmp_path, loss, verdict, largest
         read_run(write_run(tmp_path / "one")),
         read_run(write_run(tmp_path / "other", ranks=2, loss=loss)),
     )
-    found = alike(one, other)
+    found = compare_losses(one, other)
     assert found.verdict == verdict
     assert found.largest == pytest.approx(largest, abs=1e-12)
     assert found.first_apart == first
@@ -65,12 +65,12 @@ def test_the_same_training_is_told_from_another(tmp_path, loss, verdict, largest
 def test_what_is_large_beside_a_small_loss_is_no_rounding(tmp_path):
     one = write_run(tmp_path / "one", loss=lambda _: 1e-6)
     other = write_run(tmp_path / "other", loss=lambda _: 9e-6)
-    assert alike(read_run(one), read_run(other)).verdict == "apart"
+    assert compare_losses(read_run(one), read_run(other)).verdict == "apart"
 
 
 def test_of_runs_that_cannot_be_compared_no_reason_is_made_up(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", epochs=0)
-    text = " ".join("\n".join(lines(compare([one, other]))).split())
+    text = " ".join("\n".join(lines(compare_runs([one, other]))).split())
     assert "B and A cannot be compared by step: no step is recorded in both" in text
     assert "samestep verify" not in text
 
@@ -79,13 +79,13 @@ def test_a_setting_is_not_held_against_a_fact_of_the_same_name(tmp_path):
     one = write_run(tmp_path / "one", num_samples=10_000)  # an option; 60 are trained
     other = write_run(tmp_path / "other", num_samples=10_000)
     (other / "settings.toml").unlink()
-    assert compare([one, other]).differences == []
+    assert compare_runs([one, other]).differences == []
 
 
 def test_long_values_are_cut_where_they_are_alike(tmp_path):
     paths = [f"/a/very/long/way/to/the/data/of/the/group/{end}" for end in ("first", "second")]
     runs = [write_run(tmp_path / path[-5:], data_dir=path) for path in paths]
-    shown = [line for line in lines(compare(runs)) if not line.startswith(("A  ", "B  "))]
+    shown = [line for line in lines(compare_runs(runs)) if not line.startswith(("A  ", "B  "))]
     assert max(map(len, shown)) <= 80
     (row,) = [line for line in shown if "data_dir" in line]
     assert "group/first" in row
@@ -94,7 +94,7 @@ def test_long_values_are_cut_where_they_are_alike(tmp_path):
 
 def test_equal_steps_of_other_batches_are_not_compared(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "two", global_batch=20)
-    found = compare([one, other])
+    found = compare_runs([one, other])
     assert found.alike[0].verdict == "unknown"
     assert "20 samples a step against 10" in found.alike[0].why
     assert "A step is not the same work" in found.notes[0]
@@ -129,7 +129,7 @@ def test_a_run_in_its_first_epoch_is_measured_by_its_steps(tmp_path):
 def test_the_time_to_a_metric_is_that_of_the_record_that_first_shows_it(tmp_path):
     slow, fast = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", step_s=0.25)
     never = write_run(tmp_path / "never", accuracy=lambda _: 0.1)
-    found = compare([slow, fast, never], "accuracy", 0.6)
+    found = compare_runs([slow, fast, never], "accuracy", 0.6)
     one, other, none = found.reached
     assert (one.step, one.samples, one.seconds) == (12, 120, 12.0)
     assert one.with_pauses == pytest.approx(12 + 2 * 0.25 + 0.125)  # the checkpoint came after
@@ -139,13 +139,13 @@ def test_the_time_to_a_metric_is_that_of_the_record_that_first_shows_it(tmp_path
 
 def test_a_loss_has_to_fall_to_its_target(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
-    assert compare([one, other], "loss", 0.09).reached[0].step == 12
-    assert compare([one, other], "train_loss", 0.09).reached[0].step == 12
+    assert compare_runs([one, other], "loss", 0.09).reached[0].step == 12
+    assert compare_runs([one, other], "train_loss", 0.09).reached[0].step == 12
 
 
 def test_runs_evaluated_at_the_same_samples_are_shown_as_recorded(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "b", global_batch=20, epochs=2)
-    curve = compare([one, other]).by_samples
+    curve = compare_runs([one, other]).by_samples
     assert curve.recorded
     assert curve.places == (60, 120)
     assert curve.values == ((0.5, 0.5), (pytest.approx(2 / 3), pytest.approx(2 / 3)))
@@ -193,7 +193,7 @@ def test_a_killed_run_is_compared_as_far_as_it_came(tmp_path, finished):
         (cut / name).unlink(missing_ok=True)
     text = (cut / "events.jsonl").read_text()
     (cut / "events.jsonl").write_text(text[: int(len(text) * 0.6)])
-    found = compare([whole, cut])
+    found = compare_runs([whole, cut])
     assert found.alike[0].verdict == "equal"
     assert 0 < found.alike[0].steps < 18
     shown = "\n".join(lines(found))
@@ -206,7 +206,7 @@ def test_two_runs_of_which_nothing_is_recorded_are_still_shown(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "settings.toml").write_text(f'recipe = "toy"\nlr = {len(name)}.0\n')
-    shown = "\n".join(lines(compare([tmp_path / "one", tmp_path / "other"])))
+    shown = "\n".join(lines(compare_runs([tmp_path / "one", tmp_path / "other"])))
     assert "events.jsonl is missing" in shown
     assert "lr " in shown
     assert "not enough is recorded yet" in shown
@@ -230,9 +230,9 @@ def test_a_mistake_is_told_with_what_to_do(tmp_path, name, monkeypatch):
     write_run(runs / "alien", recipe="martian")
     monkeypatch.chdir(runs)
     with pytest.raises(UserError, match=words):
-        compare([runs / name for name in names], **more)
+        compare_runs([runs / name for name in names], **more)
 
 
 def test_runs_of_two_recipes_are_compared_when_insisted_on(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", recipe="martian")
-    assert "The recipes differ" in compare([one, other], any_recipe=True).notes[0]
+    assert "The recipes differ" in compare_runs([one, other], any_recipe=True).notes[0]

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from samestep.comparison.alike import reasons_of, sentence
-from samestep.comparison.comparison import Comparison
 from samestep.comparison.curves import TRAIN_LOSS, Aligned, Point
-from samestep.screen.words import count, wrapped
+from samestep.comparison.same_training import reasons_of, sentence
+from samestep.comparison.side_by_side import Comparison
+from samestep.screen.words import count, short, wrapped
 
 _LABEL, _LEAST, _WIDTH = 22, 12, 80
 Row = tuple[str, Sequence[str]]
@@ -202,12 +202,3 @@ def _rows(names: Sequence[str], corner: str, rows: Sequence[Row]) -> Iterator[st
     for name, cells in [(corner, names), *rows]:
         shown = "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
         yield f"{name:<{label}}  {shown}"
-
-
-def short(number: float) -> str:
-    """Return a number in at most five characters: 942, 9.42k, 94.2k, 9.42M."""
-    for unit in ("", "k", "M"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}G"

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from samestep.run.files import Held, hold
-from samestep.tracking.entries import SYSTEM
+from samestep.tracking.record_stream import SYSTEM
 
 _EVERY_S = 15.0
 _FIRST_S = 1.0
@@ -23,7 +23,7 @@ _GPU = {
 }
 
 
-class Sampler:
+class MachineSampler:
     """Append a sample to system.jsonl now and then; of several trackers' processes, one does."""
 
     def __init__(self, pid: int) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from samestep.comparison.read import read_run
+from samestep.comparison.run_data import read_run
 from samestep.errors import UserError
 from tests.comparison.made_runs import lines_of, write_run
 

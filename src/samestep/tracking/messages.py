@@ -20,7 +20,7 @@ from samestep.tracking.access import without_credentials
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class TrackerOrder:
     """What a tracker's process is to do; the first line that it is given. No secret is in it."""
 
     tracker: str
@@ -32,8 +32,6 @@ class Order:
     workspace: str | None
     tags: tuple[str, ...]
     offline: bool
-    address: str | None
-    """What must answer before the tracker is started online."""
     checkpoints: bool
     timeout_s: float
     live: bool
@@ -50,46 +48,59 @@ def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
         return bool(selector.select(within_s))
 
 
-class Commands:
+class MessageReader:
+    """Messages from a pipe: one JSON object per line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._buffer = descriptor, b""
+        self.closed = False
+        """Whether the other side has closed the pipe."""
+
+    def read(self, within_s: float | None) -> dict[str, Any] | None:
+        """Return the next message; None if none comes within so many seconds, or ever."""
+        while b"\n" not in self._buffer and not self.closed:
+            if not wait_for([self.descriptor], within_s):
+                return None
+            more = os.read(self.descriptor, 65536)
+            self._buffer += more
+            self.closed = not more
+        if b"\n" not in self._buffer:
+            return None  # the end, with half a message at the most
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+
+class Instructions:
     """What a tracker's process is told: its order, `go` with the run directory, `end`."""
 
     def __init__(self, descriptor: int = 0) -> None:
-        self._descriptor, self._buffer, self._closed = descriptor, b"", False
+        self._messages = MessageReader(descriptor)
 
-    def order(self) -> Order:
+    def order(self) -> TrackerOrder:
         """Wait for the order."""
-        return msgspec.convert(self._line(None), Order)
+        return msgspec.convert(self._messages.read(None), TrackerOrder)
 
     def go(self) -> Path | None:
         """Wait for the run directory; None if there will be no run."""
-        told = self._line(None)
-        return Path(told["go"]) if told and "go" in told else None
+        message = self._messages.read(None)
+        return Path(message["go"]) if message and "go" in message else None
 
     def end(self, within_s: float) -> float | None:
         """Wait so long for the end; return the seconds left for it, or None if it has not come.
 
         A training that was killed has said nothing; there is time enough then.
         """
-        told = self._line(within_s)
-        if told is None:
-            return _ORPHANS_S if self._closed else None
-        return float(told["end"])
-
-    def _line(self, within_s: float | None) -> dict[str, Any] | None:
-        while b"\n" not in self._buffer and not self._closed:
-            if not wait_for([self._descriptor], within_s):
-                return None
-            more = os.read(self._descriptor, 65536)
-            self._buffer += more
-            self._closed = not more
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line) if line else None
+        message = self._messages.read(within_s)
+        if message is None:
+            return _ORPHANS_S if self._messages.closed else None
+        return float(message["end"])
 
 
 _ORPHANS_S = 20.0
 
 
-class Voice:
+class Reports:
     """What a tracker's process says: messages to the training's, all else to a log of its own.
 
     Trackers print a lot, to descriptors too, and children of theirs do. None of it reaches the
@@ -110,9 +121,10 @@ class Voice:
         self._thread.start()
 
     def hide(self, secrets: tuple[str, ...]) -> None:
-        """Show these nowhere."""
+        """Show these nowhere either."""
         # Longest first: one may be a part of another.
-        self._secrets = tuple(sorted({s for s in secrets if s}, key=len, reverse=True))
+        known = {*self._secrets, *secrets} - {""}
+        self._secrets = tuple(sorted(known, key=len, reverse=True))
 
     def log_to(self, path: Path) -> None:
         """Keep what is printed in a file; it is made once there is something."""

@@ -12,11 +12,11 @@ from samestep.errors import UserError
 from samestep.run.directory import lock_run
 from samestep.settings import Settings
 from samestep.tracking.access import find_access
-from samestep.tracking.channel import Order, wait_for
-from samestep.tracking.entries import Entries
-from samestep.tracking.ledger import read_ledger
-from samestep.tracking.names import check_choice, check_installed, chosen, short_name
-from samestep.tracking.process import Tracker, make_order
+from samestep.tracking.choice import check_choice, check_installed, chosen, short_name
+from samestep.tracking.deliveries import read_deliveries
+from samestep.tracking.messages import TrackerOrder, wait_for
+from samestep.tracking.record_stream import RecordStream
+from samestep.tracking.tracker_processes import TrackerProcess, make_order
 
 # Of everything, in start timeouts: checkpoints may be large.
 _ALL_IN_TIMEOUTS = 10.0
@@ -54,7 +54,7 @@ def send_run(run: Path, overrides: dict[str, object], say: Callable[[str], None]
     check_choice(settings)
     check_installed(trackers)
     with lock_run(run):  # a training that goes on is followed by its own trackers
-        entries = Entries(run)
+        entries = RecordStream(run)
         for _ in entries.read():
             pass
         if entries.lines == len(entries.damaged):
@@ -82,7 +82,7 @@ def _settings_of(
     return settings, Path(str(table.get("recipe") or settings.track_name or "samestep")).stem
 
 
-def _say_what_is_amiss(run: Path, entries: Entries, say: Callable[[str], None]) -> None:
+def _say_what_is_amiss(run: Path, entries: RecordStream, say: Callable[[str], None]) -> None:
     events = run / "events.jsonl"
     if entries.damaged:
         lines = ", ".join(map(str, entries.damaged))
@@ -103,22 +103,22 @@ def _say_what_is_amiss(run: Path, entries: Entries, say: Callable[[str], None]) 
             say(f"{path} cannot be read: {what} is not sent.")
 
 
-def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> Order:
+def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:
     """Return the order for one tracker, unless it has the run already or cannot be reached."""
     access = find_access(tracker)
     name = short_name(tracker)
     if access.why and not settings.track_offline:
         raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
     order = make_order(settings, tracker, recipe, access, live=False)
-    account = read_ledger(run, name).account(offline=order.offline)
-    if account.finished and account.lines >= lines:
-        where = f" at {account.link}" if account.link else ""
+    delivery = read_deliveries(run, name).to(offline=order.offline)
+    if delivery.finished and delivery.lines >= lines:
+        where = f" at {delivery.link}" if delivery.link else ""
         hint = (
             " Set MLFLOW_TRACKING_URI to send it to a server."
             if (name == "mlflow" and order.offline)
             else ""
         )
-        if settings.track_checkpoints and not account.checkpoints:
+        if settings.track_checkpoints and not delivery.checkpoints:
             hint += " Checkpoints go with a run or not at all: they cannot be added."
         raise UserError(
             f"{name} has all of {run} already{where}; it is not sent a second time.{hint}"
@@ -126,13 +126,13 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
     return order
 
 
-def _send(run: Path, order: Order) -> Sent:
-    tracker = Tracker(order, order.tracker)
+def _send(run: Path, order: TrackerOrder) -> Sent:
+    tracker = TrackerProcess(order, order.tracker)
     try:
         tracker.tell({"go": str(run.resolve())})
         tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
         while not tracker.over:
-            wait_for([tracker.output], None)  # its own guard bounds it
+            wait_for([tracker.messages.descriptor], None)  # its own limits bounds it
             tracker.heard()
     finally:
         tracker.close(at_once=True)

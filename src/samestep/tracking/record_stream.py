@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.run.records import Record
-from samestep.tracking.contract import Entry, Scalar
+from samestep.run.records import Record, check_format
+from samestep.tracking.contract import Scalar, TrackedRecord
 
 SYSTEM = Path("tracking", "system.jsonl")
 """In a run directory: what was measured of the machine, while the run was tracked."""
@@ -89,7 +89,7 @@ class _Lines:
         return None
 
 
-class Entries:
+class RecordStream:
     """What a run has to tell a tracker, from the beginning, as it comes in."""
 
     def __init__(self, run: Path, *, with_checkpoints: bool = False) -> None:
@@ -125,7 +125,7 @@ class Entries:
         """The furthest step that was told of."""
         return max(self._reached.values(), default=0)
 
-    def read(self, after: int = 0, system_after: int = 0) -> Iterator[list[Entry]]:
+    def read(self, after: int = 0, system_after: int = 0) -> Iterator[list[TrackedRecord]]:
         """Yield what is new, in pieces, without the lines that a tracker has already."""
         for chunk in self._events.read():
             entries = [entry for line, record in chunk if (entry := self._read(line, record))]
@@ -133,14 +133,15 @@ class Entries:
         for chunk in self._system.read():
             yield [_system_entry(record) for line, record in chunk if line >= system_after]
 
-    def _read(self, line: int, record: Record) -> Entry | None:
+    def _read(self, line: int, record: Record) -> TrackedRecord | None:
         try:
             return self._entry(line, record)
         except (KeyError, TypeError, AttributeError):
             self._events.damaged.append(line + 1)  # JSON, but no record of ours
             return None
 
-    def _entry(self, line: int, record: Record) -> Entry | None:
+    def _entry(self, line: int, record: Record) -> TrackedRecord | None:
+        check_format(record, self._run)
         self.last = record
         now = self._clock.at(record)
         event: Any = record["event"] if record["event"] != "evaluation" else record["split"]
@@ -150,7 +151,7 @@ class Entries:
         self._reached[event, *names] = record["step"]
         if event == "checkpoint" and not self._with_checkpoints:
             return None
-        return Entry(
+        return TrackedRecord(
             event=event,
             axis="epoch" if event == "epoch" else "step",
             step=record["step"],
@@ -168,8 +169,8 @@ def _values(event: str, record: Record) -> dict[str, float]:
     return _numbers(record, "train/" if event == "step" else f"{event}/")
 
 
-def _system_entry(record: Record) -> Entry:
-    return Entry(
+def _system_entry(record: Record) -> TrackedRecord:
+    return TrackedRecord(
         event="system",
         axis="step",
         step=record.get("step", 0),

@@ -20,15 +20,14 @@ import samestep
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.tracking.access import Access, find_access
-from samestep.tracking.channel import Order, wait_for
-from samestep.tracking.guard import end_descendants
-from samestep.tracking.names import PROJECT_VARIABLES, chosen, default_project, short_name, split
+from samestep.tracking.choice import PROJECT_VARIABLES, chosen, default_project, short_name, split
+from samestep.tracking.messages import MessageReader, TrackerOrder, wait_for
+from samestep.tracking.time_limits import end_descendants
 
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop."""
 _ASK_EVERY_S = 0.1
 _REAP_S = 0.5
-_LOCAL = ("mlflow", "tensorboard")  # their files are all that is needed to look at them
 
 # -P: nothing in the user's folder may pose as a package.
 _PROGRAM = """\
@@ -39,19 +38,17 @@ runpy.run_module("samestep.tracking", run_name="__main__")
 _COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).parent.parent))
 
 
-class Tracker:
+class TrackerProcess:
     """One tracker's process."""
 
-    def __init__(self, order: Order, source: str) -> None:
+    def __init__(self, order: TrackerOrder, source: str, *, has_server: bool = True) -> None:
         self.name, self.source = order.name, source
         self.link: str | None = None
         self.offline = order.offline
-        self.has_server = order.name not in _LOCAL or order.address is not None
+        self.has_server = has_server
         """Whether there is another place than its files, so that these are to be sent."""
         self.failed: str | None = None
         self.done = False
-        self._buffer = b""
-        self._gone = False
         self._process = subprocess.Popen(
             _COMMAND,
             stdin=subprocess.PIPE,
@@ -60,7 +57,7 @@ class Tracker:
             start_new_session=True,  # Ctrl-C is for the training
         )
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self.messages = MessageReader(self._process.stdout.fileno())
         self.tell(asdict(order))
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -72,39 +69,26 @@ class Tracker:
 
     def heard(self) -> list[dict[str, Any]]:
         """Return what the process has said since, without waiting."""
-        if self._gone:
+        if self.over:
             return []
-        assert self._process.stdout is not None
-        with contextlib.suppress(BlockingIOError):
-            while not self._gone:
-                more = os.read(self._process.stdout.fileno(), 65536)
-                self._gone = not more
-                self._buffer += more
-        *lines, self._buffer = self._buffer.split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if self._gone and not (self.done or self.failed or any(_is_last(m) for m in messages)):
-            messages.append({"failed": self._how_it_ended()})
         news = []
-        for message in messages:
+        while (message := self.messages.read(0.0)) is not None:
             if "failed" in message and self.failed:
-                continue  # the process and its guard may both say so: one warning
+                continue  # the process and its time limit may both say so: one warning
             news.append(message)
             self.link = message.get("link", self.link)
             self.offline = message.get("offline", self.offline)
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
+        if self.over and not (self.done or self.failed):
+            self.failed = self._how_it_ended()
+            news.append({"failed": self.failed})
         return news
 
     @property
     def over(self) -> bool:
         """Whether nothing more will be heard."""
-        return self._gone
-
-    @property
-    def output(self) -> int:
-        """The descriptor that can be read when there is news."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        return self.messages.closed
 
     def close(self, *, at_once: bool = False) -> None:
         """Let go of the process; with `at_once`, end it and what it has started."""
@@ -115,7 +99,7 @@ class Tracker:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        if at_once or self._gone:
+        if at_once or self.over:
             self._exit_code()
 
     def _exit_code(self) -> int | None:
@@ -133,15 +117,11 @@ class Tracker:
         return f"its process ended with exit code {code}"
 
 
-def _is_last(message: dict[str, Any]) -> bool:
-    return "done" in message or "failed" in message
-
-
 def make_order(
     settings: Settings, tracker: str, project: str, access: Access, *, live: bool
-) -> Order:
+) -> TrackerOrder:
     """Return the order that the settings give one tracker's process."""
-    return Order(
+    return TrackerOrder(
         tracker=str(Path(tracker).resolve()) if tracker.endswith(".py") else tracker,
         name=short_name(tracker),
         project=settings.track_project
@@ -151,7 +131,6 @@ def make_order(
         workspace=settings.track_workspace,
         tags=tuple(split(settings.track_tags)),
         offline=settings.track_offline or access.offline,
-        address=access.address,
         checkpoints=settings.track_checkpoints,
         timeout_s=settings.track_timeout,
         live=live,
@@ -159,7 +138,7 @@ def make_order(
     )
 
 
-class Trackers:
+class TrackerProcesses:
     """The trackers of one training, on rank 0; on other ranks there are none."""
 
     def __init__(
@@ -174,7 +153,7 @@ class Trackers:
         self._settings, self._recipe, self._show = settings, recipe, show
         self._names = chosen(settings.track) if is_main else []
         self._stopped = stopped
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
 
     def __enter__(self) -> Self:
@@ -200,7 +179,7 @@ class Trackers:
                 self._say(name, "note", f"{access.why}, so {name} is offline.")
             order = make_order(self._settings, tracker, self._recipe, access, live=True)
             try:
-                self._trackers.append(Tracker(order, tracker))
+                self._trackers.append(TrackerProcess(order, tracker, has_server=access.has_server))
             except OSError as error:
                 self._say(name, "warning", f"{name} could not be started: {error}")
 
@@ -241,7 +220,7 @@ class Trackers:
             left_s = began + patience_s + 0.5 - time.monotonic()
             if left_s <= 0:
                 break
-            wait_for([t.output for t in going], min(_ASK_EVERY_S, left_s))
+            wait_for([t.messages.descriptor for t in going], min(_ASK_EVERY_S, left_s))
             for tracker in going:
                 self._pass_on(tracker)
         for tracker in going:
@@ -249,7 +228,7 @@ class Trackers:
                 tracker.failed = f"it had not taken everything {patience_s:.0f} s after the end"
                 self._warn(tracker)
 
-    def _pass_on(self, tracker: Tracker) -> None:
+    def _pass_on(self, tracker: TrackerProcess) -> None:
         for message in tracker.heard():
             if message.get("link"):
                 why = f" ({message['why']})" if message.get("why") else ""
@@ -258,7 +237,7 @@ class Trackers:
             if "failed" in message:
                 self._warn(tracker)
 
-    def _warn(self, tracker: Tracker) -> None:
+    def _warn(self, tracker: TrackerProcess) -> None:
         self._say(
             tracker.name,
             "warning",
@@ -266,7 +245,7 @@ class Trackers:
             f"are whole; send them with: {self._command([tracker])}",
         )
 
-    def _command(self, trackers: list[Tracker]) -> str:
+    def _command(self, trackers: list[TrackerProcess]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
 
     def _say_what_is_left(self) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from samestep.comparison.alike import Alike, alike
 from samestep.comparison.curves import (
     TRAIN_LOSS,
     Aligned,
@@ -16,9 +15,17 @@ from samestep.comparison.curves import (
     metrics_of,
     smaller_is_better,
 )
-from samestep.comparison.figures import Reached, Throughput, pauses, phases, reached, throughput
-from samestep.comparison.read import RunData, read_run
-from samestep.comparison.settings import Difference, differences
+from samestep.comparison.run_data import RunData, read_run
+from samestep.comparison.same_training import SameTraining, compare_losses
+from samestep.comparison.setting_differences import SettingDifference, differences
+from samestep.comparison.throughput import (
+    TargetReached,
+    Throughput,
+    pauses,
+    phases,
+    reached,
+    throughput,
+)
 from samestep.errors import UserError
 
 MOST = 26
@@ -29,8 +36,8 @@ class Comparison:
     """Some runs side by side; lists have an entry a run unless they say otherwise."""
 
     runs: list[RunData]
-    differences: list[Difference]
-    alike: list[Alike]
+    differences: list[SettingDifference]
+    alike: list[SameTraining]
     """Each run but the first, held against the first."""
     throughput: list[Throughput | None]
     phases: list[dict[str, float] | None]
@@ -43,7 +50,7 @@ class Comparison:
     target: float | None
     smaller: bool
     """Whether the metric is to fall."""
-    reached: list[Reached | None]
+    reached: list[TargetReached | None]
     """Empty without a target."""
     notes: list[str]
 
@@ -53,7 +60,7 @@ class Comparison:
         return [chr(ord("A") + place) for place in range(len(self.runs))]
 
 
-def compare(
+def compare_runs(
     paths: Sequence[Path],
     metric: str | None = None,
     target: float | None = None,
@@ -87,7 +94,7 @@ def compare(
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
     speeds = [throughput(run) for run in runs]
     smaller = smaller_is_better(runs[0], chosen)
-    goals: list[Reached | None] = []
+    goals: list[TargetReached | None] = []
     if target is not None:
         goals = [
             reached(run, curve, target, smaller=smaller)
@@ -96,7 +103,7 @@ def compare(
     return Comparison(
         runs=runs,
         differences=differences(runs),
-        alike=[alike(runs[0], run) for run in runs[1:]],
+        alike=[compare_losses(runs[0], run) for run in runs[1:]],
         throughput=speeds,
         phases=[phases(run) for run in runs],
         pauses=[pauses(run) for run in runs],

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.comparison.curves import Point
-from samestep.comparison.read import RunData
+from samestep.comparison.run_data import RunData
 from samestep.run.phase_names import IN_ORDER
 from samestep.run.records import Record
 
@@ -33,7 +33,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
+class TargetReached:
     """Where a metric first was at its target, as far as evaluations tell."""
 
     step: int
@@ -105,11 +105,11 @@ def pauses(run: RunData) -> dict[str, tuple[int, float]]:
 
 def reached(
     run: RunData, curve: Sequence[Point], target: float, *, smaller: bool
-) -> Reached | None:
+) -> TargetReached | None:
     """Return where a curve first was at a target, at a recorded value; None if it never was."""
     for point in curve:
         if point.value <= target if smaller else point.value >= target:
-            return Reached(
+            return TargetReached(
                 step=point.step,
                 samples=point.samples,
                 seconds=point.seconds,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.run.records import read_records
-from samestep.tracking.entries import Entries, flatten, scalars
+from samestep.tracking.record_stream import RecordStream, flatten, scalars
 
 
 def all_of(entries, after=0):
@@ -64,7 +64,7 @@ def test_each_step_of_each_series_comes_once_in_order_also_to_one_who_has_a_part
     with TemporaryDirectory() as folder:
         run = Path(folder)
         write(run, records)
-        entries = all_of(Entries(run))
+        entries = all_of(RecordStream(run))
         for event in ("step", "validation"):
             steps = [entry.step for entry in entries if entry.event == event]
             assert steps == sorted(set(steps))
@@ -74,12 +74,12 @@ def test_each_step_of_each_series_comes_once_in_order_also_to_one_who_has_a_part
         assert kept <= got
         assert [e.time for e in entries] == sorted(e.time for e in entries)
         # One who has the first lines already gets the others, and nothing twice.
-        rest = all_of(Entries(run), after=have)
+        rest = all_of(RecordStream(run), after=have)
         assert [e.line for e in rest] == [e.line for e in entries if e.line >= have]
         # Read while it grows, it is the same.
         cut = data.draw(st.integers(0, len(records)))
         write(run, records[:cut], torn='{"event": "st')
-        grows = Entries(run)
+        grows = RecordStream(run)
         first = all_of(grows)
         write(run, records)
         assert first + all_of(grows) == entries
@@ -98,7 +98,7 @@ def test_nested_numbers_are_flattened_and_nothing_but_numbers_is_sent(tmp_path):
         "rows": [1, 2],
     }
     write(tmp_path, [record])
-    (entry,) = all_of(Entries(tmp_path))
+    (entry,) = all_of(RecordStream(tmp_path))
     assert entry.values == {"train/lr": 0.5, "train/phases/data": 0.25, "train/phases/ranks/0": 1}
     assert (entry.axis, entry.at) == ("step", 4)
 
@@ -117,7 +117,7 @@ def test_an_epoch_stands_at_its_epoch_and_an_evaluation_at_its_step(tmp_path):
             },
         ],
     )
-    epoch, test = all_of(Entries(tmp_path))
+    epoch, test = all_of(RecordStream(tmp_path))
     assert (epoch.at, epoch.values) == (3, {"epoch/loss": 1.0})
     assert (test.at, test.values) == (30, {"test/per_class/cat": 0.5})
 
@@ -143,7 +143,7 @@ def test_metrics_keep_their_own_names_and_each_step_counts_once_for_each_set_of_
             {"event": "metrics", "step": 7, "epoch": 1, "values": {"loss": 1}},
         ],
     )
-    entries = Entries(tmp_path)
+    entries = RecordStream(tmp_path)
     found = [(e.event, e.axis, e.at, e.epoch, e.time, e.values) for e in all_of(entries)]
     assert found == [
         ("metrics", "step", 4, 1, 101.0, {"step": 7, "loss": 0.5}),
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
     lines[1:1] = [b'{"event": "step", "st\n', b"\xff\n", b"[]\n", b'{"event": "step"}\n']
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
-    entries = Entries(tmp_path)
+    entries = RecordStream(tmp_path)
     assert [entry.step for entry in all_of(entries)] == [1, 2]
     assert entries.damaged == [2, 3, 4, 5]
 
@@ -176,7 +176,7 @@ def test_a_line_that_is_completed_while_the_file_is_read_counts_once_and_whole(t
     whole, rest = "".join(lines[:4]) + lines[4][:9], lines[4][9:] + "".join(lines[5:])
     path = tmp_path / "events.jsonl"
     path.write_text(whole)
-    entries, found = Entries(tmp_path), []
+    entries, found = RecordStream(tmp_path), []
     for piece in entries.read():
         found += piece
         with path.open("a") as file:  # the training writes on, before the next look

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from samestep.comparison.read import RunData
+from samestep.comparison.run_data import RunData
 
 # What the order of sums alone changes, relative to the largest loss, by precision; correct code
 # was measured to stay 10 times below it for hundreds of steps, missing synchronisation 1,000 above.
@@ -13,7 +13,7 @@ Verdict = Literal["equal", "rounding", "apart", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alike:
+class SameTraining:
     """How far a run is from the one it is held against, on the steps that both have recorded."""
 
     verdict: Verdict
@@ -35,22 +35,22 @@ class Alike:
     """What rounding explains, relative to the largest loss."""
 
 
-def alike(one: RunData, other: RunData) -> Alike:
+def compare_losses(one: RunData, other: RunData) -> SameTraining:
     """Compare the losses, and gradient norms, of equal steps."""
     for name, what in (("num_samples", "training samples"), ("global_batch_size", "a step")):
         mine, its = one.plan.get(name), other.plan.get(name)
         if mine is None or its is None:
-            return Alike(verdict="unknown", why="the start record of one of them is not there")
+            return SameTraining(verdict="unknown", why="one of them has no start record")
         if mine != its:
             samples = "samples " if name == "global_batch_size" else ""
-            return Alike(
+            return SameTraining(
                 verdict="unknown",
                 why=f"{its:,} {samples}{what} against {mine:,}, so equal steps are other work",
             )
     theirs = {record["step"]: record for record in other.of("step")}
     pairs = [(r, theirs[r["step"]]) for r in one.of("step") if r["step"] in theirs]
     if not pairs:
-        return Alike(verdict="unknown", why="no step is recorded in both (--log-every)")
+        return SameTraining(verdict="unknown", why="no step is recorded in both (--log-every)")
     tolerance = max(_tolerance(one), _tolerance(other))
     gaps = [(abs(a["loss"] - b["loss"]), a["step"]) for a, b in pairs]
     # Rounding is of the sums that a loss is made of: where it falls to nothing, they do not.
@@ -65,7 +65,7 @@ def alike(one: RunData, other: RunData) -> Alike:
         if a.get("grad_norm") is not None and b.get("grad_norm") is not None
     ]
     before = [a["step"] for a, _ in pairs if not far or a["step"] < far[0]]
-    return Alike(
+    return SameTraining(
         verdict="apart" if far else "rounding" if largest or any(norms) else "equal",
         steps=len(pairs),
         largest=largest,
@@ -81,7 +81,7 @@ def _tolerance(run: RunData) -> float:
     return TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5)
 
 
-def sentence(found: Alike, other: str, one: str, reasons: str = "") -> str:
+def sentence(found: SameTraining, other: str, one: str, reasons: str = "") -> str:
     """Return the verdict in words.
 
     Args:
