@@ -13,8 +13,9 @@ import pytest
 from samestep.commands.slurm.sandbox import main
 from samestep.errors import UserError
 from samestep.slurm.sandbox import daemons
-from samestep.slurm.sandbox.cluster import down, kill_node, start_node, status, up
+from samestep.slurm.sandbox.cluster import down, status, up
 from samestep.slurm.sandbox.processes import find_processes
+from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import RunningSandbox, wait_for
 
 SAY_WHERE = 'echo "$SLURM_PROCID $SLURMD_NODENAME $MASTER_ADDR"'
@@ -91,11 +92,6 @@ def test_a_killed_node_is_noticed_and_its_job_goes_on_when_it_is_back(sandbox, t
     sandbox.run("scancel", job)
     sandbox.wait_for_state(job, "CANCELLED")
     assert status(sandbox.folder).is_up
-
-
-def test_a_node_that_is_not_there_cannot_be_started(sandbox):
-    with pytest.raises(UserError, match="has no 'node7', only node1, node2"):
-        start_node(sandbox.folder, "node7")
 
 
 def test_after_a_crash_down_leaves_no_process_and_up_works_again(empty, tmp_path):

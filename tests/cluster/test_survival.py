@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.slurm.sandbox.cluster import kill_node, start_node
 from tests.cluster.jobs import Submitted, samestep, set_pace, submit, write_recipe
+from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import wait_for
 
 TWO = ("--nodes", "2", "--ntasks-per-node", "1")

@@ -67,6 +67,6 @@ def test_a_path_too_long_for_a_socket_is_refused_with_both_lengths():
 
 @pytest.mark.parametrize("strange", [" ", ",", "#", "%", '"'])
 def test_a_path_with_a_character_of_slurm_conf_is_refused(strange):
-    with pytest.raises(UserError, match="cannot hold a path with") as caught:
+    with pytest.raises(UserError, match=r"slurm\.conf") as caught:
         check_folder(Path(f"/home/ada{strange}b"), nodes=1)
     assert repr(strange) in str(caught.value)

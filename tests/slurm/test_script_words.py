@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.slurm.options import JobOptions
-from samestep.slurm.script import Job, write_script
+from samestep.slurm.script import JobScript, script_text
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), min_size=1, max_size=20)
 NASTY = st.text("'\"\\$`!*?[]{}()<>|&;#~ \ta-=%", min_size=1, max_size=12)
@@ -17,8 +17,8 @@ RUN = "/home/ada/runs/one"
 
 
 def script(*, command=("mine.py",), kind="script", python="python", venv=None, **options) -> str:
-    return write_script(
-        Job(
+    return script_text(
+        JobScript(
             options=JobOptions(**options),
             name="mine",
             title="mine",

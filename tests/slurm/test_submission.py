@@ -1,0 +1,186 @@
+"""Handing a job in: one job a run, flags over the shell, nothing of the job that it came from."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.slurm.options import JobOptions
+from samestep.slurm.submission import make_script, submit, variables_overridden
+from samestep.slurm.workload import Workload
+from tests.slurm.fake_slurm import install
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder))
+    return fake
+
+
+def target(run: Path, *words: str) -> Workload:
+    return Workload(name="mine", kind="script", run=run, command=("mine.py", *words))
+
+
+def hand_in(run: Path, **options) -> int:
+    return submit(make_script(target(run), JobOptions(**options), run.parent))[0]
+
+
+# --- one job a run
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])
+def test_a_run_whose_job_has_not_ended_is_not_submitted_again(slurm, tmp_path, state):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.sbatch").write_text("as it was")
+    slurm.add(3, run, "COMPLETED")
+    slurm.add(5, run, state)
+    slurm.add(6, tmp_path / "other")
+    with pytest.raises(UserError) as error:
+        hand_in(run)
+    for name in (f"({state})", "cancel 5", "--after 5:any"):
+        assert name in str(error.value)
+    assert (run / "job.sbatch").read_text() == "as it was"
+    assert not [call for call in slurm.calls if call.startswith("sbatch")]
+
+
+def test_a_job_that_comes_after_all_unfinished_jobs_of_its_run_is_taken(slurm, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    slurm.add(5, run)
+    slurm.add(6, run, "PENDING")
+    assert hand_in(run, after=("5:any", "6:notok")) == 77
+    with pytest.raises(UserError, match="Job 6 "):
+        hand_in(run, after=("5",))
+
+
+def test_a_run_is_known_by_another_path_too(slurm, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    slurm.add(5, tmp_path / "link")
+    with pytest.raises(UserError, match="Job 5 "):
+        hand_in(tmp_path / "run")
+
+
+def test_a_run_whose_jobs_have_ended_goes_on(slurm, tmp_path):
+    (tmp_path / "run").mkdir()
+    slurm.add(5, tmp_path / "run", "TIMEOUT")
+    assert hand_in(tmp_path / "run") == 77
+
+
+# --- the shell that submits
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SLURM_MEM_PER_CPU", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_JOB_ID"),
+        *("SLURM_PROCID", "SLURMD_NODENAME", "SRUN_DEBUG", "PMI_RANK", "PMIX_RANK", "RANK"),
+        *("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    ],
+)
+def test_a_job_inherits_nothing_of_the_job_it_is_submitted_from(slurm, tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    hand_in(tmp_path / "run")
+    assert name not in slurm.shell
+
+
+def test_the_cluster_and_the_users_own_variables_reach_the_job(slurm, tmp_path, monkeypatch):
+    kept = {"SLURM_CONF": "/c", "SLURM_CLUSTERS": "n", "MY_RANK": "1", "WANDB_API_KEY": "k"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    hand_in(tmp_path / "run")
+    assert kept.items() <= slurm.shell.items()
+
+
+def test_a_flag_wins_over_the_variable_of_sbatch_and_the_other_variables_stay(
+    slurm, tmp_path, monkeypatch
+):
+    overridden = {
+        "SBATCH_TIMELIMIT",
+        "SBATCH_MEM_PER_CPU",
+        "SBATCH_OUTPUT",
+        "SBATCH_JOB_NAME",
+        "SBATCH_OPEN_MODE",
+        "SBATCH_SIGNAL",
+        "SBATCH_REQUEUE",
+        "SBATCH_NO_REQUEUE",
+        "SBATCH_CONSTRAINT",
+        "SBATCH_ARRAY_INX",
+        "SBATCH_WAIT",
+    }
+    kept = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "physics", "SBATCH_QOS": "long"}
+    for name in overridden:
+        monkeypatch.setenv(name, "x")
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    hand_in(tmp_path / "run", time="10", mem="1G", sbatch=("-C a100",))
+    assert {k: v for k, v in slurm.shell.items() if k.startswith("SBATCH_")} == kept
+
+
+@pytest.mark.parametrize(
+    ("line", "variable"),
+    [
+        ("--partition=a", "SBATCH_PARTITION"),
+        ("-p a", "SBATCH_PARTITION"),
+        ("--no-requeue", "SBATCH_REQUEUE"),
+        ("--mem-per-cpu=1G", "SBATCH_MEM_PER_NODE"),
+        ("--gpus-per-node=1", "SBATCH_GPUS_PER_NODE"),
+        ("--switches=1@5", "SBATCH_WAIT4SWITCH"),
+    ],
+)
+def test_a_directive_has_its_variable(line, variable):
+    assert variable in variables_overridden(f"#!/bin/sh\n#SBATCH {line}\n")
+    assert variable not in variables_overridden("#!/bin/sh\n#SBATCH --nodes=1\n")
+
+
+def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
+    slurm, tmp_path, monkeypatch
+):
+    (slurm.folder / "partitions").write_text("a|1|4|infinite|(null)\nb|9|4|infinite|(null)\n")
+    hand_in(tmp_path / "one", nodes=2)
+    monkeypatch.setenv("SBATCH_PARTITION", "a")
+    with pytest.raises(UserError, match="--nodes 2: partition a "):
+        hand_in(tmp_path / "two", nodes=2)
+    hand_in(tmp_path / "three", nodes=2, partition="b")
+    hand_in(tmp_path / "four", nodes=2, sbatch=("-p b",))
+
+
+# --- secrets
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--api-key", "hunter2"),
+        ("--wandb.api_key=hunter2",),
+        ("--hf-token", "hunter2"),
+        ("--password", "123"),
+        ("--x", "1", "--auth", "hunter2"),
+    ],
+)
+def test_a_secret_among_the_arguments_is_refused_and_not_repeated(tmp_path, words):
+    with pytest.raises(
+        UserError, match=words[-2] if len(words) > 1 else words[0].split("=")[0]
+    ) as error:
+        make_script(target(tmp_path, *words), JobOptions(), tmp_path)
+    assert "hunter2" not in str(error.value)
+    assert "123" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-tokens", "512"),
+        ("--num-key-value-heads=8",),
+        ("--use-auth-token", "True"),
+        ("--token", "--verbose"),
+        ("--tokenizer", "gpt2"),
+        ("--keyboard=us",),
+        ("--auth",),
+    ],
+)
+def test_an_argument_that_only_sounds_like_a_secret_is_taken(tmp_path, words):
+    make_script(target(tmp_path, *words), JobOptions(), tmp_path)
