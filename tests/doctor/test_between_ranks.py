@@ -4,13 +4,14 @@ import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 from samestep.doctor import all_ranks as ranks
 from samestep.doctor import measurements, network, rendezvous
 from samestep.doctor.diagnosis import SIDE_BY_SIDE
-from samestep.doctor.facts import Allocation, AllReduce, Link, decode, encode
+from samestep.doctor.facts import Allocation, AllReduce, Link, RankFacts
 from samestep.doctor.findings import run_checks, worst
 from samestep.doctor.network import read_address
 from samestep.doctor.shared_folder import shared_folder
@@ -292,7 +293,7 @@ def test_a_port_that_torchruns_agent_holds_is_no_fault(monkeypatch):
 
 def test_facts_travel_between_ranks_unchanged():
     for sent in with_gpus():
-        assert decode(encode(sent)) == sent
+        assert msgspec.json.decode(msgspec.json.encode(sent), type=RankFacts) == sent
 
 
 def test_a_name_that_does_not_resolve_leaves_the_rest_empty():

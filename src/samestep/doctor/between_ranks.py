@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 
 from samestep.doctor import measurements, rendezvous
 from samestep.doctor.all_ranks import sharing
-from samestep.doctor.facts import Allocation, Measurements, RankFacts, decode, encode, share_workers
+from samestep.doctor.facts import Allocation, Measurements, RankFacts
 from samestep.doctor.findings import Finding, green, named, red, run_checks, worst
 from samestep.doctor.network import announced_address
 from samestep.doctor.roll_call import (
@@ -83,7 +83,9 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
         advice = "Set MASTER_PORT to another port on every rank, and see that no firewall closes it"
         return alone, [*findings, named("roll call", red(_first_line(error), f"{advice}."))]
     with noticing_sigterm() as ended:
-        received = collect_facts(store, encode(me), me.launch.world_size, options.timeout_s, ended)
+        received = collect_facts(
+            store, msgspec.json.encode(me), me.launch.world_size, options.timeout_s, ended
+        )
         waited = f"within {options.timeout_s:g} s"
         why = "when the launcher ended this" if ended.is_set() else waited
     ranks, roll = _read_roll(received, why)
@@ -112,7 +114,7 @@ def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
             raise _cut_off(me, f"{finding.name}: {finding.found}. {finding.advice}")
     try:
         store = _open_store(options, launch)
-        instructions = announce(store, launch.rank, encode(me), options.timeout_s)
+        instructions = announce(store, launch.rank, msgspec.json.encode(me), options.timeout_s)
     except (RuntimeError, TimeoutError) as error:
         raise _cut_off(
             me,
@@ -225,7 +227,7 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
     missing = [number for number, facts in enumerate(received) if not facts]
     for number, facts in enumerate(received):
         try:
-            found += [decode(facts)] if facts else []
+            found += [msgspec.json.decode(facts, type=RankFacts)] if facts else []
         except msgspec.MsgspecError:
             foreign.append(number)
     if foreign:
@@ -243,7 +245,9 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
             "See their own messages above; check that they were started, and that their nodes "
             f"reach {found[0].launch.master_addr}:{found[0].launch.master_port}.",
         )
-    return share_workers(found), green(f"all {len(received)} ranks came")
+    # Rank 0 knows the number of workers from the run's settings.
+    ranks = tuple(replace(rank, num_workers=found[0].num_workers) for rank in found)
+    return ranks, green(f"all {len(received)} ranks came")
 
 
 def _numbers(numbers: list[int]) -> str:

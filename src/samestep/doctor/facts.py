@@ -1,10 +1,11 @@
-"""What each rank knows of itself, and what all ranks measured: plain data, sent as JSON."""
+"""What each rank knows of itself, and what all ranks measured: plain data.
+
+It travels as JSON: unlike a pickle, another version of this program can read it.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
-
-import msgspec
 
 from samestep.ranks.launch import Launch
 
@@ -173,20 +174,6 @@ class RankFacts:
         return f"rank {self.launch.rank} on {self.machine.host}"
 
 
-def encode(rank: RankFacts) -> bytes:
-    """Return the facts as JSON: unlike a pickle, another version of this program can read it."""
-    return msgspec.json.encode(rank)
-
-
-def decode(data: bytes) -> RankFacts:
-    """Read another rank's facts.
-
-    Raises:
-        msgspec.MsgspecError: that rank runs a samestep whose facts are others.
-    """
-    return msgspec.json.decode(data, type=RankFacts)
-
-
 @dataclass(frozen=True, kw_only=True)
 class AllReduce:
     """One size of the all-reduce."""
@@ -258,11 +245,6 @@ def cores_together(ranks: Sequence[RankFacts]) -> float:
     together = float(len({core for rank in ranks for core in rank.machine.cores}))
     quotas = [rank.machine.quota_cores for rank in ranks if rank.machine.quota_cores is not None]
     return min([together, *quotas])
-
-
-def share_workers(ranks: Sequence[RankFacts]) -> tuple[RankFacts, ...]:
-    """Give all ranks the number of workers that rank 0 knows from the run's settings."""
-    return tuple(replace(rank, num_workers=ranks[0].num_workers) for rank in ranks)
 
 
 def _by(ranks: Sequence[RankFacts], key: Callable[[RankFacts], K]) -> dict[K, list[RankFacts]]:

@@ -6,9 +6,9 @@ Each measurement is bounded in time, and rank 0 decides for all.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from samestep.doctor.facts import Allocation, AllReduce, Link, cores_together
 from samestep.doctor.findings import Finding, graded, green, red, yellow
@@ -135,7 +135,9 @@ def time_all_reduce(world: World, budget_s: float) -> tuple[tuple[AllReduce, ...
         if not rounds:
             return tuple(measured), num_bytes
         tensor = torch.zeros(num_bytes // 4, device=world.device)
-        times = _reduce_often(world, tensor, rounds)
+        reduce = partial(world.add_up, tensor)
+        _timed(world, reduce)
+        times = [_timed(world, reduce) for _ in range(rounds)]
         seconds, previous = statistics.median(times), num_bytes
         measured.append(
             AllReduce(
@@ -152,11 +154,6 @@ def rounds_within(seconds: float, left: float) -> int:
     if 2 * seconds > left:
         return 0
     return max(1, min(MEASURED_ROUNDS, int(min(left, _PER_SIZE_S) / max(seconds, 1e-9)) - 1))
-
-
-def _reduce_often(world: World, tensor: Tensor, rounds: int) -> list[float]:
-    _timed(world, lambda: world.add_up(tensor))
-    return [_timed(world, lambda: world.add_up(tensor)) for _ in range(rounds)]
 
 
 def _timed(world: World, function: Callable[[], object]) -> float:

@@ -37,6 +37,13 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
     """
     if shutil.which(name) is None:
         raise UserError(NO_SLURM.format(name=name))
+    # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
+    narrows = () if name == "sbatch" else (f"{name.upper()}_",)
+    environment = {
+        k: v
+        for k, v in outside_of_any_job(os.environ).items()
+        if k not in without and not k.startswith(narrows)
+    }
     try:
         done = subprocess.run(
             [name, *arguments],
@@ -44,7 +51,7 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
             text=True,
             check=False,
             timeout=_TIMEOUT_S,
-            env=_environment(name, without),
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise UserError(
@@ -62,13 +69,6 @@ def outside_of_any_job(environment: Mapping[str, str]) -> dict[str, str]:
     A job that is submitted from inside another would inherit its sizes, and take itself for a rank.
     """
     return {k: v for k, v in environment.items() if not _OF_A_JOB.fullmatch(k)}
-
-
-def _environment(program: str, without: Collection[str]) -> dict[str, str]:
-    # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
-    narrows = () if program == "sbatch" else (f"{program.upper()}_",)
-    ours = outside_of_any_job(os.environ)
-    return {k: v for k, v in ours.items() if k not in without and not k.startswith(narrows)}
 
 
 class ProgramError(UserError):

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.slurm.sandbox.conf import HEADER, TASK_PROLOG, Sandbox, node_names, slurm_conf
+from samestep.slurm.sandbox.conf import HEADER, TASK_PROLOG, node_names, slurm_conf
 from samestep.slurm.sandbox.daemons import free_ports
 
 # All that a sandbox writes. `down` removes these and no other file of the folder; slurm.conf is
@@ -62,16 +62,16 @@ def write_files(folder: Path, *, nodes: int, cpus: int) -> None:
             f"This user (uid {os.getuid()}) has no name in /etc/passwd; Slurm needs one."
         ) from None
     controller_port, *node_ports = free_ports(nodes + 1)
-    sandbox = Sandbox(
-        folder=folder,
+    text = slurm_conf(
+        folder,
         user=user,
         host=socket.gethostname().partition(".")[0],
         controller_port=controller_port,
-        node_ports=tuple(node_ports),
+        node_ports=node_ports,
         cpus=cpus,
     )
     # First, for by it a folder is known as a sandbox, should we be killed in between.
-    (folder / "slurm.conf").write_text(slurm_conf(sandbox))
+    (folder / "slurm.conf").write_text(text)
     for name in _FOLDERS:
         (folder / name).mkdir(mode=0o700)
     for node in node_names(nodes):
