@@ -46,21 +46,21 @@ CHECKS: list[Check[RankFacts]] = [master_address, master_port]
 
 def is_own(address: str) -> bool:
     """Whether an address is one of this host's: only its own can be bound."""
-    with udp_socket(address) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    return _can_bind(udp_socket(address), address, 0)
 
 
 def port_is_free(port: int) -> bool:
     """Whether this process could listen on a port."""
-    with socket.socket() as probe:
-        # As PyTorch's own store does: what closed a minute ago is no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe = socket.socket()
+    # As PyTorch's own store does: what closed a minute ago is no obstacle.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return _can_bind(probe, "", port)
+
+
+def _can_bind(probe: socket.socket, address: str, port: int) -> bool:
+    with probe:
         try:
-            probe.bind(("", port))
+            probe.bind((address, port))
         except OSError:
             return False
     return True

@@ -73,26 +73,21 @@ def find_job(job: int) -> QueuedJob | None:
     return parse_job(text.splitlines()[0])
 
 
-def my_jobs() -> list[QueuedJob]:
-    """Return the jobs of this user that samestep submitted and Slurm still knows."""
-    return _known(list(_my_runs()))
+def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
+    """Return this user's jobs that samestep submitted and Slurm still knows.
 
-
-def jobs_of(run: Path) -> list[QueuedJob]:
-    """Return this user's jobs of one run that Slurm still knows."""
-    real = run.resolve()
-    return _known([job for job, its_run in _my_runs().items() if its_run.resolve() == real])
-
-
-def _my_runs() -> dict[int, Path]:
-    """Return the run of each of this user's jobs; the controller lists no others for it."""
+    Args:
+        of_run: those of one run alone.
+    """
+    # The controller lists no other user's jobs for it.
     text = call("squeue", "--me", "--all", "--states=all", "--noheader", "--format=%A %k")
-    pairs = [line.partition(f" {MARK}") for line in text.splitlines()]
-    return {int(job): Path(run) for job, mark, run in pairs if mark and job.isdigit()}
-
-
-def _known(jobs: list[int]) -> list[QueuedJob]:
-    return [found for job in jobs if (found := find_job(job)) is not None]
+    rows = [line.partition(f" {MARK}") for line in text.splitlines()]
+    wanted = [
+        find_job(int(job))
+        for job, mark, run in rows
+        if mark and job.isdigit() and (of_run is None or Path(run).resolve() == of_run.resolve())
+    ]
+    return [job for job in wanted if job is not None]
 
 
 def parse_job(line: str) -> QueuedJob:
@@ -135,7 +130,7 @@ def find_job_or_run(text: str) -> JobAndRun:
         raise UserError(f"{text} is neither a job's number nor the directory of a run.")
     run = run.absolute()
     try:
-        jobs = jobs_of(run)
+        jobs = my_jobs(run)
     except UserError as error:
         return JobAndRun(run=run, queue_error=error)
     latest = max(

@@ -67,9 +67,10 @@ def script_text(job: JobScript) -> str:
     return "\n".join(line for part in parts for line in [*part, ""])
 
 
-def _directives(job: JobScript) -> list[str]:
+def sbatch_options(job: JobScript) -> dict[str, str | None]:
+    """Return the options for sbatch and their values, None for those that take none."""
     options = job.options
-    lines = {
+    asked = {
         "job-name": job.name,
         "comment": MARK + job.run,
         "chdir": job.folder,
@@ -87,16 +88,22 @@ def _directives(job: JobScript) -> list[str]:
         "signal": f"B:USR1@{options.signal_s}",
         "dependency": ",".join(map(dependency, options.after)) or None,
     }
-    directives = [f"#SBATCH --{k}={_in_directive(str(v))}" for k, v in lines.items() if v]
+    given: dict[str, str | None] = {name: str(value) for name, value in asked.items() if value}
     if options.after:
-        directives.append("#SBATCH --kill-on-invalid-dep=yes")
-    directives.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
-    directives += [f"#SBATCH {option}" for option in options.sbatch]
+        given["kill-on-invalid-dep"] = "yes"
+    return given | {"requeue" if options.requeue else "no-requeue": None}
+
+
+def _directives(job: JobScript) -> list[str]:
     return [
         "#!/usr/bin/env bash",
         f"# {job.title}",
         "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
-        *directives,
+        *(
+            f"#SBATCH --{name}" + ("" if value is None else f"={_in_directive(value)}")
+            for name, value in sbatch_options(job).items()
+        ),
+        *(f"#SBATCH {option}" for option in job.options.sbatch),
     ]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from samestep.run.files import cannot_write, write_text
 from samestep.slurm.options import JobOptions, refuse_secret_flags
 from samestep.slurm.partitions import check_partitions
 from samestep.slurm.programs import ProgramError, call
-from samestep.slurm.queue import jobs_of
-from samestep.slurm.script import JobScript, script_text
+from samestep.slurm.queue import my_jobs
+from samestep.slurm.script import JobScript, sbatch_options, script_text
 from samestep.slurm.workload import Workload
 
 # What sbatch's refusals speak of → the directive that they mean.
@@ -29,34 +30,9 @@ _MEANS = (
     (r"node configuration", "ntasks-per-node"),
 )
 
-# Options whose SBATCH_* variables are not called like them, or that exclude one another.
-_MEMORY = ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")
-_REQUEUE = ("REQUEUE", "NO_REQUEUE")
-_VARIABLES = {
-    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), _MEMORY),
-    **dict.fromkeys(("requeue", "no-requeue"), _REQUEUE),
-    "time": ("TIMELIMIT",),
-    "switches": ("REQ_SWITCH", "WAIT4SWITCH"),
-    "cpu-freq": ("CPU_FREQ_REQ",),
-    "bb": ("BURST_BUFFER",),
-}
-_SHORT = {
-    "-A": "account",
-    "-C": "constraint",
-    "-e": "error",
-    "-G": "gpus",
-    "-i": "input",
-    "-J": "job-name",
-    "-k": "no-kill",
-    "-m": "distribution",
-    "-M": "clusters",
-    "-o": "output",
-    "-O": "overcommit",
-    "-p": "partition",
-    "-q": "qos",
-    "-S": "core-spec",
-    "-t": "time",
-}
+_PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
+# Of one run there is one job; and who submits does not wait for its end.
+_NOT_FOR_A_RUN = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
 
 
 def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScript:
@@ -93,9 +69,11 @@ def submit(job: JobScript) -> tuple[int, Path]:
         UserError: there is no Slurm, the job is impossible on it, or it was refused.
     """
     text = script_text(job)
-    overridden = variables_overridden(text)
-    shell = {k: v for k, v in os.environ.items() if k not in overridden}
-    check_partitions(job.options, job.options.partition or shell.get("SBATCH_PARTITION"))
+    named = (_PARTITION.match(option) for option in job.options.sbatch)
+    partitions = [job.options.partition, *(match[1] for match in named if match)]
+    check_partitions(
+        job.options, next(filter(None, partitions), os.environ.get("SBATCH_PARTITION"))
+    )
     run = Path(job.run)
     known = run.exists()
     if known:
@@ -103,8 +81,15 @@ def submit(job: JobScript) -> tuple[int, Path]:
     script = run / "job.sbatch"
     make_folder(run)
     write_text(script, text)
+    # Slurm takes the shell's SBATCH_* over what the script says, and options that are typed over
+    # both: what was asked for this job has to win.
+    words = [
+        f"--{name}" + ("" if value is None else f"={value}")
+        for name, value in sbatch_options(job).items()
+    ]
+    words += [word for option in job.options.sbatch for word in shlex.split(option)]
     try:
-        answer = call("sbatch", "--parsable", str(script), without=overridden)
+        answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
     except ProgramError as error:
         if not known:
             script.unlink()
@@ -116,7 +101,7 @@ def submit(job: JobScript) -> tuple[int, Path]:
 def _refuse_beside_another(run: Path, options: JobOptions) -> None:
     """Refuse a second job on a run, unless it comes after those that have not ended."""
     after = {int(re.split("[:_]", text)[0]) for text in options.after}
-    going = [job for job in jobs_of(run) if not job.ended]
+    going = [job for job in my_jobs(run) if not job.ended]
     if {job.job for job in going} <= after:
         return
     first = min(going, key=lambda job: job.job in after)
@@ -126,24 +111,6 @@ def _refuse_beside_another(run: Path, options: JobOptions) -> None:
         f"{run} at once. Stop it first (samestep slurm cancel {first.job}), or let the new job "
         f"wait for it: {wait}."
     )
-
-
-def variables_overridden(script: str) -> frozenset[str]:
-    """Return the SBATCH_* variables whose option the script sets itself.
-
-    Slurm takes the variable over the script, and what was typed for this job has to win.
-    """
-    names = {
-        _SHORT.get(name, name.removeprefix("--"))
-        for name in re.findall(r"^#SBATCH +(--[a-z-]+|-[A-Za-z])", script, re.MULTILINE)
-    }
-    found = {
-        variable
-        for name in names
-        for variable in _VARIABLES.get(name, (name.upper().replace("-", "_"),))
-    }
-    # Of one run there is one job; and who submits does not wait for its end.
-    return frozenset(f"SBATCH_{variable}" for variable in found | {"ARRAY_INX", "WAIT"})
 
 
 def make_folder(run: Path) -> None:
