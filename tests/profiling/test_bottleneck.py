@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from samestep.profiling.advice import milliseconds
 from samestep.profiling.bottleneck import judge, split
-from samestep.profiling.measured import Measured, Operations, Rank
+from samestep.profiling.measured import MeasuredSteps, Operations, MeasuredRank
 
 STEP = {
     "data": 0.001,
@@ -22,10 +22,12 @@ STEP = {
 
 
 def measured(*ranks, operations=None, **told):
-    ranks = tuple(Rank(phases={**STEP, **phases}, operations=operations) for phases in ranks)
-    return Measured(
+    ranks = tuple(
+        MeasuredRank(phases={**STEP, **phases}, operations=operations) for phases in ranks
+    )
+    return MeasuredSteps(
         **{
-            "ranks": ranks or (Rank(phases=STEP, operations=operations),),
+            "ranks": ranks or (MeasuredRank(phases=STEP, operations=operations),),
             "steps": 100,
             "cores": 8,
             **told,

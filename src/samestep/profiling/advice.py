@@ -2,7 +2,7 @@
 
 import math
 
-from samestep.profiling.measured import Measured
+from samestep.profiling.measured import MeasuredSteps
 from samestep.run.phase_names import COMPUTE
 from samestep.screen.words import count
 
@@ -11,12 +11,12 @@ _AFFORDABLE = 0.05
 _LATENCY_BYTES = 1 << 20
 
 
-def explain(kind: str, seconds: float, measured: Measured) -> str:
+def explain(kind: str, seconds: float, measured: MeasuredSteps) -> str:
     """Return the evidence for a bottleneck, with its numbers per step."""
     return _EVIDENCE[kind](seconds, measured)
 
 
-def advise(kind: str, seconds: float, measured: Measured) -> str:
+def advise(kind: str, seconds: float, measured: MeasuredSteps) -> str:
     """Return the one thing to change."""
     return _CHANGE[kind](seconds, measured)
 
@@ -30,12 +30,12 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{min(digits, 4)}f} ms"
 
 
-def _of_step(seconds: float, measured: Measured) -> str:
+def _of_step(seconds: float, measured: MeasuredSteps) -> str:
     step = measured.typical.step + measured.evaluation + measured.checkpoint
     return f"{milliseconds(seconds)} of a step of {milliseconds(step)}"
 
 
-def _input_why(seconds: float, measured: Measured) -> str:
+def _input_why(seconds: float, measured: MeasuredSteps) -> str:
     text = f"The step waits {_of_step(seconds, measured)} for its data"
     operations = measured.typical.operations
     if measured.worker_start > seconds / 2:
@@ -55,7 +55,7 @@ def _input_why(seconds: float, measured: Measured) -> str:
     return f"{text}, which the training process reads itself."
 
 
-def _input_change(seconds: float, measured: Measured) -> str:
+def _input_change(seconds: float, measured: MeasuredSteps) -> str:
     if measured.worker_start > seconds / 2:
         return (
             "Keep the workers between epochs: build the DataLoader once, with "
@@ -82,11 +82,11 @@ def _input_change(seconds: float, measured: Measured) -> str:
     return f"Read in worker processes: --workers {tried} here finds how many."
 
 
-def _transfer_why(seconds: float, measured: Measured) -> str:
+def _transfer_why(seconds: float, measured: MeasuredSteps) -> str:
     return f"Copying batches to the device takes {_of_step(seconds, measured)}."
 
 
-def _communication_why(seconds: float, measured: Measured) -> str:
+def _communication_why(seconds: float, measured: MeasuredSteps) -> str:
     size, number = measured.gradient_bytes, len(measured.ranks)
     text = f"The ranks wait {_of_step(seconds, measured)} for their all-reduce"
     if not size:
@@ -100,7 +100,7 @@ def _communication_why(seconds: float, measured: Measured) -> str:
     return f"{text} of {size / 2**20:,.0f} MiB of gradients, at {speed:.2g} GB/s."
 
 
-def _communication_change(_seconds: float, measured: Measured) -> str:
+def _communication_change(_seconds: float, measured: MeasuredSteps) -> str:
     if measured.script:
         return (
             "Exchange gradients less often: more samples per rank and step, or several micro-steps "
@@ -114,7 +114,7 @@ def _communication_change(_seconds: float, measured: Measured) -> str:
     )
 
 
-def _straggler_why(seconds: float, measured: Measured) -> str:
+def _straggler_why(seconds: float, measured: MeasuredSteps) -> str:
     slow, typical = measured.ranks[measured.slowest], measured.typical
     gains = {
         name: sum(slow.phases.get(p, 0.0) - typical.phases.get(p, 0.0) for p in names)
@@ -127,14 +127,14 @@ def _straggler_why(seconds: float, measured: Measured) -> str:
     )
 
 
-def _straggler_change(_seconds: float, measured: Measured) -> str:
+def _straggler_change(_seconds: float, measured: MeasuredSteps) -> str:
     return (
         f"Look at rank {measured.slowest} and its node: `samestep doctor`, started the same way, "
         "compares clocks, cores and speed of all; leave that node out if it is the machine."
     )
 
 
-def _launch_why(seconds: float, measured: Measured) -> str:
+def _launch_why(seconds: float, measured: MeasuredSteps) -> str:
     operations = measured.typical.operations
     assert operations is not None
     each = seconds / max(operations.count, 1) * 1e6
@@ -144,7 +144,7 @@ def _launch_why(seconds: float, measured: Measured) -> str:
     )
 
 
-def _launch_change(_seconds: float, measured: Measured) -> str:
+def _launch_change(_seconds: float, measured: MeasuredSteps) -> str:
     if measured.compiled:
         return "More work per operation: a larger --batch-size."
     if measured.script:
@@ -154,7 +154,7 @@ def _launch_change(_seconds: float, measured: Measured) -> str:
     return "More samples per rank and step (--batch-size), or fewer ranks for so small a model."
 
 
-def _sync_why(seconds: float, measured: Measured) -> str:
+def _sync_why(seconds: float, measured: MeasuredSteps) -> str:
     operations = measured.typical.operations
     assert operations is not None
     return (
@@ -163,7 +163,7 @@ def _sync_why(seconds: float, measured: Measured) -> str:
     )
 
 
-def _memory_why(seconds: float, measured: Measured) -> str:
+def _memory_why(seconds: float, measured: MeasuredSteps) -> str:
     operations = measured.typical.operations
     assert operations is not None
     return (
@@ -172,7 +172,7 @@ def _memory_why(seconds: float, measured: Measured) -> str:
     )
 
 
-def _memory_change(_seconds: float, measured: Measured) -> str:
+def _memory_change(_seconds: float, measured: MeasuredSteps) -> str:
     phases = measured.typical.phases
     if phases.get("optimizer", 0.0) > 0.5 * sum(phases.get(p, 0.0) for p in COMPUTE):
         return "The optimizer moves all weights once a step: more samples a step make that rarer."
@@ -183,19 +183,19 @@ def _memory_change(_seconds: float, measured: Measured) -> str:
     return "--compile on fuses operations, so that numbers are moved once."
 
 
-def _compute_why(seconds: float, measured: Measured) -> str:
+def _compute_why(seconds: float, measured: MeasuredSteps) -> str:
     operations = measured.typical.operations
     assert operations is not None
     return f"Computing takes {_of_step(seconds, measured)}{_top(operations.top_matmul)}."
 
 
-def _compute_change(_seconds: float, measured: Measured) -> str:
+def _compute_change(_seconds: float, measured: MeasuredSteps) -> str:
     if measured.device == "cpu":
         return "Nothing stands in its way: a faster device, or ranks on more of them."
     return "Nothing stands in its way: --precision bf16 if it is not on yet, or more devices."
 
 
-def _rarely(kind: str, seconds: float, measured: Measured) -> str:
+def _rarely(kind: str, seconds: float, measured: MeasuredSteps) -> str:
     """Return how much more rarely something has to happen to be affordable."""
     step = measured.typical.step - measured.typical.phases.get(kind, 0.0)
     factor = max(2, math.ceil(seconds / max(_AFFORDABLE * step, 1e-9)))
@@ -204,37 +204,37 @@ def _rarely(kind: str, seconds: float, measured: Measured) -> str:
     return f"{factor} times more rarely{every}"
 
 
-def _evaluation_why(seconds: float, measured: Measured) -> str:
+def _evaluation_why(seconds: float, measured: MeasuredSteps) -> str:
     return f"Evaluations take {_of_step(seconds, measured)}, shared out over the steps."
 
 
-def _evaluation_change(seconds: float, measured: Measured) -> str:
+def _evaluation_change(seconds: float, measured: MeasuredSteps) -> str:
     rarely = _rarely("evaluation", seconds, measured)
     how = "" if measured.script else " (--eval-every-epochs, --eval-every-steps)"
     return f"Evaluate {rarely}{how}: then it takes less than {_AFFORDABLE:.0%}."
 
 
-def _checkpoint_why(seconds: float, measured: Measured) -> str:
+def _checkpoint_why(seconds: float, measured: MeasuredSteps) -> str:
     return f"Checkpoints take {_of_step(seconds, measured)}, shared out over the steps."
 
 
-def _checkpoint_change(seconds: float, measured: Measured) -> str:
+def _checkpoint_change(seconds: float, measured: MeasuredSteps) -> str:
     rarely = _rarely("checkpoint", seconds, measured)
     how = "" if measured.script else " (--checkpoint-every-epochs, -steps, -minutes)"
     return f"Save {rarely}{how}: then it takes less than {_AFFORDABLE:.0%}."
 
 
-def _loop_why(seconds: float, measured: Measured) -> str:
+def _loop_why(seconds: float, measured: MeasuredSteps) -> str:
     return f"What lies between the steps (logging, metrics) takes {_of_step(seconds, measured)}."
 
 
-def _loop_change(_seconds: float, measured: Measured) -> str:
+def _loop_change(_seconds: float, measured: MeasuredSteps) -> str:
     if measured.script:
         return "Do what lies between two steps once in many: logging, metrics, images, prints."
     return "--log-every with a larger number."
 
 
-def _oversubscribed_why(seconds: float, measured: Measured) -> str:
+def _oversubscribed_why(seconds: float, measured: MeasuredSteps) -> str:
     each = f"{count(measured.threads, 'thread')} and {_workers(measured.workers)}"
     return (
         f"{count(measured.local_ranks, 'rank')} of {each} want {measured.wanted_cores:.1f} cores, "
@@ -243,7 +243,7 @@ def _oversubscribed_why(seconds: float, measured: Measured) -> str:
     )
 
 
-def _oversubscribed_change(_seconds: float, measured: Measured) -> str:
+def _oversubscribed_change(_seconds: float, measured: MeasuredSteps) -> str:
     threads = max(1, measured.cores // measured.local_ranks)
     if measured.threads > threads:
         how = f"torch.set_num_threads({threads})" if measured.script else f"--threads {threads}"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from samestep.profiling.advice import advise, explain, milliseconds
-from samestep.profiling.measured import Measured
+from samestep.profiling.measured import MeasuredSteps
 from samestep.run.phase_names import COMPUTE
 
 # Below this share of a step a rank that is slower than the others is no straggler: ranks take turns
@@ -52,7 +52,7 @@ class Verdict:
         return self.seconds / self.step
 
 
-def judge(measured: Measured) -> Verdict:
+def judge(measured: MeasuredSteps) -> Verdict:
     """Return the verdict on some measured steps."""
     parts = sorted(split(measured), key=lambda part: -part.seconds)
     total = sum(part.seconds for part in parts)
@@ -76,7 +76,7 @@ def judge(measured: Measured) -> Verdict:
     )
 
 
-def split(measured: Measured) -> list[Part]:
+def split(measured: MeasuredSteps) -> list[Part]:
     """Split a typical rank's step into parts that add up to it; each has its own remedy."""
     phases = dict(measured.typical.phases)
     seconds: dict[str, float] = {
@@ -91,7 +91,7 @@ def split(measured: Measured) -> list[Part]:
     return [Part(kind=kind, seconds=part) for kind, part in seconds.items()]
 
 
-def _waiting(measured: Measured, phases: Mapping[str, float]) -> dict[str, float]:
+def _waiting(measured: MeasuredSteps, phases: Mapping[str, float]) -> dict[str, float]:
     """Split the wait for other ranks: for the link, and for the slowest of them."""
     waited = phases.get("all_reduce", 0.0)
     if measured.excess < _STRAGGLES * measured.typical.step:
@@ -100,7 +100,7 @@ def _waiting(measured: Measured, phases: Mapping[str, float]) -> dict[str, float
     return {"communication-bound": min(link, waited), "straggler": waited - min(link, waited)}
 
 
-def _computing(seconds: float, measured: Measured) -> dict[str, float]:
+def _computing(seconds: float, measured: MeasuredSteps) -> dict[str, float]:
     """Split what a step computes by what limits its operations."""
     operations = measured.typical.operations
     if operations is None:
@@ -115,7 +115,7 @@ def _computing(seconds: float, measured: Measured) -> dict[str, float]:
     return {kind: seconds * share / whole for kind, share in shares.items()}
 
 
-def _oversubscription(measured: Measured, total: float) -> Part | None:
+def _oversubscription(measured: MeasuredSteps, total: float) -> Part | None:
     """Return the wait for a core, where there are more threads than cores and they did wait."""
     starved = max(rank.starved for rank in measured.ranks)
     started = measured.local_ranks * (measured.threads + measured.workers)
@@ -125,7 +125,7 @@ def _oversubscription(measured: Measured, total: float) -> Part | None:
     return Part(kind="oversubscribed", seconds=min(starved, total))
 
 
-def _notes(measured: Measured, kind: str) -> tuple[str, ...]:
+def _notes(measured: MeasuredSteps, kind: str) -> tuple[str, ...]:
     notes = []
     starved = max(rank.starved for rank in measured.ranks)
     if starved >= _STARVED * measured.typical.step and kind != "oversubscribed":

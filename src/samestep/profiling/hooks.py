@@ -33,8 +33,6 @@ class Hooks:
         self.phases = phases
         self.on_step: Callable[[int], None] = lambda _step: None
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
-        self.on_device: Callable[[Phases], None] = lambda _phases: None
-        """Told where the phases are counted by a device's events from here on."""
         self.on_profiler: Callable[[], None] = lambda: None
         """Told that a profiler is started."""
         self.steps = 0
@@ -108,7 +106,6 @@ class Hooks:
             if device.type == "cuda":
                 self.phases = make_phases(device)
                 self.phases.begin()
-                self.on_device(self.phases)
         if optimizer is self.optimizer:
             self.steps += 1
             self.on_step(self.steps)

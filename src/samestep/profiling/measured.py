@@ -32,7 +32,7 @@ class Operations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class MeasuredRank:
     """One rank's seconds a step, by phase."""
 
     phases: Mapping[str, float]
@@ -58,10 +58,10 @@ class Rank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredSteps:
     """Some steps of a training, measured without the profiler; `operations` are from the trace."""
 
-    ranks: tuple[Rank, ...]
+    ranks: tuple[MeasuredRank, ...]
     steps: int
     """Steps that were measured."""
     wall: float = 0.0
@@ -111,7 +111,7 @@ class Measured:
         return self.ranks[self.slowest].busy - median(others)
 
     @property
-    def typical(self) -> Rank:
+    def typical(self) -> MeasuredRank:
         """A rank like most: the one whose work is nearest to the median, not the slowest."""
         if len(self.ranks) == 1:
             return self.ranks[0]

@@ -17,10 +17,11 @@ from samestep.execution.session import NATIVE, build_job, choose_path, describe
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
-from samestep.profiling.measured import Measured, Rank
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.profile import Profile, Sweep
-from samestep.profiling.stages import Finished, Stages
+from samestep.profiling.stages import Stages
 from samestep.profiling.sweep import ENDLESS, sweep, variant
+from samestep.profiling.time_account import TimeAccount
 from samestep.profiling.tracing import Kept
 from samestep.ranks.world import World
 from samestep.recipe import Splits
@@ -110,14 +111,14 @@ def _open(path: Path, request: Request, job: Job, threads: int) -> None:
         run.close()
 
 
-def measure(job: Job, path: Path, wishes: Wishes, *, evaluates: bool) -> Measured:
+def measure(job: Job, path: Path, wishes: Wishes, *, evaluates: bool) -> MeasuredSteps:
     """Measure some steps of a job without the profiler and trace some with it, on every rank."""
     world = job.world
     stages = run_stages(job, seconds=wishes.seconds, epoch=wishes.epoch)
     assert stages.span is not None
     span = stages.span
     kept = _keep(stages, job, path)
-    mine = Rank(
+    mine = MeasuredRank(
         phases={phase: seconds / span.steps for phase, seconds in span.phases.items()},
         operations=kept.operations,
         starved=span.cores.waited / span.steps,
@@ -126,7 +127,7 @@ def measure(job: Job, path: Path, wishes: Wishes, *, evaluates: bool) -> Measure
     )
     cores = usable_cores()
     between = every(job)
-    return Measured(
+    return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
@@ -156,8 +157,8 @@ def run_stages(job: Job, *, seconds: float, epoch: int | None = None) -> Stages:
     """Let a job train through warm-up, measured and traced steps."""
     world = job.world
     stages = Stages(
-        phases=job.phases,
-        agree=lambda function: world.broadcast(function() if world.is_main else False),
+        TimeAccount(lambda: job.phases),
+        agree=lambda function: world.broadcast(function() if world.is_main else 0),
         seconds=seconds,
         epoch=epoch,
     )
@@ -166,7 +167,7 @@ def run_stages(job: Job, *, seconds: float, epoch: int | None = None) -> Stages:
     try:
         for _ in train(alone):
             pass
-    except Finished:
+    except _Done:
         return stages
     raise AssertionError("a profiled job trains until it is told to stop")
 
@@ -237,6 +238,10 @@ def _sweep(
     return tuple(sweeps)
 
 
+class _Done(BaseException):
+    """The stages need no more steps."""
+
+
 class _Probe:
     """A job's step that first tells how many there have been."""
 
@@ -249,8 +254,10 @@ class _Probe:
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the steps of a block."""
         epoch = self._job.position.epoch + 1
-        self._stages.at(step)
+        done = self._stages.at(step)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._stages.epoch_begins(epoch)
+            done = self._stages.epoch_begins(epoch) or done
+        if done:
+            raise _Done
         return self._step(block, step, lrs, want_norm=want_norm)

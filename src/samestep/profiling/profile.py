@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.profiling.bottleneck import Verdict
-from samestep.profiling.measured import Measured
+from samestep.profiling.measured import MeasuredSteps
 from samestep.profiling.tracing import write_whole
 
 
@@ -52,7 +52,7 @@ class Profile:
 
     name: str
     path: Path
-    measured: Measured
+    measured: MeasuredSteps
     verdict: Verdict
     sweeps: tuple[Sweep, ...] = ()
     traces: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from samestep.profiling.advice import milliseconds
 from samestep.profiling.bottleneck import Verdict
-from samestep.profiling.measured import Measured, Rank
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.profile import Profile, Sweep
 
 _ALL = 0.999
@@ -57,7 +57,7 @@ def _line(console: Console, name: str, text: str) -> None:
     console.print(f"[bold]{name.strip():<9}[/]" + escape(f"\n{indent}".join(lines)), soft_wrap=True)
 
 
-def _where(measured: Measured, precision: str) -> str:
+def _where(measured: MeasuredSteps, precision: str) -> str:
     ranks = len(measured.ranks)
     parts = [f"{ranks} rank{'s' if ranks > 1 else ''}", measured.device]
     if measured.device == "cpu":
@@ -70,7 +70,7 @@ def _where(measured: Measured, precision: str) -> str:
     return f"{', '.join(parts)}; {measured.steps:,} steps measured"
 
 
-def _phases(measured: Measured, verdict: Verdict) -> Table:
+def _phases(measured: MeasuredSteps, verdict: Verdict) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("ms a step")
     columns = _columns(measured)
@@ -97,7 +97,7 @@ def _phases(measured: Measured, verdict: Verdict) -> Table:
     return table
 
 
-def _columns(measured: Measured) -> dict[str, Rank]:
+def _columns(measured: MeasuredSteps) -> dict[str, MeasuredRank]:
     ranks = measured.ranks
     if len(ranks) <= _MOST_COLUMNS:
         names = [f"rank {number}" for number in range(len(ranks))] if len(ranks) > 1 else [""]

@@ -38,7 +38,6 @@ class Tracer:
 
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
-        self._lap = phases.lap
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -47,6 +46,7 @@ class Tracer:
         self._profile = profile(activities=activities, profile_memory=True)
         self.steps = 0
         """Steps traced so far."""
+        self._running = False
 
     def start(self) -> None:
         """Begin to trace, and to mark the end of each phase in the trace."""
@@ -55,15 +55,17 @@ class Tracer:
             one = torch.ones(())
             for _ in range(_FLOOR_OPERATIONS):
                 torch.neg(one)
-        self._phases.lap = self._mark  # type: ignore[method-assign]
-        self._mark("other")
+        self._running = True
+        self._phases.observer = _mark
+        _mark("other")
         self._begin_step()
 
     def step(self) -> None:
-        """Count a step."""
-        self._step.__exit__(None, None, None)
-        self.steps += 1
-        self._begin_step()
+        """Count a step, unless the trace has ended."""
+        if self._running:
+            self._step.__exit__(None, None, None)
+            self.steps += 1
+            self._begin_step()
 
     def _begin_step(self) -> None:
         # The name that readers of PyTorch's traces look for; the profiler writes it by itself only
@@ -72,17 +74,14 @@ class Tracer:
         self._step.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """End the trace."""
-        self._step.__exit__(None, None, None)
-        self._phases.lap = self._lap  # type: ignore[method-assign]
-        self._profile.stop()
+        """End the trace, unless it has ended."""
+        if self._running:
+            self._step.__exit__(None, None, None)
+            self._phases.observer = None
+            self._profile.stop()
+            self._running = False
 
-    def _mark(self, phase: str) -> None:
-        self._lap(phase)
-        with record_function(MARK + phase):
-            pass
-
-    def keep(self, folder: Path, name: str) -> "Kept":
+    def keep(self, folder: Path, name: str) -> Kept:
         """Write the trace and the memory's timeline into a folder; return what they say.
 
         Raises:
@@ -119,6 +118,12 @@ class Tracer:
         text = json.dumps(trace).encode()
         write_whole(path, gzip.compress(text, compresslevel=3, mtime=0))
         return events
+
+
+def _mark(phase: str) -> None:
+    """Mark the end of a phase in the trace."""
+    with record_function(MARK + phase):
+        pass
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
