@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from samestep.profiling.advice import milliseconds
 from samestep.profiling.bottleneck import judge, split
-from samestep.profiling.measured import MeasuredSteps, Operations, MeasuredRank
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps, Operations
 
 STEP = {
     "data": 0.001,

@@ -105,19 +105,24 @@ class MeasuredSteps:
     @property
     def excess(self) -> float:
         """Seconds a step that the slowest rank takes longer than the others' median."""
-        if len(self.ranks) == 1:
-            return 0.0
-        others = [r.busy for i, r in enumerate(self.ranks) if i != self.slowest]
-        return self.ranks[self.slowest].busy - median(others)
+        others = [rank.busy for rank in self._others]
+        return self.ranks[self.slowest].busy - median(others) if others else 0.0
 
     @property
     def typical(self) -> MeasuredRank:
         """A rank like most: the one whose work is nearest to the median, not the slowest."""
-        if len(self.ranks) == 1:
-            return self.ranks[0]
-        others = [r for i, r in enumerate(self.ranks) if i != self.slowest]
-        middle = median(r.busy for r in others)
+        others = self._others or list(self.ranks)
+        middle = median(rank.busy for rank in others)
         return min(others, key=lambda rank: abs(rank.busy - middle))
+
+    @property
+    def _others(self) -> list[MeasuredRank]:
+        return [rank for number, rank in enumerate(self.ranks) if number != self.slowest]
+
+    @property
+    def traced(self) -> Operations:
+        """What the operations of that rank were; all shares are 0 if no step was traced."""
+        return self.typical.operations or Operations()
 
     @property
     def wanted_cores(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.profiling.bottleneck import Verdict
+from samestep.profiling.bottleneck import Bottleneck
 from samestep.profiling.measured import MeasuredSteps
 from samestep.profiling.tracing import write_whole
 
@@ -53,7 +53,7 @@ class Profile:
     name: str
     path: Path
     measured: MeasuredSteps
-    verdict: Verdict
+    verdict: Bottleneck
     sweeps: tuple[Sweep, ...] = ()
     traces: tuple[str, ...] = ()
     precision: str = ""

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from samestep.profiling.advice import milliseconds
-from samestep.profiling.bottleneck import Verdict
+from samestep.profiling.bottleneck import Bottleneck
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.profile import Profile, Sweep
 
@@ -70,7 +70,7 @@ def _where(measured: MeasuredSteps, precision: str) -> str:
     return f"{', '.join(parts)}; {measured.steps:,} steps measured"
 
 
-def _phases(measured: MeasuredSteps, verdict: Verdict) -> Table:
+def _phases(measured: MeasuredSteps, verdict: Bottleneck) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("ms a step")
     columns = _columns(measured)
@@ -140,7 +140,7 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _ceiling(verdict: Verdict) -> str:
+def _ceiling(verdict: Bottleneck) -> str:
     if verdict.share > _ALL:
         return "There is nothing else: all of the step is that."
     if verdict.kind == "untraced":
