@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from samestep.profiling.events import COLLATE
 from samestep.profiling.hooks import Hooks
 
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))
@@ -176,6 +177,12 @@ def test_the_start_of_workers_is_told_from_reading(script, laps):
     for x, y in DataLoader(DATA, batch_size=6, num_workers=1):
         script.step(x, y)
     assert laps.seen() == ["workers", *STEP[1:], *STEP, "data"]
+
+
+def test_a_trace_shows_where_samples_are_put_together(script):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        list(DataLoader(DATA, batch_size=4))
+    assert [event.name for event in profiler.events()].count(COLLATE) == 3
 
 
 def test_a_profiler_that_the_script_starts_is_told_of(script):
