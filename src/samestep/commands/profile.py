@@ -66,13 +66,33 @@ nothing in it has to change. `samestep profile TARGET --help` shows all flags.
 
 
 @dataclass(frozen=True)
-class Command:
+class _Extent:
+    nproc: int = 1
+    """Ranks to start on this machine."""
+    epoch: int | None = None
+    """Trace this epoch as a whole, counted from 1; by default a few steps."""
+    seconds: float = 3.0
+    """How long to measure, at least."""
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            UserError: a flag is out of its range.
+        """
+        for flag, value in (("--nproc", self.nproc), ("--epoch", self.epoch)):
+            if value is not None and value < 1:
+                raise UserError(f"{flag} is {value}; it must be 1 or more.")
+        if not 0 < self.seconds < float("inf"):
+            raise UserError(f"--seconds is {self.seconds}; it must be greater than 0.")
+
+
+@dataclass(frozen=True)
+class Command(_Extent):
     """What this command itself takes, beside the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    nproc: int = 1
-    """Ranks to start on this machine."""
     workers: str | None = None
     """Try these numbers of loader workers, and say which to use: 0,1,2,4."""
     batch_sizes: str | None = None
@@ -81,26 +101,16 @@ class Command:
     apply: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write what --workers and --batch-sizes found into the file that --config names, or into a
     new RECIPE.toml."""
-    epoch: int | None = None
-    """Trace this epoch as a whole, counted from 1; by default a few steps."""
-    seconds: float = 3.0
-    """How long to measure, at least."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object in place of the tables."""
 
 
 @dataclass(frozen=True)
-class ScriptCommand:
+class ScriptCommand(_Extent):
     """Profile a script. What follows `--` is the script's own."""
 
-    nproc: int = 1
-    """Ranks to start on this machine, with the variables that torchrun sets."""
     out: Path | None = None
     """Directory for the traces; by default a new one in runs/."""
-    epoch: int | None = None
-    """Trace this epoch as a whole, counted from 1; by default a few steps."""
-    seconds: float = 3.0
-    """How long to measure, at least."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object; what the script prints goes to standard error."""
 
@@ -163,7 +173,7 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
 
     about = "Profile {}: where the time of its steps goes."
     command, request = parse(target, flags, verb="profile", about=about, kind=Command)
-    _check(command)
+    command.check()
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes, least=1)
     if command.apply and not (workers or batch_sizes):
@@ -226,7 +236,7 @@ def _script(
                 f"pass its arguments after `--`, and profile it once with each."
             )
     command = tyro.cli(ScriptCommand, prog=f"samestep profile {script}", args=own)
-    _check(command)
+    command.check()
     if module:
         _check_module(str(script))
     name = str(script) if module else script.stem
@@ -334,15 +344,6 @@ def _start(nproc: int, arguments: list[str]) -> int:
 
     refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
     return start_ranks(nproc, arguments, float(os.environ.get(STARTED_AT, time.time())))
-
-
-def _check(command: Command | ScriptCommand) -> None:
-    for name in ("nproc", "epoch"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}; it must be 1 or more.")
-    if not 0 < command.seconds < float("inf"):
-        raise UserError(f"--seconds is {command.seconds}; it must be greater than 0.")
 
 
 def numbers(flag: str, text: str | None, *, least: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ class StepPart:
 
     kind: str
     seconds: float
-    """A step."""
+    """Per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Bottleneck:
     seconds: float
     """What it takes of a step."""
     step: float
-    """Seconds a step, with its share of evaluations and checkpoints."""
+    """Seconds per step, with its share of evaluations and checkpoints."""
     why: str
     """The evidence, a sentence."""
     change: str

@@ -122,7 +122,7 @@ class Hooks:
         iterator._samestep = (loader, starts)  # noqa: SLF001 - our own mark
         fetcher = getattr(iterator, "_dataset_fetcher", None)  # where this process reads itself
         if fetcher is not None:
-            fetcher.collate_fn = _in_range(COLLATE, fetcher.collate_fn)
+            fetcher.collate_fn = record_function(COLLATE)(fetcher.collate_fn)
         return iterator
 
     def _is_for_training(self, loader: Any) -> bool:
@@ -208,17 +208,6 @@ def _alike(one: Any, other: Any) -> bool:
         other.batch_size,
         sizes[1],
     )
-
-
-def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that the profiler shows under a name."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(name):
-            return function(*args, **kwargs)
-
-    return call
 
 
 @contextmanager

@@ -20,9 +20,9 @@ class Operations:
     sync: float = 0.0
     """The host stood still until the device had caught up, and the device then idled."""
     count: float = 0.0
-    """Operations a step."""
+    """Operations per step."""
     syncs: float = 0.0
-    """Times a step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
+    """Times per step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
     collate: float = 0.0
     """Share of the wait for data in which samples were put together to a batch."""
     top_matmul: tuple[tuple[str, float], ...] = ()
@@ -33,12 +33,12 @@ class Operations:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRank:
-    """One rank's seconds a step, by phase."""
+    """One rank's seconds per step, by phase."""
 
     phases: Mapping[str, float]
     operations: Operations | None = None
     starved: float = 0.0
-    """Seconds a step in which one of its threads wanted a core and had none: the one that waited
+    """Seconds per step in which one of its threads wanted a core and had none: the one that waited
     longest."""
     wanted_cores: float = 0.0
     """Cores that its threads and loader processes wanted on average."""
@@ -48,12 +48,12 @@ class MeasuredRank:
 
     @property
     def busy(self) -> float:
-        """Seconds a step until it has its gradients, whatever the others do."""
+        """Seconds per step until it has its gradients, whatever the others do."""
         return sum(self.phases.get(phase, 0.0) for phase in (*WAITS, *COMPUTE))
 
     @property
     def step(self) -> float:
-        """Seconds a step, all phases together."""
+        """Seconds per step, all phases together."""
         return sum(self.phases.values())
 
 
@@ -65,11 +65,11 @@ class MeasuredSteps:
     steps: int
     """Steps that were measured."""
     wall: float = 0.0
-    """Seconds a step by the clock alone, what the phases have to add up to."""
+    """Seconds per step by the clock alone, what the phases have to add up to."""
     samples: float = 0.0
-    """Samples a step over all ranks; 0 if not known."""
+    """Samples per step over all ranks; 0 if not known."""
     evaluation: float = 0.0
-    """Seconds a step, if evaluations are shared out over the steps between them."""
+    """Seconds per step, if evaluations are shared out over the steps between them."""
     checkpoint: float = 0.0
     """The same of checkpoints."""
     worker_start: float = 0.0
@@ -104,7 +104,7 @@ class MeasuredSteps:
 
     @property
     def excess(self) -> float:
-        """Seconds a step that the slowest rank takes longer than the others' median."""
+        """Seconds per step that the slowest rank takes longer than the others' median."""
         others = [rank.busy for rank in self._others]
         return self.ranks[self.slowest].busy - median(others) if others else 0.0
 

@@ -22,7 +22,7 @@ from samestep.profiling.profile import Profile, Sweep
 from samestep.profiling.stages import Stages
 from samestep.profiling.sweep import ENDLESS, sweep, variant
 from samestep.profiling.time_account import TimeAccount
-from samestep.profiling.tracing import Kept
+from samestep.profiling.tracing import Traced
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.run.directory import Run, new_run_path
@@ -146,7 +146,7 @@ def measure(job: Job, path: Path, wishes: Wishes, *, evaluates: bool) -> Measure
     )
 
 
-def _keep(stages: Stages, job: Job, path: Path) -> Kept:
+def _keep(stages: Stages, job: Job, path: Path) -> Traced:
     tracer = stages.tracer
     assert tracer is not None
     name = f"rank{job.world.rank}_workers_{job.settings.num_workers}"

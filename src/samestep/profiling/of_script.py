@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -241,22 +241,18 @@ def _rank_found(
     stages: Stages, span: MeasuredSpan, hooks: Hooks, out: Path, rank: int
 ) -> _RankFound:
     """Write this rank's trace; return what rank 0 has to know of this rank."""
-    kept, trace = None, None
+    traced, trace = None, None
     if stages.tracer is not None and stages.tracer.steps:
         workers = hooks.loader.num_workers if hooks.loader is not None else 0
         name = f"rank{rank}_workers_{workers}"
-        kept = stages.tracer.keep(out / "traces", name)
+        traced = stages.tracer.keep(out / "traces", name)
         trace = f"traces/trace_{name}.json.gz"
-    phases = {phase: seconds / span.steps for phase, seconds in span.phases.items()}
+    found = span.per_step(traced)
+    phases = dict(found.phases)
     worker_start = phases.pop("workers", 0.0)
+    phases["data"] = phases.get("data", 0.0) + worker_start
     return _RankFound(
-        rank=MeasuredRank(
-            phases={**phases, "data": phases.get("data", 0.0) + worker_start},
-            operations=kept.operations if kept is not None else None,
-            starved=span.cores.waited / span.steps,
-            wanted_cores=span.cores.wanted,
-            memory=kept.memory if kept is not None else None,
-        ),
+        rank=replace(found, phases=phases),
         worker_start=worker_start,
         trace=trace,
         profiled_itself=stages.profiled_itself,

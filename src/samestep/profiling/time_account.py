@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from samestep.profiling.cores import Clocks, Cores, core_clocks, cores_between
+from samestep.profiling.measured import MeasuredRank
+from samestep.profiling.tracing import Traced
 from samestep.training.phases import Phases
 
 
@@ -29,6 +31,16 @@ class MeasuredSpan:
     phases: dict[str, float]
     """Seconds in all of the steps."""
     cores: Cores
+
+    def per_step(self, traced: Traced | None) -> MeasuredRank:
+        """Return this rank's numbers per step, with those of its trace if it has one."""
+        return MeasuredRank(
+            phases={phase: seconds / self.steps for phase, seconds in self.phases.items()},
+            operations=traced.operations if traced is not None else None,
+            starved=self.cores.waited / self.steps,
+            wanted_cores=self.cores.wanted,
+            memory=traced.memory if traced is not None else None,
+        )
 
 
 class TimeAccount:

@@ -1,8 +1,6 @@
 """Trace some steps with torch.profiler, and keep the trace as one whole file a rank."""
 
-import csv
 import gzip
-import io
 import json
 import sys
 import tempfile
@@ -26,7 +24,7 @@ _MANY_STEPS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class Traced:
     """What a trace that was written says."""
 
     operations: Operations
@@ -81,7 +79,7 @@ class Tracer:
             self._profile.stop()
             self._running = False
 
-    def keep(self, folder: Path, name: str) -> Kept:
+    def keep(self, folder: Path, name: str) -> Traced:
         """Write the trace and the memory's timeline into a folder; return what they say.
 
         Raises:
@@ -92,7 +90,7 @@ class Tracer:
         events = self.save(folder / f"trace_{name}.json.gz")
         rows = memory_timeline(events)
         save_memory(folder / f"memory_{name}.csv", rows)
-        return Kept(operations=digest(events, self.steps), memory=peak_memory(rows))
+        return Traced(operations=digest(events, self.steps), memory=peak_memory(rows))
 
     def save(self, path: Path) -> list[dict[str, Any]]:
         """Write the trace, compressed, with its phases as a row of their own; return its events.
@@ -169,19 +167,9 @@ def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {**base, "name": "thread_name", "args": {"name": "phases of a step (samestep)"}},
         {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
     ]
-    ranges = [
-        {
-            "ph": "X",
-            "cat": "phase",
-            "name": phase,
-            "pid": pid,
-            "tid": 0,
-            "ts": begin,
-            "dur": end - begin,
-        }
-        for phase, (begin, end) in phases_of(events)
-    ]
-    return [*named, *ranges]
+    one = {"pid": pid, "tid": 0, "ph": "X", "cat": "phase"}
+    phases = phases_of(events)
+    return [*named, *({**one, "name": p, "ts": a, "dur": b - a} for p, (a, b) in phases)]
 
 
 def memory_timeline(events: list[dict[str, Any]]) -> list[tuple[float, str, float]]:
@@ -221,8 +209,5 @@ def save_memory(path: Path, rows: list[tuple[float, str, float]]) -> None:
     Raises:
         UserError: it could not be written.
     """
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["ms", "phase", "MiB"])
-    table.writerows([f"{ms:.3f}", phase, f"{mib:.4f}"] for ms, phase, mib in rows)
-    write_whole(path, text.getvalue().encode())
+    lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
+    write_whole(path, "\n".join([*lines, ""]).encode())

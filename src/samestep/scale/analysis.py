@@ -58,7 +58,6 @@ class ScalingReport:
     """All that is said of a study."""
 
     recipe: str
-    study: Study
     results: dict[Mode, list[ScalingResult]]
     """Of each mode that was asked for, by the number of ranks; the base first."""
     crowded: dict[int, bool]
@@ -95,7 +94,6 @@ def analyse(
     crowded = {one.setup.ranks: is_crowded(one, busy) for one in found}
     return ScalingReport(
         recipe=recipe,
-        study=study,
         results=results,
         seconds=seconds,
         crowded=crowded,
