@@ -13,8 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 # The rooms, floor by floor: a room may import rooms of the floors above its own line, and no other.
 FLOORS = [
     ["errors", "machine", "models", "version"],
-    ["ranks", "run", "settings"],
-    ["cli", "recipe", "screen", "slurm", "tracking"],
+    ["settings"],
+    ["ranks", "recipe", "run"],
+    ["cli", "screen", "slurm", "tracking"],
     ["__main__", "comparison", "data", "doctor"],
     ["recipes", "training"],
     ["execution"],

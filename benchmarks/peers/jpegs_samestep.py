@@ -36,7 +36,15 @@ chosen = recipe.complete_options(
 )
 start = time.perf_counter()
 data = load_splits(recipe, chosen, World()).train
-source = open_source(data, recipe, World(), seed=42, dtype=torch.float32, num_workers=asked.workers)
+source = open_source(
+    data,
+    World(),
+    seed=42,
+    dtype=torch.float32,
+    num_workers=asked.workers,
+    transform=recipe.transform,
+    augment=recipe.augment,
+)
 
 
 def train_epoch(epoch: int) -> int:

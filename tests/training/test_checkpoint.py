@@ -398,12 +398,13 @@ def test_checkpoints_come_by_steps_by_epochs_and_by_minutes_and_at_the_end(tmp_p
 def test_the_minutes_to_a_checkpoint_count_from_the_one_before(monkeypatch):
     clock = itertools.count(0.0, 25.0)  # each look at the clock is 25 seconds after the last
     monkeypatch.setattr(stopping, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    agreement = stopping.Agreement(World(), stopping.Received(), 1.0)
+    minutes = stopping.Minutes(1.0)
+    agreement = stopping.Agreement(World(), stopping.Received(), minutes.passed)
     due = []
     for step in range(1, 8):
-        due.append(agreement.after(step).save)
+        due.append(agreement.after(step).wished)
         if due[-1]:
-            agreement.saved()
+            minutes.restart()
     assert due == [False, False, True, False, False, True, False]
 
 

@@ -15,7 +15,7 @@ from samestep.data.loader import LoaderSource
 from samestep.data.memory import MemorySource
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import InMemory, Recipe
+from samestep.recipe import Augment, InMemory, Transform
 
 
 class Source(Protocol):
@@ -40,17 +40,26 @@ class Source(Protocol):
 
 def open_source(
     data: InMemory | Dataset[Any],
-    recipe: Recipe,
     world: World,
     *,
     seed: int,
     dtype: torch.dtype,
     num_workers: int,
+    transform: Transform | None = None,
+    augment: Augment | None = None,
     lap: Lap = untimed,
 ) -> Source:
     """Return the source that suits a data set: memory for tensors, else a DataLoader.
 
-    `lap` is told where reading ends ("data"), and copying to the device ("to_device").
+    Args:
+        data: inputs and targets as they are stored, or a map-style data set.
+        world: whose part of the samples.
+        seed: of the order, and of what a data set draws.
+        dtype: of floating-point inputs and targets.
+        num_workers: processes that read a data set.
+        transform: stored inputs → model inputs, a whole batch on the device.
+        augment: (inputs, keys (batch,) int64) → inputs, before `transform` and only for training.
+        lap: told where reading ends ("data"), and copying to the device ("to_device").
 
     Raises:
         UserError: the data has no samples, or is neither tensors nor a map-style data set.
@@ -64,10 +73,19 @@ def open_source(
                 f"The recipe's data is a tuple of {len(data)} ({kinds}); it must be (inputs, "
                 "targets), both tensors. torch.from_numpy makes one of a NumPy array."
             )
-        source: Source = MemorySource(data, recipe, world, seed=seed, dtype=dtype, lap=lap)
+        source: Source = MemorySource(
+            data, world, seed=seed, dtype=dtype, transform=transform, augment=augment, lap=lap
+        )
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         source = LoaderSource(
-            data, recipe, world, seed=seed, dtype=dtype, num_workers=num_workers, lap=lap
+            data,
+            world,
+            seed=seed,
+            dtype=dtype,
+            num_workers=num_workers,
+            transform=transform,
+            augment=augment,
+            lap=lap,
         )
     else:
         raise UserError(

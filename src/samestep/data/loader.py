@@ -13,7 +13,7 @@ from samestep.data.keys import mix, sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import Recipe
+from samestep.recipe import Augment, Transform
 
 
 class LoaderSource:
@@ -22,16 +22,18 @@ class LoaderSource:
     def __init__(
         self,
         dataset: Dataset[Any],
-        recipe: Recipe,
         world: World,
         *,
         seed: int,
         dtype: torch.dtype,
         num_workers: int,
+        transform: Transform | None = None,
+        augment: Augment | None = None,
         lap: Lap = untimed,
     ) -> None:
         self.num_samples = len(dataset)  # type: ignore[arg-type]
-        self._recipe, self._world, self._seed, self._dtype = recipe, world, seed, dtype
+        self._world, self._seed, self._dtype = world, seed, dtype
+        self._transform, self._augment = transform, augment
         self._lap = lap
         self._plan: list[list[tuple[int, int]]] = []
         reads_batches = hasattr(dataset, "read_batch")
@@ -69,9 +71,9 @@ class LoaderSource:
         )
         self._plan[:] = [[(epoch, index) for index in span.indices.tolist()] for span in parts]
         for span, (inputs, targets) in zip(parts, self._batches(), strict=True):
-            if self._recipe.augment is not None:
+            if self._augment is not None:
                 keys = sample_keys(self._seed, epoch, span.indices.to(self._world.device))
-                inputs = self._recipe.augment(inputs, keys)  # noqa: PLW2901
+                inputs = self._augment(inputs, keys)  # noqa: PLW2901
             yield Block(
                 span.first_step,
                 1,
@@ -118,8 +120,8 @@ class LoaderSource:
         )
 
     def _finish(self, inputs: Any) -> Any:
-        if self._recipe.transform is not None:
-            inputs = self._recipe.transform(inputs)
+        if self._transform is not None:
+            inputs = self._transform(inputs)
         return self._cast(inputs)
 
     def _cast(self, tree: Any) -> Any:

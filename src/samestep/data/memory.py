@@ -10,7 +10,7 @@ from samestep.data.keys import sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import InMemory, Recipe
+from samestep.recipe import Augment, InMemory, Transform
 
 # One gather serves several steps: it spares a small model's steps most of their overhead, and
 # stays in the processor's cache.
@@ -24,11 +24,12 @@ class MemorySource:
     def __init__(
         self,
         data: InMemory,
-        recipe: Recipe,
         world: World,
         *,
         seed: int,
         dtype: torch.dtype,
+        transform: Transform | None = None,
+        augment: Augment | None = None,
         lap: Lap = untimed,
     ) -> None:
         inputs, targets = data
@@ -38,7 +39,8 @@ class MemorySource:
                 "each sample needs both."
             )
         self.num_samples = len(inputs)
-        self._recipe, self._world, self._seed, self._dtype = recipe, world, seed, dtype
+        self._world, self._seed, self._dtype = world, seed, dtype
+        self._transform, self._augment = transform, augment
         size = inputs.nbytes + targets.nbytes
         home = world.device if _fits(size, world.device) else torch.device("cpu")
         self._inputs = _store(inputs, home, dtype)
@@ -69,9 +71,9 @@ class MemorySource:
             world=self._world,
         ):
             inputs, targets = self._gather(span.indices)
-            if self._recipe.augment is not None:
+            if self._augment is not None:
                 keys = sample_keys(self._seed, epoch, span.indices.to(inputs.device))
-                inputs = self._recipe.augment(inputs, keys)
+                inputs = self._augment(inputs, keys)
             yield Block(
                 span.first_step,
                 span.num_steps,
@@ -104,8 +106,8 @@ class MemorySource:
         return moved
 
     def _finish(self, inputs: Tensor) -> Tensor:
-        if self._recipe.transform is not None:
-            inputs = self._recipe.transform(inputs)
+        if self._transform is not None:
+            inputs = self._transform(inputs)
         return inputs.to(self._dtype) if inputs.is_floating_point() else inputs
 
 

@@ -61,6 +61,10 @@ class Phases:
             }
         )
 
+    def attempt(self) -> dict[str, float]:
+        """Return the seconds of all epochs of this attempt in each phase."""
+        return self._named(self.running())
+
     def clear(self) -> None:
         """Begin another epoch."""
         self._cleared, self.earlier = self.running(), {}

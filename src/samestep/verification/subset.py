@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from samestep.data.loading import PreparedOnRanks
 from samestep.errors import UserError
 from samestep.recipe import Splits
 
@@ -48,20 +49,13 @@ def evaluated_split(splits: Splits) -> str:
 
 
 def cut_down(splits: Splits, num_train: int, num_evaluated: int) -> Splits:
-    """Return a few samples of the training data, and of what is evaluated as `validation`.
-
-    Work that the ranks would share to make all of the data ready is left out.
-    """
-    lenient = splits.together is not None
-    name = evaluated_split(splits)
-    evaluated = _some(getattr(splits, name), num_evaluated, lenient=lenient)
-    train = _some(splits.train, num_train, lenient=lenient)
-    return replace(
-        splits, train=train, validation=evaluated, test=None, together=None, notes=(), left_out=()
-    )
+    """Return a few samples of the training data, and of what is evaluated as `validation`."""
+    evaluated = _some(getattr(splits, evaluated_split(splits)), num_evaluated)
+    train = _some(splits.train, num_train)
+    return replace(splits, train=train, validation=evaluated, test=None, notes=(), left_out=())
 
 
-def _some(data: Any, count: int, *, lenient: bool) -> Any:
+def _some(data: Any, count: int) -> Any:
     """Return some samples of a split; what is no data at all is left for others to refuse."""
     total = num_samples(data)
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
@@ -73,7 +67,8 @@ def _some(data: Any, count: int, *, lenient: bool) -> Any:
         return data[0][taken], data[1][taken]
     if not hasattr(data, "__getitem__"):
         return data
-    places = _readable(data, count) if lenient else _spread(total, count)
+    # Samples that cannot be read are left out only where a run would leave them out, too.
+    places = _readable(data, count) if isinstance(data, PreparedOnRanks) else _spread(total, count)
     return (SomeBatches if hasattr(data, "read_batch") else Some)(data, places)
 
 

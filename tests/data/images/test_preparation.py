@@ -11,7 +11,7 @@ import torch
 
 from samestep import UserError, machine
 from samestep.data.images import preparation, scan, shared
-from samestep.data.images.dataset import ImageFiles
+from samestep.data.images.preparation import ImageFiles
 from samestep.ranks.world import World
 from tests.data.images.ranks_of_images import (
     batches,

@@ -2,19 +2,20 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from samestep.data.images.dataset import ImageFiles
+from samestep.data.images.decode import UnreadableImageError, decode
 from samestep.data.images.folders import Files
 from samestep.data.images.scan import Broken, decode_into, find_broken
 from samestep.data.images.shared import NoRoomError, map_shared
+from samestep.data.loading import Prepared
 from samestep.errors import UserError
 from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
@@ -28,21 +29,47 @@ _NUM_SHOWN = 3
 _PURPOSE = {"train": "train on", "validation": "validate with", "test": "test with"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """Data sets that every rank has alike."""
+class ImageFiles(Dataset[Any]):
+    """Each sample is (image (3, side, side) uint8, label), decoded anew at each reading."""
 
-    splits: Mapping[str, InMemory | ImageFiles]
-    """`train` and so on → its images, in memory or as files."""
-    left_out: tuple[str, ...]
-    """What could not be read: its path below the data folder and the reason."""
-    notes: tuple[str, ...]
-    """What the user should know, a sentence each."""
+    def __init__(
+        self, files: Files, side: int, *, cache: Cache = "auto", max_corrupt: float = 0.0
+    ) -> None:
+        self.files, self._side = files, side
+        self._cache, self._max_corrupt = cache, max_corrupt
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read_batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Return images (batch, 3, side, side) and labels (batch,): the loader asks for these."""
+        images = torch.empty((len(indices), 3, self._side, self._side), dtype=torch.uint8)
+        for place, index in enumerate(indices):
+            images[place] = self[index][0]
+        return images, torch.from_numpy(self.files.labels[indices])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = self.files.path(index)
+        try:
+            return decode(path, self._side), int(self.files.labels[index])
+        except UnreadableImageError as error:
+            # Leaving it out now would change the order of the others, on this rank alone.
+            raise UserError(
+                f"{path} could be read when the run began, and now it cannot: {error}. Bring it "
+                "back and go on with --resume, or start a new run without it."
+            ) from error
+
+    def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> Prepared:
+        """Read all images of some splits once; see `prepare_images`."""
+        files = {name: split.files for name, split in splits.items()}
+        return prepare_images(
+            files, self._side, world, cache=self._cache, max_corrupt=self._max_corrupt
+        )
 
 
-def make_ready(
+def prepare_images(
     splits: Mapping[str, Files], side: int, world: World, *, cache: Cache, max_corrupt: float
-) -> Ready:
+) -> Prepared:
     """Read all images once, on all ranks together; every rank calls it.
 
     Args:
@@ -50,7 +77,7 @@ def make_ready(
         side: edge at which images are kept, in pixels.
         world: this rank among the others.
         cache: whether decoded images stay in memory, which the ranks of a node share.
-        max_corrupt: the largest fraction of files that may be broken.
+        max_corrupt: the largest fraction of files that may be broken; they are left out.
 
     Raises:
         UserError: on every rank: too many files are broken, the ranks see different files, or
@@ -77,7 +104,7 @@ def make_ready(
         )
         for name, (start, end) in zip(splits, bounds, strict=True)
     }
-    return Ready(splits=ready, left_out=left_out, notes=tuple(notes))
+    return Prepared(splits=ready, left_out=left_out, notes=tuple(notes))
 
 
 def _join(parts: list[Files]) -> Files:

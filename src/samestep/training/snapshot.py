@@ -13,81 +13,81 @@ from samestep.data.keys import mix
 from samestep.errors import UserError
 from samestep.run.checkpoints import FORMAT
 from samestep.training.clock import Position
-from samestep.training.loop import Job
 from samestep.training.optimizer import set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
+from samestep.training.work import State, Work
 
 
-def capture(job: Job, recipe: str) -> dict[str, Any]:
-    """Return the state of a job. All ranks call it; each adds what only it knows."""
-    scaler = job.trainee.scaler
-    plan = job.plan
-    next_lr = learning_rate(plan, job.settings, job.position.step)
-    set_lr(job.trainee.optimizer, next_lr)  # the steps do not keep it up to date
-    ranks = job.world.gather({"rng": _rng_state(), "loss_sum": job.loss_sum})
+def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
+    """Return what a checkpoint holds. All ranks call it; each adds what only it knows."""
+    scaler = work.trainee.scaler
+    plan = work.plan
+    next_lr = learning_rate(plan, work.settings, state.position.step)
+    set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
+    ranks = work.world.gather({"rng": _rng_state(), "loss_sum": state.loss_sum})
     return {
         "format": FORMAT,
         "recipe": recipe,
-        "classes": list(job.classes),
-        "model": job.trainee.model.state_dict(),
-        "optimizer": job.trainee.optimizer.state_dict(),
+        "classes": list(work.classes),
+        "model": work.trainee.model.state_dict(),
+        "optimizer": work.trainee.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
-            "schedule": job.settings.schedule,
-            "warmup_steps": job.settings.warmup_steps,
+            "schedule": work.settings.schedule,
+            "warmup_steps": work.settings.warmup_steps,
             "total_steps": plan.total_steps,
             "next_lr": next_lr,
         },
         "rng": [rank["rng"] for rank in ranks],
-        "position": asdict(job.position),
+        "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
-        "watch": asdict(job.watch),
+        "watch": asdict(state.watch),
         "order": {
-            "seed": job.settings.seed,
+            "seed": work.settings.seed,
             "num_samples": plan.num_samples,
             "global_batch_size": plan.global_batch_size,
-            "drop_last": job.settings.drop_last,
+            "drop_last": work.settings.drop_last,
         },
     }
 
 
-def restore(job: Job, recipe: str, state: dict[str, Any]) -> None:
-    """Bring a newly built job to where a checkpoint stands, on this number of ranks.
+def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
+    """Bring a new training to where a checkpoint stands, on this number of ranks.
 
     Raises:
         UserError: the checkpoint is of another recipe, model or data.
     """
-    check_recipe(state, recipe)
-    check_classes(state, job.classes)
-    order, plan = state["order"], job.plan
+    check_recipe(saved, recipe)
+    check_classes(saved, work.classes)
+    order, plan = saved["order"], work.plan
     for name, now in (
         ("num_samples", plan.num_samples),
         ("global_batch_size", plan.global_batch_size),
-        ("seed", job.settings.seed),
-        ("drop_last", job.settings.drop_last),
+        ("seed", work.settings.seed),
+        ("drop_last", work.settings.drop_last),
     ):
         if order[name] != now:
             raise UserError(
                 f"The checkpoint was trained with {name} = {order[name]}, now it is {now}: the "
                 "order of samples would change within the run. Start a new run instead."
             )
-    load_model(job.trainee.model, state)
-    job.trainee.optimizer.load_state_dict(state["optimizer"])
-    match_layouts(job.trainee.optimizer)
-    if job.trainee.scaler is not None and state["scaler"] is not None:
-        job.trainee.scaler.load_state_dict(state["scaler"])
-    job.position = Position(**state["position"])
-    job.watch = Watch(**state["watch"])
-    world = job.world
-    if len(state["rng"]) == world.world_size:
-        _set_rng_state(state["rng"][world.rank])
-        job.loss_sum = state["loss_sums"][world.rank]
+    load_model(work.trainee.model, saved)
+    work.trainee.optimizer.load_state_dict(saved["optimizer"])
+    match_layouts(work.trainee.optimizer)
+    if work.trainee.scaler is not None and saved["scaler"] is not None:
+        work.trainee.scaler.load_state_dict(saved["scaler"])
+    state.position = Position(**saved["position"])
+    state.watch = Watch(**saved["watch"])
+    world = work.world
+    if len(saved["rng"]) == world.world_size:
+        _set_rng_state(saved["rng"][world.rank])
+        state.loss_sum = saved["loss_sums"][world.rank]
     else:
-        seed_rank(mix(job.settings.seed, job.position.step), world.rank)
+        seed_rank(mix(work.settings.seed, state.position.step), world.rank)
         # Only the sum over the ranks counts, so one of them takes it all.
-        job.loss_sum = sum(state["loss_sums"]) if world.is_main else 0.0
+        state.loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
 
 
 def check_recipe(state: dict[str, Any], recipe: str) -> None:
