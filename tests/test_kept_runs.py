@@ -33,13 +33,13 @@ def copy(tmp_path, request) -> Path:
 def test_a_kept_run_goes_on_from_its_step_on_another_number_of_ranks(
     copy, step, world_size, losses, tmp_path
 ):
-    before = read_records(copy)
+    before = list(read_records(copy))
     run(
         *("train", str(copy), "--resume", "--epochs", "6", "--max-steps", "42"),
         world_size=world_size,
         folder=tmp_path / "output",
     )
-    records = read_records(copy)
+    records = list(read_records(copy))
     assert records[: len(before)] == before
     (resumed,) = (r for r in records if r["event"] == "resume")
     assert (resumed["step"], resumed["problems"]) == (step, [])
