@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
 WORKERS ?= 3
 
-.PHONY: train test lint bench clean help
+.PHONY: train test lint bench dist clean help
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
@@ -39,5 +39,10 @@ lint: $(VENV)/.ready ## ruff and mypy
 bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks/results/
 	$(BIN)/python benchmarks/run.py
 
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+dist: $(VENV)/.ready ## build the sdist, from it the wheel, and try the wheel in a fresh venv
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tools/smoke.py dist/*.whl
+
+clean: ## remove the virtual environment, what was built, and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
