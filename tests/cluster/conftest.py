@@ -8,6 +8,7 @@ from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 
 def pytest_itemcollected(item):
     """Keep this folder's tests in one worker: jobs of two sandboxes would take the same ports."""
+    item.add_marker("cluster")
     item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
