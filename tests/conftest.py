@@ -5,9 +5,12 @@ Tests marked `gpu` are the exception: they may be skipped in CI too.
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.command_line import call, one_message
 
 
 def pytest_configure():
@@ -23,6 +26,23 @@ def here(tmp_path, monkeypatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture
+def refused(capfd) -> Callable[..., str]:
+    """Run a command in this process that has to be refused; return its one message.
+
+    `tests.command_line.refusal` does the same with real processes: for several ranks, and where
+    what lies between `main()` and the exit code of a process is what is tested.
+    """
+
+    def run(*arguments: str) -> str:
+        capfd.readouterr()
+        code = call(*arguments)
+        printed, told = capfd.readouterr()
+        return one_message(code, printed + told)
+
+    return run
 
 
 @pytest.hookimpl(wrapper=True)
