@@ -41,7 +41,7 @@ def environment(**more: str) -> dict[str, str]:
 _runs = itertools.count()
 
 
-def run(
+def forked(
     script: str, *arguments: str, folder: Path, world_size: int = 1, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in a folder, to whatever end, on ranks that have imported torch already."""
@@ -73,7 +73,7 @@ def _script(command: list[str], folder: Path, outputs: Path, variables: dict[str
     runpy.run_path(command[0], run_name="__main__")
 
 
-def typed(
+def run(
     *command: str, folder: Path, world_size: int = 1, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as a reader types it, under torchrun for several ranks, to whatever end."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import MNIST_PROFILING, environment, run, typed
+from tests.examples.programs import MNIST_PROFILING, environment, forked, run
 from tests.idx_files import write_mnist
 
 TRAIN = str(MNIST_PROFILING / "single_gpu_train.py")
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def from_its_folder(folder):
     """Return what it prints and its trace, typed in its own folder, without workers."""
-    return profiled(folder / "examples" / "mnist_profiling", "single_gpu_train.py", 0, start=typed)
+    return profiled(folder / "examples" / "mnist_profiling", "single_gpu_train.py", 0, start=run)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def from_elsewhere(folder):
     return profiled(folder, "examples/mnist_profiling/single_gpu_train.py", 2, "--batch_size", "32")
 
 
-def profiled(folder, script, workers, *more, start=run):
+def profiled(folder, script, workers, *more, start=forked):
     size = () if more else ("--batch_size", "1")
     done = start(script, "--num_workers", str(workers), *size, *more, folder=folder)
     assert done.returncode == 0, done.stderr
@@ -93,14 +93,14 @@ def test_the_workers_prepare_the_batches_only_if_there_are_some(from_its_folder,
 
 def test_a_part_of_the_epoch_can_be_profiled(folder, tmp_path):
     asked = ("--num_workers", "0", "--profile_steps", "2", "--epochs", "2")
-    done = run(TRAIN, *asked, "--data_dir", str(folder / "data/mnist"), folder=tmp_path)
+    done = forked(TRAIN, *asked, "--data_dir", str(folder / "data/mnist"), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(spans(tmp_path / "trace_single_gpu_workers_0.json", "Optimizer.step#")) == 2
 
 
 def table(*traces: Path) -> tuple[dict[str, list[str]], str]:
     """Return the table's rows, those of one step with their unit, and the text below it."""
-    done = run(PER_STEP, *map(str, traces), folder=traces[0].parent)
+    done = forked(PER_STEP, *map(str, traces), folder=traces[0].parent)
     assert done.returncode == 0, done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     rows, unit = {}, ""
@@ -197,7 +197,7 @@ def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name):
     torn = write_mnist(tmp_path / "torn") / "train-images-idx3-ubyte.gz"
     torn.write_bytes(torn.read_bytes()[:500])
     (tmp_path / "trace_single_gpu_workers_0.json").mkdir()
-    done = run(TRAIN, *arguments, folder=tmp_path)
+    done = forked(TRAIN, *arguments, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     (message,) = [line for line in done.stderr.splitlines() if not line.startswith("USDT:")]
     assert message.startswith("single_gpu_train.py: ")
@@ -208,7 +208,7 @@ def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name):
 @pytest.mark.parametrize("content", ["", '{"traceEvents": [', "[]", '{"traceEvents": []}'])
 def test_a_file_that_is_no_trace_is_named(tmp_path, content):
     (tmp_path / "half.json").write_text(content)
-    done = run(PER_STEP, "half.json", folder=tmp_path)
+    done = forked(PER_STEP, "half.json", folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("per_step.py: half.json ")
     assert "Traceback" not in done.stderr

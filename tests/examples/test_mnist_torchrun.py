@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import command_line
-from tests.examples.programs import TRAIN_DISTRIBUTED, environment, epochs, python, run, typed
+from tests.examples.programs import TRAIN_DISTRIBUTED, environment, epochs, forked, python, run
 from tests.idx_files import write_mnist
 
 WITHOUT_DROPOUT = str(Path(__file__).parent / "without_dropout.py")
@@ -26,7 +26,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train(folder, *arguments, world_size=1, start=run):
+def train(folder, *arguments, world_size=1, start=forked):
     """Run the script to its good end; return what it printed."""
     done = start(TRAIN_DISTRIBUTED, *arguments, folder=folder, world_size=world_size)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def read_events(run_folder):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_prints_how_it_starts_and_one_line_an_epoch_on_rank_0_alone(folder, world_size):
     flags = ("--epochs", "2", "--batch-size", "20")
-    printed = train(folder, *flags, world_size=world_size, start=typed)
+    printed = train(folder, *flags, world_size=world_size, start=run)
     first, *_ = lines = printed.splitlines()
     assert first.split()[-2:] == [f"{world_size}", "GPUs"]
     on_cpu = not torch.cuda.is_available()
@@ -110,7 +110,7 @@ def test_its_losses_are_those_of_samestep_train_mnist(tmp_path, world_size):
     # batch, so that the order within an epoch does not matter. Four epochs are four steps.
     data = str(write_mnist(tmp_path / "data", num_train=133))
     same = ("--epochs", "4", "--lr", "0.001", "--seed", "42", "--data-dir", data)
-    by_hand = run(
+    by_hand = forked(
         WITHOUT_DROPOUT,
         TRAIN_DISTRIBUTED,
         *same,
@@ -120,7 +120,7 @@ def test_its_losses_are_those_of_samestep_train_mnist(tmp_path, world_size):
         world_size=world_size,
     )
     assert by_hand.returncode == 0, by_hand.stderr
-    by_samestep = run(
+    by_samestep = forked(
         *(WITHOUT_DROPOUT, "samestep", "train", "mnist", "--model", "convnet", *same),
         *("--global-batch-size", "122", "--run-dir", "run", "--device", "cpu"),
         folder=tmp_path,
@@ -171,10 +171,10 @@ MISTAKES = {
 }
 
 
-def refusal(folder, *arguments, world_size=1, start=run, **more):
+def refusal(folder, *arguments, world_size=1, start=forked, **more):
     """Run the script where it must refuse; return its one message."""
     done = start(TRAIN_DISTRIBUTED, *arguments, folder=folder, world_size=world_size, **more)
-    under_torchrun = start is typed and world_size > 1
+    under_torchrun = start is run and world_size > 1
     assert done.returncode == (1 if under_torchrun else 2), done.stderr  # torchrun's own is 1
     messages = re.findall(r"^train_distributed\.py: .*", done.stderr, re.MULTILINE)
     assert len(messages) == 1, done.stderr
@@ -191,7 +191,7 @@ def test_a_mistake_gets_one_message_and_exit_code_2(folder, name):
     assert words in refusal(folder, *arguments)
 
 
-@pytest.mark.parametrize(("name", "start"), [("no data", typed), ("no epochs", run)])
+@pytest.mark.parametrize(("name", "start"), [("no data", run), ("no epochs", forked)])
 def test_ranks_that_all_find_a_mistake_say_it_once(folder, name, start):
     arguments, words = MISTAKES[name]
     message = refusal(folder, *arguments, world_size=2, start=start)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep.recipes import spiral
-from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, run, typed
+from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, forked, run
 from tests.tracking.readers import comet_messages
 
 # Their parts, 709, 151 and 153, are odd: two ranks cannot share them equally.
@@ -29,7 +29,7 @@ def modules(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def train(folder, *arguments, world_size=1, start=run):
+def train(folder, *arguments, world_size=1, start=forked):
     """Run the script to its good end; return what it printed."""
     done = start(SPIRAL_LIGHTNING, *arguments, folder=folder, world_size=world_size)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def logged(folder):
 
 
 def test_alone_it_learns_and_keeps_what_it_prints(tmp_path):
-    printed = train(tmp_path, "--max_epochs", "5", start=typed)
+    printed = train(tmp_path, "--max_epochs", "5", start=run)
     first, *_, total, test, best = printed.splitlines()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     assert device in first
@@ -65,7 +65,7 @@ def test_alone_it_learns_and_keeps_what_it_prints(tmp_path):
 
 
 def test_two_ranks_print_once_and_measure_what_one_process_measures(tmp_path, modules):
-    printed = train(tmp_path, *ODD, "--max_epochs", "3", world_size=2, start=typed)
+    printed = train(tmp_path, *ODD, "--max_epochs", "3", world_size=2, start=run)
     lines = printed.splitlines()
     assert lines[0].startswith("Ranks: 2, nodes: 1, ")
     assert len(lines) == 13  # one at the start, three an epoch, three at the end
@@ -179,7 +179,7 @@ def test_a_mistake_gets_one_message_by_rank_0_and_exit_code_2(
 
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "taken").touch()
-    done = run(SPIRAL_LIGHTNING, "--output_dir", "taken", folder=tmp_path)
+    done = forked(SPIRAL_LIGHTNING, "--output_dir", "taken", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("train.py: --output_dir taken ")
     assert done.stderr.count("\n") == 1
@@ -262,7 +262,7 @@ def test_to_evaluate_each_sample_is_given_out_once(world_size, modules):
 def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):
     told = (*ODD, "--max_epochs", "1", "--comet_project", "spirals", "--experiment_name", "mine")
     nobody = {"COMET_API_KEY": "", "COMET_START_ONLINE": "", "HOME": str(tmp_path)}
-    done = typed(SPIRAL_LIGHTNING, *told, folder=tmp_path, world_size=2, **nobody)
+    done = run(SPIRAL_LIGHTNING, *told, folder=tmp_path, world_size=2, **nobody)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.count("COMET_API_KEY") == 1
@@ -302,7 +302,7 @@ def test_without_a_project_it_needs_nothing_of_samestep(tmp_path):
     hide = "import runpy, sys; sys.modules['samestep'] = None; sys.argv = sys.argv[1:]; "
     start = f"sys.path.insert(0, {str(Path(SPIRAL_LIGHTNING).parent)!r}); "
     program = f"{hide}{start}runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = typed("-c", program, SPIRAL_LIGHTNING, "--max_epochs", "1", *ODD, folder=tmp_path)
+    done = run("-c", program, SPIRAL_LIGHTNING, "--max_epochs", "1", *ODD, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(epochs(done.stdout)) == 1
 
