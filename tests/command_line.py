@@ -122,7 +122,7 @@ def _process_as_it_was() -> Iterator[None]:
         os.environ.update(variables)
         for name in set(sys.modules) - modules:  # the recipe and what it imports from beside it
             file = getattr(sys.modules[name], "__file__", None)
-            if file and str(Path(file).parent) in set(sys.path) - set(path):
+            if file and str(Path(file).resolve().parent) in set(sys.path) - set(path):
                 del sys.modules[name]
         sys.path[:] = path
         gc.set_threshold(*thresholds)

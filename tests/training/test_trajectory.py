@@ -113,13 +113,6 @@ def records_of(run: Path):
     return [r for r in read_records(run) if r["event"] in ("step", "evaluation", "epoch")]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    tiny.train(tiny.write_recipe(folder), "--run-dir", str(folder / "run"), folder=folder)
-    return folder / "run"
-
-
 def stop_and_resume(
     recipe: Path, folder: Path, before: int, after: int, *flags: str, nth: int = 15
 ) -> Path:
