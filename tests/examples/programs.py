@@ -55,7 +55,6 @@ def forked(
 
 
 def _script(command: list[str], folder: Path, outputs: Path, variables: dict[str, str]) -> None:
-    import multiprocessing
     import runpy
 
     import torch
@@ -66,7 +65,6 @@ def _script(command: list[str], folder: Path, outputs: Path, variables: dict[str
     if "RANK" in os.environ:
         os.environ["TORCHELASTIC_RUN_ID"] = "none"
     os.chdir(folder)
-    multiprocessing.set_start_method("fork", force=True)  # as Linux starts loader workers
     torch.set_num_threads(1)
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))

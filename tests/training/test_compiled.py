@@ -15,6 +15,9 @@ from samestep.training.plan import make_plan
 from tests import tiny
 from tests.processes import run_ranks, start_ranks
 
+# One worker trains all of them: a second would compile the same once more.
+pytestmark = pytest.mark.xdist_group("compiled")
+
 # A sleep cannot be compiled; and with nothing due by steps, a graph may hold as many as it likes.
 SMALL = tiny.RECIPE.replace(tiny.SLEEP, "").replace('    "checkpoint_every_steps": 4,\n', "")
 # BatchNorm has buffers that the graph must bring up to date; one layer is frozen.

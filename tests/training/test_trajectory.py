@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -403,25 +402,9 @@ def test_a_data_set_read_by_workers_trains_as_tensors_in_memory_do(tmp_path):
     for size in (1, 2):
         for workers in (0, 2):
             run = tmp_path / f"ranks{size}workers{workers}"
-            arguments = [
-                "train",
-                str(loaded),
-                "--run-dir",
-                str(run),
-                "--log-every",
-                "1",
-                *FP64,
-                "--num-workers",
-                str(workers),
-            ]
-            ranks = start_ranks(_train_changed, size, run / "output", _forking, arguments)
-            assert ranks.wait() == [0] * size, ranks.output()
+            flags = (*FP64, "--num-workers", str(workers))
+            train(str(loaded), tmp_path, run.name, *flags, world_size=size)
             assert worst(one, records_of(run)) < 1e-12, run.name
-
-
-def _forking():
-    """Start loader workers as Linux does by default; a rank of these tests would spawn them."""
-    multiprocessing.set_start_method("fork", force=True)
 
 
 def _train_changed(change, arguments):
