@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import uniform
-from samestep.data import keys
+from samestep.data import keyed_random as keys
 from samestep.data.keyed_random import mix, sample_keys
 
 INTEGERS = st.integers(0, 2**64 - 1)

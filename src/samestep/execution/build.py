@@ -74,8 +74,7 @@ def build(
             lap=lap,
         )
 
-    # Looked up anew each time: a profile puts marks into its trace there.
-    train_source = source(splits.train, lambda phase: phases.lap(phase))  # noqa: PLW0108
+    train_source = source(splits.train, phases.lap)
     num_samples = _agree_on_size(train_source, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
