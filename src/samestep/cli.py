@@ -5,8 +5,8 @@ import os
 import sys
 import time
 
-from samestep.errors import UserError
-from samestep.ranks.startup import postpone_collections
+from samestep.errors import UserError, did_you_mean
+from samestep.ranks.startup import hold_warning, postpone_collections
 from samestep.version import __version__
 
 _STARTED_AT = time.time()
@@ -60,17 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
     # anything else runs here: measured with one neighbour, a step took 4 to 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     postpone_collections()
-    if verb == "train":
-        from samestep.ranks.startup import hold_warning  # noqa: PLC0415 - other verbs end by it at once
-
+    if verb == "train":  # other verbs end by it at once
         hold_warning()
     try:
         if verb not in VERBS:
-            import difflib  # noqa: PLC0415
-
-            close = difflib.get_close_matches(verb, VERBS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"There is no verb {verb!r}.{hint} The verbs are: {', '.join(VERBS)}.")
+            raise UserError(
+                f"There is no verb {verb!r}. {did_you_mean(verb, VERBS)}"
+                f"The verbs are: {', '.join(VERBS)}."
+            )
         code: int = importlib.import_module(f"samestep.commands.{verb}").main(rest)
     except KeyboardInterrupt:
         return 130

@@ -3,7 +3,6 @@
 A recipe says what to train in plain PyTorch. It knows nothing of ranks, devices or precision.
 """
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -18,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 from samestep.settings import Settings
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -51,7 +50,6 @@ class Splits:
     """Samples that cannot be used, each with the reason; kept with the run."""
 
     def __post_init__(self) -> None:
-        """Check the names."""
         if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes):
             raise UserError(
                 f"Splits(classes={self.classes}): name two or more classes, each differently."
@@ -101,25 +99,22 @@ class Recipe:
     """Set from the file when the recipe is found."""
 
     def __post_init__(self) -> None:
-        """Check what a user's file can get wrong before anything is built."""
         known = {f.name for f in fields(Settings)}
         for key in self.settings:
             if key not in known:
                 raise UserError(
                     f"The recipe's settings name {key!r}, which is no setting. "
-                    f"{nearest(key, known)}The settings are: {', '.join(sorted(known))}."
+                    f"{did_you_mean(key, known)}The settings are: {', '.join(sorted(known))}."
                 )
         for accepted in self.accepts:
             if accepted not in get_args(Accepted):
-                raise UserError(
-                    f"Recipe(accepts={self.accepts}): {accepted!r} is none of "
-                    f"{', '.join(get_args(Accepted))}."
-                )
-        for key in ("model", "data"):
-            if isinstance(getattr(self, key), nn.Module) or not callable(getattr(self, key)):
+                names = ", ".join(get_args(Accepted))
+                raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
+        for key, builder in (("model", self.model), ("data", self.data)):
+            if isinstance(builder, nn.Module) or not callable(builder):
                 raise UserError(
                     f"Recipe({key}=…) takes a function that builds it, not "
-                    f"{type(getattr(self, key)).__name__}: write a function and pass its name."
+                    f"{type(builder).__name__}: write a function and pass its name."
                 )
         if self.options is not None:
             if not is_dataclass(self.options):
@@ -172,12 +167,6 @@ class Recipe:
             ) from error
 
 
-def nearest(name: str, names: set[str] | list[str]) -> str:
-    """Return "Did you mean …? " for the closest of some names, or nothing."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}? " if close else ""
-
-
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with samestep."""
     package = importlib.import_module("samestep.recipes")
@@ -192,16 +181,16 @@ def find_recipe(name: str) -> Recipe:
     """
     if name.endswith(".py"):
         return _from_file(Path(name))
-    if name not in recipe_names():
+    known = recipe_names()
+    if name not in known:
         if "/" in name or os.sep in name:
             raise UserError(
                 f"There is no run at {name}: no settings.toml is in it. Give the directory of a "
-                f"run, a recipe file ending in .py, or a recipe: {', '.join(recipe_names())}."
+                f"run, a recipe file ending in .py, or a recipe: {', '.join(known)}."
             )
         raise UserError(
-            f"There is no recipe {name!r}. {nearest(name, recipe_names())}"
-            f"The recipes are: {', '.join(recipe_names())}; "
-            "or give the path of your own file, ending in .py."
+            f"There is no recipe {name!r}. {did_you_mean(name, known)}The recipes are: "
+            f"{', '.join(known)}; or give the path of your own file, ending in .py."
         )
     recipe: Recipe = importlib.import_module(f"samestep.recipes.{name}").recipe
     return replace(recipe, name=name)

@@ -4,10 +4,10 @@ What to train is the recipe's. Settings come from three layers, the later winnin
 defaults, a TOML file, the flags.
 """
 
-import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from samestep.errors import UserError
 
@@ -122,19 +122,10 @@ class Settings:
     """Seconds that a tracker may take to start."""
 
     def __post_init__(self) -> None:
-        """Check each value alone, then those that exclude each other."""
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"--{flag_name(name)} is {value}; it must be greater than 0.")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise UserError(f"--{flag_name(name)} is {value}; it must be 0 or more.")
-        if self.threads is not None and self.threads > 1024:
-            raise UserError(f"--threads is {self.threads}; it must be 1024 or less.")
-        if self.seed >= 2**63:
-            raise UserError(f"--seed is {self.seed}; it must be below 2^63.")
+        check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
+        check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
+        check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
+        check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
                 f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the global batch size "
@@ -170,6 +161,16 @@ MAY_CHANGE = frozenset(
 )
 
 
+def check_flags(
+    options: object, names: Iterable[str], holds: Callable[[Any], bool], must_be: str
+) -> None:
+    """Raise a `UserError` that names the flag if a value that is given does not hold."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not holds(value):
+            raise UserError(f"--{flag_name(name)} is {value}; it must {must_be}.")
+
+
 def flag_name(name: str) -> str:
     """Return a field's name as it is typed on the command line: `batch_size` → `batch-size`."""
     return name.replace("_", "-")
@@ -202,8 +203,4 @@ def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
 
 def as_table(settings: Settings) -> dict[str, object]:
     """Return the settings that have a value, as a TOML table."""
-    return {
-        field.name: value
-        for field in dataclasses.fields(settings)
-        if (value := getattr(settings, field.name)) is not None
-    }
+    return {name: value for name, value in vars(settings).items() if value is not None}

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from samestep.commands.help import examples
 from samestep.commands.target import check_named, names_given, parse, refuse_inside_launcher
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 from samestep.execution.request import Request
 from samestep.ranks.failure import die_with_parent, rank_of, report
 from samestep.ranks.process import run_as_rank
 from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import abandon, find_world, join, leave
-from samestep.recipe import Accepted, nearest, recipe_names
+from samestep.recipe import Accepted, recipe_names
 from samestep.settings import Settings, flag_name
 from samestep.verification.on_rank import run_start
 from samestep.verification.procedure import ORDER_FILE, order_of_this_rank, read_order, verify
@@ -150,7 +150,7 @@ def _accepted(text: str) -> tuple[Accepted, ...]:
         if word not in known:
             raise UserError(
                 f"--accept {text}: {word!r} is nothing that can be accepted. "
-                f"{nearest(word, known)}There is: {', '.join(known)}."
+                f"{did_you_mean(word, known)}There is: {', '.join(known)}."
             )
     return cast("tuple[Accepted, ...]", tuple(words))
 

@@ -12,7 +12,8 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.source import Reading, Source
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import Augment, InMemory, Transform
+from samestep.recipe import Augment, InMemory, Recipe, Transform
+from samestep.settings import Settings
 
 
 def open_source(
@@ -56,3 +57,24 @@ def open_source(
     if source.num_samples == 0:
         raise UserError("The recipe's data has no samples.")
     return source
+
+
+def open_split(
+    data: InMemory | Dataset[Any],
+    world: World,
+    recipe: Recipe,
+    settings: Settings,
+    dtype: torch.dtype,
+    lap: Lap = untimed,
+) -> Source:
+    """Return the source of one of a recipe's splits, as a training with these settings reads it."""
+    return open_source(
+        data,
+        world,
+        seed=settings.seed,
+        dtype=dtype,
+        num_workers=settings.num_workers,
+        transform=recipe.transform,
+        augment=recipe.augment,
+        lap=lap,
+    )

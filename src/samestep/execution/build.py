@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
-from samestep.data.batches import open_source
-from samestep.data.blocks import Lap, untimed
+from samestep.data.batches import open_split
 from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
 from samestep.errors import UserError
@@ -61,29 +60,15 @@ def build(
     seed_alike(settings.seed)
     splits = load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
-
-    def source(data: Any, lap: Lap = untimed) -> Source:
-        return open_source(
-            data,
-            world,
-            seed=settings.seed,
-            dtype=data_dtype(settings.precision),
-            num_workers=settings.num_workers,
-            transform=recipe.transform,
-            augment=recipe.augment,
-            lap=lap,
-        )
-
-    train_source = source(splits.train, phases.lap)
+    dtype = data_dtype(settings.precision)
+    train_source = open_split(splits.train, world, recipe, settings, dtype, phases.lap)
     num_samples = _agree_on_size(train_source, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
     )
     seed_alike(settings.seed)
     model = world.on_every(
-        lambda: prepare(
-            recipe.build_model(request.options), settings, world, data_dtype(settings.precision)
-        )
+        lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
     )
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(settings, model, world)
@@ -108,7 +93,9 @@ def build(
         trainee=trainee,
         step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
         train=train_source,
-        validation=source(splits.validation) if splits.validation is not None else None,
+        validation=None
+        if splits.validation is None
+        else open_split(splits.validation, world, recipe, settings, dtype),
         metrics=recipe.metrics,
         phases=phases,
         classes=splits.classes,

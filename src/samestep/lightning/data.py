@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 
-from samestep.data.batches import open_source
+from samestep.data.batches import open_split
 from samestep.data.blocks import Block, Lap, untimed
 from samestep.data.cifar import has_cifar10
 from samestep.data.download import download
@@ -44,9 +44,11 @@ class Part(NamedTuple):
 def resolve(recipe: Recipe | str, settings: Settings | None) -> tuple[Recipe, Settings]:
     """Return the recipe that is meant, and its own settings where none are given."""
     found = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    if settings is None:
-        settings = Settings(**merge_layers(dict(found.settings)))  # type: ignore[arg-type]
-    return found, settings
+    return found, settings or _settings(found)
+
+
+def _settings(recipe: Recipe, **changed: object) -> Settings:
+    return Settings(**merge_layers(dict(recipe.settings), changed))  # type: ignore[arg-type]
 
 
 def choose_options(recipe: Recipe, options: object) -> Any:
@@ -87,7 +89,7 @@ class LitData(pl.LightningDataModule):
         self.plan: Plan | None = None
         """Batch sizes, steps and learning rate, once it is set up."""
         self.world = World()
-        self._sources: dict[str, Source | None] = {}
+        self._sources: dict[str, Source] = {}
         self._is_built = False
         self._lap: Lap = untimed
 
@@ -97,7 +99,9 @@ class LitData(pl.LightningDataModule):
         data = cls(recipe, work.settings, options)
         data.plan, data.world, data._is_built = work.plan, work.world, True
         data._lap = work.phases.lap
-        data._sources = {"train": work.train, "validation": work.validation, "test": None}
+        data._sources = {"train": work.train}
+        if work.validation is not None:
+            data._sources["validation"] = work.validation
         return data
 
     def setup(self, stage: str) -> None:
@@ -117,24 +121,11 @@ class LitData(pl.LightningDataModule):
             self.plan = self._plan_for(trainer)
 
     def _load(self) -> None:
-        settings = self.settings
-        seed_alike(settings.seed)
+        seed_alike(self.settings.seed)
         splits = load_splits(self.recipe, self.options, self.world)
-        for name in SPLITS:
-            data = getattr(splits, name)
-            self._sources[name] = (
-                None
-                if data is None
-                else open_source(
-                    data,
-                    self.world,
-                    seed=settings.seed,
-                    dtype=torch.float32,
-                    num_workers=settings.num_workers,
-                    transform=self.recipe.transform,
-                    augment=self.recipe.augment,
-                )
-            )
+        how = self.world, self.recipe, self.settings, torch.float32
+        found = {name: getattr(splits, name) for name in SPLITS}
+        self._sources = {n: open_split(data, *how) for n, data in found.items() if data is not None}
 
     def _plan_for(self, trainer: "pl.Trainer | None") -> Plan:
         settings, asked = self.settings, self.settings.accumulate or 1
@@ -151,9 +142,8 @@ class LitData(pl.LightningDataModule):
         sizes = settings.batch_size, settings.global_batch_size, settings.accumulate
         if sizes[0] is not None and sizes[1:] == (None, None):
             settings = replace(settings, accumulate=asked)
-        source = self._sources["train"]
-        assert source is not None
-        plan = make_plan(settings, source.num_samples, self.world.world_size, resumed=False)
+        num_samples = self._sources["train"].num_samples
+        plan = make_plan(settings, num_samples, self.world.world_size, resumed=False)
         if plan.accumulate != asked:
             raise UserError(
                 f"The batch sizes need {plan.accumulate} micro-steps and the Trainer takes {asked}:"
@@ -163,10 +153,9 @@ class LitData(pl.LightningDataModule):
 
     def train_dataloader(self) -> "Parts":
         """Return what yields this rank's parts of the running epoch."""
-        source, trainer = self._sources["train"], self.trainer
-        assert source is not None
         assert self.plan is not None, 'setup("fit") comes first'
-        return Parts(source, self.plan, trainer, drop_last=self.settings.drop_last, lap=self._lap)
+        drop_last = self.settings.drop_last
+        return Parts(self._sources["train"], self.plan, self.trainer, drop_last, self._lap)
 
     def val_dataloader(self) -> "_Share | list[Any]":
         """Return what yields this rank's share of the validation samples."""
@@ -177,11 +166,10 @@ class LitData(pl.LightningDataModule):
         return self._share("test")
 
     def _share(self, name: str) -> "_Share | list[Any]":
-        source = self._sources[name]
-        if source is None:
+        if name not in self._sources:
             return []
         batch = self.plan.batch_size if self.plan else self.settings.batch_size or 1
-        return _Share(source, evaluation_batch(batch), self.world)
+        return _Share(self._sources[name], evaluation_batch(batch), self.world)
 
 
 class SpiralDataModule(LitData):
@@ -236,8 +224,7 @@ def _with(
 ) -> tuple[Recipe, Settings, Any]:
     recipe = find_recipe(name)
     assert recipe.options is not None
-    layers = dict(recipe.settings), {"batch_size": batch_size, "seed": seed}
-    settings = Settings(**merge_layers(*layers))  # type: ignore[arg-type]
+    settings = _settings(recipe, batch_size=batch_size, seed=seed)
     return recipe, settings, recipe.options(**options)
 
 
@@ -245,27 +232,15 @@ class Parts:
     """The parts of one rank, epoch by epoch; it knows where it stands, for resuming."""
 
     def __init__(
-        self,
-        source: Source,
-        plan: Plan,
-        trainer: "pl.Trainer | None",
-        *,
-        drop_last: bool,
-        lap: Lap = untimed,
+        self, source: Source, plan: Plan, trainer: "pl.Trainer | None", drop_last: bool, lap: Lap
     ) -> None:
         self._source, self._plan, self._trainer, self._lap = source, plan, trainer, lap
         self._drop_last = drop_last
-        self._first_step = 0
-        self._step = 0
+        self._first_step = self._step = 0
 
     def __len__(self) -> int:
-        """Return the parts of an epoch."""
-        plan = self._plan
-        full, rest = divmod(plan.num_samples, plan.global_batch_size)
-        parts = full * plan.accumulate
-        if rest and not self._drop_last:
-            parts += self._parts_of(rest)
-        return parts
+        full, rest = divmod(self._plan.num_samples, self._plan.global_batch_size)
+        return full * self._plan.accumulate + (0 if self._drop_last else self._parts_of(rest))
 
     def __iter__(self) -> Iterator[Part]:
         """Yield the parts from where the epoch is to go on."""

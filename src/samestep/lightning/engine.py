@@ -25,7 +25,6 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
 
 from samestep.errors import UserError
 from samestep.execution.session import Engine, Task
@@ -43,14 +42,10 @@ from samestep.training.snapshot import capture
 from samestep.training.work import Work
 
 # What Lightning's loop has no place for; refused before anything is written.
-_NATIVE_ONLY: dict[str, object] = {
-    "compile": "off",
-    "eval_every_steps": None,
-    "checkpoint_every_steps": None,
-    "checkpoint_every_minutes": None,
-    "eval_every_epochs": 1,
-    "checkpoint_every_epochs": 1,
-}
+_NATIVE_ONLY = (
+    *("compile", "eval_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes"),
+    *("eval_every_epochs", "checkpoint_every_epochs"),
+)
 
 
 def check_settings(settings: Settings) -> None:
@@ -59,8 +54,8 @@ def check_settings(settings: Settings) -> None:
     Raises:
         UserError: a setting needs the native engine.
     """
-    for name, value in _NATIVE_ONLY.items():
-        if getattr(settings, name) != value:
+    for name in _NATIVE_ONLY:
+        if getattr(settings, name) != getattr(Settings, name):
             raise UserError(
                 f"--{flag_name(name)} {getattr(settings, name)} needs --engine native: Lightning's "
                 "loop evaluates and saves at the end of every epoch, and compiles no whole steps."
@@ -77,7 +72,6 @@ class _Module(LitRecipe):
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
         """Return the optimizer of the training that samestep has built."""
-        del plan
         return self._work.trainee.optimizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -92,20 +86,14 @@ class _Writer(CheckpointIO):
     def __init__(self, task: Task, records: Records) -> None:
         self._task, self._records = task, records
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: object = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
         """Write and announce; rank 0 alone comes here."""
-        del storage_options
         record = self._task.write(Path(path).name, self._records.metric, checkpoint)
         seconds = time.perf_counter() - self._records.saving_began
         self._task.emit({**record, "seconds": seconds})
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         """Return a checkpoint; nothing in it is run."""
-        del map_location, weights_only
         folder = Path(path).parent
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
@@ -133,15 +121,8 @@ class _Checkpoints(ModelCheckpoint):
         if not self._state.position.step_in_epoch:
             super().on_train_epoch_end(trainer, pl_module)
 
-    def format_checkpoint_name(
-        self,
-        metrics: dict[str, Tensor],
-        filename: str | None = None,
-        ver: int | None = None,
-        prefix: str | None = None,
-    ) -> str:
+    def format_checkpoint_name(self, *_: Any, **__: Any) -> str:
         """Return the path of a checkpoint of where the training stands."""
-        del metrics, filename, ver, prefix
         return str(Path(cast("str", self.dirpath)) / checkpoint_name(self._state))
 
 
@@ -149,9 +130,19 @@ def _drive(task: Task) -> None:
     """Train with a Trainer of Lightning's."""
     task = replace(task, work=_with_its_optimizer(task.work))
     work, state = task.work, task.state
-    records = Records(task)
-    early = _early_stopping(task)
-    callbacks = [records, LearningRateMonitor("step"), *early, _Checkpoints(task)]
+    settings, watch, records = work.settings, state.watch, Records(task)
+    callbacks: list[Any] = [records, LearningRateMonitor("step")]
+    if settings.patience is not None:
+        callbacks.append(
+            EarlyStopping(
+                f"val_{watch.metric}",
+                settings.min_delta,
+                settings.patience,
+                mode=watch.mode,
+                check_finite=False,
+            )
+        )
+    callbacks.append(_Checkpoints(task))
     with _quietly():
         try:
             trainer = _trainer(task, callbacks, _Writer(task, records))
@@ -190,13 +181,15 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     work = task.work
     world, settings, plan = work.world, work.settings, work.plan
     plugins: list[Any] = [writer, _environment(world)]
-    if settings.precision == "bf16":
-        plugins.append(MixedPrecision("bf16-mixed", world.device.type))
-    if settings.precision == "fp16":
-        plugins.append(MixedPrecision("16-mixed", world.device.type, work.trainee.scaler))
+    if settings.precision in ("bf16", "fp16"):
+        mixed: Any = "bf16-mixed" if settings.precision == "bf16" else "16-mixed"
+        plugins.append(MixedPrecision(mixed, world.device.type, work.trainee.scaler))
+    devices: Any = world.local_world_size
+    if world.world_size == 1 and world.device.type == "cuda":
+        devices = [world.device.index or 0]
     return Trainer(
         accelerator="gpu" if world.device.type == "cuda" else world.device.type,
-        devices=world.local_world_size if world.world_size > 1 else _one_device(world),
+        devices=devices,
         num_nodes=world.num_nodes,
         strategy=_strategy(world, plan.accumulate),
         plugins=plugins,
@@ -228,10 +221,6 @@ def _strategy(world: World, accumulate: int) -> Any:
     )
 
 
-def _one_device(world: World) -> Any:
-    return [world.device.index or 0] if world.device.type == "cuda" else 1
-
-
 def _environment(world: World) -> ClusterEnvironment:
     """Return how Lightning is to know of the ranks, who have met already."""
     if world.world_size == 1:
@@ -254,21 +243,6 @@ def _environment(world: World) -> ClusterEnvironment:
     return SLURMEnvironment(auto_requeue=False)  # the job script requeues
 
 
-def _early_stopping(task: Task) -> list[EarlyStopping]:
-    settings, watch = task.work.settings, task.state.watch
-    if settings.patience is None:
-        return []
-    return [
-        EarlyStopping(
-            f"val_{watch.metric}",
-            mode=watch.mode,
-            patience=settings.patience,
-            min_delta=settings.min_delta,
-            check_finite=False,
-        )
-    ]
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Let samestep's screen speak alone: Lightning's hints are for those who write its scripts."""
@@ -285,8 +259,4 @@ def _quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _unwrapped(model: nn.Module, _world: World) -> nn.Module:
-    return model  # Lightning's strategy wraps it
-
-
-LIGHTNING = Engine(wrap=_unwrapped, drive=_drive)
+LIGHTNING = Engine(wrap=lambda model, _world: model, drive=_drive)  # the strategy wraps the model

@@ -54,7 +54,7 @@ class LitRecipe(pl.LightningModule):
         """This rank's part of the mean loss of the running step, or of the last one."""
         self.means: dict[str, float] = {}
         """What the latest validation or test measured, and `samples`."""
-        self._totals: Totals | None = None
+        self._totals: Totals
         self._new_step = True
 
     @classmethod
@@ -107,7 +107,7 @@ class LitRecipe(pl.LightningModule):
         assert isinstance(plan, Plan)
         return plan
 
-    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
         if self._new_step:
             rank_seed = mix(self.settings.seed, self.trainer.global_rank)
@@ -115,7 +115,7 @@ class LitRecipe(pl.LightningModule):
             self.step_loss = 0.0
         self._new_step = batch.last
 
-    def training_step(self, batch: Part, batch_idx: int) -> Tensor:  # noqa: ARG002
+    def training_step(self, batch: Part, batch_idx: int) -> Tensor:
         """Return the loss, so weighted that the step's gradient is the global batch's."""
         loss: Tensor = self.recipe.loss(self(batch.inputs), batch.targets)
         part = loss * batch.weight
@@ -123,7 +123,7 @@ class LitRecipe(pl.LightningModule):
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
         return part * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
-    def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:
         """Log the loss of the global batch where the Trainer logs."""
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if batch.last and every and self.trainer.global_step % every == 0:
@@ -132,42 +132,23 @@ class LitRecipe(pl.LightningModule):
 
     def on_validation_start(self) -> None:
         """Begin to count."""
-        self._begin()
-
-    def validation_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:  # noqa: ARG002
-        """Count a batch."""
-        self._count(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the means over all samples of all ranks."""
-        self._finish("val")
-
-    def on_test_start(self) -> None:
-        """Begin to count."""
-        self._begin()
-
-    def test_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:  # noqa: ARG002
-        """Count a batch."""
-        self._count(batch)
-
-    def on_test_epoch_end(self) -> None:
-        """Log the means over all samples of all ranks."""
-        self._finish("test")
-
-    def _begin(self) -> None:
         world = world_of(self.trainer)
         share_buffers(self.model, world)
         self._totals = Totals(self.recipe.loss, self.recipe.metrics, world)
 
-    def _count(self, batch: tuple[Any, Any]) -> None:
-        assert self._totals is not None
+    def validation_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:
+        """Count a batch."""
         inputs, targets = batch
         self._totals.add(self(inputs), targets)
 
-    def _finish(self, prefix: str) -> None:
-        assert self._totals is not None
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all samples of all ranks."""
         self.means = self._totals.means()
-        names = ["loss", *self.recipe.metrics]
-        logged = {f"{prefix}_{name}": self.means[name] for name in names}
+        prefix = "test" if self.trainer.testing else "val"
+        logged = {f"{prefix}_{name}": self.means[name] for name in ("loss", *self.recipe.metrics)}
         # The ranks have the same values; Lightning would advise to average them. max changes none.
         self.log_dict(logged, prog_bar=True, sync_dist=True, reduce_fx="max")
+
+    on_test_start = on_validation_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end

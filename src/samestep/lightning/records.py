@@ -40,9 +40,8 @@ class Records(Callback):
         self.metric: float | None = None
         """The monitored metric of the newest evaluation, if nothing was trained since."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         """Begin to count."""
-        del trainer, pl_module
         signal.signal(signal.SIGTERM, self._heed)
         optimizer, phases = self._work.trainee.optimizer, self._work.phases
         match_layouts(optimizer)  # Lightning has loaded its state
@@ -50,23 +49,16 @@ class Records(Callback):
         self._task.between.agreement.start(self._state.position.step)
         self._meter = Meter(self._work, self._state)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         """Go on with the clock: evaluations and checkpoints are no training."""
-        del trainer, pl_module
         self._meter.resume()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Part, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         """Begin to count the forward pass."""
-        del trainer, pl_module, batch, batch_idx
         self._work.phases.lap("other")
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, _: LightningModule, loss: Tensor) -> None:
         """Begin to count the backward pass, and see where it ends and DDP's wait begins."""
-        del pl_module
         phases = self._work.phases
         phases.lap("forward")
         if trainer.world_size > 1:
@@ -74,31 +66,23 @@ class Records(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the backward pass, or DDP's wait; check the first, as samestep's own step does."""
-        del pl_module
         self._work.phases.lap("all_reduce" if trainer.world_size > 1 else "backward")
         if self._unchecked:
             self._unchecked = False
             check_used(self._work.trainee.model)
 
     def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, _: torch.optim.Optimizer
     ) -> None:
         """Measure the gradient before it is clipped, where it will be recorded."""
-        del optimizer
         if (trainer.global_step + 1) % self._work.settings.log_every == 0:
             grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._norm = nn.utils.get_total_norm(grads)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Part,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, _: Any, batch: Part, batch_idx: int
     ) -> None:
         """Count a step once its last part is done."""
-        del outputs, batch_idx
         if not batch.last:
             return
         work, state, between = self._work, self._state, self._task.between
@@ -141,32 +125,23 @@ class Records(Callback):
     def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(self._task.path / "checkpoints" / checkpoint_name(self._state))
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """Begin to count the seconds of an evaluation."""
-        del trainer, pl_module
         self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what was measured, and close the epoch, before the checkpoint is written."""
-        del trainer
         seconds = time.perf_counter() - self._validation_began
         means = cast("LitRecipe", pl_module).means
         record, self.metric = judge(self._work, self._state, means, seconds)
         self._task.emit(record)
-        self._close()
+        close_epoch(self._work, self._state)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, *_: Any) -> None:
         """Begin to count the seconds of a checkpoint; its state is gathered next."""
-        del trainer, pl_module, checkpoint
         self.saving_began = time.perf_counter()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, *_: Any) -> None:
         """Close the epoch where nothing is validated."""
-        del trainer, pl_module
         if epoch_is_full(self._work, self._state):
-            self._close()
-
-    def _close(self) -> None:
-        close_epoch(self._work, self._state)
+            close_epoch(self._work, self._state)

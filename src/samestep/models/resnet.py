@@ -11,8 +11,6 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 Stem = Literal["small", "large"]
 
-_BLOCKS_PER_STAGE = 2  # four stages of two blocks of two convolutions, stem and classifier: 18
-
 
 def resnet18(num_classes: int, *, stem: Stem, width: int = 64) -> nn.Module:
     """Return an untrained ResNet-18 that maps (batch, 3, height, width) to (batch, num_classes).
@@ -108,5 +106,7 @@ def _conv3x3(channels_in: int, channels: int, stride: int) -> nn.Conv2d:
 
 
 def _stage(channels_in: int, channels: int, *, stride: int) -> nn.Sequential:
-    rest = [BasicBlock(channels, channels, 1) for _ in range(_BLOCKS_PER_STAGE - 1)]
-    return nn.Sequential(BasicBlock(channels_in, channels, stride), *rest)
+    # Four stages of two blocks of two convolutions, the stem and the classifier: 18.
+    return nn.Sequential(
+        BasicBlock(channels_in, channels, stride), BasicBlock(channels, channels, 1)
+    )

@@ -1,5 +1,6 @@
 """Names, addresses and interfaces of this host, and by which of them other hosts are reached."""
 
+import contextlib
 import ipaddress
 import socket
 import time
@@ -12,10 +13,9 @@ _ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737): its route is
 
 def resolve(name: str) -> str:
     """Return the first address of a host name; empty if it has none."""
-    try:
+    with contextlib.suppress(OSError):
         return _first_address(name)
-    except OSError:
-        return ""
+    return ""
 
 
 def resolve_master(name: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from samestep.errors import LOST_PEER, UserError
+from samestep.ranks.launch import detect_launch
 from samestep.ranks.log import RankLog
 
 PARENT = "SAMESTEP_PARENT"
@@ -35,8 +36,6 @@ _GRACE_S = 5.0
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
     """Return the rank as the environment gives it, before anything is checked; 0 if alone."""
-    from samestep.ranks.launch import detect_launch  # noqa: PLC0415 - only when something has failed
-
     try:
         return detect_launch(environment).rank
     except UserError:

@@ -53,17 +53,14 @@ class Launch:
     launcher: Launcher = "none"
     """What started this process; `none` means that it runs alone."""
     rank: int = 0
-    """The number of this process among all."""
     local_rank: int = 0
     """The number of this process on its node; it picks the device."""
     world_size: int = 1
-    """How many processes there are."""
     local_world_size: int = 1
-    """How many of them are on this node."""
+    """How many processes are on this node."""
     node: int = 0
     """The number of this node among all."""
     num_nodes: int = 1
-    """How many nodes there are."""
     master_addr: str = LOOPBACK
     """The host on which rank 0 listens."""
     master_port: int = 0
@@ -194,12 +191,11 @@ def _shell_in_allocation(environment: Environment) -> str | None:
 def _tasks_on_node(environment: Environment, node: int) -> int:
     """Find a node's count in Slurm's short form: `4(x2),3` is 4, 4, 3."""
     name, value = _required(environment, TASKS_PER_NODE)
+    if not re.fullmatch(f"{TASKS_ON_NODES}(,{TASKS_ON_NODES})*", value):
+        raise UserError(f"{name}={value} cannot be read; it should look like 4(x2),3.")
     counts: list[int] = []
-    for item in value.split(","):
-        match = re.fullmatch(TASKS_ON_NODES, item)
-        if match is None:
-            raise UserError(f"{name}={value} cannot be read; it should look like 4(x2),3.")
-        counts += [int(match[1])] * int(match[2] or 1)
+    for count, nodes in re.findall(TASKS_ON_NODES, value):
+        counts += [int(count)] * int(nodes or 1)
     if node >= len(counts):
         raise UserError(f"{name}={value} says nothing of the node that SLURM_NODEID={node} names.")
     return counts[node]

@@ -84,8 +84,9 @@ class World(Launch):
     def exchange(self, tensor: Tensor, partner: int) -> Tensor:
         """Return the tensor that another rank gives for this one; both call it, same shape."""
         received = torch.empty_like(tensor)
-        operations = ((dist.isend, tensor), (dist.irecv, received))
-        for work in dist.batch_isend_irecv([dist.P2POp(*each, partner) for each in operations]):
+        send = dist.P2POp(dist.isend, tensor, partner)
+        receive = dist.P2POp(dist.irecv, received, partner)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
         return received
 

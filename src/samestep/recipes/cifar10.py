@@ -12,9 +12,9 @@ from samestep.data.download import download
 from samestep.data.images.decode import decode
 from samestep.data.keyed_random import uniform
 from samestep.data.random_split import hold_out
-from samestep.errors import UserError
 from samestep.models.resnet import resnet18
 from samestep.recipe import Recipe, Splits
+from samestep.settings import check_flags
 
 # Of CIFAR-10's training pixels, by channel, as everyone normalises them.
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -36,13 +36,9 @@ class Cifar10Options:
     """Seed of that split."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        if self.width < 1:
-            raise UserError(f"--width is {self.width}; it must be 1 or more.")
-        if not 0 < self.validation_fraction < 1:
-            raise UserError(
-                f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1."
-            )
+        check_flags(self, ["width"], lambda value: value >= 1, "be 1 or more")
+        within = "lie between 0 and 1"
+        check_flags(self, ["validation_fraction"], lambda value: 0 < value < 1, within)
 
 
 def model(options: Cifar10Options) -> nn.Module:
@@ -62,16 +58,11 @@ def data(options: Cifar10Options) -> Splits:
         validation=validation,
         test=test,
         classes=CLASSES,
-        notes=_notes({"train": len(whole[0]), "test": len(test[0])}),
-    )
-
-
-def _notes(sizes: dict[str, int]) -> tuple[str, ...]:
-    """Say where the data is only a part of CIFAR-10: files may have been cut off."""
-    return tuple(
-        f"The {name} set has {sizes[name]:,} images; CIFAR-10's has {whole:,}."
-        for name, whole in SIZES.items()
-        if sizes[name] != whole
+        notes=tuple(  # files may have been cut off
+            f"The {name} set has {size:,} images; CIFAR-10's has {SIZES[name]:,}."
+            for name, size in (("train", len(whole[0])), ("test", len(test[0])))
+            if size != SIZES[name]
+        ),
     )
 
 

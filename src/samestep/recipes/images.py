@@ -15,9 +15,11 @@ from samestep.data.images.decode import SMALL, decode, pillow, shorter_edge, sto
 from samestep.data.images.file_list import FileList, class_names, find_files
 from samestep.data.keyed_random import uniform
 from samestep.data.random_split import split_indices
+from samestep.data.recipe_splits import SPLITS
 from samestep.errors import UserError
 from samestep.models.resnet import Stem, resnet18
 from samestep.recipe import Recipe, Splits
+from samestep.settings import check_flags
 
 # Mean and standard deviation of ImageNet's training pixels, per channel, as everyone takes them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -49,17 +51,11 @@ class ImagesOptions:
     """Class names in the order of the model's outputs; by default the folders of train/, sorted."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        if self.image_size is not None and not 8 <= self.image_size <= 1024:
-            raise UserError(f"--image-size is {self.image_size}; it must be from 8 to 1024 pixels.")
-        if self.width < 1:
-            raise UserError(f"--width is {self.width}; it must be 1 or more.")
-        for name in ("max_corrupt", "validation_fraction", "test_fraction"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is {value}; it must lie between 0 and 1."
-                )
+        pixels = "be from 8 to 1024 pixels"
+        check_flags(self, ["image_size"], lambda value: 8 <= value <= 1024, pixels)
+        check_flags(self, ["width"], lambda value: value >= 1, "be 1 or more")
+        fractions = ("max_corrupt", "validation_fraction", "test_fraction")
+        check_flags(self, fractions, lambda value: 0 <= value <= 1, "lie between 0 and 1")
         if self.validation_fraction + self.test_fraction >= 1:
             raise UserError(
                 f"--validation-fraction {self.validation_fraction} and --test-fraction "
@@ -89,14 +85,11 @@ def _fitting_size(root: Path, classes: tuple[str, ...]) -> int:
 def data(options: ImagesOptions) -> Splits:
     """Find the files; the ranks read them once together before training."""
     root = Path(options.data_dir)
-    parts = {
-        name: find_files(root, name, options.classes) for name in ("train", "validation", "test")
-    }
+    parts = {name: find_files(root, name, options.classes) for name in SPLITS}
     found = _split_off({name: files for name, files in parts.items() if files}, options)
+    side = stored_side(_size(options))
     splits: dict[str, Any] = {
-        name: ImageFiles(
-            files, stored_side(_size(options)), cache=options.cache, max_corrupt=options.max_corrupt
-        )
+        name: ImageFiles(files, side, cache=options.cache, max_corrupt=options.max_corrupt)
         for name, files in found.items()
     }
     return Splits(**splits, classes=options.classes)
@@ -110,23 +103,14 @@ def _size(options: ImagesOptions) -> int:
 def _split_off(parts: dict[str, FileList], options: ImagesOptions) -> dict[str, FileList]:
     """Hold out what has no folder of its own from the training files, by seed."""
     train = parts["train"]
-    fractions = {
-        name: fraction
-        for name, fraction in (
-            ("validation", options.validation_fraction),
-            ("test", options.test_fraction),
-        )
-        if name not in parts and fraction > 0
-    }
+    wanted = {"validation": options.validation_fraction, "test": options.test_fraction}
+    fractions = {name: part for name, part in wanted.items() if name not in parts and part > 0}
     if not fractions:
         return parts
-    *held_out, rest = split_indices(len(train), tuple(fractions.values()), options.split_seed)
+    indices = split_indices(len(train), tuple(fractions.values()), options.split_seed)
     # Sorted, so that files that lie beside each other are read one after the other.
-    new = {
-        name: train.take(indices.sort().values.numpy())
-        for name, indices in zip(fractions, held_out, strict=True)
-    }
-    return {**parts, **new, "train": train.take(rest.sort().values.numpy())}
+    taken = [train.take(some.sort().values.numpy()) for some in indices]
+    return {**parts, **dict(zip((*fractions, "train"), taken, strict=True))}
 
 
 def model(options: ImagesOptions) -> nn.Module:

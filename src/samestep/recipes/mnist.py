@@ -12,9 +12,9 @@ from samestep.data.idx import read_images_and_labels
 from samestep.data.random_split import hold_out
 from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
+from samestep.settings import check_flags
 
 # Mean and standard deviation of MNIST's training pixels, as everyone normalises them.
-_SPLITS: tuple[Literal["train", "test"], ...] = ("train", "test")
 _MEAN, _STD = 0.1307, 0.3081
 
 
@@ -34,11 +34,8 @@ class MnistOptions:
     """Seed of that split."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        if not 0 < self.validation_fraction < 1:
-            raise UserError(
-                f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1."
-            )
+        within = "lie between 0 and 1"
+        check_flags(self, ["validation_fraction"], lambda value: 0 < value < 1, within)
 
 
 class SimpleModel(nn.Module):
@@ -86,22 +83,17 @@ def data(options: MnistOptions) -> Splits:
     """Read the files; the images stay as they are stored, (samples, 28, 28) uint8."""
     folder = Path(options.data_dir)
     if options.download:
-        _fetch(folder)
+        try:  # other files of these names may be another data set's: they are kept
+            read_images_and_labels(folder, "train")
+            read_images_and_labels(folder, "test")
+        except UserError:
+            download("mnist", folder)
     train, validation = hold_out(
         _read(folder, "train"), options.validation_fraction, options.split_seed
     )
     return Splits(
         train=train, validation=validation, test=_read(folder, "test"), classes=tuple("0123456789")
     )
-
-
-def _fetch(folder: Path) -> None:
-    """Download MNIST unless files of these names are there: they may be another data set's."""
-    try:
-        for split in _SPLITS:
-            read_images_and_labels(folder, split)
-    except UserError:
-        download("mnist", folder)
 
 
 def _read(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,6 @@ class SpiralOptions:
     """Probability that a hidden unit is left out in training."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if any(width < 1 for width in self.hidden_dims):
             raise UserError(f"--hidden-dims {self.hidden_dims}: each must be 1 or more.")
         if not 0 <= self.dropout < 1:
