@@ -17,7 +17,7 @@ import torch
 from common import measure, options, report
 
 from samestep.data.batches import open_source
-from samestep.data.loading import load_splits
+from samestep.data.recipe_splits import load_splits
 from samestep.ranks.world import World
 from samestep.recipe import find_recipe
 

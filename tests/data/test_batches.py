@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from samestep import UserError, uniform
 from samestep.data.batches import open_source
 from samestep.data.blocks import Block
-from samestep.data.loader import LoaderSource
-from samestep.data.memory import MemorySource
+from samestep.data.loader_source import LoaderSource
+from samestep.data.memory_source import MemorySource
 from samestep.data.order import epoch_order, steps_per_epoch
 from samestep.ranks.world import World
 from tests.processes import run_ranks

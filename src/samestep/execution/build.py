@@ -7,9 +7,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from samestep.data.batches import Source, open_source
+from samestep.data.batches import open_source
 from samestep.data.blocks import Lap, untimed
-from samestep.data.loading import load_splits
+from samestep.data.recipe_splits import load_splits
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
@@ -73,8 +74,7 @@ def build(
             lap=lap,
         )
 
-    # Looked up anew each time: a profile puts marks into its trace there.
-    train_source = source(splits.train, lambda phase: phases.lap(phase))  # noqa: PLW0108
+    train_source = source(splits.train, phases.lap)
     num_samples = _agree_on_size(train_source, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)

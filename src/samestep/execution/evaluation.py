@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from samestep.data.batches import open_source
-from samestep.data.loading import load_splits
+from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores

@@ -17,7 +17,7 @@ from samestep.errors import UserError
 from samestep.recipe import Recipe, find_recipe, nearest, recipe_names
 from samestep.run.directory import is_run
 from samestep.settings import MAY_CHANGE, Settings, as_table, merge_layers
-from samestep.tracking.names import check_choice
+from samestep.tracking.choice import check_choice
 
 # What the file of a run holds as it was derived, not as it was asked for.
 _DERIVED = ("batch_size", "global_batch_size")

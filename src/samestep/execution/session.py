@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from samestep.data.memory import MemorySource
+from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
@@ -20,7 +20,7 @@ from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import versions
 from samestep.run.files import write_text
-from samestep.run.records import Record
+from samestep.run.records import RUN_FORMAT, Record
 from samestep.training.between import Between
 from samestep.training.loop import train
 from samestep.training.parallel import wrap
@@ -233,6 +233,7 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
     notes = _notes(request, built, path, resumed=resumed is not None)
     return {
         "event": "start",
+        "format": RUN_FORMAT,
         "time": time.time(),
         "recipe": request.recipe.name,
         "run_dir": str(path),

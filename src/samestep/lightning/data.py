@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 
-from samestep.data.batches import Source, open_source
-from samestep.data.blocks import Block, Lap, narrow, untimed
+from samestep.data.batches import open_source
+from samestep.data.blocks import Block, Lap, untimed
 from samestep.data.cifar import has_cifar10
 from samestep.data.download import download
-from samestep.data.loading import SPLITS, load_splits
+from samestep.data.recipe_splits import SPLITS, load_splits
+from samestep.data.source import Source
+from samestep.data.trees import narrow
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe

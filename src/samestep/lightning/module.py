@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from samestep.data.keys import mix, mix_next
+from samestep.data.keyed_random import mix, mix_next
 from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.lightning.data import Part, choose_options, resolve, world_of

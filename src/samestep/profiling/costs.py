@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.data.batches import Source
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.profiling.tracing import unwritable
 from samestep.run import checkpoints

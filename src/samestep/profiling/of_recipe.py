@@ -1,6 +1,5 @@
 """Profile a recipe: its own loop, its own settings, some steps of them."""
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from samestep.data.batches import open_source
-from samestep.data.memory import MemorySource
+from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError
 from samestep.execution.build import Built, build
 from samestep.execution.request import Request
@@ -19,11 +18,12 @@ from samestep.execution.session import choose_path, describe
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
-from samestep.profiling.measured import Measured, Rank
+from samestep.profiling.measured import MeasuredSteps
 from samestep.profiling.profile import Profile, Sweep
-from samestep.profiling.stages import Finished, Stages
+from samestep.profiling.stages import Stages
 from samestep.profiling.sweep import sweep, variant
-from samestep.profiling.tracing import Kept
+from samestep.profiling.time_account import TimeAccount
+from samestep.profiling.tracing import Traced
 from samestep.ranks.world import World
 from samestep.run.directory import Run, new_run_path
 from samestep.training.loop import rehearse
@@ -111,26 +111,19 @@ def _open(path: Path, request: Request, built: Built) -> None:
         run.close()
 
 
-def measure(work: Work, state: State, path: Path, wishes: Wishes) -> Measured:
+def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSteps:
     """Measure some steps without the profiler and trace some with it, on every rank."""
     world = work.world
     stages = run_stages(work, state, seconds=wishes.seconds, epoch=wishes.epoch)
     assert stages.span is not None
     span = stages.span
-    kept = _keep(stages, work, path)
-    mine = Rank(
-        phases={phase: seconds / span.steps for phase, seconds in span.phases.items()},
-        operations=kept.operations,
-        starved=span.cores.waited / span.steps,
-        wanted_cores=span.cores.wanted,
-        memory=kept.memory,
-    )
+    mine = span.per_step(_keep(stages, work, path))
     cores = usable_cores()
     between = every(work)
     evaluation = 0.0
     if work.validation is not None:
         evaluation = evaluation_seconds(work) / between["evaluation"]
-    return Measured(
+    return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
@@ -149,7 +142,7 @@ def measure(work: Work, state: State, path: Path, wishes: Wishes) -> Measured:
     )
 
 
-def _keep(stages: Stages, work: Work, path: Path) -> Kept:
+def _keep(stages: Stages, work: Work, path: Path) -> Traced:
     tracer = stages.tracer
     assert tracer is not None
     name = f"rank{work.world.rank}_workers_{work.settings.num_workers}"
@@ -160,17 +153,18 @@ def run_stages(work: Work, state: State, *, seconds: float, epoch: int | None = 
     """Train through warm-up, measured and traced steps."""
     world = work.world
     stages = Stages(
-        phases=work.phases,
-        agree=lambda function: world.broadcast(function() if world.is_main else False),
+        TimeAccount(lambda: work.phases),
+        agree=lambda function: world.broadcast(function() if world.is_main else 0),
         seconds=seconds,
         epoch=epoch,
     )
-    with contextlib.suppress(Finished):
-        stages.epoch_begins(state.position.epoch + 1)
-        for _ in rehearse(work.endless(), state):
-            stages.at(state.position.step)
-            if epoch_is_full(work, state):
-                stages.epoch_begins(state.position.epoch + 2)
+    stages.epoch_begins(state.position.epoch + 1)
+    for _ in rehearse(work.endless(), state):
+        stages.at(state.position.step)
+        if epoch_is_full(work, state):
+            stages.epoch_begins(state.position.epoch + 2)
+        if stages.done:
+            break
     return stages
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from samestep.data.batches import Source
+from samestep.data.source import Source
 from samestep.profiling.profile import Row, Sweep
 from samestep.ranks.world import World
 from samestep.settings import Settings

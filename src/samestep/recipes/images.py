@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from samestep.data.augment import crop, flip
 from samestep.data.augment import normalise as normalise_channels
 from samestep.data.images.crops import middle, scaled_crops_and_flips
+from samestep.data.images.dataset import Cache, ImageFiles
 from samestep.data.images.decode import SMALL, decode, pillow, shorter_edge, stored_side
-from samestep.data.images.folders import Files, class_names, find_files
-from samestep.data.images.preparation import Cache, ImageFiles
-from samestep.data.keys import uniform
-from samestep.data.splits import split_indices
+from samestep.data.images.file_list import FileList, class_names, find_files
+from samestep.data.keyed_random import uniform
+from samestep.data.random_split import split_indices
 from samestep.errors import UserError
 from samestep.models.resnet import Stem, resnet18
 from samestep.recipe import Recipe, Splits
@@ -107,7 +107,7 @@ def _size(options: ImagesOptions) -> int:
     return options.image_size
 
 
-def _split_off(parts: dict[str, Files], options: ImagesOptions) -> dict[str, Files]:
+def _split_off(parts: dict[str, FileList], options: ImagesOptions) -> dict[str, FileList]:
     """Hold out what has no folder of its own from the training files, by seed."""
     train = parts["train"]
     fractions = {

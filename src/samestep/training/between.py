@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samestep.data.batches import Source
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.run.records import Record
 from samestep.training.evaluation import Evaluable, evaluate, evaluation_batch

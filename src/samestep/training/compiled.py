@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from samestep.data.blocks import Block
+from samestep.data.trees import map_leaves, tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
@@ -166,9 +167,7 @@ def _note(what: str, steps: int, seconds: float) -> Record:
 def _fold(tree: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(tree, Tensor):
         return tree.reshape(*shape, *tree.shape[1:])
-    return torch.utils._pytree.tree_map(  # noqa: SLF001
-        lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree
-    )
+    return map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree)
 
 
 class _Graph:
@@ -281,7 +280,7 @@ class _Graph:
         self, flat: Tensor, buffers: dict[str, Tensor], inputs: Any, targets: Any, k: int
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return gradient, loss and buffers after the micro-steps of step k."""
-        leaf = inputs if isinstance(inputs, Tensor) else torch.utils._pytree.tree_leaves(inputs)[0]  # noqa: SLF001
+        leaf = tree_leaves(inputs)[0]
         accumulate = leaf.shape[1]
         gradient, loss = torch.zeros_like(flat), torch.zeros((), device=flat.device)
         for m in range(accumulate):
@@ -335,4 +334,4 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 def _row(tree: Any, k: int, m: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[k, m]
-    return torch.utils._pytree.tree_map(lambda leaf: leaf[k, m], tree)  # noqa: SLF001
+    return map_leaves(lambda leaf: leaf[k, m], tree)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from samestep.data.trees import tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.settings import Precision
@@ -114,5 +115,5 @@ class Totals:
 
 
 def _first(tree: Any) -> Tensor:
-    leaf: Tensor = torch.utils._pytree.tree_leaves(tree)[0]  # noqa: SLF001
+    leaf: Tensor = tree_leaves(tree)[0]
     return leaf

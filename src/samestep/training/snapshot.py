@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samestep.data.keys import mix
+from samestep.data.keyed_random import mix
 from samestep.errors import UserError
 from samestep.run.checkpoints import FORMAT
 from samestep.training.clock import Position

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.blocks import Block, narrow
-from samestep.data.keys import mix, mix_next
+from samestep.data.blocks import Block
+from samestep.data.keyed_random import mix, mix_next
+from samestep.data.trees import narrow, tree_leaves
 from samestep.errors import LOST_PEER, UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
@@ -204,7 +205,7 @@ class EagerStep:
 
 def _describe(tree: Any) -> str:
     """Return shapes and types of the tensors of a tree, for a message."""
-    leaves = torch.utils._pytree.tree_leaves(tree)  # noqa: SLF001
+    leaves = tree_leaves(tree)
     return ", ".join(
         f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves
     )

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from samestep.data.batches import Source
 from samestep.data.blocks import Block
+from samestep.data.source import Source
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.clock import Position

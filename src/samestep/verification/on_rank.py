@@ -11,9 +11,9 @@ import msgspec
 from torch import nn
 
 from samestep.data.batches import open_source
-from samestep.data.blocks import narrow
-from samestep.data.loading import load_splits
 from samestep.data.order import share
+from samestep.data.recipe_splits import load_splits
+from samestep.data.trees import narrow
 from samestep.errors import LOST_PEER, UserError
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, Engine, run_session

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from samestep.data.batches import Source
+from samestep.data.source import Source
 from samestep.execution.session import NATIVE, Engine, Task
 from samestep.run.records import Record
 from samestep.training.between import checkpoint_name, evaluate_now, evaluate_work

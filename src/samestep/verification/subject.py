@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.batches import open_source
-from samestep.data.blocks import Block, narrow
+from samestep.data.blocks import Block
+from samestep.data.trees import narrow
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Settings

@@ -1,39 +1,26 @@
 """A recipe's data cut down to a few samples, spread evenly over it, read as in training."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
-from samestep.data.loading import PreparedOnRanks
+from samestep.data.recipe_splits import PreparedOnRanks
 from samestep.errors import UserError
 from samestep.recipe import Splits
 
 _MOST_BROKEN = 100
 
 
-class Some(Dataset[Any]):
-    """Some samples of a data set."""
-
-    def __init__(self, dataset: Any, places: Sequence[int]) -> None:
-        self._dataset, self._places = dataset, list(places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._places[index]]
-
-
-class SomeBatches(Some):
+class SomeBatches(Subset[Any]):
     """Some samples of a data set that reads a whole batch at a time."""
 
     def read_batch(self, indices: list[int]) -> Any:
         """Return a batch, as the data set does."""
-        return self._dataset.read_batch([self._places[index] for index in indices])
+        dataset: Any = self.dataset
+        return dataset.read_batch([self.indices[index] for index in indices])
 
 
 def num_samples(data: Any) -> int:
@@ -69,7 +56,7 @@ def _some(data: Any, count: int) -> Any:
         return data
     # Samples that cannot be read are left out only where a run would leave them out, too.
     places = _readable(data, count) if isinstance(data, PreparedOnRanks) else _spread(total, count)
-    return (SomeBatches if hasattr(data, "read_batch") else Some)(data, places)
+    return (SomeBatches if hasattr(data, "read_batch") else Subset)(data, places)
 
 
 def _spread(total: int, count: int) -> list[int]:
