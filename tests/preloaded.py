@@ -8,7 +8,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import lightning.pytorch  # noqa: F401
-import pooch  # noqa: F401
 import torch._dynamo  # DDP imports it when it is built: a second of each rank's
 import torch.distributed  # noqa: F401
 import typeguard  # noqa: F401

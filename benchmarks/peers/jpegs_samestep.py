@@ -17,7 +17,7 @@ import torch
 from common import measure, options, report
 
 from samestep.data.batches import open_source
-from samestep.data.loading import load_splits
+from samestep.data.recipe_splits import load_splits
 from samestep.ranks.world import World
 from samestep.recipe import find_recipe
 
@@ -36,7 +36,15 @@ chosen = recipe.complete_options(
 )
 start = time.perf_counter()
 data = load_splits(recipe, chosen, World()).train
-source = open_source(data, recipe, World(), seed=42, dtype=torch.float32, num_workers=asked.workers)
+source = open_source(
+    data,
+    World(),
+    seed=42,
+    dtype=torch.float32,
+    num_workers=asked.workers,
+    transform=recipe.transform,
+    augment=recipe.augment,
+)
 
 
 def train_epoch(epoch: int) -> int:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from samestep.version import __version__
 
 if TYPE_CHECKING:
-    from samestep.data.keys import uniform
+    from samestep.data.keyed_random import uniform
+    from samestep.data.random_split import split_indices
     from samestep.data.spiral import SpiralDataset
-    from samestep.data.splits import split_indices
     from samestep.errors import UserError
     from samestep.lightning import (
         CIFAR10DataModule,
@@ -70,8 +70,8 @@ _HOMES = {
     "read_records": "run.records",
     "reduce_tensor": "ranks.process_group",
     "setup_distributed": "ranks.process_group",
-    "split_indices": "data.splits",
-    "uniform": "data.keys",
+    "split_indices": "data.random_split",
+    "uniform": "data.keyed_random",
 }
 
 

@@ -10,7 +10,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,13 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.ranks.world import World
 from samestep.settings import Settings
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
 InMemory = tuple[Tensor, Tensor]
 """Inputs (samples, …) and targets (samples, …), as they are stored."""
+Transform = Callable[[Tensor], Tensor]
+"""Stored inputs → model inputs, a whole batch on the device: normalisation."""
+Augment = Callable[[Tensor, Tensor], Tensor]
+"""(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +49,6 @@ class Splits:
     """What the user should know of the data, a sentence each; shown when the run begins."""
     left_out: tuple[str, ...] = ()
     """Samples that cannot be used, each with the reason; kept with the run."""
-    together: "Callable[[World, Collection[str]], Splits] | None" = None
-    """(this rank, names of the splits wanted) → the splits to use instead. Called once, on every
-    rank, for work that the ranks share; `data.ready.load_splits` does so."""
 
     def __post_init__(self) -> None:
         """Check the names."""
@@ -80,10 +80,10 @@ class Recipe:
         default_factory=lambda: {"accuracy": accuracy}
     )
     """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced."""
-    transform: Callable[[Tensor], Tensor] | None = None
-    """Stored inputs → model inputs, a whole batch on the device: normalisation."""
-    augment: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
+    transform: Transform | None = None
+    """Turns stored inputs into model inputs, in training and evaluation."""
+    augment: Augment | None = None
+    """Changes inputs at random before `transform`, in training only."""
     options: type | None = None
     """A frozen dataclass of the recipe's own options; each becomes a flag."""
     complete: Callable[[Any], Any] | None = None

@@ -69,7 +69,7 @@ def test_python_without_srun_in_a_script_is_red(sandbox, tmp_path):
     options = (*TWO_EACH, "--no-requeue", "--signal=USR1@90")
     code, rows = in_script(sandbox, tmp_path, "samestep doctor", *options)
     assert (code, reds(rows)) == (1, {"slurm start"})
-    assert "one process, though job" in rows["slurm start"]["found"]
+    assert "4 tasks" in rows["slurm start"]["found"]
     assert rows["requeue"]["status"] == rows["stop signal"]["status"] == "yellow"
 
 
@@ -79,8 +79,8 @@ def test_too_few_tasks_and_a_folder_that_only_one_node_has_are_a_red_row_each(sa
     command = f"srun --ntasks=2 bash -c '{apart}' bash samestep doctor --timeout-s 6"
     code, rows = in_script(sandbox, tmp_path, command, *TWO_EACH)
     assert (code, reds(rows)) == (1, {"tasks", "shared folder"})
-    assert "2 tasks, but 2 nodes × 2 tasks per node = 4" in rows["tasks"]["found"]
-    assert "rank 1 on node2 does not see it" in rows["shared folder"]["found"]
+    assert "= 4" in rows["tasks"]["found"]
+    assert "rank 1 on node2" in rows["shared folder"]["found"]
 
 
 def test_a_torchrun_for_each_task_is_red(sandbox, tmp_path):

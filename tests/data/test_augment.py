@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from samestep import uniform
 from samestep.data.augment import crop, flip, normalise
-from samestep.data.keys import sample_keys
+from samestep.data.keyed_random import sample_keys
 from samestep.recipes import cifar10
 
 

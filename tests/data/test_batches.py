@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from samestep import Recipe, UserError, uniform
+from samestep import UserError, uniform
 from samestep.data.batches import open_source
 from samestep.data.blocks import Block
-from samestep.data.loader import LoaderSource
-from samestep.data.memory import MemorySource
+from samestep.data.loader_source import LoaderSource
+from samestep.data.memory_source import MemorySource
 from samestep.data.order import epoch_order, steps_per_epoch
 from samestep.ranks.world import World
 from tests.processes import run_ranks
@@ -56,15 +55,9 @@ def samples(num):
     return torch.stack([numbers, 255 - numbers], dim=1).to(torch.uint8), numbers
 
 
-def recipe(**parts):
-    return Recipe(model=nn.Identity, data=lambda: None, **parts)
-
-
 def source(data, rank=0, world_size=1, *, seed=SEED, dtype=torch.float32, num_workers=0, **parts):
     world = World(rank=rank, world_size=world_size)
-    return open_source(
-        data, recipe(**parts), world, seed=seed, dtype=dtype, num_workers=num_workers
-    )
+    return open_source(data, world, seed=seed, dtype=dtype, num_workers=num_workers, **parts)
 
 
 def steps_of(one, epoch=0, first_step=0, *, global_batch=4, drop_last=False):
@@ -498,14 +491,11 @@ def test_a_data_set_of_two_tensors_is_held_in_memory():
 
 HELD_BY_A_MODULE = """
 import torch
-from torch import nn
-from samestep import Recipe
 from samestep.data.batches import open_source
 from samestep.ranks.world import World
 
 data = [(torch.zeros(2), 0)] * 8
-source = open_source(data, Recipe(model=nn.Identity, data=list), World(), seed=1,
-                     dtype=torch.float32, num_workers=1)
+source = open_source(data, World(), seed=1, dtype=torch.float32, num_workers=1)
 for _ in source.blocks(0, 0, global_batch=4, drop_last=False):
     pass
 print("read")

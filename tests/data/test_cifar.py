@@ -83,7 +83,7 @@ def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, 
     message = refusal(tmp_path)
     for words in (
         name,
-        "unpickling a file runs whatever code",
+        "pickle",
         "cifar-10-binary.tar.gz",
         f"samestep data get cifar10 --data-dir {tmp_path}",
     ):
@@ -99,10 +99,10 @@ def test_the_binary_version_is_read_where_both_lie_beside_each_other(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "has 0 bytes"),
-        (bytes(3073 * 2 - 1), "has 6,145 bytes, which is no whole number of records of 3,073"),
-        (bytes(3074 * 10), "as long as those of CIFAR-100"),
-        (bytes(3073) + b"\x0a" + bytes(3072), "record 1 has label 10; CIFAR-10's are 0 to 9"),
+        (b"", " 0 bytes"),
+        (bytes(3073 * 2 - 1), "6,145 bytes"),
+        (bytes(3074 * 10), "CIFAR-100"),
+        (bytes(3073) + b"\x0a" + bytes(3072), "label 10"),
     ],
     ids=["empty", "cut off", "CIFAR-100", "label"],
 )
@@ -118,21 +118,22 @@ def test_missing_files_are_named(tmp_path):
     write_binary(tmp_path)
     for number in (2, 5):
         (tmp_path / f"data_batch_{number}.bin").unlink()
-    assert "lacks data_batch_2.bin, data_batch_5.bin" in refusal(tmp_path)
+    assert "data_batch_2.bin, data_batch_5.bin" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_folder_without_any_of_it_says_what_was_looked_for(tmp_path, there):
     folder = tmp_path if there else tmp_path / "nowhere"
     message = refusal(folder)
-    assert ("holds no CIFAR-10" if there else "does not exist") in message
+    assert ("CIFAR-10" if there else "exist") in message.partition("\n")[0]
+    assert str(folder) in message
     assert "data_batch_1.bin" in message
     assert "train/CLASS/" in message
 
 
 def test_an_archive_that_is_not_unpacked_yet_says_how(tmp_path):
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"")
-    assert f"unpack it: samestep data get cifar10 --data-dir {tmp_path}" in refusal(tmp_path)
+    assert f"samestep data get cifar10 --data-dir {tmp_path}" in refusal(tmp_path)
 
 
 def spoil(folder, what):
@@ -158,13 +159,13 @@ def spoil(folder, what):
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("class missing", "cat is missing"),
-        ("class too many", "lion is no class"),
-        ("empty class", "train/cat has no images: no file in it ends in .jpg"),
+        ("class missing", "train/cats"),
+        ("class too many", "train/lion"),
+        ("empty class", "train/cat has no images"),
         ("empty file", "0003.jpg: it is empty"),
         ("cut off", "0003.jpg: it is truncated"),
-        ("no image", "0003.jpg: it is no image that Pillow knows"),
-        ("other size", "0003.jpg: it is 40 x 32, not 32 x 32"),
+        ("no image", "0003.jpg: it is no image"),
+        ("other size", "40 x 32"),
     ],
 )
 def test_what_is_wrong_with_class_folders_is_told_with_the_place(tmp_path, what, says):

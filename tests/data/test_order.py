@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import Settings
-from samestep.data.order import epoch_order, sample_indices, share, step_range, steps_per_epoch
+from samestep.data.order import epoch_order, share, step_range, steps_per_epoch
 from samestep.training.plan import make_plan
 
 GOLDEN_FIRST = [6, 1, 2, 8, 10, 3, 7, 11, 0, 4, 5, 9]
@@ -35,17 +35,9 @@ class Epoch:
         return epoch_order(self.num_samples, self.seed, self.epoch).tolist()
 
     def shares(self, step: int, world_size: int) -> list[list[int]]:
+        order, positions = self.order, step_range(self.num_samples, self.global_batch, step)
         return [
-            sample_indices(
-                num_samples=self.num_samples,
-                seed=self.seed,
-                epoch=self.epoch,
-                global_batch=self.global_batch,
-                rank=rank,
-                world_size=world_size,
-                step=step,
-            ).tolist()
-            for rank in range(world_size)
+            [order[k] for k in share(positions, rank, world_size)] for rank in range(world_size)
         ]
 
     def taken(self, steps: range, world_size: int) -> list[list[int]]:
@@ -195,12 +187,12 @@ def test_the_order_is_the_one_that_earlier_versions_had():
     """A run must resume under a newer version: if this fails, every old run would change."""
     assert epoch_order(12, 42, 0).tolist() == GOLDEN_FIRST
     assert epoch_order(12, 42, 1).tolist() == GOLDEN_SECOND
-    assert [
-        sample_indices(
-            num_samples=12, seed=42, epoch=1, global_batch=5, rank=1, world_size=2, step=step
-        ).tolist()
-        for step in range(3)
-    ] == [GOLDEN_SECOND[3:5], GOLDEN_SECOND[8:10], GOLDEN_SECOND[11:12]]
+    second = Epoch(num_samples=12, global_batch=5, drop_last=False, seed=42, epoch=1)
+    assert [second.shares(step, 2)[1] for step in range(3)] == [
+        GOLDEN_SECOND[3:5],
+        GOLDEN_SECOND[8:10],
+        GOLDEN_SECOND[11:12],
+    ]
 
 
 def test_positions_of_a_step_end_with_the_data():

@@ -90,7 +90,7 @@ def test_the_recipe_downloads_what_is_not_there_or_not_all_there(tmp_path, archi
 def test_wrong_bytes_are_never_unpacked(tmp_path, archive):
     with (
         Mirror({NAME: archive}, Answer(body=archive[:-1] + b"x")) as mirror,
-        pytest.raises(UserError, match="wrong bytes"),
+        pytest.raises(UserError, match="MD5"),
     ):
         download("cifar10", tmp_path, mirrors=[mirror.url])
     assert names_in(tmp_path) == []
@@ -114,7 +114,7 @@ def test_an_archive_that_leads_elsewhere_or_is_torn_is_refused(tmp_path, archive
     folder.mkdir()
     content = {"torn": archive[: len(archive) // 2], "none": b"words"}.get(kind)
     (folder / NAME).write_bytes(content if content is not None else evil(kind, outside))
-    with pytest.raises(UserError, match="cannot be unpacked"):
+    with pytest.raises(UserError, match=NAME):
         unpack(folder / NAME, folder)
     assert names_in(folder) == [NAME], "nothing half-unpacked is left"
     assert names_in(tmp_path) == ["data"]

@@ -43,6 +43,6 @@ def test_a_new_file_names_its_recipe(tmp_path):
 def test_a_file_that_is_no_toml_is_left_alone(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("this is = not = toml\n")
-    with pytest.raises(UserError, match="no valid TOML"):
+    with pytest.raises(UserError, match=r"a\.toml"):
         apply(path, {"num_workers": 2}, "mnist")
     assert path.read_text() == "this is = not = toml\n"

@@ -11,7 +11,7 @@ from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
 from samestep.commands.help import examples
-from samestep.data.catalog import CATALOG, RemoteDataset
+from samestep.data.catalog import CATALOG
 from samestep.data.download import download
 
 _EXAMPLES = """\
@@ -27,10 +27,8 @@ class _Get:
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """The data set, one of those that `samestep data list` shows."""
-
     data_dir: Annotated[Path, arg(metavar="DIR")]
     """The folder for the files; it is made if it does not exist."""
-
     mirror: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL")] = ()
     """Address of a folder with the files, used in place of the known mirrors."""
 
@@ -74,13 +72,7 @@ def _table() -> Table:
         table.add_row(
             dataset.name,
             str(len(dataset.files)),
-            _size(dataset),
+            f"{sum(file.size_bytes for file in dataset.files) / 1e6:.1f} MB",
             f"{dataset.description}\n{dataset.licence}\n{dataset.source}",
         )
     return table
-
-
-def _size(dataset: RemoteDataset) -> str:
-    sizes = [file.size_bytes for file in dataset.files]
-    known_bytes = sum(size for size in sizes if size is not None)
-    return f"{'over ' if None in sizes else ''}{known_bytes / 1e6:.1f} MB"

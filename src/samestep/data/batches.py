@@ -1,60 +1,41 @@
-"""Turn the order into tensors on the device: whole-batch gather from memory, or a DataLoader.
+"""Open a data set as a source of batches: from memory, or through a DataLoader."""
 
-Both sources yield the same blocks for the same arguments, so the loop does not know which it has.
-"""
-
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from samestep.data.blocks import Block, Lap, untimed
-from samestep.data.loader import LoaderSource
-from samestep.data.memory import MemorySource
+from samestep.data.blocks import Lap, untimed
+from samestep.data.loader_source import LoaderSource
+from samestep.data.memory_source import MemorySource
+from samestep.data.source import Reading, Source
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import InMemory, Recipe
-
-
-class Source(Protocol):
-    """A data set that yields blocks."""
-
-    num_samples: int
-
-    def steps_per_block(self, global_batch: int) -> int:
-        """Return the most steps that a block holds: a power of two."""
-
-    def blocks(
-        self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool
-    ) -> Iterator[Block]:
-        """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
-
-    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        """Yield this rank's share of all samples once, as batches of inputs and targets."""
-
-    def close(self) -> None:
-        """End what reads the data; it cannot be read any more."""
+from samestep.recipe import Augment, InMemory, Transform
 
 
 def open_source(
     data: InMemory | Dataset[Any],
-    recipe: Recipe,
     world: World,
     *,
     seed: int,
     dtype: torch.dtype,
     num_workers: int,
+    transform: Transform | None = None,
+    augment: Augment | None = None,
     lap: Lap = untimed,
 ) -> Source:
     """Return the source that suits a data set: memory for tensors, else a DataLoader.
 
-    `lap` is told where reading ends ("data"), and copying to the device ("to_device").
+    `num_workers` processes read a data set; for the other arguments see `Reading`.
 
     Raises:
         UserError: the data has no samples, or is neither tensors nor a map-style data set.
     """
+    reading = Reading(
+        world=world, seed=seed, dtype=dtype, transform=transform, augment=augment, lap=lap
+    )
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = (data.tensors[0], data.tensors[1])
     if isinstance(data, tuple):
@@ -64,11 +45,9 @@ def open_source(
                 f"The recipe's data is a tuple of {len(data)} ({kinds}); it must be (inputs, "
                 "targets), both tensors. torch.from_numpy makes one of a NumPy array."
             )
-        source: Source = MemorySource(data, recipe, world, seed=seed, dtype=dtype, lap=lap)
+        source: Source = MemorySource(data, reading)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = LoaderSource(
-            data, recipe, world, seed=seed, dtype=dtype, num_workers=num_workers, lap=lap
-        )
+        source = LoaderSource(data, reading, num_workers)
     else:
         raise UserError(
             f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "

@@ -1,15 +1,17 @@
 """A block: one rank's part of consecutive steps; and how an epoch's order is cut into them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from samestep.data.order import share, step_range, steps_per_epoch
+from samestep.data.trees import narrow, split_rows
 from samestep.ranks.world import World
 
+Read = Iterator[tuple["StepGroup", Any, Any]]
+"""Groups of steps, each with its stored inputs and its targets."""
 Lap = Callable[[str], None]
 """Told where reading samples ends ("data") and where copying them to the device does."""
 
@@ -57,43 +59,40 @@ class Block:
         if self.num_steps == 1:
             yield self
             return
-        pieces = zip(_cut(self.inputs, self.rows), _cut(self.targets, self.rows), strict=True)
-        for step, (inputs, targets) in enumerate(pieces, start=self.first_step):
-            yield Block(step, 1, inputs, targets, self.rows, self.weight, self.global_size)
-
-
-def _cut(tree: Any, rows: int) -> Sequence[Any]:
-    """Return consecutive pieces of so many rows of each tensor of a tree, as views."""
-    if isinstance(tree, Tensor):
-        return torch.split(tree, rows)
-    leaves, form = torch.utils._pytree.tree_flatten(tree)  # noqa: SLF001
-    pieces = zip(*(torch.split(leaf, rows) for leaf in leaves), strict=True)
-    return [torch.utils._pytree.tree_unflatten(piece, form) for piece in pieces]  # noqa: SLF001
-
-
-def narrow(tree: Any, start: int, length: int) -> Any:
-    """Return rows [start, start + length) of each tensor of a tree, as views."""
-    if isinstance(tree, Tensor):
-        return tree.narrow(0, start, length)
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.narrow(0, start, length), tree)  # noqa: SLF001
+        inputs, targets = (split_rows(tree, self.rows) for tree in (self.inputs, self.targets))
+        for step, pair in enumerate(zip(inputs, targets, strict=True), start=self.first_step):
+            yield Block(step, 1, *pair, self.rows, self.weight, self.global_size)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive steps of equal size, as positions in the epoch's order."""
+class StepGroup:
+    """Consecutive steps of equal size, before their samples are read; as a `Block` otherwise."""
 
     first_step: int
     num_steps: int
     indices: Tensor
+    """(num_steps × rows,) of this rank's samples."""
     rows: int
     weight: float
     global_size: int
 
+    def filled(self, inputs: Any, targets: Any) -> Block:
+        """Return the same steps with their samples."""
+        return Block(
+            self.first_step,
+            self.num_steps,
+            inputs,
+            targets,
+            self.rows,
+            self.weight,
+            self.global_size,
+        )
 
-def spans(
+
+def group_steps(
     order: Tensor, first_step: int, limit: int, *, global_batch: int, drop_last: bool, world: World
-) -> Iterator[Span]:
-    """Cut an epoch's order into spans of at most `limit` full steps, then the incomplete one."""
+) -> Iterator[StepGroup]:
+    """Cut an epoch's order into groups of at most `limit` full steps, then the incomplete one."""
     num_samples = len(order)
     num_full = num_samples // global_batch
     mine, weight = _share_or_stand_in(range(global_batch), world)
@@ -103,14 +102,13 @@ def spans(
         count = min(limit - step % limit, num_full - step)
         table = order[step * global_batch : (step + count) * global_batch]
         indices = table.view(count, global_batch)[:, mine.start : mine.stop].reshape(-1)
-        yield Span(step, count, indices, len(mine), weight, global_batch)
+        yield StepGroup(step, count, indices, len(mine), weight, global_batch)
         step += count
-    total = steps_per_epoch(num_samples, global_batch, drop_last=drop_last)
-    if step < total:
+    if step < steps_per_epoch(num_samples, global_batch, drop_last=drop_last):
         positions = step_range(num_samples, global_batch, step)
         mine, weight = _share_or_stand_in(positions, world)
         indices = order[mine.start : mine.stop]
-        yield Span(step, 1, indices, len(mine), weight, len(positions))
+        yield StepGroup(step, 1, indices, len(mine), weight, len(positions))
 
 
 def _share_or_stand_in(positions: range, world: World) -> tuple[range, float]:

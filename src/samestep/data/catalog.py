@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from samestep.errors import UserError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RemoteFile:
     """One file of a data set."""
 
@@ -18,10 +18,8 @@ class RemoteFile:
 
     md5: str
     """The MD5 of its bytes, in hexadecimal."""
-
-    size_bytes: int | None = None
-    """Its length, if known."""
-
+    size_bytes: int
+    """Its length."""
     unpack: bool = False
     """Whether it is a tar archive whose files are wanted: they are put beside it."""
 
@@ -32,19 +30,14 @@ class RemoteDataset:
 
     name: str
     """What a user types."""
-
     description: str
     """What it holds, in one line."""
-
     licence: str
     """The terms under which its owners give it away."""
-
     source: str
     """The page that describes it."""
-
     files: tuple[RemoteFile, ...]
     """All its files."""
-
     mirrors: tuple[str, ...]
     """Base addresses, each ending in a slash, in the order in which they are tried."""
 
@@ -55,26 +48,10 @@ _MNIST = RemoteDataset(
     licence="CC BY-SA 3.0, (c) Yann LeCun and Corinna Cortes",
     source="https://yann.lecun.com/exdb/mnist/",
     files=(
-        RemoteFile(
-            name="train-images-idx3-ubyte.gz",
-            md5="f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            size_bytes=9_912_422,
-        ),
-        RemoteFile(
-            name="train-labels-idx1-ubyte.gz",
-            md5="d53e105ee54ea40749a09fcbcd1e9432",
-            size_bytes=28_881,
-        ),
-        RemoteFile(
-            name="t10k-images-idx3-ubyte.gz",
-            md5="9fb629c4189551a2d022fa330f9573f3",
-            size_bytes=1_648_877,
-        ),
-        RemoteFile(
-            name="t10k-labels-idx1-ubyte.gz",
-            md5="ec29112dd5afa0611ce80d1b7f02629c",
-            size_bytes=4_542,
-        ),
+        RemoteFile("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
+        RemoteFile("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
+        RemoteFile("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3", 1_648_877),
+        RemoteFile("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c", 4_542),
     ),
     mirrors=(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -88,26 +65,10 @@ _FASHION_MNIST = RemoteDataset(
     licence="MIT, (c) Zalando SE",
     source="https://github.com/zalandoresearch/fashion-mnist",
     files=(
-        RemoteFile(
-            name="train-images-idx3-ubyte.gz",
-            md5="8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            size_bytes=26_421_880,
-        ),
-        RemoteFile(
-            name="train-labels-idx1-ubyte.gz",
-            md5="25c81989df183df01b3e8a0aad5dffbe",
-            size_bytes=29_515,
-        ),
-        RemoteFile(
-            name="t10k-images-idx3-ubyte.gz",
-            md5="bef4ecab320f06d8554ea6380940ec79",
-            size_bytes=4_422_102,
-        ),
-        RemoteFile(
-            name="t10k-labels-idx1-ubyte.gz",
-            md5="bb300cfdad3c16e7a12a480ee83cd310",
-            size_bytes=5_148,
-        ),
+        RemoteFile("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
+        RemoteFile("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe", 29_515),
+        RemoteFile("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
+        RemoteFile("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
     ),
     # The first is plain HTTP, all that its publishers offer there; the MD5 is checked either way.
     mirrors=(
@@ -123,10 +84,7 @@ _CIFAR10 = RemoteDataset(
     source="https://www.cs.toronto.edu/~kriz/cifar.html",
     files=(
         RemoteFile(
-            name="cifar-10-binary.tar.gz",
-            md5="c32a1d4ab5d03f1284b67883e8d87530",
-            size_bytes=170_052_171,
-            unpack=True,
+            "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171, unpack=True
         ),
     ),
     mirrors=("https://www.cs.toronto.edu/~kriz/",),

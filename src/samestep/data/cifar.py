@@ -4,6 +4,7 @@ A record of the binary version is a byte for the label and 3,072 for the pixels:
 red, then green, then blue. https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.data.class_folders import read_class_folders
+from samestep.data.images.decode import decode, pillow
+from samestep.data.images.file_list import find_files
+from samestep.data.images.read_all import decode_in_threads
 from samestep.errors import UserError
+from samestep.machine import usable_cores
 
 CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
@@ -63,7 +67,7 @@ def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor,
         if place is not None:
             return _read_binary(place, split)
         if (folder / "train").is_dir() or (folder / "test").is_dir():
-            return read_class_folders(folder, split, CLASSES, size=(32, 32))
+            return _read_images(folder, split)
         raise _nothing(folder)
     except OSError as problem:
         raise UserError(
@@ -107,6 +111,33 @@ def _records(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
             f"damaged, or of another data set.\n{_get(path.parent)}"
         )
     return records
+
+
+def _read_images(root: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
+    """Decode root/split/CLASS/ into memory, class by class, each in the order of its names."""
+    pillow()
+    files = find_files(root, split, CLASSES, whole=True)
+    if files is None:
+        raise UserError(
+            f"There is no folder {root / split}. It must hold a folder of images for each class: "
+            f"{', '.join(CLASSES)}."
+        )
+    images = torch.empty((len(files), 3, 32, 32), dtype=torch.uint8)
+    broken = decode_in_threads(
+        files,
+        range(len(files)),
+        images.__setitem__,
+        partial(decode, side=32, exact=True),
+        len(usable_cores()),
+    )
+    if broken:
+        shown = [f"  {files.path(place)}: {why}" for place, why in list(broken.items())[:5]]
+        more = [f"  … and {len(broken) - 5} more"] if len(broken) > 5 else []
+        raise UserError(
+            f"{len(broken)} of {len(files)} images in {root / split} cannot be used:\n"
+            + "\n".join([*shown, *more, "Replace or remove them."])
+        )
+    return images, torch.from_numpy(files.labels)
 
 
 def _nothing(folder: Path) -> UserError:

@@ -1,19 +1,15 @@
 """Download the files of a data set, through broken lines and restarts, and never keep wrong bytes.
 
-pooch decides what is missing, checks every hash and gives a file its final name only afterwards;
-the transfer that it calls continues where an earlier one, of this program or of one before it,
-was cut off.
+A file gets its final name only after its hash is checked. A transfer continues where an earlier
+one, of this program or of one before it, was cut off.
 """
 
 import contextlib
-import logging
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import pooch  # type: ignore[import-untyped]
 
 from samestep.data.catalog import RemoteDataset, find_dataset
 from samestep.data.transfer import MirrorError, Transfer
@@ -53,25 +49,21 @@ def download(
     """
     dataset = find_dataset(name)
     bases = [_base_address(each) for each in mirrors or dataset.mirrors]
-    # pooch announces each file on its own stream handler; the progress bar says the same.
-    pooch.get_logger().setLevel(logging.WARNING)
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             for file in dataset.files:
                 transfer = Transfer(
-                    file=file,
-                    part=folder / f"{file.name}.part",
-                    show_progress=show_progress,
-                    timeout_s=timeout_s,
+                    file=file, folder=folder, show_progress=show_progress, timeout_s=timeout_s
                 )
-                good = _fetch(dataset, transfer, folder, bases)
-                # The mirror that works goes first: one that is gone costs its timeout once.
-                bases = [good, *(base for base in bases if base != good)]
+                if not transfer.is_done():
+                    good = _fetch(dataset, transfer, bases)
+                    # The mirror that works goes first: one that is gone costs its timeout once.
+                    bases = [good, *(base for base in bases if base != good)]
                 if file.unpack:
-                    unpack(folder / file.name, folder)
-                paths.append(folder / file.name)
+                    unpack(transfer.path, folder)
+                paths.append(transfer.path)
     except OSError as problem:
         raise UserError(
             f"The data folder {folder} cannot be used: {problem.strerror or problem}.\n"
@@ -80,19 +72,12 @@ def download(
     return paths
 
 
-def _fetch(dataset: RemoteDataset, transfer: Transfer, folder: Path, bases: Sequence[str]) -> str:
+def _fetch(dataset: RemoteDataset, transfer: Transfer, bases: Sequence[str]) -> str:
     """Bring one file and return the base address that gave it; raise UserError if none did."""
-    file = transfer.file
-    problems = []
+    file, folder, problems = transfer.file, transfer.folder, []
     for base in bases:
         try:
-            pooch.retrieve(
-                base + file.name,
-                known_hash=f"md5:{file.md5}",
-                fname=file.name,
-                path=folder.absolute(),
-                downloader=transfer,
-            )
+            transfer.fetch(base + file.name)
         except MirrorError as problem:
             problems.append(f"  {base}{file.name}: {problem}")
         else:

@@ -37,27 +37,26 @@ def find_idx(folder: Path, stem: str) -> Path:
         UserError: The file is nowhere, the folder may not be read, or torchvision's MNIST and
             FashionMNIST are both there and only a more exact folder can tell which is meant.
     """
-    names = [stem, f"{stem}.gz"]
-    dotted = stem.replace("-idx", ".idx")
-    names += [dotted, f"{dotted}.gz"]
+    spellings = (stem, stem.replace("-idx", ".idx"))
+    names = [f"{name}{suffix}" for name in spellings for suffix in ("", ".gz")]
     try:
-        for place in _OWN_PLACES:
-            if found := _first_file(folder / place, names):
-                return found
-        candidates = [_first_file(folder / place, names) for place in _TORCHVISION_PLACES]
+        own, torchvisions = (
+            [path for place in places if (path := _first_file(folder / place, names))]
+            for places in (_OWN_PLACES, _TORCHVISION_PLACES)
+        )
     except OSError as problem:
         raise UserError(
             f"The data folder {folder} cannot be read: {problem.strerror}.\n"
             "Make it readable for you, or name another one with --data-dir."
         ) from problem
-    found_there = [path for path in candidates if path]
-    if len(found_there) == 1:
-        return found_there[0]
-    if found_there:
+    found = own[:1] or torchvisions
+    if len(found) == 1:
+        return found[0]
+    if found:
         raise UserError(
             f"{folder} holds {stem} twice, of different data sets:\n"
-            + "".join(f"  {path}\n" for path in found_there)
-            + f"Say which one is meant, for example --data-dir {found_there[0].parent}"
+            + "".join(f"  {path}\n" for path in found)
+            + f"Say which one is meant, for example --data-dir {found[0].parent}"
         )
     raise UserError(_nowhere(folder, stem, names))
 

@@ -8,7 +8,7 @@ any number of them.
 import torch
 from torch import Tensor
 
-from samestep.data.keys import mix
+from samestep.data.keyed_random import mix
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -32,18 +32,3 @@ def share(positions: range, rank: int, world_size: int) -> range:
     size, extra = divmod(len(positions), world_size)
     start = positions.start + rank * size + min(rank, extra)
     return range(start, start + size + (rank < extra))
-
-
-def sample_indices(
-    *,
-    num_samples: int,
-    seed: int,
-    epoch: int,
-    global_batch: int,
-    rank: int,
-    world_size: int,
-    step: int,
-) -> Tensor:
-    """Return the samples that one rank trains in one step of an epoch: (share,), int64."""
-    mine = share(step_range(num_samples, global_batch, step), rank, world_size)
-    return epoch_order(num_samples, seed, epoch)[mine.start : mine.stop]

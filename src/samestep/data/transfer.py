@@ -4,20 +4,19 @@ The bytes gather in a `.part` file beside the final one. It outlives the program
 only for the rest; it is handed over only when its MD5 is right.
 """
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import pooch  # type: ignore[import-untyped]
 import requests
 import urllib3.exceptions
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from samestep.data.catalog import RemoteFile
 
-# A mirror is asked again while bytes still come; two tries in a row without any are enough.
-_NUM_TRIES = 20
+# A mirror is asked again as long as bytes come; two tries in a row without any are enough.
 _NUM_BARREN_TRIES = 2
 
 # Small, so that little is lost when the line breaks in the middle of a chunk.
@@ -34,55 +33,61 @@ class _CutOffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What pooch calls to fetch one file: it fills `part`, then moves it where pooch wants it."""
+    """One file on its way from a mirror into a folder."""
 
     file: RemoteFile
     """The file and what its bytes must be."""
-
-    part: Path
-    """Where the bytes gather."""
-
+    folder: Path
+    """Where it goes; its bytes gather there in a `.part` file."""
     show_progress: bool
     """Draw a progress bar, if the error stream is a terminal."""
-
     timeout_s: float
     """How long the server may stay silent."""
 
-    def __call__(self, url: str, output_file: str, _pooch: object) -> None:
-        """Bring the file at `url` to `output_file`.
+    @property
+    def part(self) -> Path:
+        """Where the bytes gather."""
+        return self.folder / f"{self.file.name}.part"
+
+    @property
+    def path(self) -> Path:
+        """Where the file is once its bytes are verified."""
+        return self.folder / self.file.name
+
+    def is_done(self) -> bool:
+        """Whether the file is there with the right bytes."""
+        return self.path.exists() and _md5(self.path) == self.file.md5
+
+    def fetch(self, url: str) -> None:
+        """Bring the file from a mirror.
 
         Raises:
             MirrorError: The server is gone, too slow, or sent wrong bytes.
             OSError: The disk took no more bytes.
         """
-        # pooch has made an empty file of a random name, which a killed program would leave behind.
-        Path(output_file).unlink()
-        num_old_bytes = self._num_bytes()
-        if not num_old_bytes or self._md5() != self.file.md5:
+        continues = self._num_bytes() > 0
+        if not continues or _md5(self.part) != self.file.md5:
             self._fill(url)
-        if num_old_bytes and self._md5() != self.file.md5:
+        if continues and _md5(self.part) != self.file.md5:
             # The wrong bytes may be the old ones, so this mirror gets a chance to send them all.
             self.part.unlink()
             self._fill(url)
-        if (actual := self._md5()) != self.file.md5:
+        if (actual := _md5(self.part)) != self.file.md5:
             self.part.unlink()
             raise MirrorError(f"wrong bytes: their MD5 is {actual}, expected {self.file.md5}")
-        self.part.replace(output_file)
+        self.part.replace(self.path)
 
     def _fill(self, url: str) -> None:
         """Ask for the missing bytes until all are there or the mirror sends no more."""
-        most, num_barren, reason = self._num_bytes(), 0, ""
-        for _ in range(_NUM_TRIES):
+        most, num_barren = self._num_bytes(), 0
+        while True:
             try:
                 return self._append(url)
             except _CutOffError as problem:
-                reason = str(problem)
-            num_bytes = self._num_bytes()
-            num_barren = 0 if num_bytes > most else num_barren + 1
-            most = max(most, num_bytes)
-            if num_barren == _NUM_BARREN_TRIES:
-                break
-        raise MirrorError(reason)
+                num_barren = 0 if self._num_bytes() > most else num_barren + 1
+                if num_barren == _NUM_BARREN_TRIES:
+                    raise MirrorError(str(problem)) from problem
+            most = max(most, self._num_bytes())
 
     def _append(self, url: str) -> None:
         """Ask once for the missing bytes and write what comes."""
@@ -94,14 +99,10 @@ class Transfer:
         try:
             with requests.get(url, headers=headers, stream=True, timeout=self.timeout_s) as answer:
                 self._write(answer, start)
-        except (requests.Timeout, urllib3.exceptions.TimeoutError) as problem:
-            raise _CutOffError(
-                f"no answer for {self.timeout_s:g} s, {self._num_bytes()} bytes arrived"
-            ) from problem
         except (requests.RequestException, urllib3.exceptions.HTTPError) as problem:
-            raise _CutOffError(
-                f"{_root_cause(problem)}, {self._num_bytes()} bytes arrived"
-            ) from problem
+            silent = isinstance(problem, requests.Timeout | urllib3.exceptions.TimeoutError)
+            reason = f"no answer for {self.timeout_s:g} s" if silent else _root_cause(problem)
+            raise _CutOffError(f"{reason}, {self._num_bytes()} bytes arrived") from problem
 
     def _write(self, answer: requests.Response, start: int) -> None:
         sent_from = 0
@@ -133,14 +134,16 @@ class Transfer:
                 out.flush()  # a killed program keeps what has arrived
                 bar.update(len(chunk))
             os.fsync(out.fileno())
-        if expected is not None and self._num_bytes() < expected:
+        if self._num_bytes() < expected:
             raise _CutOffError(f"cut off after {self._num_bytes()} of {expected} bytes")
 
     def _num_bytes(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0
 
-    def _md5(self) -> str:
-        return str(pooch.file_hash(str(self.part), alg="md5"))
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _root_cause(problem: BaseException) -> str:

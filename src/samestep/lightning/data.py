@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 
-from samestep.data.batches import Source, open_source
-from samestep.data.blocks import Block, Lap, narrow, untimed
+from samestep.data.batches import open_source
+from samestep.data.blocks import Block, Lap, untimed
 from samestep.data.cifar import has_cifar10
 from samestep.data.download import download
-from samestep.data.loading import SPLITS
+from samestep.data.recipe_splits import SPLITS, load_splits
+from samestep.data.source import Source
+from samestep.data.trees import narrow
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe
 from samestep.settings import Settings, merge_layers
-from samestep.training.loop import Job, evaluation_batch
+from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan, make_plan
-from samestep.training.state import seed_alike
+from samestep.training.snapshot import seed_alike
+from samestep.training.work import Work
 
 
 class Part(NamedTuple):
@@ -89,12 +92,12 @@ class LitData(pl.LightningDataModule):
         self._lap: Lap = untimed
 
     @classmethod
-    def of_job(cls, job: Job, recipe: Recipe, options: object) -> "LitData":
-        """Return the data of a job that samestep has built."""
-        data = cls(recipe, job.settings, options)
-        data.plan, data.world, data._is_built = job.plan, job.world, True
-        data._lap = job.phases.lap
-        data._sources = {"train": job.train, "validation": job.validation, "test": None}
+    def of_work(cls, work: Work, recipe: Recipe, options: object) -> "LitData":
+        """Return the data of a training that samestep has built."""
+        data = cls(recipe, work.settings, options)
+        data.plan, data.world, data._is_built = work.plan, work.world, True
+        data._lap = work.phases.lap
+        data._sources = {"train": work.train, "validation": work.validation, "test": None}
         return data
 
     def setup(self, stage: str) -> None:
@@ -116,9 +119,7 @@ class LitData(pl.LightningDataModule):
     def _load(self) -> None:
         settings = self.settings
         seed_alike(settings.seed)
-        splits = self.recipe.load_data(self.options)
-        if splits.together is not None:
-            splits = splits.together(self.world, SPLITS)
+        splits = load_splits(self.recipe, self.options, self.world)
         for name in SPLITS:
             data = getattr(splits, name)
             self._sources[name] = (
@@ -126,11 +127,12 @@ class LitData(pl.LightningDataModule):
                 if data is None
                 else open_source(
                     data,
-                    self.recipe,
                     self.world,
                     seed=settings.seed,
                     dtype=torch.float32,
                     num_workers=settings.num_workers,
+                    transform=self.recipe.transform,
+                    augment=self.recipe.augment,
                 )
             )
 

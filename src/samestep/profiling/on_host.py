@@ -34,7 +34,7 @@ _END = "the end"
 
 @dataclass
 class Split:
-    """µs a step of what the steps compute, by what limits it."""
+    """µs per step of what the steps compute, by what limits it."""
 
     matmul: float = 0.0
     memory: float = 0.0
@@ -96,7 +96,7 @@ class _Repeated:
         self._seen[name, step] += 1
 
     def a_step(self) -> dict[str, float]:
-        """Return the median µs a step of each name."""
+        """Return the median µs per step of each name."""
         sums: dict[str, float] = defaultdict(float)
         for (name, _), values in self._values.items():
             sums[name] += median(values) * len(values) / self._num_steps

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.profiling.bottleneck import Verdict
-from samestep.profiling.measured import Measured
+from samestep.profiling.bottleneck import Bottleneck
+from samestep.profiling.measured import MeasuredSteps
 from samestep.profiling.tracing import write_whole
 
 
@@ -20,12 +20,12 @@ class Row:
     """A step, in the fastest of the rounds: whatever else runs only adds to it."""
     samples_per_s: float
     ratio: float
-    """How many times as many samples a second as the first value."""
+    """How many times as many samples per second as the first value."""
     low: float
     high: float
     """The smallest and the largest of the rounds' ratios to the best value before it."""
     data: float
-    """Seconds a step that it waited for data."""
+    """Seconds per step that it waited for data."""
     helps: bool
     """Whether it was faster than the best value before it, beyond noise."""
 
@@ -52,8 +52,8 @@ class Profile:
 
     name: str
     path: Path
-    measured: Measured
-    verdict: Verdict
+    measured: MeasuredSteps
+    verdict: Bottleneck
     sweeps: tuple[Sweep, ...] = ()
     traces: tuple[str, ...] = ()
     precision: str = ""

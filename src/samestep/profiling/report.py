@@ -7,9 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from samestep.profiling.advice import milliseconds
-from samestep.profiling.bottleneck import Verdict
-from samestep.profiling.measured import Measured, Rank
+from samestep.profiling.bottleneck import Bottleneck
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.profile import Profile, Sweep
+from samestep.screen.words import count
 
 _ALL = 0.999
 _MOST_COLUMNS = 4
@@ -36,7 +37,7 @@ def show(profile: Profile, console: Console) -> None:
     console.print()
     console.print(_phases(measured, profile.verdict))
     console.print()
-    for name, text in _verdict(profile).items():
+    for name, text in _verdict(profile):
         _line(console, name, text)
     for one in profile.sweeps:
         console.print()
@@ -54,50 +55,43 @@ def show(profile: Profile, console: Console) -> None:
 def _line(console: Console, name: str, text: str) -> None:
     indent = " " * 9
     lines = textwrap.wrap(text, max(20, console.width - len(indent)), break_on_hyphens=False)
-    console.print(f"[bold]{name.strip():<9}[/]" + escape(f"\n{indent}".join(lines)), soft_wrap=True)
+    console.print(f"[bold]{name:<9}[/]" + escape(f"\n{indent}".join(lines)), soft_wrap=True)
 
 
-def _where(measured: Measured, precision: str) -> str:
-    ranks = len(measured.ranks)
-    parts = [f"{ranks} rank{'s' if ranks > 1 else ''}", measured.device]
+def _where(measured: MeasuredSteps, precision: str) -> str:
+    parts = [count(len(measured.ranks), "rank"), measured.device]
     if measured.device == "cpu":
-        parts.append(f"{measured.threads} thread{'s' if measured.threads > 1 else ''} each")
+        parts.append(f"{count(measured.threads, 'thread')} each")
     if not measured.in_memory:
-        parts.append(f"{measured.workers} worker{'' if measured.workers == 1 else 's'} each")
-    if precision:
-        parts.append(precision)
-    parts.append(f"{measured.cores} core{'s' if measured.cores > 1 else ''}")
+        parts.append(f"{count(measured.workers, 'worker')} each")
+    parts += [precision] * bool(precision)
+    parts.append(count(measured.cores, "core"))
     return f"{', '.join(parts)}; {measured.steps:,} steps measured"
 
 
-def _phases(measured: Measured, verdict: Verdict) -> Table:
+def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("ms a step")
-    columns = _columns(measured)
-    for heading in columns:
+    for heading in headings:
         table.add_column(heading, justify="right")
-    table.add_column("share", justify="right")
-    shared = {"evaluation": measured.evaluation, "checkpoint": measured.checkpoint}
-    for phase, name in PHASE_NAMES.items():
-        values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0) for rank in columns.values()]
-        present = any(phase in rank.phases for rank in columns.values())
-        if not present and not any(values):
-            continue
-        mean = (
-            values[0]
-            if len(values) == 1
-            else (measured.typical.phases.get(phase, 0.0) + shared.get(phase, 0.0))
-        )
-        cells = [_number(value) for value in values]
-        table.add_row(name, *cells, f"{mean / verdict.step:.0%}")
-    totals = [rank.step + sum(shared.values()) for rank in columns.values()]
-    table.add_row(
-        "[bold]step[/]", *(f"[bold]{_number(total)}[/]" for total in totals), "[bold]100%[/]"
-    )
     return table
 
 
-def _columns(measured: Measured) -> dict[str, Rank]:
+def _phases(measured: MeasuredSteps, verdict: Bottleneck) -> Table:
+    columns = _columns(measured)
+    table = _table("ms per step", *columns, "share")
+    table.columns[0].justify = "left"
+    shared = {"evaluation": measured.evaluation, "checkpoint": measured.checkpoint}
+    for phase, name in PHASE_NAMES.items():
+        values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0) for rank in columns.values()]
+        if any(values) or any(phase in rank.phases for rank in columns.values()):
+            typical = measured.typical.phases.get(phase, 0.0) + shared.get(phase, 0.0)
+            table.add_row(name, *map(_number, values), f"{typical / verdict.step:.0%}")
+    totals = [_number(rank.step + sum(shared.values())) for rank in columns.values()]
+    table.add_row("step", *totals, "100%", style="bold")
+    return table
+
+
+def _columns(measured: MeasuredSteps) -> dict[str, MeasuredRank]:
     ranks = measured.ranks
     if len(ranks) <= _MOST_COLUMNS:
         names = [f"rank {number}" for number in range(len(ranks))] if len(ranks) > 1 else [""]
@@ -113,26 +107,22 @@ def _number(seconds: float) -> str:
     return milliseconds(seconds).removesuffix(" ms")
 
 
-def _verdict(profile: Profile) -> dict[str, str]:
+def _verdict(profile: Profile) -> list[tuple[str, str]]:
     verdict, measured = profile.verdict, profile.measured
-    lines = {
-        "verdict": f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}",
-        "ceiling": _ceiling(verdict),
-        "change": verdict.change,
-    }
+    lines = [
+        ("verdict", f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}"),
+        ("ceiling", _ceiling(verdict)),
+        ("change", verdict.change),
+    ]
     if measured.samples:
-        rate = measured.samples / verdict.step
-        lines["speed"] = (
-            f"{_speed(1 / verdict.step)} steps a second, {_speed(rate)} samples a second, with "
-            "evaluations and checkpoints."
-        )
+        samples = _speed(measured.samples / verdict.step)
+        said = f"{_speed(1 / verdict.step)} steps per second, {samples} samples per second"
+        lines.append(("speed", f"{said}, with evaluations and checkpoints."))
     if measured.typical.memory is not None:
         most, phase = measured.typical.memory
         size = f"{most:,.1f} MiB" if most >= 1 else f"{most * 1024:,.1f} KiB"
-        lines["memory"] = f"at most {size} more than between the steps, in {phase}"
-    for number, note in enumerate(verdict.notes):
-        lines["note" if not number else "note" + " " * number] = note
-    return lines
+        lines.append(("memory", f"at most {size} more than between the steps, in {phase}"))
+    return [*lines, *(("note", note) for note in verdict.notes)]
 
 
 def _speed(value: float) -> str:
@@ -140,28 +130,20 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _ceiling(verdict: Verdict) -> str:
+def _ceiling(verdict: Bottleneck) -> str:
     if verdict.share > _ALL:
         return "There is nothing else: all of the step is that."
     if verdict.kind == "untraced":
         return "How much of that could be gone only a trace tells."
     return (
         f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
-        f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} a step."
+        f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} per step."
     )
 
 
 def _sweep(one: Sweep) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in (
-        f"--{one.setting.replace('_', '-')}",
-        "ms a step",
-        "of it waiting",
-        "samples/s",
-        "ratio",
-        "to best before",
-    ):
-        table.add_column(heading, justify="right")
+    flag = f"--{one.setting.replace('_', '-')}"
+    table = _table(flag, "ms per step", "of it waiting", "samples/s", "ratio", "to best before")
     for row in one.rows:
         spread = "" if row is one.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
         mark = " *" if row.value == one.best else "  "

@@ -10,8 +10,8 @@ from samestep.data.augment import normalise as normalise_channels
 from samestep.data.cifar import CLASSES, SIZES, has_cifar10, read_cifar10
 from samestep.data.download import download
 from samestep.data.images.decode import decode
-from samestep.data.keys import uniform
-from samestep.data.splits import split_indices
+from samestep.data.keyed_random import uniform
+from samestep.data.random_split import hold_out
 from samestep.errors import UserError
 from samestep.models.resnet import resnet18
 from samestep.recipe import Recipe, Splits
@@ -55,17 +55,14 @@ def data(options: Cifar10Options) -> Splits:
     folder = Path(options.data_dir)
     if options.download and not has_cifar10(folder):
         download("cifar10", folder)
-    images, labels = read_cifar10(folder, "train")
-    validation, train = split_indices(
-        len(images), (options.validation_fraction,), options.split_seed
-    )
-    test = read_cifar10(folder, "test")
+    whole, test = read_cifar10(folder, "train"), read_cifar10(folder, "test")
+    train, validation = hold_out(whole, options.validation_fraction, options.split_seed)
     return Splits(
-        train=(images[train], labels[train]),
-        validation=(images[validation], labels[validation]),
+        train=train,
+        validation=validation,
         test=test,
         classes=CLASSES,
-        notes=_notes({"train": len(images), "test": len(test[0])}),
+        notes=_notes({"train": len(whole[0]), "test": len(test[0])}),
     )
 
 

@@ -1,8 +1,8 @@
 """Any images in folders, one a class: a ResNet-18 with a stem that fits their size."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from samestep.data.augment import crop, flip
 from samestep.data.augment import normalise as normalise_channels
 from samestep.data.images.crops import middle, scaled_crops_and_flips
-from samestep.data.images.dataset import ImageFiles
+from samestep.data.images.dataset import Cache, ImageFiles
 from samestep.data.images.decode import SMALL, decode, pillow, shorter_edge, stored_side
-from samestep.data.images.folders import Files, class_names, find_files
-from samestep.data.images.preparation import Cache, make_ready
-from samestep.data.keys import uniform
-from samestep.data.splits import split_indices
+from samestep.data.images.file_list import FileList, class_names, find_files
+from samestep.data.keyed_random import uniform
+from samestep.data.random_split import split_indices
 from samestep.errors import UserError
 from samestep.models.resnet import Stem, resnet18
-from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 
 # Mean and standard deviation of ImageNet's training pixels, per channel, as everyone takes them.
@@ -89,38 +87,19 @@ def _fitting_size(root: Path, classes: tuple[str, ...]) -> int:
 
 
 def data(options: ImagesOptions) -> Splits:
-    """Find the files; they are read when all ranks are there to share the work."""
+    """Find the files; the ranks read them once together before training."""
     root = Path(options.data_dir)
     parts = {
         name: find_files(root, name, options.classes) for name in ("train", "validation", "test")
     }
     found = _split_off({name: files for name, files in parts.items() if files}, options)
-    side = stored_side(_size(options))
-
-    def together(world: World, wanted: Collection[str]) -> Splits:
-        chosen = {name: files for name, files in found.items() if name in wanted}
-        ready = make_ready(
-            chosen, side, world, cache=options.cache, max_corrupt=options.max_corrupt
+    splits: dict[str, Any] = {
+        name: ImageFiles(
+            files, stored_side(_size(options)), cache=options.cache, max_corrupt=options.max_corrupt
         )
-        return Splits(
-            train=ready.splits.get("train", splits.train),
-            validation=ready.splits.get("validation"),
-            test=ready.splits.get("test"),
-            classes=options.classes,
-            notes=ready.notes,
-            left_out=ready.left_out,
-        )
-
-    # As they are, each file would be read when it is asked for, broken ones too.
-    lazy = {name: ImageFiles(files, side) for name, files in found.items()}
-    splits = Splits(
-        train=lazy["train"],
-        validation=lazy.get("validation"),
-        test=lazy.get("test"),
-        classes=options.classes,
-        together=together,
-    )
-    return splits
+        for name, files in found.items()
+    }
+    return Splits(**splits, classes=options.classes)
 
 
 def _size(options: ImagesOptions) -> int:
@@ -128,7 +107,7 @@ def _size(options: ImagesOptions) -> int:
     return options.image_size
 
 
-def _split_off(parts: dict[str, Files], options: ImagesOptions) -> dict[str, Files]:
+def _split_off(parts: dict[str, FileList], options: ImagesOptions) -> dict[str, FileList]:
     """Hold out what has no folder of its own from the training files, by seed."""
     train = parts["train"]
     fractions = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.data.download import download
 from samestep.data.idx import read_images_and_labels
-from samestep.data.splits import split_indices
+from samestep.data.random_split import hold_out
 from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
 
@@ -87,15 +87,11 @@ def data(options: MnistOptions) -> Splits:
     folder = Path(options.data_dir)
     if options.download:
         _fetch(folder)
-    images, labels = _read(folder, "train")
-    validation, train = split_indices(
-        len(images), (options.validation_fraction,), options.split_seed
+    train, validation = hold_out(
+        _read(folder, "train"), options.validation_fraction, options.split_seed
     )
     return Splits(
-        train=(images[train], labels[train]),
-        validation=(images[validation], labels[validation]),
-        test=_read(folder, "test"),
-        classes=tuple("0123456789"),
+        train=train, validation=validation, test=_read(folder, "test"), classes=tuple("0123456789")
     )
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from samestep.data.random_split import split_indices
 from samestep.data.spiral import SpiralDataset
-from samestep.data.splits import split_indices
 from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
 

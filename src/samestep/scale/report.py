@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
-from samestep.scale.analysis import Interval, Report, Result, reasons
+from samestep.scale.analysis import Interval, ScalingReport, ScalingResult, reasons
 from samestep.scale.study import Mode
 from samestep.screen.words import count, wrapped
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: ScalingReport) -> Iterator[str]:
     """Yield the lines of the report."""
     for mode, results in report.results.items():
         if len(results) == 1:
@@ -28,7 +30,7 @@ def lines(report: Report) -> Iterator[str]:
     )
 
 
-def _table(mode: Mode, results: list[Result]) -> Iterator[str]:
+def _table(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
     setup = results[0].setup
     if mode == "weak":
         each = setup.global_batch_size // setup.ranks
@@ -48,7 +50,7 @@ def _table(mode: Mode, results: list[Result]) -> Iterator[str]:
         )
         yield (
             f"{one.setup.ranks:>7}{one.setup.global_batch_size:>8,}{one.samples_per_s:>12,.0f}"
-            f"{sum(one.phases.values()):>11.3f}{speed_up:>20}{efficiency:>19}"
+            f"{one.step_ms:>11.3f}{speed_up:>20}{efficiency:>19}"
         )
 
 
@@ -56,86 +58,58 @@ def _span(interval: Interval, form: str) -> str:
     return f"[{form.format(interval[0])}–{form.format(interval[1])}]"
 
 
-def _phases(results: list[Result]) -> Iterator[str]:
+def _phases(results: list[ScalingResult]) -> Iterator[str]:
     """Yield where a step's time goes, and how much of it is above the ideal."""
-    names = dict.fromkeys(name for one in results for name in one.phases)
+    names = dict.fromkeys(name for one in results for name in one.phases_ms_per_step)
     more = results[1:]
     head = "".join(f"{one.setup.ranks:>10}" for one in results)
     lost = "".join(f"{'lost, ' + str(one.setup.ranks):>11}" for one in more)
     yield ""
     yield f"{'ms of a step':<14}{head}{lost}"
-    rows = [
-        (
-            name,
-            [one.phases.get(name, 0.0) for one in results],
-            [one.lost.get(name, 0.0) for one in more],
-        )
-        for name in names
-    ]
-    rows.append(
-        (
-            "together",
-            [sum(one.phases.values()) for one in results],
-            [sum(one.lost.values()) for one in more],
-        )
-    )
-    for name, values, losses in rows:
-        yield (
-            f"  {name:<12}"
-            + "".join(f"{v:>10.3f}" for v in values)
-            + "".join(f"{v:>+11.3f}" for v in losses)
-        )
+    for name in names:
+        values = [one.phases_ms_per_step.get(name, 0.0) for one in results]
+        yield _row(name, values, [one.lost_ms_per_step.get(name, 0.0) for one in more])
+    yield _row("together", [one.step_ms for one in results], [one.lost_ms for one in more])
 
 
-def _why(mode: Mode, results: list[Result], crowded: dict[int, bool]) -> Iterator[str]:
+def _row(name: str, values: list[float], losses: list[float]) -> str:
+    cells = [f"{v:>10.3f}" for v in values] + [f"{v:>+11.3f}" for v in losses]
+    return f"  {name:<12}{''.join(cells)}"
+
+
+def _why(mode: Mode, results: list[ScalingResult], crowded: dict[int, bool]) -> Iterator[str]:
     yield ""
     for one in results[1:]:
-        ranks, whole = one.setup.ranks, sum(one.phases.values())
-        lost = sum(one.lost.values())
+        ranks = one.setup.ranks
         parts = reasons(one, crowded=crowded.get(ranks, False))
         if not parts:
             yield from wrapped(f"At {ranks} ranks nothing is lost.", "  ")
             continue
         least = results[0].setup.ranks
-        ideal = (
-            ""
-            if mode == "weak"
-            else f" (that of {least} rank{'s' * (least > 1)} / {ranks / least:g})"
-        )
+        of_least = f" (that of {count(least, 'rank')} / {ranks / least:g})"
         text = "; ".join(f"{name} {ms:+.3f} ({meaning})" for name, ms, meaning in parts)
         yield from wrapped(
-            f"At {ranks} ranks a step takes {whole:.3f} ms where {whole - lost:.3f} would be ideal"
-            f"{ideal}: {text}.",
+            f"At {ranks} ranks a step takes {one.step_ms:.3f} ms where "
+            f"{one.step_ms - one.lost_ms:.3f} would be ideal{of_least * (mode == 'strong')}: "
+            f"{text}.",
             "  ",
         )
 
 
-def as_json(report: Report) -> str:
+def as_json(report: ScalingReport) -> str:
     """Return everything as one JSON object."""
     table = {
         "recipe": report.recipe,
         "seconds": report.seconds,
-        "modes": {
-            mode: [
-                {
-                    "ranks": one.setup.ranks,
-                    "global_batch_size": one.setup.global_batch_size,
-                    "batch_size": one.setup.batch_size,
-                    "samples_per_s": one.samples_per_s,
-                    "steps_per_s": one.steps_per_s,
-                    "speed_up": one.speed_up,
-                    "speed_up_interval": one.speed_up_interval,
-                    "efficiency": one.efficiency,
-                    "efficiency_interval": one.efficiency_interval,
-                    "phases_ms_per_step": one.phases,
-                    "lost_ms_per_step": one.lost,
-                    "rounds": one.rounds,
-                    "segments": one.segments,
-                }
-                for one in results
-            ]
-            for mode, results in report.results.items()
-        },
+        "modes": {mode: [_plain(one) for one in found] for mode, found in report.results.items()},
         "warnings": report.warnings,
     }
     return json.dumps(table, indent=2)
+
+
+def _plain(one: ScalingResult) -> dict[str, Any]:
+    """Return the plain values of a result, those of its setup first."""
+    table = asdict(one)
+    setup = table.pop("setup")
+    del setup["mode"]
+    return {**setup, **table}

@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from samestep.data.blocks import Block
+from samestep.data.trees import map_leaves, tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
@@ -87,8 +89,7 @@ class ModelStep(EagerStep):
         with self._phases.left_out(), explained():
             result = super().__call__(block, step, lrs, want_norm=want_norm)
         what = "the model's forward and backward; optimizer and all-reduce are not compiled"
-        self.notes.append(_note(what, 0, time.perf_counter() - before))
-        return result
+        return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
 
 
 class WholeStep(EagerStep):
@@ -127,8 +128,8 @@ class WholeStep(EagerStep):
         with self._phases.left_out(), explained():
             result = self._graph.run(inputs, targets, lrs)
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
-        self.notes.append(_note(what, block.num_steps, time.perf_counter() - before))
-        return result
+        note = _note(what, block.num_steps, time.perf_counter() - before)
+        return replace(result, notes=(note,))
 
 
 def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:
@@ -166,9 +167,7 @@ def _note(what: str, steps: int, seconds: float) -> Record:
 def _fold(tree: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(tree, Tensor):
         return tree.reshape(*shape, *tree.shape[1:])
-    return torch.utils._pytree.tree_map(  # noqa: SLF001
-        lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree
-    )
+    return map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree)
 
 
 class _Graph:
@@ -281,7 +280,7 @@ class _Graph:
         self, flat: Tensor, buffers: dict[str, Tensor], inputs: Any, targets: Any, k: int
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return gradient, loss and buffers after the micro-steps of step k."""
-        leaf = inputs if isinstance(inputs, Tensor) else torch.utils._pytree.tree_leaves(inputs)[0]  # noqa: SLF001
+        leaf = tree_leaves(inputs)[0]
         accumulate = leaf.shape[1]
         gradient, loss = torch.zeros_like(flat), torch.zeros((), device=flat.device)
         for m in range(accumulate):
@@ -335,4 +334,4 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 def _row(tree: Any, k: int, m: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[k, m]
-    return torch.utils._pytree.tree_map(lambda leaf: leaf[k, m], tree)  # noqa: SLF001
+    return map_leaves(lambda leaf: leaf[k, m], tree)

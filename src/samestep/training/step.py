@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.blocks import Block, narrow
-from samestep.data.keys import mix, mix_next
+from samestep.data.blocks import Block
+from samestep.data.keyed_random import mix, mix_next
+from samestep.data.trees import narrow, tree_leaves
 from samestep.errors import LOST_PEER, UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
@@ -38,6 +39,8 @@ class StepResult:
     """This rank's part of each step's mean loss; over all ranks they add up to it."""
     grad_norms: Sequence[Tensor] | Tensor | None
     """Gradient norm of each step before clipping, if it was asked for."""
+    notes: tuple[Record, ...] = ()
+    """`compile` records of what was compiled in this call."""
 
 
 def check_used(model: nn.Module) -> None:
@@ -76,8 +79,6 @@ class EagerStep:
         self._casts = autocast_dtype(settings.precision) is not None
         self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
-        self.notes: list[Record] = []
-        """Records of what was compiled, for the loop to yield."""
         self._first = True
         self._unchecked = world.world_size > 1
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
@@ -204,7 +205,7 @@ class EagerStep:
 
 def _describe(tree: Any) -> str:
     """Return shapes and types of the tensors of a tree, for a message."""
-    leaves = torch.utils._pytree.tree_leaves(tree)  # noqa: SLF001
+    leaves = tree_leaves(tree)
     return ", ".join(
         f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves
     )

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.data.trees import tree_leaves
+
 _VALUES = 1024
 """Values kept of a tensor: all of a small one, evenly spread ones of a large one."""
 
@@ -16,11 +18,7 @@ def sample_marks(*trees: Any) -> list[str]:
     Args:
         trees: inputs, targets: tensors (batch, …), or trees of them.
     """
-    leaves = [
-        leaf.detach().cpu().contiguous()
-        for tree in trees
-        for leaf in torch.utils._pytree.tree_leaves(tree)  # noqa: SLF001
-    ]
+    leaves = [leaf.detach().cpu().contiguous() for tree in trees for leaf in tree_leaves(tree)]
     marks = []
     for row in range(len(leaves[0])):
         digest = hashlib.blake2b(digest_size=8)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from samestep.data.blocks import narrow
+from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Precision
@@ -196,7 +196,7 @@ def metrics_of_parts(subject: Subject, outputs: Any, targets: Any) -> dict[str, 
     """Return how much each metric of a sample depends on the others of its batch."""
     found = {}
     for name, metric in subject.recipe.metrics.items():
-        rows = len(torch.utils._pytree.tree_leaves(targets)[0])  # noqa: SLF001
+        rows = len(tree_leaves(targets)[0])
         first = rows // 2 + 1
         try:
             whole = metric(outputs, targets).double()
@@ -211,14 +211,12 @@ def metrics_of_parts(subject: Subject, outputs: Any, targets: Any) -> dict[str, 
 
 
 def _detached(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map(  # noqa: SLF001
-        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree
-    )
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _by_sample(outputs: Any, rows: int) -> bool:
     """Whether the first dimension of all that the model returns is the sample."""
-    leaves = torch.utils._pytree.tree_leaves(outputs)  # noqa: SLF001
+    leaves = tree_leaves(outputs)
     return all(isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows for x in leaves)
 
 

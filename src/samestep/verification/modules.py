@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.blocks import Block, narrow
+from samestep.data.blocks import Block
+from samestep.data.trees import narrow, tree_leaves
 from samestep.verification.subject import Subject, held_model
 
 
@@ -96,4 +97,4 @@ def _scale(tensor: Tensor) -> float:
 
 
 def _leaves(tree: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]  # noqa: SLF001
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]

@@ -11,19 +11,18 @@ import msgspec
 from torch import nn
 
 from samestep.data.batches import open_source
-from samestep.data.blocks import narrow
-from samestep.data.loading import load_splits
 from samestep.data.order import share
+from samestep.data.recipe_splits import load_splits
+from samestep.data.trees import narrow
 from samestep.errors import LOST_PEER, UserError
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, Engine, run_session
 from samestep.ranks.world import World
-from samestep.recipe import Recipe, Splits
+from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.files import write_text
 from samestep.training.evaluation import evaluate
-from samestep.training.loop import Job
-from samestep.training.state import load_model, seed_alike
+from samestep.training.snapshot import load_model, seed_alike
 from samestep.training.stopping import Received
 from samestep.verification.digest import sample_marks
 from samestep.verification.experiments import exact_precision, look_at
@@ -93,17 +92,10 @@ class _Start:
             told.loaded = self._load_on_one_device()
 
     def _load(self) -> None:
-        """Load the data as a run does, but for what the ranks would do to make all of it ready."""
-        recipe, settings = self._recipe, self._request.settings
-
-        def load(*_: Any) -> Splits:
-            self._lenient = (splits := recipe.load_data(self._request.options)).together
-            return replace(splits, together=None)
-
-        seed_alike(settings.seed)
-        splits = load_splits(replace(recipe, data=load), self._request.options, self._world)
-        self._splits = replace(splits, together=self._lenient)
-        self._told.num_samples = num_samples(splits.train)
+        """Load the data as a run does, without preparing all of it: a few samples are used."""
+        seed_alike(self._request.settings.seed)
+        self._splits = load_splits(self._recipe, self._request.options, self._world, prepare=False)
+        self._told.num_samples = num_samples(self._splits.train)
 
     def _cut_down(self, facts: Facts) -> None:
         self._few = cut_down(self._splits, facts.cut.num_samples, facts.cut.num_evaluated)
@@ -189,10 +181,10 @@ class _Start:
         def inputs() -> Any:
             return few_inputs(self._subject(situation.precision).batch())
 
-        def prepare(job: Job) -> None:
+        def prepare(model: nn.Module) -> None:
             # A checkpoint brings the statistics that it was trained with.
             calibrate = inputs if situation.resumes is None else None
-            hold_model(job.trainee.model, Seen(), held, calibrate)
+            hold_model(model, Seen(), held, calibrate)
 
         engine = recording(
             self._engine(lightning=situation.lightning),
@@ -272,11 +264,11 @@ class _Start:
         hold_model(model, Seen(), ALL_KINDS)
         source = open_source(
             self._few.validation,
-            self._recipe,
             subject.world,
             seed=subject.settings.seed,
             dtype=subject.dtype,
             num_workers=0,
+            transform=self._recipe.transform,
         )
         try:
             values = evaluate(

@@ -24,6 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.data.trees import tree_leaves
+
 Kind = Literal["batchnorm", "dropout", "state"]
 KINDS: tuple[Kind, ...] = ("batchnorm", "dropout", "state")
 ALL_KINDS = frozenset(KINDS)
@@ -129,7 +131,7 @@ def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
     if name.startswith("randperm"):
         return result.copy_(torch.arange(len(result), device=result.device))
     low = given.get("low", given.get("from", 0)) or 0
-    for leaf in torch.utils._pytree.tree_leaves(result):  # noqa: SLF001
+    for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             leaf.fill_(
                 1 if name.startswith("bernoulli") else 0.5 if leaf.is_floating_point() else low

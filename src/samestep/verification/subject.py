@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.batches import open_source
-from samestep.data.blocks import Block, narrow
+from samestep.data.blocks import Block
+from samestep.data.trees import narrow
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Settings
 from samestep.training.precision import autocast, data_dtype
 from samestep.training.prepare import prepare
-from samestep.training.state import seed_alike
+from samestep.training.snapshot import seed_alike
 from samestep.verification.difference import ROUNDING
 from samestep.verification.randomness import ALL_KINDS, Seen, hold_model, watched
 from samestep.verification.sizes import Cut
@@ -59,13 +60,15 @@ class Subject:
             seed: of the global generators while it is read.
             world: whose part of the step.
         """
+        recipe = recipe or self.recipe
         source = open_source(
             self.splits.train,
-            recipe or self.recipe,
             world or self.world,
             seed=self.settings.seed,
             dtype=self.dtype,
             num_workers=0,
+            transform=recipe.transform,
+            augment=recipe.augment,
         )
         seed_alike(seed)
         try:

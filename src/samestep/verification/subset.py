@@ -1,38 +1,26 @@
 """A recipe's data cut down to a few samples, spread evenly over it, read as in training."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
+from samestep.data.recipe_splits import PreparedOnRanks
 from samestep.errors import UserError
 from samestep.recipe import Splits
 
 _MOST_BROKEN = 100
 
 
-class Some(Dataset[Any]):
-    """Some samples of a data set."""
-
-    def __init__(self, dataset: Any, places: Sequence[int]) -> None:
-        self._dataset, self._places = dataset, list(places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._places[index]]
-
-
-class SomeBatches(Some):
+class SomeBatches(Subset[Any]):
     """Some samples of a data set that reads a whole batch at a time."""
 
     def read_batch(self, indices: list[int]) -> Any:
         """Return a batch, as the data set does."""
-        return self._dataset.read_batch([self._places[index] for index in indices])
+        dataset: Any = self.dataset
+        return dataset.read_batch([self.indices[index] for index in indices])
 
 
 def num_samples(data: Any) -> int:
@@ -48,20 +36,13 @@ def evaluated_split(splits: Splits) -> str:
 
 
 def cut_down(splits: Splits, num_train: int, num_evaluated: int) -> Splits:
-    """Return a few samples of the training data, and of what is evaluated as `validation`.
-
-    Work that the ranks would share to make all of the data ready is left out.
-    """
-    lenient = splits.together is not None
-    name = evaluated_split(splits)
-    evaluated = _some(getattr(splits, name), num_evaluated, lenient=lenient)
-    train = _some(splits.train, num_train, lenient=lenient)
-    return replace(
-        splits, train=train, validation=evaluated, test=None, together=None, notes=(), left_out=()
-    )
+    """Return a few samples of the training data, and of what is evaluated as `validation`."""
+    evaluated = _some(getattr(splits, evaluated_split(splits)), num_evaluated)
+    train = _some(splits.train, num_train)
+    return replace(splits, train=train, validation=evaluated, test=None, notes=(), left_out=())
 
 
-def _some(data: Any, count: int, *, lenient: bool) -> Any:
+def _some(data: Any, count: int) -> Any:
     """Return some samples of a split; what is no data at all is left for others to refuse."""
     total = num_samples(data)
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
@@ -73,8 +54,9 @@ def _some(data: Any, count: int, *, lenient: bool) -> Any:
         return data[0][taken], data[1][taken]
     if not hasattr(data, "__getitem__"):
         return data
-    places = _readable(data, count) if lenient else _spread(total, count)
-    return (SomeBatches if hasattr(data, "read_batch") else Some)(data, places)
+    # Samples that cannot be read are left out only where a run would leave them out, too.
+    places = _readable(data, count) if isinstance(data, PreparedOnRanks) else _spread(total, count)
+    return (SomeBatches if hasattr(data, "read_batch") else Subset)(data, places)
 
 
 def _spread(total: int, count: int) -> list[int]:

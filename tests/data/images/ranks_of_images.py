@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from samestep import Recipe, UserError
+from samestep import UserError
 from samestep.data.batches import open_source
-from samestep.data.images.folders import class_names, find_files
-from samestep.data.images.preparation import make_ready
-from samestep.data.images.shared import PREFIX
+from samestep.data.images.dataset import prepare_images
+from samestep.data.images.file_list import class_names, find_files
+from samestep.data.images.node_memory import PREFIX
 from samestep.ranks.world import World, find_world, join, leave
 from samestep.recipes.images import augment, normalise
 
@@ -31,16 +31,19 @@ def ready(root: Path, world: World, *, cache: str, side: int = 20, max_corrupt: 
     classes = class_names(root)
     found = {name: find_files(root, name, classes) for name in ("train", "validation", "test")}
     files = {name: part for name, part in found.items() if part}
-    return make_ready(files, side, world, cache=cache, max_corrupt=max_corrupt)
+    return prepare_images(files, side, world, cache=cache, max_corrupt=max_corrupt)
 
 
 def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0):
     """Return this rank's rows of some epochs, as the model sees them, and of an evaluation."""
-    recipe = Recipe(
-        model=torch.nn.Identity, data=lambda: None, augment=augment, transform=normalise
-    )
     source = open_source(
-        data, recipe, world, seed=SEED, dtype=torch.float32, num_workers=num_workers
+        data,
+        world,
+        seed=SEED,
+        dtype=torch.float32,
+        num_workers=num_workers,
+        transform=normalise,
+        augment=augment,
     )
     rows = []
     for epoch in epochs:

@@ -11,7 +11,7 @@ from tyro.conf import arg, subcommand
 
 from samestep.commands.help import examples
 from samestep.slurm.sandbox.cluster import Status, down, status, up
-from samestep.slurm.sandbox.files import default_folder, export_line
+from samestep.slurm.sandbox.folder import default_folder, export_line
 
 _EXAMPLES = """\
 examples:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.images.decode import model_side
-from samestep.data.keys import uniform
+from samestep.data.keyed_random import uniform
 
 _LEAST_AREA = 0.25
 """Smallest part of the stored image in a crop. The usual 0.08 is for crops of the original file;

@@ -1,38 +1,233 @@
-"""Image files as a map-style data set, decoded one by one when they are asked for."""
+"""Make image files ready on all ranks: what is broken left out, what fits kept in memory."""
 
-from typing import Any
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from samestep.data.images.decode import UnreadableImageError, decode
-from samestep.data.images.folders import Files
+from samestep.data.images.file_list import FileList
+from samestep.data.images.node_memory import NoRoomError, map_shared
+from samestep.data.images.read_all import Broken, decode_into, find_broken
+from samestep.data.recipe_splits import Prepared
 from samestep.errors import UserError
+from samestep.machine import free_memory_bytes
+from samestep.ranks.world import World
+from samestep.recipe import InMemory
+
+Cache = Literal["auto", "memory", "off"]
+
+_FREE_FRACTION = 0.5
+"""What `auto` takes at most of a node's free memory: the rest is the training's."""
+_NUM_SHOWN = 3
+_PURPOSE = {"train": "train on", "validation": "validate with", "test": "test with"}
 
 
 class ImageFiles(Dataset[Any]):
     """Each sample is (image (3, side, side) uint8, label), decoded anew at each reading."""
 
-    def __init__(self, files: Files, side: int) -> None:
-        self._files, self._side = files, side
+    def __init__(
+        self, files: FileList, side: int, *, cache: Cache = "auto", max_corrupt: float = 0.0
+    ) -> None:
+        self.files, self._side = files, side
+        self._cache, self._max_corrupt = cache, max_corrupt
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
-    def read_batch(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Return images (batch, 3, side, side) and labels (batch,): the loader asks for these."""
         images = torch.empty((len(indices), 3, self._side, self._side), dtype=torch.uint8)
         for place, index in enumerate(indices):
             images[place] = self[index][0]
-        return images, torch.from_numpy(self._files.labels[indices])
+        return images, torch.from_numpy(self.files.labels[indices])
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        path = self._files.path(index)
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = self.files.path(index)
         try:
-            return decode(path, self._side), int(self._files.labels[index])
+            return decode(path, self._side), int(self.files.labels[index])
         except UnreadableImageError as error:
             # Leaving it out now would change the order of the others, on this rank alone.
             raise UserError(
                 f"{path} could be read when the run began, and now it cannot: {error}. Bring it "
                 "back and go on with --resume, or start a new run without it."
             ) from error
+
+    def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> Prepared:
+        """Read all images of some splits once; see `prepare_images`."""
+        files = {name: split.files for name, split in splits.items()}
+        return prepare_images(
+            files, self._side, world, cache=self._cache, max_corrupt=self._max_corrupt
+        )
+
+
+def prepare_images(
+    splits: Mapping[str, FileList], side: int, world: World, *, cache: Cache, max_corrupt: float
+) -> Prepared:
+    """Read all images once, on all ranks together; every rank calls it.
+
+    Args:
+        splits: `train` and so on → its files.
+        side: edge at which images are kept, in pixels.
+        world: this rank among the others.
+        cache: whether decoded images stay in memory, which the ranks of a node share.
+        max_corrupt: the largest fraction of files that may be broken; they are left out.
+
+    Raises:
+        UserError: on every rank: too many files are broken, the ranks see different files, or
+            there is no room for `cache="memory"`.
+    """
+    files = _join(list(splits.values()))
+    _check_alike(files, world)
+    images, note = _room(len(files), side, world, cache)
+    broken = (
+        find_broken(files, side, world) if images is None else decode_into(files, images, world)
+    )
+    _check_broken(files, broken, max_corrupt)
+    _check_left(splits, broken)
+    whole = np.setdiff1d(np.arange(len(files)), list(broken))
+    if images is not None and broken:
+        _close_gaps(images, whole, world)
+    left_out = tuple(f"{files.shown(place)}: {why}" for place, why in broken.items())
+    notes = ([_about(left_out, len(files))] if left_out else []) + ([note] if note else [])
+    ends = np.searchsorted(whole, np.cumsum([len(part) for part in splits.values()])).tolist()
+    bounds = zip([0, *ends[:-1]], ends, strict=True)
+    ready = {
+        name: _part(
+            files.take(whole[start:end]), None if images is None else images[start:end], side
+        )
+        for name, (start, end) in zip(splits, bounds, strict=True)
+    }
+    return Prepared(splits=ready, left_out=left_out, notes=tuple(notes))
+
+
+def _join(parts: list[FileList]) -> FileList:
+    return FileList(
+        root=parts[0].root,
+        paths=np.concatenate([part.paths for part in parts]),
+        labels=np.concatenate([part.labels for part in parts]),
+    )
+
+
+def _part(files: FileList, images: Tensor | None, side: int) -> InMemory | ImageFiles:
+    if images is None:
+        return ImageFiles(files, side)
+    return images, torch.from_numpy(files.labels)
+
+
+def _check_alike(files: FileList, world: World) -> None:
+    """Check that all ranks see the same files; else each would number other samples."""
+    seen = world.gather((len(files), _digest(files)))
+    if len(set(seen)) > 1:
+        other = next(rank for rank, what in enumerate(seen) if what != seen[0])
+        raise UserError(
+            f"Rank 0 sees {seen[0][0]} image files and rank {other} sees "
+            f"{seen[other][0]}{', of other names' if seen[other][0] == seen[0][0] else ''}. Every "
+            "node must have the same data folder, and nothing may be added while a run starts.",
+            on_all_ranks=True,
+        )
+
+
+def _digest(files: FileList) -> str:
+    """Return a digest of the names and labels of files, in their order."""
+    digest = hashlib.sha256(b"\0".join(files.paths.tolist()))
+    digest.update(files.labels.tobytes())
+    return digest.hexdigest()
+
+
+def _room(num_files: int, side: int, world: World, cache: Cache) -> tuple[Tensor | None, str]:
+    """Return shared memory for all images, or None, and what to tell the user of it."""
+    if cache == "off":
+        return None, ""
+    num_bytes = num_files * 3 * side * side
+    size = f"{num_files:,} images of 3 × {side} × {side} bytes, {_size(num_bytes)}"
+    free = [room for room in world.gather(free_memory_bytes()) if room is not None]
+    limit = min(free, default=num_bytes * 4) * (_FREE_FRACTION if cache == "auto" else 1.0)
+    if num_bytes > limit:
+        problem = f"a node has {_size(min(free))} free"
+        problem += ", of which half is used at most" if cache == "auto" else ""
+    else:
+        try:
+            memory = map_shared(num_bytes, world)
+        except NoRoomError as error:
+            problem = str(error)
+        else:
+            shared = ", once a node" if world.world_size > 1 else ""
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            return flat.view(num_files, 3, side, side), f"Kept in memory{shared}: {size}."
+    if cache == "memory":
+        raise UserError(
+            f"--cache memory: {size}, do not fit: {problem}. Use --cache off, a smaller "
+            "--image-size, or a node with more memory.",
+            on_all_ranks=True,
+        )
+    return None, f"Decoded in every epoch, not kept in memory: {size}; {problem}."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _check_broken(files: FileList, broken: Broken, max_corrupt: float) -> None:
+    if len(broken) <= max_corrupt * len(files):
+        return
+    shown = "".join(
+        f"\n  {files.root}/{files.shown(place)}: {why}"
+        for place, why in list(broken.items())[:_NUM_SHOWN]
+    )
+    more = f"\n  and {len(broken) - _NUM_SHOWN:,} more" if len(broken) > _NUM_SHOWN else ""
+    raise UserError(
+        f"{len(broken):,} of {len(files):,} images cannot be read, more than --max-corrupt "
+        f"{max_corrupt:g} allows:{shown}{more}\nReplace or delete them, or allow more: "
+        f"--max-corrupt {min(1.0, _round_up(len(broken) / len(files))):g}",
+        on_all_ranks=True,
+    )
+
+
+def _check_left(splits: Mapping[str, FileList], broken: Broken) -> None:
+    """Check that every split has an image left, and in train/ every class."""
+    start = 0
+    for name, files in splits.items():
+        whole = [place not in broken for place in range(start, start + len(files))]
+        start += len(files)
+        left, had = set(files.labels[whole].tolist()), set(files.labels.tolist())
+        lost = had - left
+        if left and (name != "train" or not lost):
+            continue
+        first = files.name(int(np.flatnonzero(files.labels == min(lost))[0]))
+        what = f"of the class {Path(first).parent.name}/ " if left else ""
+        raise UserError(
+            f"None of the images {what}to {_PURPOSE[name]} can be read; the first is {first} in "
+            f"{files.root}. Replace them, or remove their folder.",
+            on_all_ranks=True,
+        )
+
+
+def _round_up(fraction: float) -> float:
+    """Return the next two-digit decimal fraction."""
+    digits = 2 - int(np.floor(np.log10(fraction))) - 1
+    return float(np.ceil(fraction * 10**digits) / 10**digits)
+
+
+def _about(left_out: tuple[str, ...], num_files: int) -> str:
+    shown = "; ".join(left_out[:_NUM_SHOWN])
+    more = f"; and {len(left_out) - _NUM_SHOWN:,} more, named in events.jsonl"
+    more = more if len(left_out) > _NUM_SHOWN else ""
+    return (
+        f"{len(left_out):,} of {num_files:,} images cannot be read and are left out: {shown}{more}."
+    )
+
+
+def _close_gaps(images: Tensor, whole: npt.NDArray[np.int64], world: World) -> None:
+    """Move the whole images together, once a node, so that they lie as a list without gaps."""
+    if world.local_rank == 0:
+        for place, source in enumerate(whole.tolist()):
+            if place != source:
+                images[place] = images[source]
+    world.barrier()

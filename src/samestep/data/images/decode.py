@@ -55,7 +55,7 @@ def pillow() -> Any:
     return Image
 
 
-def decode(path: Path | str, side: int, *, draft: bool = True) -> Tensor:
+def decode(path: Path | str, side: int, *, draft: bool = True, exact: bool = False) -> Tensor:
     """Return the middle square of an image, upright and in RGB: (3, side, side) uint8.
 
     The shorter edge is resized to `side` (Pillow's bilinear filter, which averages when it makes
@@ -66,9 +66,11 @@ def decode(path: Path | str, side: int, *, draft: bool = True) -> Tensor:
         side: edge of the result in pixels.
         draft: decode a large JPEG at a fraction of its size (libjpeg's scaled DCT): several times
             faster, and within a few grey levels of the same.
+        exact: take no image of another size.
 
     Raises:
-        UnreadableImageError: the file is empty, truncated, no image, or may not be read.
+        UnreadableImageError: the file is empty, truncated, no image, of a size that is not wanted,
+            or may not be read.
         UserError: Pillow is not installed.
     """
     module = pillow()
@@ -77,9 +79,15 @@ def decode(path: Path | str, side: int, *, draft: bool = True) -> Tensor:
         with open(path, "rb") as file:  # noqa: PTH123 - a tenth faster for a small image
             content = file.read()
         with module.open(io.BytesIO(content)) as image:
+            if exact and image.size != (side, side):
+                raise UnreadableImageError(
+                    f"it is {image.size[0]} x {image.size[1]}, not {side} x {side}"
+                )
             return _square(module, image, side, draft=draft)
+    except UnreadableImageError:
+        raise
     except Exception as error:  # Pillow's formats raise whatever their parsing meets
-        raise UnreadableImageError(why_unreadable(error, path)) from error
+        raise UnreadableImageError(_why_unreadable(error, path)) from error
 
 
 def shorter_edge(path: Path | str) -> int | None:
@@ -133,7 +141,7 @@ def _to_rgb(module: Any, image: "PillowImage.Image") -> "PillowImage.Image":
     return image.convert("RGB")
 
 
-def why_unreadable(error: Exception, path: Path | str) -> str:
+def _why_unreadable(error: Exception, path: Path | str) -> str:
     """Say in a few words why a file could not be decoded, from what Pillow raised."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -1,17 +1,15 @@
 """Start the daemons of a sandbox, and ask Slurm's programs about it."""
 
 import os
-import re
 import secrets
 import shutil
 import socket
 import subprocess
-from datetime import datetime
 from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.slurm.programs import outside_of_any_job
 from samestep.slurm.sandbox.processes import MARK, MARK_DAEMON, wait_until
-from samestep.slurm.tools import outside_of_any_job
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel")
 _ADMIN_FOLDERS = "/usr/sbin:/usr/local/sbin:/sbin"
@@ -127,16 +125,6 @@ def node_states(folder: Path) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in (said or "").splitlines())
 
 
-def registered_at(folder: Path, node: str) -> float:
-    """Return when the slurmd started that last registered as a node, in whole seconds of Unix time.
-
-    It is 0 if none has, or the controller is silent.
-    """
-    said = ask(folder, "scontrol", "show", "node", node) or ""
-    found = re.search(r"SlurmdStartTime=(\d\S+)", said)
-    return datetime.fromisoformat(found[1]).astimezone().timestamp() if found else 0.0
-
-
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on now.
 
@@ -162,15 +150,12 @@ def _find(name: str) -> str | None:
 
 
 def _start(folder: Path, daemon: str, name: str, *arguments: str) -> None:
-    program = _find(name)
-    if program is None:
-        raise UserError(f"{name} is not installed. `apt install slurm-wlm munge` brings it.")
     marks = {MARK: str(folder), MARK_DAEMON: daemon}
     # It goes on in the background by itself; what it says before that belongs in its log.
     with log_file(folder, daemon).open("ab") as log:
         try:
             code = subprocess.run(
-                [program, *arguments],
+                [_find(name) or name, *arguments],
                 env=environment(folder) | marks,
                 check=False,
                 cwd=folder,

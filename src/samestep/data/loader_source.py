@@ -1,0 +1,132 @@
+"""Samples read one by one through PyTorch's DataLoader and its workers."""
+
+import signal
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from samestep.data.blocks import Read, StepGroup
+from samestep.data.keyed_random import mix
+from samestep.data.source import Reading, Source
+from samestep.data.trees import map_leaves
+from samestep.errors import UserError
+
+
+class LoaderSource(Source):
+    """A map-style data set read through a DataLoader, in the same order as data in memory."""
+
+    def __init__(self, dataset: Dataset[Any], reading: Reading, num_workers: int) -> None:
+        super().__init__(len(dataset), reading)  # type: ignore[arg-type]
+        self._plan: list[list[tuple[int, int]]] = []
+        reads_batches = hasattr(dataset, "read_batch")
+        self._loader = DataLoader(
+            _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
+            collate_fn=_as_it_is if reads_batches else None,
+            batch_sampler=_Plan(self._plan),
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=self._world.device.type == "cuda",
+            worker_init_fn=_ignore_stop_signals,
+        )
+        # Also at Python's exit, which else waits for ever: it ends what is left by SIGTERM, and
+        # the workers ignore that.
+        weakref.finalize(self, _end_workers, self._loader)
+
+    def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - as every source has it
+        """Return the most steps that a block holds: the loader's batches are steps."""
+        return 1
+
+    def close(self) -> None:
+        """End the workers. They ignore SIGTERM, so that Python, at its end, would wait for them."""
+        _end_workers(self._loader)
+
+    def _read(self, groups: Iterator[StepGroup], epoch: int) -> Read:
+        wanted = list(groups)
+        self._plan[:] = [[(epoch, index) for index in group.indices.tolist()] for group in wanted]
+        for group, (inputs, targets) in zip(wanted, self._batches(), strict=True):
+            yield group, inputs, targets
+
+    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
+        self._plan[:] = [[(0, index) for index in batch] for batch in batches]
+        return self._batches()
+
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
+        device, lap = self._world.device, self._reading.lap
+        try:
+            for batch in self._loader:
+                lap("data")
+                inputs, targets = (
+                    map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)
+                    for tree in batch
+                )
+                lap("to_device")
+                yield inputs, self._cast(targets)
+        except Exception as error:
+            _end_workers(self._loader)
+            if isinstance(error, UserError):
+                # A worker's comes with its traceback in the text; the last line is what it said.
+                raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+            raise
+
+
+class _Plan:
+    """The batches that a DataLoader reads next: the list is replaced before each pass."""
+
+    def __init__(self, batches: list[list[tuple[int, int]]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(list(self._batches))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class _Keyed(Dataset[Any]):
+    """A data set whose random augmentation depends on (seed, epoch, sample), not on the worker."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        import random  # noqa: PLC0415
+
+        import numpy as np  # noqa: PLC0415
+
+        epoch, index = key
+        drawn = mix(self._seed, epoch, index)
+        torch.default_generator.manual_seed(drawn)
+        random.seed(drawn)
+        np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
+        return self._dataset[index]
+
+
+class _Batched(Dataset[Any]):
+    """A data set that draws no random numbers and reads a whole batch of samples at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        return self._dataset.read_batch([index for _epoch, index in keys])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    iterator, loader._iterator = loader._iterator, None  # noqa: SLF001
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()  # noqa: SLF001
+
+
+def _ignore_stop_signals(_worker: int) -> None:
+    # A stop is the ranks' to handle: their workers serve until the step is done.
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,0 +1,74 @@
+"""Samples held in memory: gathered whole batches at a time, for several steps at once."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from samestep.data.blocks import Read, StepGroup
+from samestep.data.source import Reading, Source
+from samestep.errors import UserError
+from samestep.recipe import InMemory
+
+# One gather serves several steps: it spares a small model's steps most of their overhead, and
+# stays in the processor's cache.
+_BYTES_PER_GATHER = 1 << 20
+_STEPS_PER_GATHER = 64
+
+
+class MemorySource(Source):
+    """Samples held in memory as they are stored, on the device if they fit there."""
+
+    def __init__(self, data: InMemory, reading: Reading) -> None:
+        inputs, targets = data
+        if len(inputs) != len(targets):
+            raise UserError(
+                f"The recipe's data has {len(inputs)} inputs and {len(targets)} targets; "
+                "each sample needs both."
+            )
+        super().__init__(len(inputs), reading)
+        fits = _fits(inputs.nbytes + targets.nbytes, self._world.device)
+        home = self._world.device if fits else torch.device("cpu")
+        # Floating-point data takes the model's type here once, not in every batch.
+        self._inputs = self._cast(inputs).to(home).contiguous()
+        self._targets = self._cast(targets).to(home).contiguous()
+        self._order_device = self._inputs.device
+        row = max(1, self._inputs[:1].numel() * 4)  # bytes of a sample as float32
+        self._rows_per_gather: int = max(1, _BYTES_PER_GATHER // row)
+
+    def steps_per_block(self, global_batch: int) -> int:
+        """Return the most steps that a block holds: a power of two."""
+        rows = -(-global_batch // self._world.world_size)
+        limit = min(max(1, self._rows_per_gather // rows), _STEPS_PER_GATHER)
+        # A power of two, so that compiled groups of steps never straddle two blocks.
+        return 1 << (limit.bit_length() - 1)
+
+    def _read(
+        self,
+        groups: Iterator[StepGroup],
+        epoch: int,  # noqa: ARG002 - what is stored is the same in each
+    ) -> Read:
+        device, lap = self._world.device, self._reading.lap
+        for group in groups:
+            inputs = self._inputs.index_select(0, group.indices)
+            targets = self._targets.index_select(0, group.indices)
+            lap("data")
+            inputs = inputs.to(device, non_blocking=True)
+            targets = targets.to(device, non_blocking=True)
+            lap("to_device")
+            yield group, inputs, targets
+
+    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches:
+            rows = slice(batch.start, batch.stop)
+            # A copy, since the recipe's transform may work in place.
+            inputs = self._inputs[rows].to(self._world.device, copy=True)
+            yield inputs, self._targets[rows].to(self._world.device)
+
+
+def _fits(num_bytes: int, device: torch.device) -> bool:
+    """Whether data of this size may live on the device and leave most of it to the model."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return num_bytes < free // 4
+    return True  # the CPU's memory already holds it, and MPS shares that memory

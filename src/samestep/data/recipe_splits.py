@@ -1,0 +1,78 @@
+"""Load the data of a recipe on all ranks: download once per node, and share the preparation."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from samestep.ranks.world import World
+from samestep.recipe import Recipe, Splits
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Data sets that are ready to be read, the same on every rank."""
+
+    splits: Mapping[str, Any]
+    """`train` and so on → its data set, or its inputs and targets in memory."""
+    notes: tuple[str, ...] = ()
+    """What the user should know, a sentence each."""
+    left_out: tuple[str, ...] = ()
+    """Samples that cannot be used, each with the reason."""
+
+
+@runtime_checkable
+class PreparedOnRanks(Protocol):
+    """A data set whose preparation the ranks share before any of them reads a sample.
+
+    It leaves out samples that cannot be read, so the number of samples is known only afterwards.
+    """
+
+    def prepare_on_ranks(self, splits: Mapping[str, Any], world: World) -> Prepared:
+        """Return what replaces some splits, this one among them; every rank calls it."""
+
+
+def load_splits(
+    recipe: Recipe,
+    options: Any,
+    world: World,
+    *,
+    wanted: Collection[str] = SPLITS,
+    prepare: bool = True,
+) -> Splits:
+    """Return the data sets of a recipe; every rank calls it.
+
+    Args:
+        recipe: what loads them.
+        options: its options, completed.
+        world: this rank among the others.
+        wanted: the splits to prepare, of those that need it.
+        prepare: whether to prepare any; without it, a sample that is broken fails when it is read.
+
+    Raises:
+        UserError: on every rank, what any of them met.
+    """
+
+    def load() -> Splits:
+        return recipe.load_data(options)
+
+    if getattr(options, "download", False):  # once per node, then by the rest
+        first = world.on_every(lambda: load() if world.local_rank == 0 else None)
+        splits = world.on_every(lambda: first or load())
+    else:
+        splits = world.on_every(load)
+    parts = {
+        name: data
+        for name in SPLITS
+        if name in wanted and isinstance(data := getattr(splits, name), PreparedOnRanks)
+    }
+    if not prepare or not parts:
+        return splits
+    done = next(iter(parts.values())).prepare_on_ranks(parts, world)
+    return replace(
+        splits,
+        **done.splits,
+        notes=splits.notes + done.notes,
+        left_out=splits.left_out + done.left_out,
+    )

@@ -1,0 +1,152 @@
+"""Random numbers from keys: the same for the same key anywhere, and plausible as random numbers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep import uniform
+from samestep.data import keyed_random as keys
+from samestep.data.keyed_random import mix, sample_keys
+
+INTEGERS = st.integers(0, 2**64 - 1)
+SEEDS = st.integers(0, 2**63 - 1)
+EPOCHS = st.integers(0, 1000)
+
+
+def as_signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+@given(st.lists(INTEGERS, min_size=1, max_size=20))
+@settings(deadline=None)
+def test_tensors_are_mixed_like_python_integers(values):
+    tensor = torch.tensor([as_signed(value) for value in values])
+    assert keys._mix_tensor(tensor).tolist() == [as_signed(keys._mix64(v)) for v in values]
+
+
+def test_the_numbers_are_those_of_splitmix64():
+    """The generator's published first outputs for the seed 1234567."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = [(1234567 + k * keys._GOLDEN) & (2**64 - 1) for k in (1, 2, 3)]
+    assert [keys._mix64(state) for state in states] == published
+    drawn = uniform(torch.tensor([1234567]), 3)
+    assert drawn.tolist() == [[(value >> 40) / 2**24 for value in published]]
+
+
+@given(SEEDS, EPOCHS, st.lists(st.integers(0, 2**40), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_a_samples_key_is_the_mixture_of_seed_epoch_and_sample(seed, epoch, samples):
+    expected = [
+        as_signed(keys._mix64((mix(seed, epoch) + sample * keys._GOLDEN) % 2**64))
+        for sample in samples
+    ]
+    assert sample_keys(seed, epoch, torch.tensor(samples)).tolist() == expected
+
+
+@given(
+    SEEDS,
+    EPOCHS,
+    st.permutations(range(40)),
+    st.lists(st.integers(1, 39), max_size=5),
+    st.integers(1, 6),
+)
+@settings(deadline=None)
+def test_what_is_drawn_for_a_sample_does_not_depend_on_its_batch(seed, epoch, order, cuts, draws):
+    whole = uniform(sample_keys(seed, epoch, torch.arange(40)), draws)
+    batches = torch.tensor(order).tensor_split(sorted(cuts))
+    drawn = torch.cat([uniform(sample_keys(seed, epoch, batch), draws) for batch in batches])
+    assert torch.equal(drawn, whole[torch.tensor(order)])
+
+
+@given(SEEDS, EPOCHS, st.integers(1, 6), st.integers(1, 6))
+@settings(deadline=None, max_examples=30)
+def test_drawing_more_numbers_does_not_change_the_first(seed, epoch, few, more):
+    key = sample_keys(seed, epoch, torch.arange(10))
+    assert torch.equal(uniform(key, few + more)[:, :few], uniform(key, few))
+
+
+@given(SEEDS, EPOCHS)
+@settings(deadline=None, max_examples=30)
+def test_drawn_numbers_lie_in_the_half_open_interval(seed, epoch):
+    drawn = uniform(sample_keys(seed, epoch, torch.arange(500)), 4)
+    assert drawn.dtype == torch.float32
+    assert drawn.shape == (500, 4)
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+
+
+@given(st.lists(INTEGERS, min_size=1, max_size=4), st.lists(INTEGERS, min_size=1, max_size=4))
+@settings(deadline=None)
+def test_mix_gives_63_bits_and_tells_its_arguments_apart(one, other):
+    assert 0 <= mix(*one) < 2**63
+    assert (mix(*one) == mix(*other)) == (one == other)
+
+
+def test_the_order_of_what_is_mixed_matters():
+    mixed = {mix(a, b) for a in range(100) for b in range(100)}
+    assert len(mixed) == 10_000
+    assert mix(1, 2) != mix(2, 1)
+    assert mix(1) != mix(1, 0) != mix(0, 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**62])
+def test_drawn_numbers_are_uniform(seed):
+    """Mean 1/2 and variance 1/12 within five standard errors; every twentieth equally full."""
+    drawn = uniform(sample_keys(seed, 0, torch.arange(50_000)), 2).double()
+    num = drawn.numel()
+    assert abs(drawn.mean() - 1 / 2) < 5 * (1 / 12 / num) ** 0.5
+    assert abs(drawn.var() - 1 / 12) < 5 * (1 / 180 / num) ** 0.5
+    counts = torch.histc(drawn, 20, 0, 1)
+    chi_squared = ((counts - num / 20) ** 2 / (num / 20)).sum()
+    assert chi_squared < 19 + 5 * 38**0.5
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    pair = torch.stack([one.flatten(), other.flatten()]).double()
+    return float(torch.corrcoef(pair)[0, 1])
+
+
+@pytest.mark.parametrize("seed", [0, 42])
+def test_neighbouring_samples_epochs_seeds_and_draws_are_uncorrelated(seed):
+    num = 50_000
+    indices = torch.arange(num)
+    here = uniform(sample_keys(seed, 5, indices), 2)
+    noise = 5 / num**0.5
+    for lag in (1, 2, 32, 64):
+        assert abs(correlation(here[:-lag, 0], here[lag:, 0])) < noise
+    assert abs(correlation(here[:, 0], here[:, 1])) < noise
+    assert abs(correlation(here[:-1, 1], here[1:, 0])) < noise
+    next_epoch = uniform(sample_keys(seed, 6, indices), 2)
+    assert abs(correlation(here[:, 0], next_epoch[:, 0])) < noise
+    next_seed = uniform(sample_keys(seed + 1, 5, indices), 2)
+    assert abs(correlation(here[:, 0], next_seed[:, 0])) < noise
+
+
+def test_no_two_samples_of_a_run_share_a_key():
+    drawn = torch.cat([sample_keys(42, epoch, torch.arange(20_000)) for epoch in range(10)])
+    assert len(drawn.unique()) == 200_000
+
+
+def test_one_bit_of_a_key_changes_half_of_the_result():
+    changed = [
+        (keys._mix64(value) ^ keys._mix64(value ^ (1 << bit))).bit_count()
+        for value in (0x0123456789ABCDEF, 0xFEDCBA9876543210, 2**63 + 12345)
+        for bit in range(64)
+    ]
+    assert 31 < sum(changed) / len(changed) < 33
+    assert min(changed) > 12
+
+
+def test_integer_types_of_the_indices_do_not_matter():
+    indices = torch.arange(10)
+    assert torch.equal(sample_keys(1, 2, indices.int()), sample_keys(1, 2, indices))
+
+
+def test_the_numbers_are_those_that_earlier_versions_drew():
+    """A resumed run must augment as before: if this fails, every old run would change."""
+    assert mix(42, 0) == 765482523205348131
+    assert sample_keys(42, 3, torch.arange(2)).tolist() == [
+        -2706933286377414808,
+        -1890242524682471187,
+    ]
