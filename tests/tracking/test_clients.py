@@ -22,6 +22,7 @@ from tests.tracking.test_following import samestep
 PACKAGES = ("comet_ml", "mlflow", "tensorboard", "wandb")
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
     pytest.mark.timeout(300),
