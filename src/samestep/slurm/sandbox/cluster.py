@@ -130,10 +130,8 @@ def down(folder: Path) -> bool:
 
 
 def _start(folder: Path, nodes: list[str]) -> None:
-    daemons.start_munged(folder)
-    daemons.start_slurmctld(folder)
-    for node in nodes:
-        daemons.start_slurmd(folder, node)
+    for daemon in ("munged", "slurmctld", *nodes):
+        daemons.start(folder, daemon)
     idle = dict.fromkeys(nodes, "idle")
     if not wait_until(lambda: daemons.node_states(folder) == idle, within_s=_IDLE_WITHIN_S):
         states = daemons.node_states(folder)
