@@ -19,7 +19,7 @@ from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
-from samestep.profiling.profile import Profile
+from samestep.profiling.profile_result import Profile
 from samestep.profiling.script_ranks import RankZeroEnded, ScriptRanks
 from samestep.profiling.stages import Stages
 from samestep.profiling.time_account import MeasuredSpan, TimeAccount
