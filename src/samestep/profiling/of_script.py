@@ -157,8 +157,6 @@ def _run(script: Path, arguments: list[str], *, module: bool) -> None:
             code = stop.code if isinstance(stop.code, int) else 1
             text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
             raise ScriptFailed(code, text) from stop
-    except KeyboardInterrupt:
-        raise
     except Exception as error:
         raise ScriptFailed(1, _as_python_prints(error, script)) from error
     finally:
