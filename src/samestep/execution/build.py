@@ -32,7 +32,7 @@ from samestep.training.threads import choose_threads
 from samestep.training.work import State, Work
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Built:
     """A training that is about to begin."""
 
@@ -61,29 +61,15 @@ def build(
     seed_alike(settings.seed)
     splits = load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
-
-    def source(data: Any, lap: Lap = untimed) -> Source:
-        return open_source(
-            data,
-            world,
-            seed=settings.seed,
-            dtype=data_dtype(settings.precision),
-            num_workers=settings.num_workers,
-            transform=recipe.transform,
-            augment=recipe.augment,
-            lap=lap,
-        )
-
-    train_source = source(splits.train, phases.lap)
-    num_samples = _agree_on_size(train_source, world)
+    train = _source(splits.train, request, world, phases.lap)
+    num_samples = _agree_on_size(train, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
     )
     seed_alike(settings.seed)
+    dtype = data_dtype(settings.precision)
     model = world.on_every(
-        lambda: prepare(
-            recipe.build_model(request.options), settings, world, data_dtype(settings.precision)
-        )
+        lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
     )
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(settings, model, world)
@@ -100,21 +86,35 @@ def build(
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
     )
-    per_block = train_source.steps_per_block(plan.global_batch_size)
+    per_block = train.steps_per_block(plan.global_batch_size)
+    validation = splits.validation
     work = Work(
         settings=settings,
         plan=plan,
         world=world,
         trainee=trainee,
         step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
-        train=train_source,
-        validation=source(splits.validation) if splits.validation is not None else None,
+        train=train,
+        validation=None if validation is None else _source(validation, request, world),
         metrics=recipe.metrics,
         phases=phases,
         classes=splits.classes,
     )
-    state = State(watch=_watch(request, splits))
-    return Built(work=work, state=state, splits=splits, threads=threads)
+    return Built(work, State(watch=_watch(request, splits)), splits, threads)
+
+
+def _source(data: Any, request: Request, world: World, lap: Lap = untimed) -> Source:
+    settings, recipe = request.settings, request.recipe
+    return open_source(
+        data,
+        world,
+        seed=settings.seed,
+        dtype=data_dtype(settings.precision),
+        num_workers=settings.num_workers,
+        transform=recipe.transform,
+        augment=recipe.augment,
+        lap=lap,
+    )
 
 
 def _share_cores(settings: Settings, model: nn.Module, world: World) -> int:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.profiling.digest import digest
-from samestep.profiling.events import COLLATE, own_times, phases_of
 from samestep.profiling.intervals import common, length, lengths_in, union, without
+from samestep.profiling.trace_digest import digest
+from samestep.profiling.trace_events import COLLATE, own_times, phases_of
 from samestep.profiling.tracing import memory_timeline, peak_memory
 
 STEP_US = 1000

@@ -9,7 +9,7 @@ from rich.table import Table
 from samestep.profiling.advice import milliseconds
 from samestep.profiling.bottleneck import Bottleneck
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
-from samestep.profiling.profile import Profile, Sweep
+from samestep.profiling.profile_result import Profile, Sweep
 from samestep.screen.words import count
 
 _ALL = 0.999

@@ -87,7 +87,7 @@ def of_optimizers(events: Sequence[Event]) -> list[Interval]:
     return common(inside, [time for phase, time in phases_of(events) if phase == "optimizer"])
 
 
-class Where:
+class IntervalIndex:
     """Find the one of some intervals that a moment lies in; they are in order, none overlaps."""
 
     def __init__(self, spans: Sequence[Interval]) -> None:

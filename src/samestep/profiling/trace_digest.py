@@ -4,21 +4,21 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from samestep.profiling.events import (
+from samestep.profiling.intervals import Interval, common, length, union
+from samestep.profiling.measured import Operations
+from samestep.profiling.on_device import kernels, split_device
+from samestep.profiling.on_host import split_host
+from samestep.profiling.trace_events import (
     COLLATE,
     READ,
     Event,
-    Where,
+    IntervalIndex,
     calls,
     multiplies,
     of_optimizers,
     phases_of,
     span,
 )
-from samestep.profiling.intervals import Interval, common, length, union
-from samestep.profiling.measured import Operations
-from samestep.profiling.on_device import kernels, split_device
-from samestep.profiling.on_host import split_host
 from samestep.run.phase_names import COMPUTE
 
 _READS_ITSELF = ("enumerate(DataLoader)#", "aten::_fused")
@@ -45,7 +45,7 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
         matmul=split.matmul / whole,
         memory=split.memory / whole,
         sync=split.sync / whole,
-        count=len(Where(compute).among(calls(events))) / steps,
+        count=len(IntervalIndex(compute).among(calls(events))) / steps,
         syncs=_count_reads(events) / steps,
         collate=_collate_share(events, waits),
         top_matmul=_most(top[True]),
@@ -62,14 +62,14 @@ def _count_reads(events: Sequence[Event]) -> int:
 
     Optimizers read their counters and loaders their seeds; all of these lie on the CPU.
     """
-    itself = Where(
+    itself = IntervalIndex(
         union(
             span(event)
             for event in events
             if event.get("ph") == "X" and event["name"].startswith(_READS_ITSELF)
         )
     )
-    optimizers = Where(of_optimizers(events))
+    optimizers = IntervalIndex(of_optimizers(events))
     reads = [event for event in calls(events) if event["name"] == READ]
     return sum(itself.of(one["ts"]) < 0 and optimizers.of(one["ts"]) < 0 for one in reads)
 

@@ -21,7 +21,7 @@ def check_place(config: Path | None, recipe: str) -> Path:
     return path
 
 
-def apply(path: Path, values: Mapping[str, int], recipe: str) -> None:
+def apply_settings(path: Path, values: Mapping[str, int], recipe: str) -> None:
     """Set some keys of a TOML file of settings; a new file also names its recipe.
 
     Comments, order and all other keys stay.
