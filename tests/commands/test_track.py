@@ -146,8 +146,7 @@ def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(run):
 
 def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(run):
     held = lock_run(run)
-    with pytest.raises(UserError, match=f"process {os.getpid()} "):
-        main([str(run), "--to", TRACKER])
+    assert f"process {os.getpid()} " in track(run, "--to", TRACKER, code=2)
     held.close()
     (run / "tracking").mkdir()
     held = hold(run / "tracking" / "own_tracker.lock")

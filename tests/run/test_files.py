@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import UserError
@@ -18,6 +18,7 @@ from tests.processes import start_ranks
 contents = st.lists(st.binary(max_size=200), max_size=8)
 
 
+@settings(deadline=None)  # it waits for a disk
 @given(st.none() | st.binary(max_size=50), contents)
 def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pieces):
     with tempfile.TemporaryDirectory() as folder:
@@ -29,6 +30,7 @@ def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pi
         assert [p.name for p in Path(folder).iterdir()] == ["file"]
 
 
+@settings(deadline=None)
 @given(
     st.none() | st.binary(max_size=50),
     contents,
