@@ -90,14 +90,11 @@ def run_session(
         UserError: on every rank, for anything the user can mend.
     """
     path = world.on_main(lambda: choose_path(request))
-    if request.recipe.complete is not None:
-        options = world.on_main(lambda: request.recipe.complete_options(request.options))
-        request = replace(request, options=options)
+    request = _completed(request, world)
     built = build(request, world, engine.wrap)
     work, state = built.work, built.state
-    run = _open(path, world)
+    run, begun = _open(path, world), False
     world.on_every(lambda: _begin(begin, path))
-    begun = False
     try:
         resumed = resume(request, work, state, path)
         write = make_writer(work, state, path)
@@ -126,11 +123,17 @@ def run_session(
             leave_why(run, request, work, state)
         raise
     finally:
-        for source in (work.train, work.validation):
-            if source is not None:
-                source.close()
+        work.close()
         if run is not None:
             run.close()
+
+
+def _completed(request: Request, world: World) -> Request:
+    """Return the request with what only the data can tell in its options."""
+    if request.recipe.complete is None:
+        return request
+    options = world.on_main(lambda: request.recipe.complete_options(request.options))
+    return replace(request, options=options)
 
 
 def choose_path(request: Request) -> Path:
