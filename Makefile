@@ -9,10 +9,11 @@ TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
 WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
-.PHONY: train test lint bench clean help
+.PHONY: train test test-all lint bench dist clean help
 help: ## show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,8 +29,11 @@ $(VENV)/.ready-bench: $(VENV)/.ready
 train: $(VENV)/.ready ## set up, train the spiral recipe, show the result
 	$(BIN)/samestep train spiral
 
-test: $(VENV)/.ready lint ## set up, lint, run every test
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but this machine
+	$(PYTEST) -m "not slow and not cluster"
+
+test-all: test ## the same, then every command of the documentation, and a real Slurm
+	$(PYTEST) -m "slow or cluster"
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check
@@ -39,5 +43,10 @@ lint: $(VENV)/.ready ## ruff and mypy
 bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks/results/
 	$(BIN)/python benchmarks/run.py
 
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+dist: $(VENV)/.ready ## build the sdist, from it the wheel, and try the wheel in a fresh venv
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tools/smoke.py dist/*.whl
+
+clean: ## remove the virtual environment, what was built, and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -87,19 +87,23 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 _IN_TURNS = """
 import sys, time
 from samestep.commands.train import parse
-from samestep.execution.session import NATIVE, build_job
-from samestep.training.loop import train
+from samestep.execution.build import build
+from samestep.training.loop import rehearse
+from samestep.training.meter import Meter
 from samestep.training.phases import Phases
-from samestep.training.stopping import Received
+from samestep.training.work import epoch_is_full
 from samestep.ranks.world import World
 _, request = parse("spiral", ["--epochs", "1000000"])
-job, _, _ = build_job(request, World(), Received(), NATIVE)
-job.validation, job.save = None, lambda *_: {"event": "checkpoint"}
+built = build(request, World())
+work, state = built.work, built.state
+meter = Meter(work, state)
 lap, rounds = Phases.lap, int(sys.argv[1])
 laps, began = [0], time.perf_counter()
-for record in train(job):
-    if record["event"] != "epoch":
+for taken in rehearse(work, state):
+    list(meter.count(taken))
+    if not epoch_is_full(work, state):
         continue
+    meter.settle()
     now = time.perf_counter()
     print(("off", "on")[laps[0] % 2], now - began)
     laps[0] += 1

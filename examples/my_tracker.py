@@ -9,7 +9,7 @@ import csv
 from collections.abc import Sequence
 from typing import TextIO
 
-from samestep.tracking import Entry, Result, Started, TrackedRun
+from samestep.tracking import Started, TrackedRecord, TrackedResult, TrackedRun
 
 
 def start(run: TrackedRun) -> Started:
@@ -21,14 +21,14 @@ def start(run: TrackedRun) -> Started:
     return Started(client=file, link=str(path))
 
 
-def record(client: TextIO, entries: Sequence[Entry]) -> None:
+def record(client: TextIO, entries: Sequence[TrackedRecord]) -> None:
     """Write what is new, in its order."""
     for entry in entries:
         csv.writer(client).writerows([name, entry.at, v] for name, v in entry.values.items())
     client.flush()
 
 
-def finish(client: TextIO, result: Result) -> None:
+def finish(client: TextIO, result: TrackedResult) -> None:
     """Write how the run ended, and close the file."""
     csv.writer(client).writerow(["status", "", result.status])
     client.close()

@@ -1,10 +1,16 @@
-"""For all tests: Ctrl-C is heeded, and in CI (SAMESTEP_NO_SKIP) a skipped test is a failure."""
+"""For all tests: Ctrl-C is heeded, and in CI (SAMESTEP_NO_SKIP) a skipped test is a failure.
+
+Tests marked `gpu` are the exception: they may be skipped in CI too.
+"""
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.command_line import call, one_message
 
 
 def pytest_configure():
@@ -22,10 +28,28 @@ def here(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def refused(capfd) -> Callable[..., str]:
+    """Run a command in this process that has to be refused; return its one message.
+
+    `tests.command_line.refusal` does the same with real processes: for several ranks, and where
+    what lies between `main()` and the exit code of a process is what is tested.
+    """
+
+    def run(*arguments: str) -> str:
+        capfd.readouterr()
+        code = call(*arguments)
+        printed, told = capfd.readouterr()
+        return one_message(code, printed + told)
+
+    return run
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if report.skipped and os.environ.get("SAMESTEP_NO_SKIP") and not hasattr(report, "wasxfail"):
+    must_run = os.environ.get("SAMESTEP_NO_SKIP") and item.get_closest_marker("gpu") is None
+    if report.skipped and must_run and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was skipped where nothing may be: {report.longrepr}"
     return report

@@ -131,6 +131,8 @@ def _main(
     folder: Path,
     rank: int,
 ) -> None:
+    # A rank's loader workers are forked, as Linux starts them; the fork server's would be spawned.
+    multiprocessing.set_start_method("fork", force=True)
     os.setsid()  # a test may kill a whole job by its group, never by name
     output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)

@@ -8,6 +8,7 @@ import pytest
 
 from samestep.cli import VERBS
 from samestep.version import __version__
+from tests.command_line import call
 
 SCRIPT = Path(sys.executable).with_name("samestep")
 AS_MODULE = [sys.executable, "-m", "samestep"]
@@ -39,15 +40,16 @@ def assert_ends_with_two_examples(text: str) -> None:
     [("train",), ("train", "spiral"), ("train", "mnist"), ("evaluate",), ("data",), ("track",)],
     ids=" ".join,
 )
-def test_the_help_of_a_verb_ends_with_two_examples(arguments):
-    done = run(*AS_MODULE, *arguments, "--help")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert_ends_with_two_examples(done.stdout)
+def test_the_help_of_a_verb_ends_with_two_examples(arguments, capfd):
+    assert call(*arguments, "--help") == 0
+    printed, told = capfd.readouterr()
+    assert told == ""
+    assert_ends_with_two_examples(printed)
 
 
-def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults():
-    text = run(*AS_MODULE, "train", "spiral", "--help").stdout
+def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults(capfd):
+    assert call("train", "spiral", "--help") == 0
+    text = capfd.readouterr().out
     for flag in ("--global-batch-size", "--lr-scaling", "--hidden-dims", "--noise"):
         assert flag in text
     assert "64 32 16" in text
@@ -71,7 +73,7 @@ def test_the_version_is_that_of_the_package():
 def test_without_arguments_the_help_is_shown_and_the_exit_code_says_that_nothing_was_done():
     done = run(*AS_MODULE)
     assert done.returncode == 2
-    assert done.stdout.startswith("usage: samestep VERB")
+    assert done.stdout.startswith("usage: samestep ")
 
 
 def test_an_unknown_verb_gives_the_nearest_one():
@@ -79,7 +81,9 @@ def test_an_unknown_verb_gives_the_nearest_one():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("samestep: There is no verb 'trian'. Did you mean 'train'?")
+    assert done.stderr.startswith("samestep: ")
+    assert "'trian'" in done.stderr
+    assert "'train'" in done.stderr
 
 
 def test_a_reader_that_leaves_early_sees_no_traceback():

@@ -48,6 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
 def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch):
@@ -57,7 +58,7 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
     monkeypatch.chdir(folder)
     for line in commands(page):
         if line.startswith("make "):
-            continue  # this test is part of `make test`; `make train` is the README's next command
+            continue  # `make test-all` runs this test; `make train` is the README's next command
         if page.name == "README.md" and line in OF_THE_HANDBOOK:
             continue
         kind = "images" if page.name == "images.md" else "spiral"

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +11,21 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 
-# The rooms, floor by floor: a room may import rooms of the floors above its own line, and no other.
-FLOORS = [
-    ["errors", "machine", "models", "version"],
-    ["settings"],
-    ["ranks", "recipe", "run"],
-    ["cli", "screen", "slurm", "tracking"],
-    ["__main__", "comparison", "data", "doctor"],
-    ["recipes", "training"],
-    ["execution"],
-    ["lightning", "profiling", "scale"],
-    ["verification"],
-    ["commands"],
-]
+DRAWING = SOURCE.parents[1] / "docs" / "architecture.md"
+
+
+def floors_drawn() -> list[list[str]]:
+    """Return the rooms of each floor in the drawing, the lowest floor first."""
+    drawing = DRAWING.read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
+    found = {
+        int(number): names.split(" · ")
+        for number, names in re.findall(r"^ *(\d+) │ (.*?) *│", drawing, re.MULTILINE)
+    }
+    return [found[number] for number in range(1, len(found) + 1)]
+
+
+# A room may import rooms of the floors below its own, and no other.
+FLOORS = floors_drawn()
 
 # Who may import a part of torch that knows of ranks, beside world.
 DISTRIBUTED = {
@@ -123,8 +126,8 @@ def test_what_needs_no_torch_does_not_import_it():
         *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
         *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log", ".ranks.process"),
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
-        *(".commands.compare", ".commands.data", ".commands.track", ".tracking.follow"),
-        *(".tracking.process", ".tracking.send"),
+        *(".commands.compare", ".commands.data", ".commands.track", ".tracking.follow_run"),
+        *(".tracking.tracker_processes", ".tracking.send_run"),
     ]
     program = (
         f"import sys, {', '.join('samestep' + n for n in names)}; sys.exit('torch' in sys.modules)"
@@ -159,3 +162,12 @@ def test_every_public_name_of_the_package_is_there_and_no_other():
         assert getattr(samestep, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         samestep.nothing  # noqa: B018
+
+
+def test_every_file_that_the_page_on_architecture_names_is_there():
+    named = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", DRAWING.read_text(encoding="utf-8"))
+    root = SOURCE.parents[1]
+    assert [
+        name for name in named if not ((SOURCE / name).is_file() or (root / name).is_file())
+    ] == []
+    assert named

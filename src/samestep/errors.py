@@ -1,6 +1,7 @@
 """The one error that a user's mistake raises; the command line turns it into exit code 2."""
 
 import re
+from collections.abc import Iterable
 
 # What a rank meets when another one is gone: an effect, never the cause.
 LOST_PEER = re.compile(
@@ -18,3 +19,11 @@ class UserError(Exception):
         super().__init__(message)
         self.on_all_ranks = on_all_ranks
         """Whether every rank raises it by agreement, so that rank 0 alone needs to tell."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "Did you mean …? " for the closest of some names, or nothing."""
+    import difflib  # noqa: PLC0415 - it is needed after a mistake only
+
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""

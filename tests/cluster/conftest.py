@@ -7,7 +7,11 @@ from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 
 
 def pytest_itemcollected(item):
-    """Keep this folder's tests in one worker: jobs of two sandboxes would take the same ports."""
+    """Mark this folder's tests, which need a real Slurm, and keep them in one worker.
+
+    Jobs of two sandboxes would take the same ports.
+    """
+    item.add_marker(pytest.mark.cluster)
     item.add_marker(pytest.mark.xdist_group("cluster"))
 
 

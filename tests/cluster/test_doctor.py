@@ -1,5 +1,6 @@
 """Doctor inside a real Slurm: well where the job is, red where it was started wrongly."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_a_healthy_job_has_no_red_row_and_tells_of_its_nodes_and_settings(sandbo
     assert "00:10:00" in rows["time limit"]["found"]
     told = {name: rows[name]["status"] for name in ("requeue", "stop signal", "time limit")}
     assert set(told.values()) == {"green"}, told
-    assert rows["stop signal"]["found"].endswith("to the script's trap")
+    assert rows["stop signal"]["found"].endswith("trap")
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -69,7 +70,7 @@ def test_python_without_srun_in_a_script_is_red(sandbox, tmp_path):
     options = (*TWO_EACH, "--no-requeue", "--signal=USR1@90")
     code, rows = in_script(sandbox, tmp_path, "samestep doctor", *options)
     assert (code, reds(rows)) == (1, {"slurm start"})
-    assert "one process, though job" in rows["slurm start"]["found"]
+    assert "4 tasks" in rows["slurm start"]["found"]
     assert rows["requeue"]["status"] == rows["stop signal"]["status"] == "yellow"
 
 
@@ -79,8 +80,8 @@ def test_too_few_tasks_and_a_folder_that_only_one_node_has_are_a_red_row_each(sa
     command = f"srun --ntasks=2 bash -c '{apart}' bash samestep doctor --timeout-s 6"
     code, rows = in_script(sandbox, tmp_path, command, *TWO_EACH)
     assert (code, reds(rows)) == (1, {"tasks", "shared folder"})
-    assert "2 tasks, but 2 nodes × 2 tasks per node = 4" in rows["tasks"]["found"]
-    assert "rank 1 on node2 does not see it" in rows["shared folder"]["found"]
+    assert "= 4" in rows["tasks"]["found"]
+    assert "rank 1 on node2" in rows["shared folder"]["found"]
 
 
 def test_a_torchrun_for_each_task_is_red(sandbox, tmp_path):
@@ -89,7 +90,7 @@ def test_a_torchrun_for_each_task_is_red(sandbox, tmp_path):
     assert done.returncode == 1
     # Two worlds of one rank each: two tables, which is the fault itself.
     assert done.stdout.count('"torchrun in srun"') == 2
-    assert done.stdout.count("srun started 2 torchruns on a node, each with 1 rank") == 2
+    assert len(re.findall(r"2 torchruns .* 1 rank\b", done.stdout)) == 2
 
 
 def test_a_master_that_does_not_resolve_is_red_on_all_nodes_without_waiting(sandbox, tmp_path):

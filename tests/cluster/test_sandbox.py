@@ -13,8 +13,9 @@ import pytest
 from samestep.commands.slurm.sandbox import main
 from samestep.errors import UserError
 from samestep.slurm.sandbox import daemons
-from samestep.slurm.sandbox.cluster import down, kill_node, start_node, status, up
+from samestep.slurm.sandbox.cluster import down, status, up
 from samestep.slurm.sandbox.processes import find_processes
+from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import RunningSandbox, wait_for
 
 SAY_WHERE = 'echo "$SLURM_PROCID $SLURMD_NODENAME $MASTER_ADDR"'
@@ -93,11 +94,6 @@ def test_a_killed_node_is_noticed_and_its_job_goes_on_when_it_is_back(sandbox, t
     assert status(sandbox.folder).is_up
 
 
-def test_a_node_that_is_not_there_cannot_be_started(sandbox):
-    with pytest.raises(UserError, match="has no 'node7', only node1, node2"):
-        start_node(sandbox.folder, "node7")
-
-
 def test_after_a_crash_down_leaves_no_process_and_up_works_again(empty, tmp_path):
     up(empty, nodes=2, cpus=2)
     own = RunningSandbox(folder=empty, nodes=("node1", "node2"))
@@ -114,7 +110,7 @@ def test_after_a_crash_down_leaves_no_process_and_up_works_again(empty, tmp_path
         if process.name in ("slurmctld", "munged"):
             os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: status(empty).daemons["munged"] is None)
-    with pytest.raises(UserError, match=r"half up: munged, slurmctld does not run.*sandbox down"):
+    with pytest.raises(UserError, match=r"munged, slurmctld .*sandbox down"):
         up(empty, nodes=2)
     assert down(empty)
     assert not _sleepers() & {"30117", "30227", "30337"}
@@ -151,14 +147,14 @@ def test_down_keeps_the_users_own_files(empty):
 def test_up_refuses_a_folder_with_other_files(empty):
     empty.mkdir()
     (empty / "state").mkdir()
-    with pytest.raises(UserError, match="holds files and is no sandbox"):
+    with pytest.raises(UserError, match="--dir"):
         up(empty, nodes=1)
     assert not down(empty)
     assert (empty / "state").exists()
 
 
 def test_a_second_up_is_refused_and_shows_the_line(sandbox):
-    with pytest.raises(UserError, match="2 nodes is up already") as caught:
+    with pytest.raises(UserError, match="2 nodes") as caught:
         up(sandbox.folder, nodes=3)
     assert f"\nexport SLURM_CONF={sandbox.folder}/slurm.conf\n" in str(caught.value)
     assert status(sandbox.folder).is_up
@@ -166,7 +162,7 @@ def test_a_second_up_is_refused_and_shows_the_line(sandbox):
 
 @pytest.mark.parametrize("numbers", [{"nodes": 0}, {"nodes": 2, "cpus": 0}])
 def test_a_sandbox_without_nodes_or_cpus_is_refused(empty, numbers):
-    with pytest.raises(UserError, match="at least one node"):
+    with pytest.raises(UserError, match="--nodes 1"):
         up(empty, **numbers)
     assert not empty.exists()
 
@@ -174,7 +170,7 @@ def test_a_sandbox_without_nodes_or_cpus_is_refused(empty, numbers):
 def test_missing_programs_are_named_with_what_installs_them(empty, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(daemons, "_ADMIN_FOLDERS", "/nowhere")
-    with pytest.raises(UserError, match=r"munged, slurmctld.*apt install slurm-wlm munge"):
+    with pytest.raises(UserError, match=r"munged, slurmctld.*slurm-wlm munge"):
         up(empty, nodes=1)
     assert not empty.exists()
 
@@ -188,9 +184,10 @@ def test_a_daemon_that_fails_is_named_with_its_log_and_nothing_runs_on(
     fake.write_text("#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    with pytest.raises(UserError, match=f"{name} stopped with exit code 3") as caught:
+    with pytest.raises(UserError, match=f"{name} .* 3") as caught:
         up(empty, nodes=2)
-    assert f"{daemon} logged last:\n  the disk is on fire" in str(caught.value)
+    assert f"{daemon} " in str(caught.value)
+    assert str(caught.value).endswith("\n  the disk is on fire")
     assert not find_processes(empty)
 
 
@@ -201,9 +198,9 @@ def test_a_node_that_never_comes_is_named_and_nothing_runs_on(empty, tmp_path, m
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     monkeypatch.setattr("samestep.slurm.sandbox.cluster._IDLE_WITHIN_S", 0.5)
-    with pytest.raises(UserError, match=r"node1 is not idle but .*") as caught:
+    with pytest.raises(UserError, match="node1 ") as caught:
         up(empty, nodes=1)
-    assert "I would rather not" in str(caught.value)
+    assert str(caught.value).count("I would rather not") == 1
     assert not find_processes(empty)
 
 
@@ -218,7 +215,7 @@ def test_the_command_prints_the_line_alone_if_told_and_its_exit_codes_say_what_i
     at = ["--dir", str(empty)]
     line = f"export SLURM_CONF={empty}/slurm.conf"
     assert main(["status", *at]) == 1
-    assert f"No sandbox is up in {empty}" in capsys.readouterr().out
+    assert str(empty) in capsys.readouterr().out
     assert main(["up", "--nodes", "1", "--quiet", *at]) == 0
     assert capsys.readouterr().out == f"{line}\n"
     assert main(["status", *at]) == 0
@@ -229,7 +226,7 @@ def test_the_command_prints_the_line_alone_if_told_and_its_exit_codes_say_what_i
     ]
     assert main(["down", *at]) == 0
     assert main(["down", *at]) == 0
-    assert f"No sandbox is up in {empty}" in capsys.readouterr().out
+    assert str(empty) in capsys.readouterr().out
     assert main(["up", "--nodes", "1", *at]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert line in shown

@@ -1,14 +1,16 @@
 """`samestep profile`: what it measures and writes, on recipes and scripts; what it refuses."""
 
+import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from samestep.profiling.events import phases_of
+from samestep.profiling.trace_events import phases_of
 from samestep.profiling.tracing import read_trace
 from tests import tiny
 from tests.command_line import end_with_first_failure, read_json, refusal, run, start
@@ -89,6 +91,7 @@ def test_a_sweep_of_workers_finds_those_that_help_and_writes_them_where_it_is_to
         "--run-dir",
         "out",
     )
+    assert found["verdict"]["kind"] == SLOW_DATA.verdict
     (sweep,) = found["sweeps"]
     assert [row["value"] for row in sweep["rows"]] == [0, 2]
     assert sweep["best"] == 2
@@ -111,7 +114,8 @@ def test_where_to_write_is_checked_before_anything_is_measured(here):
         "out",
         folder=here.parent / "o",
     )
-    assert "is there already: name it with --config" in said
+    assert f"{recipe.stem}.toml" in said
+    assert "--config" in said
     assert not (here / "out").exists()
 
 
@@ -224,6 +228,7 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     script = SCRIPT.write(here)
     found = profiled(here, str(script), *QUICK, "--out", "out", world_size=2)
     assert len(found["measured"]["ranks"]) == 2
+    assert found["verdict"]["kind"] == SCRIPT.verdict
     assert {path.name for path in (here / "out" / "traces").glob("trace_*")} == {
         "trace_rank0_workers_0.json.gz",
         "trace_rank1_workers_0.json.gz",
@@ -278,15 +283,15 @@ def test_a_scripts_exit_code_is_passed_on(here):
 @pytest.mark.parametrize(
     ("text", "arguments", "says"),
     [
-        ("print('nothing')", (), "without a single step"),
-        (LOOP.format(steps=1), (), "took 1 optimizer step"),
-        ("x = (", (), "train.py:1: '(' was never closed"),
-        (LOOP, ("--workers", "0,1"), "train.py is a script"),
+        ("print('nothing')", (), "torch.optim"),
+        (LOOP.format(steps=1), (), "1 optimizer step"),
+        ("x = (", (), "train.py:1: "),
+        (LOOP, ("--workers", "0,1"), "--workers"),
         (LOOP, ("--epoch", "0"), "--epoch is 0"),
         (LOOP, ("--seconds", "0"), "--seconds is 0"),
         (LOOP, ("--nproc", "0"), "--nproc is 0"),
         (LOOP, ("--lr", "1"), "Unrecognized"),
-        (LOOP, ("--out", "/dev/null/x"), "could not be written"),
+        (LOOP, ("--out", "/dev/null/x"), "/dev/null/x"),
     ],
 )
 def test_what_is_wrong_with_a_script_is_one_message(here, text, arguments, says):
@@ -297,13 +302,13 @@ def test_what_is_wrong_with_a_script_is_one_message(here, text, arguments, says)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--workers", "0,1"), "holds its data in memory"),
-        (("--workers", "0,x"), "whole numbers from 0 on"),
-        (("--batch-sizes", "0"), "whole numbers from 1 on"),
-        (("--apply",), "--apply writes what --workers"),
-        (("--engine", "lightning"), "leave --engine out"),
-        (("--", "x"), "what follows `--`"),
-        (("--run-dir", "/dev/null/x"), "could not be written"),
+        (("--workers", "0,1"), "--workers"),
+        (("--workers", "0,x"), "--workers 0,x"),
+        (("--batch-sizes", "0"), "--batch-sizes 0"),
+        (("--apply",), "--apply"),
+        (("--engine", "lightning"), "--engine"),
+        (("--", "x"), "`--`"),
+        (("--run-dir", "/dev/null/x"), "/dev/null/x"),
     ],
 )
 def test_what_is_wrong_with_the_profile_of_a_recipe_is_one_message(here, arguments, says):
@@ -315,13 +320,13 @@ def test_a_directory_that_holds_a_profile_is_not_written_to_again(here):
     recipe = str(tiny.write_recipe(here))
     profiled(here, recipe, *QUICK, "--run-dir", "out")
     message = refusal("profile", recipe, "--run-dir", "out", folder=here.parent / "o")
-    assert "out already holds a run or a profile. Choose another --run-dir" in message
+    assert "--run-dir" in message
     assert "--resume" not in message
 
 
 def test_a_target_that_is_not_there_is_named(here):
-    assert "no recipe 'spirl'" in refusal("profile", "spirl", folder=here.parent / "o")
-    assert "no file gone.py" in refusal("profile", "gone.py", folder=here.parent / "o")
+    assert "'spirl'" in refusal("profile", "spirl", folder=here.parent / "o")
+    assert "gone.py" in refusal("profile", "gone.py", folder=here.parent / "o")
 
 
 def test_a_full_disk_leaves_no_part_of_a_trace(here, disk):  # noqa: F811
@@ -331,6 +336,6 @@ def test_a_full_disk_leaves_no_part_of_a_trace(here, disk):  # noqa: F811
     message = refusal(
         "profile", recipe, *QUICK, "--run-dir", str(disk / "out"), folder=here.parent / "o"
     )
-    assert "trace_rank0_workers_0.json.gz could not be written" in message
-    assert "No space left" in message
+    assert "trace_rank0_workers_0.json.gz" in message
+    assert os.strerror(errno.ENOSPC) in message
     assert not [p for p in (disk / "out").rglob("*") if "trace_" in p.name or ".tmp" in p.name]

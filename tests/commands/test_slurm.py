@@ -1,97 +1,156 @@
-"""The command line of `samestep slurm` where there is no Slurm."""
+"""The command line of `samestep slurm` where there is no Slurm: refusals, files, flags, help."""
 
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from samestep.cli import main
 from tests.command_line import RECIPE
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    empty = folder / "no-programs"
-    empty.mkdir(exist_ok=True)
-    environment = {**os.environ, "PATH": str(empty), "XDG_CONFIG_HOME": str(empty)}
-    return subprocess.run(
-        [sys.executable, "-m", "samestep", "slurm", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """Be in a folder with a recipe and a script, without programs and without settings."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    (tmp_path / "mine.py").write_text("print(1)\n")
+    return tmp_path
+
+
+@pytest.fixture
+def slurm(capfd):
+    """Give a function that runs `samestep slurm` here; it returns exit code, output and errors."""
+
+    def run(*words: str) -> tuple[int | str | None, str, str]:
+        try:
+            code = main(["slurm", *words])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "names"),
     [
-        (("submit", "tiny.py"), "apt install slurm-wlm munge"),
-        (("submit", "tiny.py"), "--dry-run` prints the job script without it"),
-        (("status", "12"), "There is no Slurm here"),
-        (("nothing",), "The verbs are: submit, status, logs, cancel, sandbox"),
-        (("submit", "nowhere.py"), "There is no file nowhere.py"),
-        (("submit", "spirla", "--dry-run"), "Did you mean 'spiral'"),
-        (("submit", "tiny.py", "--time", "2h"), "--time 2h cannot be read"),
-        (("submit", "tiny.py", "--dry-run", "--", "--nproc", "2"), "--nproc is for one machine"),
-        (("status", "nowhere"), "neither a job's number nor the directory of a run"),
+        (("submit", "tiny.py"), "sinfo.*slurm-wlm munge.*--dry-run"),
+        (("status", "12"), "scontrol.*PATH"),
+        (("nothing",), "'nothing'.*submit, status, logs, cancel, sandbox"),
+        (("submit", "nowhere.py"), r"nowhere\.py"),
+        (("submit", "spirla", "--dry-run"), "'spiral'"),
+        (("submit", "tiny.py", "--time", "2h"), "--time 2h"),
+        (("submit", "tiny.py", "--dry-run", "--", "--nproc", "2"), "--nproc.*--ntasks-per-node"),
+        (("submit", "tiny.py", "--dry-run", "--", "--track", "wanb"), "'wandb'"),
+        (("status", "nowhere"), "nowhere"),
+        (("submit", "mine.py", "--dry-run", "--env", "API_KEY=hunter2"), "--env API_KEY"),
+        (("submit", "mine.py", "--dry-run", "--env", "MY-TOKEN=hunter2"), "--env 'MY-TOKEN'"),
     ],
 )
-def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, words, says):
-    (tmp_path / "tiny.py").write_text(RECIPE)
-    done = run(tmp_path, *words)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert says in done.stderr
-    assert done.stderr.count("samestep: ") == 1
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "runs").exists()
+def test_a_mistake_gets_one_message_and_exit_code_2(here, slurm, words, names):
+    code, _, said = slurm(*words)
+    assert code == 2
+    assert re.search(names, said), said
+    assert said.count("samestep: ") == 1
+    assert "hunter2" not in said
+    assert not (here / "runs").exists()
 
 
-def test_a_misspelt_flag_of_the_training_is_refused_before_anything_is_queued(tmp_path):
-    (tmp_path / "tiny.py").write_text(RECIPE)
-    done = run(tmp_path, "submit", "tiny.py", "--dry-run", "--", "--epoch", "5")
-    assert done.returncode == 2
-    assert "--epochs" in done.stdout + done.stderr
+def test_a_misspelt_flag_of_the_training_is_refused_before_anything_is_queued(slurm):
+    code, out, said = slurm("submit", "tiny.py", "--dry-run", "--", "--epoch", "5")
+    assert code == 2
+    assert "--epochs" in out + said
 
 
-def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path):
-    (tmp_path / "tiny.py").write_text(RECIPE)
-    done = run(tmp_path, "submit", "tiny.py", "--nodes", "2", "--dry-run", "--", "--epochs", "5")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("#!/usr/bin/env bash\n")
-    assert "#SBATCH --nodes=2\n" in done.stdout
-    assert "--epochs 5 --run-dir" in done.stdout.replace(" \\\n  ", " ")  # a long path has its line
-    assert not (tmp_path / "runs").exists()
-
-
-def test_trackers_go_with_the_job_and_a_misspelt_one_is_refused_before_anything_is_queued(tmp_path):
-    (tmp_path / "tiny.py").write_text(RECIPE)
+def test_a_dry_run_needs_no_slurm_and_writes_nothing(here, slurm):
     flags = ("--track", "wandb", "--track-offline", "--track-project", "two words")
-    done = run(tmp_path, "submit", "tiny.py", "--dry-run", "--", *flags)
-    assert done.returncode == 0, done.stderr
-    words = " ".join(done.stdout.replace("\\\n", " ").split())
-    assert "--track wandb --track-offline --track-project 'two words'" in words
-    done = run(tmp_path, "submit", "tiny.py", "--dry-run", "--", "--track", "wanb")
-    assert done.returncode == 2
-    assert "Did you mean 'wandb'?" in done.stderr
+    code, text, _ = slurm("submit", "tiny.py", "--nodes", "2", "--dry-run", "--", *flags)
+    assert code == 0
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "#SBATCH --nodes=2\n" in text
+    words = " ".join(text.replace("\\\n", " ").split())
+    assert "--track wandb --track-offline --track-project 'two words' --run-dir" in words
+    assert not (here / "runs").exists()
 
 
-def test_a_script_that_is_kept_can_be_handed_in_by_hand(tmp_path):
-    (tmp_path / "mine.py").write_text("print(1)\n")
-    done = run(tmp_path, "submit", "mine.py", "-o", "job.sbatch")
-    assert done.returncode == 0, done.stderr
-    assert "sbatch job.sbatch" in done.stderr
-    text = (tmp_path / "job.sbatch").read_text()
-    output = next(line for line in text.splitlines() if line.startswith("#SBATCH --output="))
-    assert Path(output.split("=", 1)[1]).parent.is_dir(), "Slurm opens the log in it"
+def test_a_script_that_is_kept_can_be_handed_in_by_hand(slurm):
+    code, _, said = slurm("submit", "mine.py", "-o", "job.sbatch")
+    assert code == 0
+    assert "sbatch job.sbatch" in said
+    output = directives(Path("job.sbatch").read_text())["output"]
+    assert Path(output).parent.is_dir(), "Slurm opens the log in it"
 
 
 @pytest.mark.parametrize(
     "verb", [(), ("submit",), ("status",), ("logs",), ("cancel",), ("sandbox",)]
 )
-def test_help_ends_with_two_examples(tmp_path, verb):
-    done = run(tmp_path, *verb, "--help")
-    assert done.returncode == 0
-    assert len(done.stdout.split("examples:\n")[-1].strip().splitlines()) == 2
+def test_help_ends_with_two_examples(slurm, verb):
+    code, text, _ = slurm(*verb, "--help")
+    assert code == 0
+    assert len(text.split("examples:\n")[-1].strip().splitlines()) == 2
+
+
+def test_no_verb_shows_the_verbs_and_is_a_mistake(slurm):
+    code, text, _ = slurm()
+    assert (code, "verbs:" in text) == (2, True)
+
+
+def directives(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
+
+
+def test_flags_win_over_the_projects_file_and_that_over_the_users(here, slurm):
+    user = here / "config" / "samestep"
+    user.mkdir(parents=True)
+    (user / "samestep.toml").write_text('[slurm]\naccount = "u"\nqos = "u"\npartition = "u"\n')
+    (here / "samestep.toml").write_text(
+        '[slurm]\nqos = "p"\npartition = "p"\nmodule = ["a"]\nrequeue = false\n'
+    )
+    flags = ("--partition", "f", "--module", "b")
+    code, text, _ = slurm("submit", "mine.py", "--dry-run", *flags)
+    assert code == 0
+    found = directives(text)
+    assert (found["account"], found["qos"], found["partition"]) == ("u", "p", "f")
+    loaded = re.findall(r"^module load (\S+)", text, re.MULTILINE)
+    assert loaded == ["a", "b"]  # repeatable flags add to those of the file
+    assert "#SBATCH --no-requeue" in text
+
+
+def test_an_unknown_key_names_the_file_and_the_keys(here, slurm):
+    (here / "samestep.toml").write_text("[slurm]\nnode = 2\n")
+    code, _, said = slurm("submit", "mine.py", "--dry-run")
+    assert code == 2
+    for name in (str(here / "samestep.toml"), "'node'", "'nodes'", "account, after,"):
+        assert name in said
+
+
+def samestep(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_a_real_process_ends_with_the_code_of_its_verb():
+    done = samestep("-m", "samestep", "slurm", "status", "12")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("samestep: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_verbs_import_no_torch_not_even_to_make_a_script_a_job():
+    verbs = ("status", "logs", "cancel", "submit", "verdict", "sandbox")
+    text = (
+        f"import sys, {', '.join(f'samestep.commands.slurm.{verb}' for verb in verbs)}\n"
+        "from samestep.cli import main\n"
+        "code = main(['slurm', 'submit', 'mine.py', '--dry-run'])\n"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = samestep("-W", "error", "-c", text)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH" in done.stdout

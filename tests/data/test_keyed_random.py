@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import uniform
-from samestep.data import keyed_random
+from samestep.data import keyed_random as keys
 from samestep.data.keyed_random import mix, sample_keys
 
 INTEGERS = st.integers(0, 2**64 - 1)
@@ -22,16 +22,14 @@ def as_signed(value: int) -> int:
 @settings(deadline=None)
 def test_tensors_are_mixed_like_python_integers(values):
     tensor = torch.tensor([as_signed(value) for value in values])
-    assert keyed_random._mix_tensor(tensor).tolist() == [
-        as_signed(keyed_random._mix64(v)) for v in values
-    ]
+    assert keys._mix_tensor(tensor).tolist() == [as_signed(keys._mix64(v)) for v in values]
 
 
 def test_the_numbers_are_those_of_splitmix64():
     """The generator's published first outputs for the seed 1234567."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    states = [(1234567 + k * keyed_random._GOLDEN) & (2**64 - 1) for k in (1, 2, 3)]
-    assert [keyed_random._mix64(state) for state in states] == published
+    states = [(1234567 + k * keys._GOLDEN) & (2**64 - 1) for k in (1, 2, 3)]
+    assert [keys._mix64(state) for state in states] == published
     drawn = uniform(torch.tensor([1234567]), 3)
     assert drawn.tolist() == [[(value >> 40) / 2**24 for value in published]]
 
@@ -40,7 +38,7 @@ def test_the_numbers_are_those_of_splitmix64():
 @settings(deadline=None)
 def test_a_samples_key_is_the_mixture_of_seed_epoch_and_sample(seed, epoch, samples):
     expected = [
-        as_signed(keyed_random._mix64((mix(seed, epoch) + sample * keyed_random._GOLDEN) % 2**64))
+        as_signed(keys._mix64((mix(seed, epoch) + sample * keys._GOLDEN) % 2**64))
         for sample in samples
     ]
     assert sample_keys(seed, epoch, torch.tensor(samples)).tolist() == expected
@@ -132,7 +130,7 @@ def test_no_two_samples_of_a_run_share_a_key():
 
 def test_one_bit_of_a_key_changes_half_of_the_result():
     changed = [
-        (keyed_random._mix64(value) ^ keyed_random._mix64(value ^ (1 << bit))).bit_count()
+        (keys._mix64(value) ^ keys._mix64(value ^ (1 << bit))).bit_count()
         for value in (0x0123456789ABCDEF, 0xFEDCBA9876543210, 2**63 + 12345)
         for bit in range(64)
     ]

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 
-from samestep.doctor.check import Finding
-from samestep.doctor.checks.ranks import Allocation
-from samestep.doctor.checks.slurm import Place
-from samestep.doctor.facts.address import Address
-from samestep.doctor.facts.folder import Folder
-from samestep.doctor.facts.machine import Gpu, Machine
-from samestep.doctor.facts.rank import Rank
-from samestep.doctor.facts.slurm import Job, Slurm
-from samestep.doctor.measure import AllReduce, Measured
+from samestep.doctor.facts import (
+    Address,
+    Allocation,
+    AllReduce,
+    Folder,
+    Gpu,
+    Machine,
+    Measurements,
+    RankFacts,
+    SlurmJob,
+    SlurmTask,
+)
+from samestep.doctor.findings import Finding
 from samestep.ranks.launch import Launch
 
 GIB = 1 << 30
@@ -30,8 +34,8 @@ MACHINE = Machine(
     offline="",
 )
 FOLDER = Folder(path="/shared/runs", free_bytes=1000 * GIB)
-SLURM = Slurm(job="7", in_step=True, num_tasks=4, job_nodes=2, most_step_tasks_on_node=2)
-JOB = Job(is_batch=True, requeue=True, time_limit="1-00:00:00", signal="USR1@120")
+SLURM = SlurmTask(job="7", in_step=True, num_tasks=4, job_nodes=2, most_step_tasks_on_node=2)
+JOB = SlurmJob(is_batch=True, requeue=True, time_limit="1-00:00:00", signal="USR1@120")
 
 
 def gpus(number: int, host: str = "node1") -> tuple[Gpu, ...]:
@@ -39,7 +43,7 @@ def gpus(number: int, host: str = "node1") -> tuple[Gpu, ...]:
     return tuple(replace(H100, uuid=f"{host}-{index}") for index in range(number))
 
 
-def rank(number: int = 0, *, world_size: int = 1, per_node: int = 2, **changes) -> Rank:
+def rank(number: int = 0, *, world_size: int = 1, per_node: int = 2, **changes) -> RankFacts:
     """Return a healthy rank; `changes` to its machine are given as `machine={…}`."""
     node = number // per_node
     host = f"node{node + 1}"
@@ -59,7 +63,7 @@ def rank(number: int = 0, *, world_size: int = 1, per_node: int = 2, **changes) 
     machine = {"host": host} | changes.pop("machine", {})
     address = replace(address, **changes.pop("address", {}))
     launch = replace(launch, **changes.pop("launch", {}))
-    return Rank(
+    return RankFacts(
         launch=launch,
         machine=replace(MACHINE, **machine),
         address=address,
@@ -67,12 +71,12 @@ def rank(number: int = 0, *, world_size: int = 1, per_node: int = 2, **changes) 
     )
 
 
-def four(**changes) -> list[Rank]:
+def four(**changes) -> list[RankFacts]:
     """Return four healthy ranks on two nodes; `changes` are to rank 3 alone."""
     return [rank(r, world_size=4, **(changes if r == 3 else {})) for r in range(4)]
 
 
-MEASURED = Measured(
+MEASURED = Measurements(
     clock_s=(0.0, 0.0, 0.001, 0.001),
     unshared=("",) * 4,
     matmul_s=(1e-3,) * 4,
@@ -85,21 +89,20 @@ MEASURED = Measured(
 )
 
 
-def allocation(ranks: list[Rank] | None = None, **measured) -> Allocation:
+def allocation(ranks: list[RankFacts] | None = None, **measured) -> Allocation:
     """Return a healthy allocation of four ranks, but for what is given."""
     return Allocation(ranks=tuple(ranks or four()), measured=replace(MEASURED, **measured))
 
 
-def place(**changes) -> Place:
+def in_job(**changes) -> RankFacts:
     """Return rank 0 of four in a healthy batch job, but for what is given."""
-    job = changes.pop("job", JOB)
     slurm = replace(SLURM, **changes.pop("slurm", {}))
-    return Place(rank=rank(0, world_size=4, slurm=slurm, **changes), job=job)
+    return rank(0, world_size=4, slurm=slurm, **{"job": JOB, **changes})
 
 
-def says(finding: Finding | None, status: str, *words: str) -> None:
-    """Assert what a finding is, and that it names things; a problem comes with advice."""
+def says(finding: Finding | None, status: str, *names: str) -> None:
+    """Assert what a finding is, and that it names a flag, number or rank; problems have advice."""
     assert finding is not None
     assert finding.status == status, finding
-    assert all(word in finding.found + finding.advice for word in words), finding
-    assert finding.status == "green" or finding.advice.endswith((".", ")"))
+    assert all(name in finding.found + finding.advice for name in names), finding
+    assert finding.status == "green" or finding.advice

@@ -1,10 +1,14 @@
-"""Start the examples as their reader does, and read what they print."""
+"""Start the examples as their reader does, or without his seconds of imports; read their output."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.command_line import end_with_first_failure
+from tests.processes import start_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN_DISTRIBUTED = str(ROOT / "examples" / "mnist_torchrun" / "train_distributed.py")
@@ -34,10 +38,43 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
+_runs = itertools.count()
+
+
+def forked(
+    script: str, *arguments: str, folder: Path, world_size: int = 1, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder, to whatever end, on ranks that have imported torch already."""
+    outputs = folder.parent / f"{folder.name}-outputs-{next(_runs)}"
+    command = [script, *arguments]
+    ranks = start_ranks(_script, world_size, outputs, command, folder, outputs, more)
+    code = end_with_first_failure(ranks)
+    told = "".join((outputs / f"errors-{rank}.txt").read_text() for rank in range(world_size))
+    printed = "".join(ranks.printed(rank) for rank in range(world_size))
+    return subprocess.CompletedProcess(command, code, printed, told)
+
+
+def _script(command: list[str], folder: Path, outputs: Path, variables: dict[str, str]) -> None:
+    import runpy
+
+    import torch
+
+    errors = outputs / f"errors-{os.environ.get('RANK', '0')}.txt"
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    os.environ.update(variables)
+    if "RANK" in os.environ:
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv[:] = command
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    runpy.run_path(command[0], run_name="__main__")
+
+
 def run(
     *command: str, folder: Path, world_size: int = 1, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a folder, to whatever end."""
+    """Run a script as a reader types it, under torchrun for several ranks, to whatever end."""
     return subprocess.run(
         [*python(world_size), *command],
         cwd=folder,

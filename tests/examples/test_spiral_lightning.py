@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep.recipes import spiral
-from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, run
+from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, forked, run
 from tests.tracking.readers import comet_messages
 
 # Their parts, 709, 151 and 153, are odd: two ranks cannot share them equally.
@@ -29,9 +29,9 @@ def modules(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def train(folder, *arguments, world_size=1):
+def train(folder, *arguments, world_size=1, start=forked):
     """Run the script to its good end; return what it printed."""
-    done = run(SPIRAL_LIGHTNING, *arguments, folder=folder, world_size=world_size)
+    done = start(SPIRAL_LIGHTNING, *arguments, folder=folder, world_size=world_size)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -45,17 +45,18 @@ def logged(folder):
 
 
 def test_alone_it_learns_and_keeps_what_it_prints(tmp_path):
-    printed = train(tmp_path, "--max_epochs", "5")
+    printed = train(tmp_path, "--max_epochs", "5", start=run)
     first, *_, total, test, best = printed.splitlines()
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    assert first == f"Ranks: 1, nodes: 1, device: {device}, samples a step: 32 = 32 x 1"
+    assert device in first
+    assert first.endswith(": 32 = 32 x 1")  # samples per step
     found = epochs(printed)
     assert [epoch[0] for epoch in found] == [1, 2, 3, 4, 5]
     assert found[-1][4] > 98
     assert re.fullmatch(r"Trained for \d+\.\d\d s, \d+\.\d\d s an epoch", total)
     assert float(re.fullmatch(r"Test - Avg Loss: .*, Accuracy: (.*)%", test)[1]) > 98
     kept = tmp_path / "runs" / "spiral" / "version_0"
-    assert best == f"Best checkpoint: {(kept / 'checkpoints/best.ckpt').relative_to(tmp_path)}"
+    assert best.endswith(f" {(kept / 'checkpoints/best.ckpt').relative_to(tmp_path)}")
     assert {path.name for path in (kept / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     values = logged(kept)
     assert values["train_loss"] == pytest.approx([epoch[1] for epoch in found], abs=1e-6)
@@ -64,7 +65,7 @@ def test_alone_it_learns_and_keeps_what_it_prints(tmp_path):
 
 
 def test_two_ranks_print_once_and_measure_what_one_process_measures(tmp_path, modules):
-    printed = train(tmp_path, *ODD, "--max_epochs", "3", world_size=2)
+    printed = train(tmp_path, *ODD, "--max_epochs", "3", world_size=2, start=run)
     lines = printed.splitlines()
     assert lines[0].startswith("Ranks: 2, nodes: 1, ")
     assert len(lines) == 13  # one at the start, three an epoch, three at the end
@@ -137,18 +138,18 @@ def test_every_flag_is_a_key_of_the_file(tmp_path, modules):
 
 # What is wrong → the flags, what the file says, and words of the message.
 MISTAKES = {
-    "no epochs": (["--max_epochs", "0"], "", "argument --max_epochs: '0' is not a whole number"),
-    "no width": (["--hidden_dims"], "", "argument --hidden_dims: expected at least one"),
-    "all dropped": (["--dropout", "1"], "", "--dropout: '1' is not a number of 0 or more and"),
-    "no rate": (["--learning_rate", "nan"], "", "--learning_rate: 'nan' is not a number above 0"),
-    "no such flag": (["--speed", "9"], "", "unrecognized arguments: --speed 9"),
-    "no such key": ([], "speed = 9", "there is no setting 'speed'; there are batch_size, comet_"),
-    "a wrong value": ([], "batch_size = 1.5", "argument --batch_size: '1.5' is not a whole number"),
-    "a table": ([], "[noise]\nof = 1", "noise cannot be {'of': 1}."),
+    "no epochs": (["--max_epochs", "0"], "", "--max_epochs: '0'"),
+    "no width": (["--hidden_dims"], "", "--hidden_dims"),
+    "all dropped": (["--dropout", "1"], "", "--dropout: '1'"),
+    "no rate": (["--learning_rate", "nan"], "", "--learning_rate: 'nan'"),
+    "no such flag": (["--speed", "9"], "", "--speed 9"),
+    "no such key": ([], "speed = 9", "'speed'; there are batch_size"),
+    "a wrong value": ([], "batch_size = 1.5", "--batch_size: '1.5'"),
+    "a table": ([], "[noise]\nof = 1", "noise cannot be {'of': 1}"),
     "a truth": ([], "seed = true", "seed cannot be True."),
-    "no TOML": ([], "noise: 1", "cannot be read: Expected '=' after a key"),
-    "no file": (["--config", "nowhere.toml"], "", "nowhere.toml cannot be read: [Errno 2]"),
-    "a way out": (["--experiment_name", "../up"], "", "--experiment_name: '../up' is not a name"),
+    "no TOML": ([], "noise: 1", "a.toml"),
+    "no file": (["--config", "nowhere.toml"], "", "nowhere.toml"),
+    "a way out": (["--experiment_name", "../up"], "", "--experiment_name: '../up'"),
 }
 
 
@@ -178,9 +179,9 @@ def test_a_mistake_gets_one_message_by_rank_0_and_exit_code_2(
 
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "taken").touch()
-    done = run(SPIRAL_LIGHTNING, "--output_dir", "taken", folder=tmp_path)
+    done = forked(SPIRAL_LIGHTNING, "--output_dir", "taken", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("train.py: --output_dir taken cannot be used: ")
+    assert done.stderr.startswith("train.py: --output_dir taken ")
     assert done.stderr.count("\n") == 1
 
 
@@ -188,7 +189,8 @@ def test_fewer_samples_than_ranks_are_refused(modules, capsys):
     module = modules("train")
     with pytest.raises(SystemExit):
         module.check(module.read_settings(["--num_samples", "12"]), world_size=2, here=2)
-    assert "makes 8 samples to train, 1 to validate and 3 to test" in capsys.readouterr().err
+    found = re.findall(r"\d+", capsys.readouterr().err)
+    assert {"8", "1", "3"} <= set(found)  # to train, to validate, to test
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_unequal_numbers_of_tasks_are_refused(modules, monkeypatch, capsys):
     monkeypatch.setattr(module.os, "environ", unequal)
     with pytest.raises(SystemExit):
         module.find_ranks()
-    assert "srun put 2,1 tasks on the nodes" in capsys.readouterr().err
+    assert "2,1 tasks" in capsys.readouterr().err
 
 
 def test_points_and_parts_are_those_of_samestep_train_spiral(modules):
@@ -255,6 +257,7 @@ def test_to_evaluate_each_sample_is_given_out_once(world_size, modules):
     assert sorted(index for share in shares for index in share) == list(range(11))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("comet_ml") is None, reason="not installed: comet_ml")
 @pytest.mark.xdist_group("trackers")
 def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):
@@ -263,12 +266,12 @@ def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):
     done = run(SPIRAL_LIGHTNING, *told, folder=tmp_path, world_size=2, **nobody)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("note    COMET_API_KEY is not set") == 1
+    assert done.stdout.count("COMET_API_KEY") == 1
     (kept,) = (tmp_path / "runs" / "mine").glob("tracked-*")
     place = kept.relative_to(tmp_path)
     assert done.stdout.count(f"comet   offline: {place}/tracking/comet\n") == 1
     *_, last = done.stdout.splitlines()
-    assert last == f"unsent  comet; with a network: samestep track {place} --to comet"
+    assert last.endswith(f" samestep track {place} --to comet")
     ((about, messages),) = comet_messages(kept)
     assert about["project_name"] == "spirals"
     found = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
@@ -291,8 +294,9 @@ def test_what_comet_needs_and_is_missing_is_named_and_the_csv_file_is_left(
     monkeypatch.setattr(module, "find_spec", lambda found: None if found == name else True)
     loggers = module.make_loggers(module.read_settings(["--comet_project", "spirals"]))
     assert [type(logger).__name__ for logger in loggers] == ["CSVLogger"]
-    expected = f"{name} is not installed (pip install 'samestep[comet]'): no Comet, "
-    assert capsys.readouterr().out.startswith(expected)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{name} ")
+    assert "pip install 'samestep[comet]'" in printed
 
 
 def test_without_a_project_it_needs_nothing_of_samestep(tmp_path):
@@ -309,4 +313,6 @@ def test_a_name_that_comet_refuses_is_a_mistake_with_one_message(modules, capsys
     with pytest.raises(SystemExit) as ended:
         module.make_loggers(module.read_settings(["--comet_project", "a/b"]))
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("train.py: TrackerLogger: project 'a/b' holds '/'")
+    told = capsys.readouterr().err
+    assert told.startswith("train.py: ")
+    assert "'a/b'" in told

@@ -123,14 +123,16 @@ def evaluate(module, images, labels):
     return loss.item(), (logits.argmax(1) == labels).double().mean().item()
 
 
+@pytest.mark.slow
 def test_it_has_twelve_numbered_sections_and_runs_from_end_to_end(notebook):
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     found = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert found == [f"{number}. {title}" for number, title in enumerate(SECTIONS, start=1)]
     check_complete(notebook)
-    assert "CIFAR10_DIR is not set: these are MADE-UP images" in printed(notebook)
+    assert "MADE-UP images" in printed(notebook)
 
 
+@pytest.mark.slow
 def test_its_ranks_are_two_processes_that_end_with_equal_weights(notebook):
     text = printed(notebook)
     starts = pairs_of_ranks(text)
@@ -138,12 +140,10 @@ def test_its_ranks_are_two_processes_that_end_with_equal_weights(notebook):
     for ranks in starts:
         assert set(ranks) == {"0", "1"}
         assert ranks["0"] != ranks["1"]
-    assert text.count("weights equal on all ranks: yes") == text.count(
-        "weights equal on all ranks:"
-    )
-    assert "weights equal on all ranks after the last step: True" in text
+    assert set(re.findall(r"weights equal [^:]*: (\w+)", text)) == {"yes", "True"}
 
 
+@pytest.mark.slow
 def test_what_two_ranks_validate_is_what_one_process_finds_of_the_best_checkpoint(
     executed, example
 ):
@@ -162,6 +162,7 @@ def test_what_two_ranks_validate_is_what_one_process_finds_of_the_best_checkpoin
     assert best.stem == f"epoch00-accuracy{accuracy:.4f}"
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_meets_each_test_image_once(executed, notebook, example):
     text = printed(notebook)
     name = re.search(r"^(epoch.*\.ckpt), 500 test images$", text, re.MULTILINE)[1]
@@ -174,6 +175,7 @@ def test_the_best_checkpoint_meets_each_test_image_once(executed, notebook, exam
     assert tuple(found) == cifar.CLASSES
 
 
+@pytest.mark.slow
 def test_one_process_and_two_ranks_are_measured_in_turns(notebook):
     text = printed(notebook)
     cores = len(os.sched_getaffinity(0))
@@ -196,7 +198,7 @@ def test_the_outputs_that_are_kept_are_whole_and_tell_nothing_of_a_machine():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     check_complete(notebook)
     text = printed(notebook)
-    assert "CIFAR-10's binary version, from CIFAR10_DIR.\n50,000 training images" in text
+    assert "from CIFAR10_DIR.\n50,000 " in text
     assert ".ckpt, 10,000 test images\n" in text
     assert len(pairs_of_ranks(text)) == 4
     assert NOTEBOOK.stat().st_size < 400_000
@@ -307,12 +309,13 @@ def test_a_step_trains_the_same_images_on_any_number_of_ranks(world_size, exampl
 
 
 def test_fewer_images_than_a_step_are_refused(example):
-    with pytest.raises(ValueError, match="11 images are too few: 2 ranks x 6"):
+    with pytest.raises(ValueError, match=r"^11 .* 2 ranks x 6"):
         example.Shares(11, 6, (0, 2), seed=1)
-    with pytest.raises(ValueError, match="1 images are too few"):
+    with pytest.raises(ValueError, match=r"^1 images"):
         example.Shares(1, 6, (0, 2))
 
 
+@pytest.mark.slow
 def test_a_run_does_not_write_over_another_one_and_shares_its_batch(tmp_path):
     write_binary(tmp_path / "data")
     (tmp_path / "there").mkdir()

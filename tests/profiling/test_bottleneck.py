@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from samestep.profiling.advice import milliseconds
 from samestep.profiling.bottleneck import judge, split
-from samestep.profiling.measured import Measured, Operations, Rank
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps, Operations
 
 STEP = {
     "data": 0.001,
@@ -22,10 +22,12 @@ STEP = {
 
 
 def measured(*ranks, operations=None, **told):
-    ranks = tuple(Rank(phases={**STEP, **phases}, operations=operations) for phases in ranks)
-    return Measured(
+    ranks = tuple(
+        MeasuredRank(phases={**STEP, **phases}, operations=operations) for phases in ranks
+    )
+    return MeasuredSteps(
         **{
-            "ranks": ranks or (Rank(phases=STEP, operations=operations),),
+            "ranks": ranks or (MeasuredRank(phases=STEP, operations=operations),),
             "steps": 100,
             "cores": 8,
             **told,
@@ -45,18 +47,20 @@ def operations(**shares):
         ("input-bound", measured({"data": 0.3}, in_memory=True), "transform"),
         ("input-bound", measured({"data": 0.3}, workers=8), "cheaper"),
         ("input-bound", measured({"data": 0.3}, workers=2, worker_start=0.2), "persistent_workers"),
+        ("input-bound", measured({"data": 0.3}, operations=Operations(collate=0.6)), "60%"),
+        ("input-bound", measured({"data": 0.3}, workers=1), "1 worker"),
         ("transfer-bound", measured({"to_device": 0.3}), "pin"),
-        ("compute-bound", measured(operations=operations()), "Nothing stands"),
-        ("untraced", measured(), "more steps"),
+        ("compute-bound", measured(operations=operations()), "device"),
+        ("untraced", measured(), "trace"),
         ("launch-bound", measured(operations=operations(launch=0.8)), "--compile on"),
         ("launch-bound", measured(operations=operations(launch=0.8), script=True), "torch.compile"),
         ("memory-bound", measured(operations=operations(memory=0.8)), "fuse"),
         (
             "memory-bound",
             measured({"optimizer": 0.3}, operations=operations(memory=0.8)),
-            "optimizer moves all weights",
+            "optimizer",
         ),
-        ("host-sync", measured(operations=operations(sync=0.8), device="cuda"), "as tensors"),
+        ("host-sync", measured(operations=operations(sync=0.8), device="cuda"), "tensors"),
         ("evaluation-bound", measured(evaluation=0.2), "--eval-every"),
         ("checkpoint-bound", measured(checkpoint=0.2), "--checkpoint-every"),
         ("loop-bound", measured({"other": 0.3}), "--log-every"),
@@ -74,7 +78,7 @@ def operations(**shares):
         (
             "straggler",
             measured({"data": 0.301}, {"all_reduce": 0.3}, {"all_reduce": 0.3}),
-            "rank 0",
+            "300 ms longer for its data",
         ),
     ],
 )
@@ -108,7 +112,8 @@ def test_a_neighbour_on_the_machine_is_a_note_and_no_verdict(wanted):
     crowded = replace(crowded, ranks=(rank,))
     verdict = judge(crowded)
     assert verdict.kind == "compute-bound"
-    assert "Other programs use the cores" in verdict.notes[0]
+    (note,) = verdict.notes
+    assert "30.0 ms" in note
 
 
 def test_ranks_that_take_turns_at_being_last_are_no_stragglers():

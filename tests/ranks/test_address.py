@@ -16,7 +16,7 @@ from samestep.ranks.address import (
 
 
 def test_a_master_without_an_address_is_refused_at_once_with_its_name_and_this_host():
-    with pytest.raises(UserError, match=r"no-such-host\.invalid does not resolve on") as error:
+    with pytest.raises(UserError, match=r"no-such-host\.invalid") as error:
         resolve_master("no-such-host.invalid")
     assert socket.gethostname() in str(error.value)
     assert "MASTER_ADDR" in str(error.value)

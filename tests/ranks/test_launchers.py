@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import RECIPE, read_json
+from tests.processes import start_ranks
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 TORCHRUN = [
@@ -43,7 +45,7 @@ def test_a_launcher_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path, launch
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("2 ranks, cpu, gloo") == 1
+    assert done.stdout.count("2 ranks") == 1
     assert len(re.findall(r"^epoch 1 ", done.stdout, re.MULTILINE)) == 1
     result = read_json(tmp_path / "run" / "result.json")
     assert (result["status"], result["world_size"], result["backend"]) == ("completed", 2, "gloo")
@@ -85,12 +87,15 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     assert done.returncode == 1
     told = re.findall(r"^samestep: .*\n  at .*", done.stderr, re.MULTILINE)
     assert len(told) == 1, done.stderr
-    assert "[rank 1] KeyError: 'lost on the way'" in told[0]
+    assert "[rank 1] KeyError" in told[0]
     assert f"fails.py:{line}" in told[0]
     if launcher == "nproc":
         assert "Traceback" not in done.stderr
         assert done.stderr.count("\n") == 3, done.stderr
     assert "Traceback" in (tmp_path / "run" / "rank-1.log").read_text()
+
+
+MISTAKE_OF_RANK_1 = "no data on this node"
 
 
 def test_a_mistake_that_one_rank_alone_sees_names_the_rank(tmp_path):
@@ -100,12 +105,14 @@ def test_a_mistake_that_one_rank_alone_sees_names_the_rank(tmp_path):
             "def data():\n"
             "    import os\n    from samestep import UserError\n"
             '    if os.environ["RANK"] == "1":\n'
-            '        raise UserError("This node has no data: copy it there.")',
+            f'        raise UserError("{MISTAKE_OF_RANK_1}")',
         )
     )
     done = run([*SAMESTEP, "train", "mine.py", "--nproc", "2", "--run-dir", "run"], tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "samestep: [rank 1] This node has no data: copy it there.\n"
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("samestep: [rank 1] ")
+    assert MISTAKE_OF_RANK_1 in told
     assert not (tmp_path / "run").exists()
 
 
@@ -158,12 +165,17 @@ def test_a_script_of_ones_own_meets_the_other_ranks_under_torchrun(tmp_path):
 
 def test_the_same_script_runs_alone(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    done = run([sys.executable, "mine.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    ranks = start_ranks(_execute, 1, tmp_path / "output", tmp_path)
+    assert ranks.wait() == [0], ranks.output()
     found = json.loads((tmp_path / "found-0.json").read_text())
     assert found["place"] == [0, 0, 1]
     assert found["main"]
     assert found["sum"] == found["mean"] == found["max"] == [0.0, 1.0]
+
+
+def _execute(folder: Path) -> None:
+    os.chdir(folder)
+    runpy.run_path("mine.py", run_name="__main__")
 
 
 def test_before_setup_a_process_is_alone():

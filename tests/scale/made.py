@@ -1,6 +1,6 @@
 """Measurements written by hand: every number is known."""
 
-from samestep.scale.study import Measured, Measurement, Segment, Setup
+from samestep.scale.study import MeasuredSetup, Measurement, Segment, Setup
 
 
 def measured(
@@ -18,7 +18,7 @@ def measured(
         spent = {name: part * steps / 1000 for name, part in parts.items()}
         one = Segment(steps=steps, samples=steps * batch, phases=spent)
         found.append(measurement([one] * segments))
-    return Measured(setup=setup, rounds=found)
+    return MeasuredSetup(setup=setup, rounds=found)
 
 
 def measurement(segments, **more):

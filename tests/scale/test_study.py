@@ -1,5 +1,6 @@
 """What is measured: sizes that keep a rank's batch or the global one, in rounds that take turns."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -40,8 +41,9 @@ def test_a_batch_that_ranks_cannot_share_is_left_out_and_said():
     study = plan_study(Settings(batch_size=32), [1, 3], ["weak", "strong"])
     assert sizes(study) == [("weak", 1, 32, 32), ("weak", 3, 96, 32)]
     (note,) = study.left_out
-    assert note.startswith("strong scaling at 3 ranks is left out: --global-batch-size 32 is not")
-    with pytest.raises(UserError, match="not a multiple of 3"):
+    assert note.startswith("strong scaling at 3 ranks")
+    assert "--global-batch-size 32" in note
+    with pytest.raises(UserError, match="--global-batch-size 32"):
         plan_study(Settings(batch_size=32), [1, 3], ["strong"])
 
 
@@ -93,7 +95,7 @@ def test_steps_that_the_training_set_does_not_fill_are_left_out_and_said(tmp_pat
     assert started == [1, 2] * 2
     assert [one.setup.ranks for one in found] == [1, 2]
     (said,) = left.left_out
-    assert said.startswith("weak scaling at 4 ranks is left out: a step of 1,600 samples is more")
+    assert re.match(r"weak scaling at 4 ranks .* 1,600 .* 1,000 ", said)
     too_large = plan_study(Settings(batch_size=1002), [1, 2], ["strong"])
-    with pytest.raises(UserError, match=r"1,002 samples is more than the 1,000.*Take a smaller"):
+    with pytest.raises(UserError, match=r"1,002 .* 1,000 .*--batch-size"):
         run_study(too_large, tmp_path / "other", rounds=1, seconds=1.0, launch=launch, tell=len)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.ranks.failure import MISTAKE
-from samestep.slurm.job_end import (
+from samestep.slurm.restarts import (
     BEGUN,
     Ending,
     Restarts,
@@ -59,13 +60,13 @@ def test_a_job_gives_up_after_its_limit_of_starts_without_progress_and_not_befor
     for code, progress in starts:
         step += progress
         idle = 0 if progress else idle + 1
-        verdict = decide(ending(code, "", step), before, limit)
+        decision = decide(ending(code, "", step), before, limit)
         if idle > limit:
-            assert verdict.word == "failed"
-            assert f"{idle} starts in a row" in verdict.text
+            assert decision.word == "failed"
+            assert f" {idle} starts" in decision.text
             return
-        assert verdict.word == "again"
-        before = verdict.restarts
+        assert decision.word == "again"
+        before = decision.restarts
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def read(run: Path, code: int, log: Path | None = None) -> Ending:
 def test_what_the_ranks_said_last_in_this_start_is_the_reason(run):
     log = run / "log"
     log.write_text("samestep: job 1, start 1\nsamestep: old\nsamestep: job 1, start 2\nx\n")
-    assert read(run, 137, log).why == "a rank was killed by SIGKILL (out of memory?)."
+    assert read(run, 137, log).why.count("SIGKILL") == 1
     log.write_text(log.read_text() + "samestep: The disk is full.\nsrun: error\n")
     assert read(run, 2, log).why == "The disk is full."
 
@@ -109,8 +110,8 @@ def test_a_mistake_that_a_rank_left_counts_whatever_the_launcher_made_of_it(run)
     write(run, MISTAKE, "There is no file data.csv.", before=True)
     assert not read(run, 143).mistake
     write(run, MISTAKE, "There is no file data.csv.")
-    verdict = decide(read(run, 143), Restarts(), 2)
-    assert (verdict.word, verdict.text) == ("failed", "failed: There is no file data.csv.")
+    decision = decide(read(run, 143), Restarts(), 2)
+    assert (decision.word, "data.csv" in decision.text) == ("failed", True)
 
 
 def test_the_checkpoint_that_a_new_job_found_is_no_progress_of_its_own(run):
@@ -127,41 +128,41 @@ def test_a_failed_job_leaves_why_in_its_result(run):
     settle(run, decide(end, Restarts(job=4), 2), end)
     result = json.loads((run / "result.json").read_text())
     assert result["status"] == "failed"
-    assert result["reason"] == "failed: the ranks ended with exit code 2."
+    assert re.fullmatch("failed: .* code 2.", result["reason"])
 
 
-@pytest.mark.parametrize(
-    ("before", "reason"), [(False, "failed: KeyError"), (True, "failed: the ranks ended")]
-)
+@pytest.mark.parametrize(("before", "reason"), [(False, "KeyError"), (True, "exit code 2")])
 def test_the_reason_that_this_start_left_is_kept_and_an_earlier_ones_is_not(run, before, reason):
     left = {"status": "failed", "reason": "failed: KeyError", "steps": 3}
     write(run, "result.json", left, before=before)
     end = read(run, 2)
-    verdict = decide(end, Restarts(job=4), 2)
-    assert verdict.text.startswith(reason)
-    settle(run, verdict, end)
+    decision = decide(end, Restarts(job=4), 2)
+    assert reason in decision.text
+    settle(run, decision, end)
     result = json.loads((run / "result.json").read_text())
-    assert result["reason"].startswith(reason)
+    assert reason in result["reason"]
     assert result["steps"] == 3
 
 
 @pytest.mark.parametrize(
     ("end", "word", "says"),
     [
-        (ending(138, "USR1", 5), "ended", "stopped at step 5; hand it in again"),
-        (ending(137, "", 5), "failed", "failed: it broke; hand it in again"),
-        (ending(2, "", 5), "failed", "failed: it broke."),
-        (ending(0, "USR1", 5), "completed", "completed."),
+        (ending(138, "USR1", 5), "ended", r".* step 5; .*\(--no-requeue\)\."),
+        (ending(137, "", 5), "failed", r"failed: it broke; .*\(--no-requeue\)\."),
+        (ending(2, "", 5), "failed", r"failed: it broke\."),
+        (ending(0, "USR1", 5), "completed", r"completed\."),
     ],
 )
 def test_a_job_that_may_not_be_requeued_promises_no_restart(end, word, says):
-    verdict = decide(end, Restarts(), 2, requeue=False)
-    assert verdict.word == word
-    assert verdict.text.startswith(says)
+    decision = decide(end, Restarts(), 2, requeue=False)
+    assert decision.word == word
+    assert re.fullmatch(says, decision.text)
 
 
 def test_a_script_that_was_warned_and_ended_with_0_is_told_how_it_would_go_on():
-    assert "exit with 1, not 0" in decide(ending(0, "USR1", None), Restarts(), 2).text
+    warned, plain = (decide(ending(0, told, None), Restarts(), 2) for told in ("USR1", ""))
+    assert (warned.word, warned.text.startswith(plain.text)) == ("completed", True)
+    assert warned.text != plain.text
     assert decide(ending(1, "USR1", None), Restarts(), 2).word == "again"
 
 

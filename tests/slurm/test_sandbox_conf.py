@@ -1,55 +1,56 @@
 """What a sandbox's slurm.conf says, as text; no Slurm is needed."""
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from samestep.errors import UserError
-from samestep.slurm.sandbox.conf import Sandbox, check_folder, nodes_of, slurm_conf
+from samestep.slurm.sandbox.conf import check_folder, nodes_of, slurm_conf
 
-SANDBOX = Sandbox(
-    folder=Path("/home/ada/sandbox"),
-    user="ada",
-    host="laptop",
-    controller_port=20_000,
-    node_ports=(20_001, 20_002, 20_003),
-    cpus=4,
-)
+
+def conf(user: str = "ada") -> str:
+    return slurm_conf(
+        Path("/home/ada/sandbox"),
+        user=user,
+        host="laptop",
+        controller_port=20_000,
+        node_ports=(20_001, 20_002, 20_003),
+        cpus=4,
+    )
 
 
 def test_each_node_has_its_own_port_on_this_machine():
-    lines = re.findall(r"^NodeName=.*$", slurm_conf(SANDBOX), re.MULTILINE)
+    lines = re.findall(r"^NodeName=.*$", conf(), re.MULTILINE)
     assert [line.split()[0] for line in lines] == [f"NodeName=node{n}" for n in (1, 2, 3)]
     assert [re.findall(r"Port=(\d+)", line) for line in lines] == [["20001"], ["20002"], ["20003"]]
     assert all("NodeHostname=laptop NodeAddr=127.0.0.1" in line for line in lines)
 
 
 def test_the_nodes_are_read_back_from_the_text():
-    assert nodes_of(slurm_conf(SANDBOX)) == ["node1", "node2", "node3"]
+    assert nodes_of(conf()) == ["node1", "node2", "node3"]
 
 
 def test_every_path_lies_in_the_folder_of_the_sandbox():
-    paths = re.findall(r"=(/[^,\s]*)", slurm_conf(SANDBOX))
+    paths = re.findall(r"=(/[^,\s]*)", conf())
     assert len(paths) == 8
     assert all(path.startswith("/home/ada/sandbox/") for path in paths)
 
 
 def test_no_setting_is_given_twice():
-    names = re.findall(r"^(\w+)=", slurm_conf(SANDBOX), re.MULTILINE)
+    names = re.findall(r"^(\w+)=", conf(), re.MULTILINE)
     single = [name for name in names if name not in ("NodeName", "PartitionName")]
     assert len(single) == len(set(single))
 
 
 def test_all_daemons_run_as_the_user():
     for user in ("ada", "root"):
-        text = slurm_conf(dataclasses.replace(SANDBOX, user=user))
+        text = conf(user)
         assert re.findall(r"^Slurmd?User=(.*)$", text, re.MULTILINE) == [user, user]
 
 
 def test_the_urgent_partition_comes_before_the_default_one():
-    lines = re.findall(r"^PartitionName=.*$", slurm_conf(SANDBOX), re.MULTILINE)
+    lines = re.findall(r"^PartitionName=.*$", conf(), re.MULTILINE)
     debug, urgent = (dict(word.split("=") for word in line.split()) for line in lines)
     assert (debug["PartitionName"], debug["Default"]) == ("debug", "YES")
     assert urgent["PartitionName"] == "urgent"
@@ -67,6 +68,6 @@ def test_a_path_too_long_for_a_socket_is_refused_with_both_lengths():
 
 @pytest.mark.parametrize("strange", [" ", ",", "#", "%", '"'])
 def test_a_path_with_a_character_of_slurm_conf_is_refused(strange):
-    with pytest.raises(UserError, match="cannot hold a path with") as caught:
+    with pytest.raises(UserError, match=r"slurm\.conf") as caught:
         check_folder(Path(f"/home/ada{strange}b"), nodes=1)
     assert repr(strange) in str(caught.value)

@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 
 from samestep.commands.slurm.status import jobs_table
-from samestep.slurm.progress import Progress
-from samestep.slurm.queue import Found, Queued
+from samestep.slurm.queue import JobAndRun, QueuedJob
+from samestep.slurm.training_progress import Progress
 
-JOB = Queued(
+JOB = QueuedJob(
     job=123456,
     name="a-name-as-long-as-people-give-them-to-their-experiments",
     user="me",
@@ -29,7 +29,7 @@ PROGRESS = Progress(step=12_345, total_steps=99_999, loss=2.3456, eta_s=90_000, 
 
 def shown(width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(jobs_table([(Found(job=JOB), PROGRESS)]))
+    console.print(jobs_table([(JobAndRun(job=JOB), PROGRESS)]))
     return console.file.getvalue().splitlines()
 
 

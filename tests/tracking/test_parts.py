@@ -8,15 +8,21 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run.files import Held, hold
-from samestep.tracking.ledger import Account, Ledger, ledger_path, read_ledger, write_ledger
-from samestep.tracking.system import parse_gpu
+from samestep.tracking.deliveries import (
+    Deliveries,
+    Delivery,
+    deliveries_path,
+    read_deliveries,
+    write_deliveries,
+)
+from samestep.tracking.machine_samples import parse_gpu
 
 
 def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
     program = f"""
 import os, sys
-from samestep.tracking.channel import Voice
-voice = Voice()
+from samestep.tracking.messages import Reports
+voice = Reports()
 voice.hide(("planted-secret", "planted"))
 print("early planted-secret")
 os.write(2, b"of C: http://me:pass@host/ planted\\n")
@@ -35,8 +41,8 @@ voice.close()
 
 def test_no_secret_hides_behind_quotes_and_none_is_taken_for_a_word_of_ours():
     program = """
-from samestep.tracking.channel import Voice
-voice = Voice()
+from samestep.tracking.messages import Reports
+voice = Reports()
 voice.hide(('pä"55word', "offline"))
 voice.tell(failed='no pä"55word', offline=True)
 voice.close()
@@ -50,8 +56,8 @@ voice.close()
 def test_a_tracker_that_prints_nothing_leaves_no_log(tmp_path):
     program = f"""
 from pathlib import Path
-from samestep.tracking.channel import Voice
-voice = Voice()
+from samestep.tracking.messages import Reports
+voice = Reports()
 voice.log_to(Path({str(tmp_path / "log")!r}))
 voice.close()
 """
@@ -61,15 +67,17 @@ voice.close()
 
 def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_path):
     (tmp_path / "tracking").mkdir()
-    fresh = read_ledger(tmp_path, "wandb")
+    fresh = read_deliveries(tmp_path, "wandb")
     assert len(fresh.id) == 32
-    ledger = Ledger(online=Account(run="r", lines=7), offline=Account(files=["a"], finished=True))
-    write_ledger(tmp_path, "wandb", ledger)
-    assert read_ledger(tmp_path, "wandb") == ledger
+    ledger = Deliveries(
+        online=Delivery(run="r", lines=7), offline=Delivery(files=["a"], finished=True)
+    )
+    write_deliveries(tmp_path, "wandb", ledger)
+    assert read_deliveries(tmp_path, "wandb") == ledger
     for text in ("", "{}x", '{"online": 3}'):
-        ledger_path(tmp_path, "wandb").write_text(text)
-        with pytest.raises(UserError, match=r"wandb\.json cannot be read"):
-            read_ledger(tmp_path, "wandb")
+        deliveries_path(tmp_path, "wandb").write_text(text)
+        with pytest.raises(UserError, match=r"wandb\.json"):
+            read_deliveries(tmp_path, "wandb")
 
 
 def test_a_lock_names_the_process_that_holds_it(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.tracking.contract import Entry, Result, TrackedRun
+from samestep.tracking.contract import TrackedRecord, TrackedResult, TrackedRun
 from tests.processes import run_ranks
 from tests.tracking import readers
 
@@ -40,13 +40,13 @@ def tracked_run(path: Path, tracker: str, **more) -> TrackedRun:
     return TrackedRun(**{**usual, **more})
 
 
-def entry(event, line, **values) -> Entry:
-    return Entry(
+def entry(event, line, **values) -> TrackedRecord:
+    return TrackedRecord(
         event=event, axis="step", step=line, epoch=None, time=1.0 + line, values=values, line=line
     )
 
 
-DONE = Result(status="completed", values={"test.accuracy [%]": 0.5})
+DONE = TrackedResult(status="completed", values={"test.accuracy [%]": 0.5})
 
 
 def test_mlflow_takes_any_name_and_keeps_a_run_where_it_is_when_the_project_changes(tmp_path):

@@ -136,19 +136,19 @@ def test_optimizer_state_of_another_layout_is_applied_to_the_right_weights(saved
 
 
 def test_a_model_without_marked_blocks_is_refused():
-    with pytest.raises(UserError, match="the model marks no block"):
+    with pytest.raises(UserError, match="--checkpoint-activations"):
         prepared(nn.Linear(2, 2), checkpoint_activations=True)
 
 
 def test_activation_checkpoints_are_refused_beside_compiling():
-    with pytest.raises(UserError, match="does not go with --compile on"):
+    with pytest.raises(UserError, match="--compile on"):
         prepared(blocks(), checkpoint_activations=True, compile="on")
 
 
 def test_sync_batchnorm_is_refused_where_pytorch_has_none():
-    with pytest.raises(UserError, match="NVIDIA GPUs alone, and these 2 ranks are on cpu"):
+    with pytest.raises(UserError, match=r"2 ranks .* cpu"):
         prepared(blocks(), World(world_size=2), sync_batchnorm=True)
-    with pytest.raises(UserError, match="has no batch normalisation"):
+    with pytest.raises(UserError, match="--sync-batchnorm"):
         prepared(nn.Linear(2, 2), sync_batchnorm=True)
 
 

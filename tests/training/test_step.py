@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from samestep import Settings
-from samestep.data.batches import Block
+from samestep.data.blocks import Block
 from samestep.ranks.world import World
 from samestep.training.optimizer import make_optimizer
 from samestep.training.step import EagerStep, Trainee

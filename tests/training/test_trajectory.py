@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -113,13 +112,6 @@ def records_of(run: Path):
     return [r for r in read_records(run) if r["event"] in ("step", "evaluation", "epoch")]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    tiny.train(tiny.write_recipe(folder), "--run-dir", str(folder / "run"), folder=folder)
-    return folder / "run"
-
-
 def stop_and_resume(
     recipe: Path, folder: Path, before: int, after: int, *flags: str, nth: int = 15
 ) -> Path:
@@ -154,8 +146,13 @@ def worst(one, other) -> float:
     return max(abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in fields)
 
 
-@pytest.mark.parametrize("flags", [(), ("--clip-norm", "0.05", "--optimizer", "sgd")])
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("fp32", 1e-5)])
+CLIPPED = ("--clip-norm", "0.05", "--optimizer", "sgd")
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "flags"),
+    [("fp64", 1e-12, ()), ("fp64", 1e-12, CLIPPED), ("fp32", 1e-5, CLIPPED)],
+)
 def test_loss_and_gradient_norm_are_those_of_one_process_on_any_number_of_ranks(
     recipe, tmp_path, precision, tolerance, flags
 ):
@@ -410,25 +407,9 @@ def test_a_data_set_read_by_workers_trains_as_tensors_in_memory_do(tmp_path):
     for size in (1, 2):
         for workers in (0, 2):
             run = tmp_path / f"ranks{size}workers{workers}"
-            arguments = [
-                "train",
-                str(loaded),
-                "--run-dir",
-                str(run),
-                "--log-every",
-                "1",
-                *FP64,
-                "--num-workers",
-                str(workers),
-            ]
-            ranks = start_ranks(_train_changed, size, run / "output", _forking, arguments)
-            assert ranks.wait() == [0] * size, ranks.output()
+            flags = (*FP64, "--num-workers", str(workers))
+            train(str(loaded), tmp_path, run.name, *flags, world_size=size)
             assert worst(one, records_of(run)) < 1e-12, run.name
-
-
-def _forking():
-    """Start loader workers as Linux does by default; a rank of these tests would spawn them."""
-    multiprocessing.set_start_method("fork", force=True)
 
 
 def _train_changed(change, arguments):

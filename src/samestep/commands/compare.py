@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 
 from samestep.commands.help import examples
-from samestep.comparison.as_json import as_json
-from samestep.comparison.comparison import compare
-from samestep.comparison.table import lines
+from samestep.comparison.side_by_side import compare_runs
+from samestep.comparison.text_report import lines
+from samestep.comparison.to_json import to_json
 
 _EXAMPLES = """\
 examples:
@@ -41,10 +41,12 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     with examples(_EXAMPLES):
         command = tyro.cli(Command, prog="samestep compare", args=arguments)
-    found = compare(command.runs, command.metric, command.target, any_recipe=command.any_recipe)
+    found = compare_runs(
+        command.runs, command.metric, command.target, any_recipe=command.any_recipe
+    )
     if command.plot is not None:
         from samestep.comparison.plot import plot  # noqa: PLC0415 - matplotlib is an extra
 
         plot(found, command.plot)
-    sys.stdout.write((as_json(found) if command.json else "\n".join(lines(found))) + "\n")
+    sys.stdout.write((to_json(found) if command.json else "\n".join(lines(found))) + "\n")
     return 0

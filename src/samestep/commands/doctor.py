@@ -3,24 +3,22 @@
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff
 
 from samestep.commands.help import examples
-from samestep.doctor.between_ranks import CutOffError, Request
-from samestep.doctor.bounded import still_waiting
-from samestep.doctor.check import worst
+from samestep.doctor.between_ranks import CutOffError, DoctorOptions
 from samestep.doctor.diagnosis import diagnose
-from samestep.doctor.report import as_json, show
+from samestep.doctor.findings import worst
+from samestep.doctor.output import print_table, to_json
+from samestep.doctor.timeouts import still_waiting
 from samestep.errors import UserError
 from samestep.ranks.failure import print_error
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank
-from samestep.ranks.world import Backend, Device
 
 _EXAMPLES = """\
 examples:
@@ -30,25 +28,11 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Doctor:
+class _Doctor(DoctorOptions):
     """Check this machine; started on several ranks, check every node and what lies between."""
 
-    target: Annotated[Positional[Path | None], arg(metavar="[RECIPE.py]")] = None
-    """A recipe file, which must be the same for every rank."""
-    run_dir: Annotated[Path, arg(metavar="DIR")] = Path("runs")
-    """Where runs will be written; the directory of a run gives its checkpoints' size and more."""
-    num_workers: int | None = None
-    """Loader workers per rank in training; by default the run's, or 0."""
     json: Annotated[bool, FlagCreatePairsOff] = False
     """Print one JSON object in place of the table."""
-    timeout_s: float = 30.0
-    """Seconds to wait for the other ranks."""
-    budget_s: float = 20.0
-    """Seconds that the all-reduce's measurements may take."""
-    device: Device = "auto"
-    """Where training will be; auto takes the best device here."""
-    backend: Backend = "auto"
-    """What connects the ranks; auto chooses by platform and device."""
 
 
 def main(arguments: list[str]) -> int:
@@ -63,10 +47,10 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> _Doctor:
     with examples(_EXAMPLES):
         command = tyro.cli(_Doctor, prog="samestep doctor", args=arguments)
-    if command.target is not None and command.target.suffix != ".py":
+    if command.recipe is not None and command.recipe.suffix != ".py":
         raise UserError(
-            f"{command.target} is no recipe file, whose name ends in .py. The recipes of samestep "
-            "itself need none: that its source is the same everywhere is always looked at."
+            f"{command.recipe} is no recipe file, whose name ends in .py. The recipes of samestep "
+            "itself need none: doctor always compares samestep's own source."
         )
     for name, value in (("timeout-s", command.timeout_s), ("budget-s", command.budget_s)):
         if not 0 < value < float("inf"):
@@ -78,25 +62,15 @@ def _parse(arguments: list[str]) -> _Doctor:
 
 def _doctor(command: _Doctor, log: RankLog) -> int:
     try:
-        found = diagnose(
-            Request(
-                recipe=command.target,
-                run_dir=command.run_dir,
-                num_workers=command.num_workers,
-                timeout_s=command.timeout_s,
-                budget_s=command.budget_s,
-                device=command.device,
-                backend=command.backend,
-            )
-        )
+        diagnosis = diagnose(command)
     except CutOffError as error:
         if str(error):
             print_error(str(error), log.terminal)
         return 1
-    if found is None:
+    if diagnosis is None:
         return 0
     if command.json:
-        print(as_json(found))  # noqa: T201
+        print(to_json(diagnosis))  # noqa: T201
     else:
-        show(found, Console(highlight=False))
-    return 1 if worst(found.findings) == "red" else 0
+        print_table(diagnosis, Console(highlight=False))
+    return 1 if worst(diagnosis.findings) == "red" else 0

@@ -9,22 +9,29 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 
 from samestep.commands.help import examples
-from samestep.errors import LOST_PEER, UserError
+from samestep.errors import UserError
 from samestep.ranks.failure import (
     PARENT,
     STARTED_AT,
     die_with_parent,
+    is_lost_peer,
     leave_for_parent,
     print_error,
 )
+from samestep.ranks.launch import Launch, detect_launch
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank
+from samestep.run.directory import is_run, new_run_path
+
+if TYPE_CHECKING:
+    from samestep.profiling.of_script import ScriptFailed
+    from samestep.profiling.profile_result import Profile
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
 # imported.
@@ -59,13 +66,33 @@ nothing in it has to change. `samestep profile TARGET --help` shows all flags.
 
 
 @dataclass(frozen=True)
-class Command:
+class _Extent:
+    nproc: int = 1
+    """Ranks to start on this machine."""
+    epoch: int | None = None
+    """Trace this epoch as a whole, counted from 1; by default a few steps."""
+    seconds: float = 3.0
+    """How long to measure, at least."""
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            UserError: a flag is out of its range.
+        """
+        for flag, value in (("--nproc", self.nproc), ("--epoch", self.epoch)):
+            if value is not None and value < 1:
+                raise UserError(f"{flag} is {value}; it must be 1 or more.")
+        if not 0 < self.seconds < float("inf"):
+            raise UserError(f"--seconds is {self.seconds}; it must be greater than 0.")
+
+
+@dataclass(frozen=True)
+class Command(_Extent):
     """What this command itself takes, beside the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    nproc: int = 1
-    """Ranks to start on this machine."""
     workers: str | None = None
     """Try these numbers of loader workers, and say which to use: 0,1,2,4."""
     batch_sizes: str | None = None
@@ -74,26 +101,16 @@ class Command:
     apply: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write what --workers and --batch-sizes found into the file that --config names, or into a
     new RECIPE.toml."""
-    epoch: int | None = None
-    """Trace this epoch as a whole, counted from 1; by default a few steps."""
-    seconds: float = 3.0
-    """How long to measure, at least."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object in place of the tables."""
 
 
 @dataclass(frozen=True)
-class ScriptCommand:
+class ScriptCommand(_Extent):
     """Profile a script. What follows `--` is the script's own."""
 
-    nproc: int = 1
-    """Ranks to start on this machine, with the variables that torchrun sets."""
     out: Path | None = None
     """Directory for the traces; by default a new one in runs/."""
-    epoch: int | None = None
-    """Trace this epoch as a whole, counted from 1; by default a few steps."""
-    seconds: float = 3.0
-    """How long to measure, at least."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object; what the script prints goes to standard error."""
 
@@ -152,22 +169,27 @@ def is_recipe_file(path: Path) -> bool:
 
 def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -> int:
     from samestep.commands.target import parse  # noqa: PLC0415 - imports torch
-    from samestep.profiling.apply import check_place  # noqa: PLC0415 - as does the package
+    from samestep.profiling.apply_settings import check_place  # noqa: PLC0415 - as does the package
 
     about = "Profile {}: where the time of its steps goes."
     command, request = parse(target, flags, verb="profile", about=about, kind=Command)
-    _check(command)
+    command.check()
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes, least=1)
     if command.apply and not (workers or batch_sizes):
         raise UserError("--apply writes what --workers or --batch-sizes finds: give one of them.")
     place = check_place(command.config, request.recipe.name) if command.apply else None
-    _check_new(request.settings.run_dir)
+    run_dir = request.settings.run_dir
+    if run_dir is not None and is_run(Path(run_dir)):
+        raise UserError(
+            f"{run_dir} already holds a run or a profile. Choose another --run-dir, or leave it "
+            "out: a new directory is made in runs/.",
+            on_all_ranks=True,
+        )
     if command.nproc > 1 and not os.environ.get(PARENT):
         return _start(command.nproc, ["profile", *arguments])
     die_with_parent()
     from samestep.profiling.of_recipe import Wishes, profile_recipe  # noqa: PLC0415
-    from samestep.profiling.profile import save_profile  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world, launch = find_world(request.settings.device, request.settings.backend)
@@ -180,34 +202,21 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
         begin=log.move_to,
     )
     found = profile_recipe(request, world, wishes)
-    world.on_main(lambda: save_profile(found))
+    world.on_main(lambda: _save_and_show(found, as_json=command.json))
     code = 0
-    if world.is_main:
-        _show(found, as_json=command.json)
-        sys.stdout.flush()
-        code = _apply(place, found, request.source) if place is not None else 0
+    if world.is_main and place is not None:
+        code = _apply(place, found, request.source)
     leave(world)
     return code
 
 
-def _check_new(run_dir: str | Path | None) -> None:
-    from samestep.run.directory import is_run  # noqa: PLC0415
-
-    if run_dir is not None and is_run(Path(run_dir)):
-        raise UserError(
-            f"{run_dir} already holds a run or a profile. Choose another --run-dir, or leave it "
-            "out: a new directory is made in runs/.",
-            on_all_ranks=True,
-        )
-
-
-def _apply(path: Path, found: Any, source: str) -> int:
-    from samestep.profiling.apply import apply  # noqa: PLC0415
+def _apply(path: Path, found: "Profile", source: str) -> int:
+    from samestep.profiling.apply_settings import apply_settings  # noqa: PLC0415
 
     values = {one.setting: one.best for one in found.sweeps if one.sure}
     unsure = [one.setting for one in found.sweeps if not one.sure]
     if values:
-        apply(path, values, source)
+        apply_settings(path, values, source)
         told = ", ".join(f"{key} = {value}" for key, value in values.items())
         sys.stderr.write(f"{path}: {told}\n")
     if unsure:
@@ -227,22 +236,22 @@ def _script(
                 f"pass its arguments after `--`, and profile it once with each."
             )
     command = tyro.cli(ScriptCommand, prog=f"samestep profile {script}", args=own)
-    _check(command)
-    from samestep.run.directory import new_run_path  # noqa: PLC0415
-
+    command.check()
     if module:
         _check_module(str(script))
     name = str(script) if module else script.stem
     out = Path(os.environ.get(OUT) or command.out or new_run_path(f"profile-{name}"))
     if command.nproc > 1 and not os.environ.get(PARENT):
-        from samestep.profiling.meeting import Meeting  # noqa: PLC0415 - imports torch
-
         os.environ[OUT] = str(out)
-        code = _start(command.nproc, ["profile", *arguments])
-        Meeting(folder=out).close()  # ranks that failed, or were ended, leave what they agreed on
-        return code
+        return _start(command.nproc, ["profile", *arguments])
     die_with_parent()
-    return _one_script(script, theirs, command, out, log, module=module)
+    launch = detect_launch(os.environ)
+    if launch.world_size > 1 and not os.environ.get(OUT) and command.out is None:
+        raise UserError(
+            f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
+            "of them with --out DIR, or let `samestep profile --nproc` start them."
+        )
+    return _as_rank(script, theirs, command, launch, out, log, module=module)
 
 
 def _check_module(name: str) -> None:
@@ -261,39 +270,32 @@ def _check_module(name: str) -> None:
         )
 
 
-def _one_script(
+def _as_rank(
     script: Path,
     arguments: list[str],
     command: ScriptCommand,
+    launch: Launch,
     out: Path,
     log: RankLog,
     *,
     module: bool,
 ) -> int:
-    from samestep.profiling.meeting import Meeting  # noqa: PLC0415
+    """Profile a script as one rank; rank 0 shows what all have found."""
     from samestep.profiling.of_script import ScriptFailed, profile_script  # noqa: PLC0415
-    from samestep.profiling.profile import save_profile  # noqa: PLC0415
+    from samestep.profiling.script_ranks import ScriptRanks  # noqa: PLC0415
     from samestep.profiling.tracing import unwritable  # noqa: PLC0415
-    from samestep.ranks.launch import detect_launch  # noqa: PLC0415
 
-    launch = detect_launch(os.environ)
-    if launch.world_size > 1 and not os.environ.get(OUT) and command.out is None:
-        raise UserError(
-            f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
-            "of them with --out DIR, or let `samestep profile --nproc` start them."
-        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(out, error) from error
     log.move_to(out)
-    meeting = Meeting(folder=out, rank=launch.rank, world_size=launch.world_size)
     try:
         found = profile_script(
             script,
             arguments,
-            meeting,
-            local_ranks=launch.local_world_size,
+            ScriptRanks(launch),
+            out,
             epoch=command.epoch,
             seconds=command.seconds,
             quiet=command.json,
@@ -306,42 +308,34 @@ def _one_script(
             raise
         return _failed(error, script, command)
     if found is not None:
-        save_profile(found)
-        _show(found, as_json=command.json)
+        _save_and_show(found, as_json=command.json)
     return 0
 
 
-def _failed(failure: Any, script: Path, command: ScriptCommand) -> int:
+def _failed(failure: "ScriptFailed", script: Path, command: ScriptCommand) -> int:
     """Tell of a script that failed, below its own error; return its exit code."""
-    if _lost_another(failure.__cause__):
+    if failure.__cause__ is not None and is_lost_peer(failure.__cause__):
         raise failure.__cause__ from None  # by the failure of a rank that tells of it
-    if os.environ.get(PARENT):
+    if os.environ.get(PARENT):  # which tells of it once for all ranks
         leave_for_parent(f"{failure.told(script)}\n{failure.text}".rstrip(), failure.code)
-        return int(failure.code)  # told once, by the parent
+        return failure.code
     sys.stderr.write(failure.text)
     if failure.found is not None:
-        from samestep.profiling.profile import save_profile  # noqa: PLC0415
-
-        save_profile(failure.found)
-        _show(failure.found, as_json=command.json)
-        sys.stdout.flush()
+        _save_and_show(failure.found, as_json=command.json)
     print_error(failure.told(script))
-    return int(failure.code)
+    return failure.code
 
 
-def _lost_another(cause: BaseException | None) -> bool:
-    return isinstance(cause, Exception) and (
-        type(cause).__name__.startswith("Dist") or bool(LOST_PEER.search(str(cause)))
-    )
+def _save_and_show(found: "Profile", *, as_json: bool) -> None:
+    from samestep.profiling.profile_result import save_profile  # noqa: PLC0415
+    from samestep.profiling.profile_tables import show  # noqa: PLC0415
 
-
-def _show(found: Any, *, as_json: bool) -> None:
+    save_profile(found)
     if as_json:
         sys.stdout.write(json.dumps(found.as_table(), indent=2) + "\n")
-        return
-    from samestep.profiling.report import show  # noqa: PLC0415
-
-    show(found, Console(highlight=False))
+    else:
+        show(found, Console(highlight=False))
+    sys.stdout.flush()
 
 
 def _start(nproc: int, arguments: list[str]) -> int:
@@ -350,15 +344,6 @@ def _start(nproc: int, arguments: list[str]) -> int:
 
     refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
     return start_ranks(nproc, arguments, float(os.environ.get(STARTED_AT, time.time())))
-
-
-def _check(command: Any) -> None:
-    for name in ("nproc", "epoch"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}; it must be 1 or more.")
-    if not 0 < command.seconds < float("inf"):
-        raise UserError(f"--seconds is {command.seconds}; it must be greater than 0.")
 
 
 def numbers(flag: str, text: str | None, *, least: int) -> tuple[int, ...]:

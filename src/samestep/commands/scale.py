@@ -26,9 +26,9 @@ from samestep.execution.request import Request
 from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent
 from samestep.ranks.process import run_as_rank
 from samestep.ranks.world import find_world, join, leave
-from samestep.scale import report as shown
+from samestep.scale import scaling_tables as shown
 from samestep.scale.analysis import analyse
-from samestep.scale.study import Mode, Task, parse_ranks, plan_study, run_study
+from samestep.scale.study import MeasurementTask, Mode, parse_ranks, plan_study, run_study
 from samestep.settings import Settings, flag_name
 from samestep.training.stopping import catch_signals
 
@@ -101,7 +101,7 @@ def _scale(command: Command, request: Request, arguments: list[str], folder: Pat
 
     busy = _busy_cores()
 
-    def launch(ranks: int, task: Task) -> None:
+    def launch(ranks: int, task: MeasurementTask) -> None:
         os.environ[_TASK] = msgspec.json.encode(task).decode()
         with own_signals():
             code = start_ranks(ranks, ["scale", *arguments], time.time())
@@ -136,7 +136,7 @@ def _rank(arguments: list[str]) -> int:
     os.dup2(2, 1)  # standard output is the report's
     die_with_parent()
     _, request = _parse(arguments)
-    task = msgspec.json.decode(os.environ[_TASK], type=Task)
+    task = msgspec.json.decode(os.environ[_TASK], type=MeasurementTask)
     world, launch = find_world(request.settings.device, request.settings.backend)
     join(world, launch)
     started_at = float(os.environ.get(STARTED_AT, time.time()))

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from samestep.commands.help import examples
 from samestep.ranks.failure import print_error
-from samestep.tracking.send import send_run
+from samestep.tracking.send_run import send_run
 
 _EXAMPLES = """\
 examples:

@@ -23,8 +23,8 @@ from samestep.ranks.world import find_world, join, leave
 from samestep.recipe import recipe_names
 from samestep.screen.progress import Screen
 from samestep.settings import Settings
-from samestep.tracking.names import check_installed, chosen
-from samestep.tracking.process import Trackers
+from samestep.tracking.choice import check_installed, chosen
+from samestep.tracking.tracker_processes import TrackerProcesses
 from samestep.training.stopping import catch_signals
 
 _EXAMPLES = """\
@@ -95,7 +95,7 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
     screen = Screen()
     with (
         catch_signals() as received,
-        Trackers(
+        TrackerProcesses(
             settings,
             request.recipe.name,
             screen.show,

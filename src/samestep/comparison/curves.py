@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from samestep.comparison.read import RunData
-from samestep.run.records import Record
+from samestep.comparison.run_data import RunData
+from samestep.run.records import NOT_METRICS, Record
 
 TRAIN_LOSS = "train_loss"
-_NO_METRICS = {
-    *("event", "split", "epoch", "step", "samples", "seconds", "checkpoint", "problems"),
-    *("per_class", "confusion"),
-}
 ROWS = 6
 
 
@@ -47,7 +43,7 @@ def metrics_of(run: RunData) -> list[str]:
         for record in run.of("evaluation")
         if record.get("split") == "validation"
         for name, value in record.items()
-        if name not in _NO_METRICS and isinstance(value, int | float)
+        if name not in NOT_METRICS and isinstance(value, int | float)
     ]
     trained = [TRAIN_LOSS] if run.of("epoch") or run.of("step") else []
     return [*dict.fromkeys(found), *trained]

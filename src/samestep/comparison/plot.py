@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from samestep.comparison.comparison import Comparison
-from samestep.comparison.table import metric_name
+from samestep.comparison.side_by_side import Comparison
+from samestep.comparison.text_report import metric_name
 from samestep.errors import UserError
 from samestep.run.files import write_atomically
 

@@ -5,33 +5,31 @@ Rank 0 tells the user; only a rank that cannot reach rank 0 has to do that itsel
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
+from tyro.conf import Positional, arg
 
-from samestep.doctor import measure
-from samestep.doctor.bounded import call_within
-from samestep.doctor.check import Finding, green, named, red, run_checks, worst
-from samestep.doctor.checks import rendezvous
-from samestep.doctor.checks.network import announced_address
-from samestep.doctor.checks.ranks import Allocation, sharing
-from samestep.doctor.facts.rank import Rank, decode, encode, share_workers
-from samestep.doctor.facts.rendezvous import read_rendezvous
-from samestep.doctor.measure import Measured
-from samestep.doctor.rollcall import (
-    Orders,
-    answer,
-    call_roll,
-    confess,
-    confessions,
-    give_orders,
+from samestep.doctor import measurements, rendezvous
+from samestep.doctor.all_ranks import sharing
+from samestep.doctor.facts import Allocation, Measurements, RankFacts
+from samestep.doctor.findings import Finding, green, named, red, run_checks, worst
+from samestep.doctor.network import announced_address
+from samestep.doctor.roll_call import (
+    Instructions,
+    announce,
+    collect_facts,
+    instruct,
     noticing_sigterm,
+    read_failures,
+    report_failure,
 )
-from samestep.doctor.shared import NFS_WAIT_S, look_for_token
+from samestep.doctor.shared_folder import NFS_WAIT_S, look_for_token
+from samestep.doctor.timeouts import call_within
 from samestep.errors import LOST_PEER, UserError
 from samestep.ranks.launch import Launch
 from samestep.ranks.world import Backend, Device, Store, World, join, leave, open_store
@@ -43,31 +41,23 @@ _WATCHDOG_MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class DoctorOptions:
     """What to look at, and for how long."""
 
-    recipe: Path | None = None
-    run_dir: Path = Path("runs")
+    recipe: Annotated[Positional[Path | None], arg(metavar="[RECIPE.py]")] = None
+    """A recipe file, which must be the same for every rank."""
+    run_dir: Annotated[Path, arg(metavar="DIR")] = Path("runs")
+    """Where runs will be written; the directory of a run gives its checkpoints' size and more."""
     num_workers: int | None = None
-    """Loader workers per rank; those of the run if not given."""
+    """Loader workers per rank in training; by default the run's, or 0."""
     timeout_s: float = 30.0
     """Seconds to wait for the other ranks."""
     budget_s: float = 20.0
-    """Seconds for the all-reduce."""
+    """Seconds that the all-reduce's measurements may take."""
     device: Device = "auto"
+    """Where training will be; auto takes the best device here."""
     backend: Backend = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Met:
-    """What rank 0 learnt from meeting the others."""
-
-    ranks: list[Rank]
-    """Those that came."""
-    findings: list[Finding] = field(default_factory=list)
-    """Of how the meeting went."""
-    measured: Measured | None = None
-    """None if not all came, or they lost each other."""
+    """What connects the ranks; auto chooses by platform and device."""
 
 
 class CutOffError(Exception):
@@ -81,94 +71,93 @@ class _LostError(Exception):
     """The ranks lost each other; the message says at what."""
 
 
-def lead(request: Request, world: World, me: Rank) -> Met:
-    """Be rank 0: call the roll, measure with the others."""
-    launch = me.launch
-    here = run_checks(rendezvous.CHECKS, read_rendezvous(me))
-    if worst(here) == "red":
-        return Met(ranks=[me], findings=here)
+def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocation, list[Finding]]:
+    """Be rank 0: call the roll, measure with the others; return who came and how that went."""
+    alone = Allocation(ranks=(me,))
+    findings = run_checks(rendezvous.CHECKS, me)
+    if worst(findings) == "red":
+        return alone, findings
     try:
-        store = _open_store(request, launch)
+        store = _open_store(options, me.launch)
     except (RuntimeError, TimeoutError) as error:
         advice = "Set MASTER_PORT to another port on every rank, and see that no firewall closes it"
-        here.append(named("roll call", red(_first_line(error), f"{advice}.")))
-        return Met(ranks=[me], findings=here)
+        return alone, [*findings, named("roll call", red(_first_line(error), f"{advice}."))]
     with noticing_sigterm() as ended:
-        came = call_roll(store, encode(me), launch.world_size, request.timeout_s, ended)
-        why = (
-            "when the launcher ended this" if ended.is_set() else f"within {request.timeout_s:g} s"
+        received = collect_facts(
+            store, msgspec.json.encode(me), me.launch.world_size, options.timeout_s, ended
         )
-    found, roll = _read_roll(came, why)
-    everyone = Allocation(ranks=tuple(found))
-    others = [number for number, facts in enumerate(came) if facts and number]
-    orders = Orders(
+        waited = f"within {options.timeout_s:g} s"
+        why = "when the launcher ended this" if ended.is_set() else waited
+    ranks, roll = _read_roll(received, why)
+    came = Allocation(ranks=ranks)
+    announced = announced_address(came)
+    instructions = Instructions(
         # What is sure to fail is not tried: Gloo would take minutes to say so.
-        join=roll.status == "green" and not _is_red(announced_address(everyone)),
-        on_cpu=bool(sharing(found)) or any(r.device_uuid == "" for r in found),
-        first_ranks=tuple(everyone.first_ranks),
+        join=roll.status == "green" and not (announced and announced.status == "red"),
+        on_cpu=bool(sharing(ranks)) or any(rank.device_uuid == "" for rank in ranks),
+        first_ranks=came.first_ranks,
     )
-    give_orders(store, orders, others)
-    here.append(named("roll call", roll))
-    if not orders.join:
-        return Met(ranks=found, findings=here)
-    measured, connection = _measure_or_explain(request, world, me, store, orders)
-    here.append(named("connection", connection))
-    return Met(ranks=found, findings=here, measured=measured)
+    instruct(store, instructions, [n for n, facts in enumerate(received) if facts and n])
+    findings.append(named("roll call", roll))
+    if instructions.join:
+        measured, connection = _measure_or_explain(options, world, me, store, instructions)
+        findings.append(named("connection", connection))
+        came = replace(came, measured=measured)
+    return came, findings
 
 
-def follow(request: Request, world: World, me: Rank) -> None:
-    """Be another rank: say that this one is here, and do as rank 0 orders."""
+def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
+    """Be another rank: say that this one is here, and do as rank 0 says."""
     launch = me.launch
-    where = f"{launch.master_addr}:{launch.master_port}"
-    for finding in run_checks(rendezvous.CHECKS, read_rendezvous(me)):
+    for finding in run_checks(rendezvous.CHECKS, me):
         if finding.status == "red":
             raise _cut_off(me, f"{finding.name}: {finding.found}. {finding.advice}")
     try:
-        store = _open_store(request, launch)
-        orders = answer(store, launch.rank, encode(me), request.timeout_s)
+        store = _open_store(options, launch)
+        instructions = announce(store, launch.rank, msgspec.json.encode(me), options.timeout_s)
     except (RuntimeError, TimeoutError) as error:
         raise _cut_off(
             me,
-            f"Rank 0 did not answer at {where} within {request.timeout_s:g} s: "
-            f"{_first_line(error)}. Check that rank 0 was started and that no firewall closes "
-            "the port between the two nodes.",
+            f"Rank 0 did not answer at {launch.master_addr}:{launch.master_port} within "
+            f"{options.timeout_s:g} s: {_first_line(error)}. Check that rank 0 was started and "
+            "that no firewall closes the port between the two nodes.",
         ) from error
-    if orders.join:
-        _measure_or_explain(request, world, me, store, orders)
+    if instructions.join:
+        _measure_or_explain(options, world, me, store, instructions)
 
 
-def _cut_off(me: Rank, message: str) -> CutOffError:
+def _cut_off(me: RankFacts, message: str) -> CutOffError:
     # Mostly it is so for the whole node, and one line from each is enough.
     return CutOffError(f"[{me.label}] {message}" if me.launch.local_rank == 0 else "")
 
 
-def _open_store(request: Request, launch: Launch) -> Store:
+def _open_store(options: DoctorOptions, launch: Launch) -> Store:
     """Open the store in a bounded time: PyTorch's own bound ends where anything at all listens."""
-    patience_s = request.timeout_s + _CONNECT_MARGIN_S
-    return call_within(patience_s, lambda: open_store(launch, request.timeout_s))
+    patience_s = options.timeout_s + _CONNECT_MARGIN_S
+    return call_within(patience_s, lambda: open_store(launch, options.timeout_s))
 
 
 def _measure_or_explain(
-    request: Request, world: World, me: Rank, store: Store, orders: Orders
-) -> tuple[Measured | None, Finding]:
+    options: DoctorOptions, world: World, me: RankFacts, store: Store, instructions: Instructions
+) -> tuple[Measurements | None, Finding]:
     """Connect, measure and disconnect; or say at which of these the ranks lost each other."""
-    launch, patience_s = me.launch, request.timeout_s + request.budget_s
-    if orders.on_cpu:
+    launch, patience_s = me.launch, options.timeout_s + options.budget_s
+    if instructions.on_cpu:
         world = replace(world, device=torch.device("cpu"), backend="gloo")
     # Gloo itself waits five times as long for a host that does not answer. And NCCL, once its
     # time is over, ends the process before a word is said: so it has more than any stage below.
     connect = partial(join, world, launch, patience_s + _WATCHDOG_MARGIN_S, store)
     try:
-        _stage("connecting", world, request.timeout_s + _CONNECT_MARGIN_S, connect)
-        measured = _measure(request, world, orders, patience_s)
+        _stage("connecting", world, options.timeout_s + _CONNECT_MARGIN_S, connect)
+        measured = _measure(options, world, instructions.first_ranks, patience_s)
         _stage("disconnecting", world, patience_s, partial(leave, world))
     except _LostError as error:
         if not world.is_main:
             with contextlib.suppress(RuntimeError):  # rank 0 may be gone
-                confess(store, launch.rank, str(error))
+                report_failure(store, launch.rank, str(error))
             raise CutOffError from error
-        others = range(1, launch.world_size)
-        return None, _lost({0: str(error)} | confessions(store, others), launch.world_size)
+        failures = {0: str(error)} | read_failures(store, launch.world_size)
+        return None, _lost(failures, launch.world_size)
     return measured, green(f"{launch.world_size} ranks by {world.backend}")
 
 
@@ -186,15 +175,15 @@ def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -
         raise _LostError(f"{name}: {_first_line(error)}") from error
 
 
-def _lost(told: dict[int, str], world_size: int) -> Finding:
-    """Find the cause in what the ranks told, and who could not even tell."""
+def _lost(failures: dict[int, str], world_size: int) -> Finding:
+    """Find the cause in what the ranks reported, and who could not even report."""
     # Who lost contact with another rank tells of the effect.
-    cause = next((rank for rank in told if not LOST_PEER.search(told[rank])), 0)
+    cause = next((rank for rank, why in failures.items() if not LOST_PEER.search(why)), 0)
     who = f"rank {cause} " if cause else ""
-    silent = [rank for rank in range(world_size) if rank not in told]
+    silent = [rank for rank in range(world_size) if rank not in failures]
     missed = f"; {_numbers(silent)} said nothing" if silent else ""
     return red(
-        f"{who}lost at {told[cause]}{missed}",
+        f"{who}lost at {failures[cause]}{missed}",
         "If the rows below are green, see whether a firewall closes ports between the nodes "
         "(Gloo and NCCL take any), whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an "
         "interface between them, and what NCCL_DEBUG=INFO tells; who said nothing may have been "
@@ -202,48 +191,47 @@ def _lost(told: dict[int, str], world_size: int) -> Finding:
     )
 
 
-def _measure(request: Request, world: World, orders: Orders, patience_s: float) -> Measured:
+def _measure(
+    options: DoctorOptions, world: World, first_ranks: tuple[int, ...], patience_s: float
+) -> Measurements:
     """Measure one thing after the other."""
 
-    def stage(name: str, function: Callable[[World], T]) -> T:
-        return _stage(name, world, patience_s, lambda: function(world))
+    def stage(name: str, function: Callable[..., T], *arguments: object) -> T:
+        return _stage(name, world, patience_s, partial(function, world, *arguments))
 
-    wait_s = min(NFS_WAIT_S, request.timeout_s / 2)
-    clock_s = stage("comparing clocks", measure.clocks)
-    unshared = stage(
-        "looking for a file", lambda world: look_for_token(world, request.run_dir, wait_s)
+    wait_s = min(NFS_WAIT_S, options.timeout_s / 2)
+    clock_s = stage("comparing clocks", measurements.measure_clocks)
+    unshared = stage("looking for a file", look_for_token, options.run_dir, wait_s)
+    matmul_s = stage("timing products", measurements.time_products)
+    links = tuple(
+        stage(f"timing ranks {a} and {b}", measurements.measure_link, a, b)
+        for a, b in measurements.ring(first_ranks)
     )
-    matmul_s = stage("timing products", measure.products)
-    links = [
-        stage(f"timing ranks {a} and {b}", partial(measure.link, first=a, second=b))
-        for a, b in measure.ring(orders.first_ranks)
-    ]
-    sizes, skipped = stage(
-        "timing the all-reduce", lambda world: measure.all_reduce(world, request.budget_s)
+    all_reduce, skipped_bytes = stage(
+        "timing the all-reduce", measurements.time_all_reduce, options.budget_s
     )
-    return Measured(
+    return Measurements(
         clock_s=clock_s,
         unshared=unshared,
         matmul_s=matmul_s,
-        links=tuple(links),
-        all_reduce=sizes,
-        skipped_bytes=skipped,
+        links=links,
+        all_reduce=all_reduce,
+        skipped_bytes=skipped_bytes,
     )
 
 
-def _read_roll(came: list[bytes | None], why: str) -> tuple[list[Rank], Finding]:
+def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts, ...], Finding]:
     """Return the ranks that came, and the finding of who did not."""
-    found: list[Rank] = []
-    missing, foreign = [], []
-    for number, facts in enumerate(came):
+    found: list[RankFacts] = []
+    foreign = []
+    missing = [number for number, facts in enumerate(received) if not facts]
+    for number, facts in enumerate(received):
         try:
-            found += [decode(facts)] if facts else []
+            found += [msgspec.json.decode(facts, type=RankFacts)] if facts else []
         except msgspec.MsgspecError:
             foreign.append(number)
-        if not facts:
-            missing.append(number)
     if foreign:
-        return found, red(
+        return tuple(found), red(
             f"{_numbers(foreign)} cannot be understood: another samestep runs there",
             "Start every rank from one environment, on a shared file system or in one image.",
         )
@@ -252,16 +240,14 @@ def _read_roll(came: list[bytes | None], why: str) -> tuple[list[Rank], Finding]
         listed = found[0].slurm.hosts if found[0].slurm else ()
         silent = [host for host in listed if host.partition(".")[0] not in seen]
         where = f" (none came from {', '.join(silent[:4])})" if silent else ""
-        return found, red(
-            f"{_numbers(missing)} of {len(came)} never came {why}{where}",
+        return tuple(found), red(
+            f"{_numbers(missing)} of {len(received)} never came {why}{where}",
             "See their own messages above; check that they were started, and that their nodes "
             f"reach {found[0].launch.master_addr}:{found[0].launch.master_port}.",
         )
-    return share_workers(found), green(f"all {len(came)} ranks came")
-
-
-def _is_red(finding: Finding | None) -> bool:
-    return finding is not None and finding.status == "red"
+    # Rank 0 knows the number of workers from the run's settings.
+    ranks = tuple(replace(rank, num_workers=found[0].num_workers) for rank in found)
+    return ranks, green(f"all {len(received)} ranks came")
 
 
 def _numbers(numbers: list[int]) -> str:

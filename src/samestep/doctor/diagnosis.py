@@ -2,33 +2,44 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from samestep.doctor.between_ranks import CutOffError, Met, Request, follow, lead
-from samestep.doctor.check import Finding, merge, named, red, run_checks
-from samestep.doctor.checks import folder, machine, network, ranks, slurm
-from samestep.doctor.facts.rank import Rank, read_rank
-from samestep.doctor.facts.slurm import read_job
-from samestep.doctor.measure import AllReduce
+from samestep.doctor import all_ranks, measurements, network, node, run_directory, slurm_job
+from samestep.doctor.between_ranks import CutOffError, DoctorOptions, follow, lead
+from samestep.doctor.facts import Allocation, AllReduce, RankFacts
+from samestep.doctor.findings import Finding, merge, named, red, run_checks
+from samestep.doctor.network import read_address
+from samestep.doctor.shared_folder import shared_folder
 from samestep.errors import UserError
-from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, detect_launch
+from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.ranks.world import World, find_world
+
+SIDE_BY_SIDE = [
+    *all_ranks.CHECKS,
+    *network.CHECKS,
+    measurements.clock,
+    shared_folder,
+    *(measurements.compute, measurements.links, measurements.all_reduce),
+]
+"""Checks of all ranks together, in the order of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What was found."""
+class Diagnosis:
+    """What was found, and of whom."""
 
     findings: tuple[Finding, ...]
+    ranks: tuple[RankFacts, ...] = ()
     all_reduce: tuple[AllReduce, ...] = ()
-    ranks: tuple[Rank, ...] = ()
 
 
-def diagnose(request: Request, environment: Mapping[str, str] = os.environ) -> Report | None:
+def diagnose(
+    options: DoctorOptions, environment: Mapping[str, str] = os.environ
+) -> Diagnosis | None:
     """Examine this machine, and all others together with the other ranks.
 
     Returns:
-        The report on rank 0, nothing on the others.
+        The diagnosis on rank 0, nothing on the others.
 
     Raises:
         CutOffError: this rank is not rank 0 and cannot reach it, or cannot know whom to reach.
@@ -37,25 +48,21 @@ def diagnose(request: Request, environment: Mapping[str, str] = os.environ) -> R
         launch = detect_launch(environment)
     except UserError as error:
         return _unreadable_launch(error, environment)
-    world, problem = _find_device(request, environment)
-    me = read_rank(
-        world,
-        launch,
-        run_dir=request.run_dir,
-        recipe=request.recipe,
-        num_workers=request.num_workers,
-        device_problem=problem,
-        environment=environment,
-    )
+    try:
+        world, problem = find_world(options.device, options.backend, environment)[0], ""
+    except UserError as error:  # the rest can still be examined, on the CPU
+        world = find_world("cpu", "auto", environment)[0]
+        problem = str(error).partition(". ")[0]
+    me = replace(_read_rank(options, world, launch, environment), device_problem=problem)
     if launch.world_size == 1:
-        return _report(Met(ranks=[me]))
+        return _check(Allocation(ranks=(me,)), [])
     if world.is_main:
-        return _report(lead(request, world, me))
-    follow(request, world, me)
+        return _check(*lead(options, world, me))
+    follow(options, world, me)
     return None
 
 
-def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Report:
+def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Diagnosis:
     """Tell of a launcher's contradicting variables; in a line if rank 0 prints the table."""
     names = (TORCHRUN[0], OPEN_MPI[0], PMI[0], "SLURM_PROCID")
     number = next((environment[name] for name in names if environment.get(name)), "0")
@@ -63,34 +70,45 @@ def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Repo
         raise CutOffError(f"[rank {number}] {error}")
     what, _, advice = str(error).partition(". ")
     finding = red(what, advice or "Unset what was exported by hand, and start again.")
-    return Report(findings=(named("launcher", finding),))
+    return Diagnosis(findings=(named("launcher", finding),))
 
 
-def _find_device(request: Request, environment: Mapping[str, str]) -> tuple[World, str]:
-    """Return this rank's world; on the CPU, with the reason, where its device is not to be had."""
-    try:
-        return find_world(request.device, request.backend, environment)[0], ""
-    except UserError as error:
-        return find_world("cpu", "auto", environment)[0], str(error).partition(". ")[0]
-
-
-def _report(met: Met) -> Report:
-    """Check every rank by itself, then all side by side."""
-    main = met.ranks[0]
-    job = read_job(main.slurm) if main.slurm else None
-    tables = []
-    for rank in met.ranks:
-        place = slurm.Place(rank=rank, job=job if rank is main else None)
-        table = run_checks(slurm.CHECKS, place) + run_checks(machine.CHECKS, rank.machine)
-        if rank.folder is not None:
-            table += run_checks(folder.CHECKS, rank.folder)
-        tables.append((rank.label, table))
-    allocation = ranks.Allocation(ranks=tuple(met.ranks), measured=met.measured)
-    findings = (
-        *merge(tables),
-        *met.findings,
-        *run_checks(ranks.CHECKS, allocation),
-        *run_checks(network.CHECKS, allocation),
+def _read_rank(
+    options: DoctorOptions, world: World, launch: Launch, environment: Mapping[str, str]
+) -> RankFacts:
+    """Read the facts of this rank; those of its node are read by the first rank of the node."""
+    first = launch.local_rank == 0
+    machine = node.read_machine(options.recipe, look_outside=first, environment=environment)
+    folder = run_directory.read_folder(options.run_dir) if first else None
+    of_run = folder.num_workers if folder else 0
+    gpu = world.device.index if world.device.type == "cuda" else None
+    return RankFacts(
+        launch=launch,
+        machine=machine,
+        address=read_address(launch.master_addr, environment),
+        folder=folder,
+        slurm=slurm_job.read_slurm(environment),
+        device=str(world.device),
+        device_uuid=machine.gpus[gpu].uuid if gpu is not None else "",
+        elastic=bool(environment.get("TORCHELASTIC_RUN_ID")),
+        num_workers=of_run if options.num_workers is None else options.num_workers,
     )
-    sizes = met.measured.all_reduce if met.measured else ()
-    return Report(findings=findings, all_reduce=sizes, ranks=allocation.ranks)
+
+
+def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:
+    """Check every rank by itself, then all side by side."""
+    main, *others = allocation.ranks
+    if main.slurm:
+        main = replace(main, job=slurm_job.read_job(main.slurm))
+    tables = []
+    for rank in (main, *others):
+        table = run_checks(slurm_job.CHECKS, rank) + run_checks(node.CHECKS, rank.machine)
+        if rank.folder is not None:
+            table += run_checks(run_directory.CHECKS, rank.folder)
+        tables.append((rank.label, table))
+    measured = allocation.measured
+    return Diagnosis(
+        findings=(*merge(tables), *findings, *run_checks(SIDE_BY_SIDE, allocation)),
+        ranks=allocation.ranks,
+        all_reduce=measured.all_reduce if measured else (),
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 from samestep.data.batches import open_source
 from samestep.errors import UserError
+from samestep.execution.build import Built
 from samestep.execution.request import Request
 from samestep.recipe import Splits
 from samestep.run import checkpoints
@@ -16,10 +17,10 @@ from samestep.run.directory import Run
 from samestep.run.environment import versions
 from samestep.run.index import Entry, read_index
 from samestep.run.records import Record
-from samestep.training.evaluation import evaluate
-from samestep.training.loop import Job, evaluation_batch
+from samestep.training.between import evaluate_work
 from samestep.training.precision import data_dtype
-from samestep.training.state import load_model
+from samestep.training.snapshot import load_model
+from samestep.training.work import State, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,60 +32,59 @@ class Outcome:
     """The signal that stopped it, or 0."""
 
 
-def leave_why(run: Run, request: Request, job: Job) -> None:
+def leave_why(run: Run, request: Request, work: Work, state: State) -> None:
     """Write down why the run failed, as far as the disk still allows."""
     with contextlib.suppress(UserError):
-        run.append({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
-        run.write_result(_result(request, job, "failed", None, None))
+        run.append({"event": "stop", "step": state.position.step, "reason": state.stop_reason})
+        run.write_result(_result(request, work, state, "failed"))
 
 
 def finish_run(
     request: Request,
-    job: Job,
-    splits: Splits,
+    built: Built,
     path: Path,
     run: Run | None,
     emit: Callable[[Record], None],
     first_step_s: float | None,
 ) -> Outcome:
     """Evaluate the best checkpoint on the test set, and write the result."""
-    status = "stopped" if job.signum else "completed"
+    work, state, splits = built.work, built.state, built.splits
+    position, watch = state.position, state.watch
+    status = "stopped" if state.signum else "completed"
     test = None
     if status == "completed" and splits.test is not None:
         started = time.perf_counter()
-        test, problems = _test(request, job, splits, path)
-        seconds = time.perf_counter() - started
+        test, problems = _test(request, work, splits, path)
         emit(
             {
                 "event": "evaluation",
                 "split": "test",
-                "epoch": job.position.epoch,
-                "step": job.position.step,
+                "epoch": position.epoch,
+                "step": position.step,
                 **test,
-                "seconds": seconds,
+                "seconds": time.perf_counter() - started,
                 "problems": problems,
             }
         )
-    emit({"event": "stop", "step": job.position.step, "reason": job.stop_reason})
+    emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
     if run is not None:
-        result = _result(request, job, status, test, first_step_s)
+        result = _result(request, work, state, status, test, first_step_s)
         best = read_index(run.checkpoints).best
         if best is not None:  # an evaluation may have been better where nothing was saved
-            result["best"] = {"metric": job.watch.metric, "value": best.metric, "epoch": best.epoch}
+            result["best"] = {"metric": watch.metric, "value": best.metric, "epoch": best.epoch}
         run.write_result(result)
-    return Outcome(path=path, signum=job.signum)
+    return Outcome(path=path, signum=state.signum)
 
 
 def _test(
-    request: Request, job: Job, splits: Splits, path: Path
+    request: Request, work: Work, splits: Splits, path: Path
 ) -> tuple[dict[str, Any], list[str]]:
     """Evaluate the best checkpoint that is whole; return also what was wrong with better ones."""
-    world, settings = job.world, job.settings
+    world, settings = work.world, work.settings
     folder = path / "checkpoints"
-    name, problems = world.on_main(lambda: _best_whole(folder))
-    if name is not None:
-        state = world.on_every(lambda: checkpoints.load(folder, name))
-        load_model(job.trainee.model, state)
+    best, problems = world.on_main(lambda: _best_whole(folder))
+    if best is not None:
+        load_model(work.trainee.model, world.on_every(lambda: checkpoints.load(folder, best)))
     assert splits.test is not None
     source = open_source(
         splits.test,
@@ -94,17 +94,8 @@ def _test(
         num_workers=settings.num_workers,
         transform=request.recipe.transform,
     )
-    values = evaluate(
-        job.trainee.model,
-        source,
-        job.trainee.loss,
-        job.metrics,
-        world=world,
-        batch_size=evaluation_batch(job.plan.batch_size),
-        precision=settings.precision,
-        classes=splits.classes,
-    )
-    return {**values, "checkpoint": name.path if name else "last"}, problems
+    values = evaluate_work(work, source, classes=splits.classes)
+    return {**values, "checkpoint": best.path if best else "last"}, problems
 
 
 def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:
@@ -120,13 +111,18 @@ def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:
 
 
 def _result(
-    request: Request, job: Job, status: str, test: dict[str, Any] | None, first_step_s: float | None
+    request: Request,
+    work: Work,
+    state: State,
+    status: str,
+    test: dict[str, Any] | None = None,
+    first_step_s: float | None = None,
 ) -> dict[str, Any]:
-    position, plan, watch = job.position, job.plan, job.watch
+    position, plan, watch = state.position, work.plan, state.watch
     return {
         "recipe": request.recipe.name,
         "status": status,
-        "reason": job.stop_reason,
+        "reason": state.stop_reason,
         "world_size": plan.world_size,
         "global_batch_size": plan.global_batch_size,
         "epochs": position.epoch,
@@ -136,7 +132,7 @@ def _result(
         "training_seconds": position.seconds,
         "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
         "seconds_to_first_step": first_step_s,
-        "device": str(job.world.device),
-        "backend": job.world.backend,
+        "device": str(work.world.device),
+        "backend": work.world.backend,
         "versions": versions(),
     }

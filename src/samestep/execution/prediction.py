@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from samestep.errors import UserError
-from samestep.execution.evaluation import find_checkpoint
-from samestep.execution.request import draft
+from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
-from samestep.ranks.world import Device, choose_device
-from samestep.run import checkpoints
-from samestep.run.directory import is_run
-from samestep.training.precision import autocast, check_precision, data_dtype
-from samestep.training.prepare import to_channels_last
-from samestep.training.state import check_recipe, load_model, seed_alike
+from samestep.ranks.world import Device
+from samestep.training.precision import autocast
 from samestep.training.threads import choose_threads
 
 _FILES_PER_BATCH = 32
@@ -58,44 +53,33 @@ def open_predictor(path: Path, name: str = "best", *, device: Device = "auto") -
         UserError: there is no such run or checkpoint, or its recipe reads no files or names no
             classes.
     """
-    if not is_run(path):
-        raise UserError(f"{path} holds no run: there is no settings.toml in it.")
-    start = draft(str(path.resolve()))  # a run may be called like a recipe
-    recipe, options, settings = start.recipe, start.options(), start.settings()
+    opened = open_checkpoint(path, name, device=device)
+    recipe, settings, model = opened.recipe, opened.settings, opened.model
     read, transform = recipe.read, recipe.transform
     if read is None:
         raise UserError(
             f"Recipe {recipe.name} does not say how to read a file, so it cannot predict any: "
             "give it Recipe(read=…), a function of the options and a path."
         )
-    entry = find_checkpoint(path / "checkpoints", name)
-    state = checkpoints.load(path / "checkpoints", entry)
-    check_recipe(state, recipe.name)
-    classes = tuple(state.get("classes") or ())
+    classes = tuple(opened.content.get("classes") or ())
     if not classes:
         raise UserError(
-            f"{path / 'checkpoints' / entry.path} names no classes: the recipe's data must return "
-            "Splits(classes=…)."
+            f"{path / 'checkpoints' / opened.entry.path} names no classes: the recipe's data must "
+            "return Splits(classes=…)."
         )
-    target = choose_device(device, 0)
-    check_precision(settings.precision, target)
-    dtype = data_dtype(settings.precision)
-    seed_alike(settings.seed)
-    model = recipe.build_model(options).to(device=target, dtype=dtype).eval()
-    load_model(model, state)
-    if settings.channels_last:
-        to_channels_last(model)
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
 
     def probabilities(inputs: Tensor) -> Tensor:
-        inputs = inputs.to(target)
+        inputs = inputs.to(opened.device)
         inputs = transform(inputs) if transform is not None else inputs
-        with torch.no_grad(), autocast(settings.precision, target):
-            outputs: Tensor = model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
+        with torch.no_grad(), autocast(settings.precision, opened.device):
+            if inputs.is_floating_point():
+                inputs = inputs.to(opened.dtype)
+            outputs: Tensor = model(inputs)
         return outputs.cpu().to(torch.float64).softmax(dim=1)
 
     return Predictor(
-        classes=classes, read=lambda file: read(options, file), probabilities=probabilities
+        classes=classes, read=lambda file: read(opened.options, file), probabilities=probabilities
     )
 
 

@@ -17,8 +17,7 @@ from samestep.errors import UserError
 from samestep.recipe import Recipe, find_recipe, nearest, recipe_names
 from samestep.run.directory import is_run
 from samestep.settings import MAY_CHANGE, Settings, as_table, merge_layers
-from samestep.tracking.names import check_choice
-from samestep.training.plan import Plan
+from samestep.tracking.choice import check_choice
 
 # What the file of a run holds as it was derived, not as it was asked for.
 _DERIVED = ("batch_size", "global_batch_size")
@@ -240,14 +239,17 @@ def _changes(start: Draft, merged: dict[str, object], options: Any) -> set[str]:
     return changed
 
 
-def to_toml(request: Request, plan: Plan) -> str:
-    """Return the resolved settings as TOML; `samestep train RUN` starts from them."""
+def to_toml(request: Request, *, batch_size: int, global_batch_size: int) -> str:
+    """Return the settings, with the batch sizes that follow from them, as TOML.
+
+    `samestep train RUN` starts from them.
+    """
     table = as_table(request.settings)
     table.pop("run_dir", None)  # it is where the file lies
     table.pop("accumulate", None)  # it follows from the two batch sizes on any number of ranks
     # The batch size is the most that fits a rank: resuming on more ranks does not lower it.
-    table.setdefault("batch_size", plan.batch_size)
-    table["global_batch_size"] = plan.global_batch_size
+    table.setdefault("batch_size", batch_size)
+    table["global_batch_size"] = global_batch_size
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
         document["options"] = {

@@ -8,39 +8,34 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.execution.request import Request
-from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import is_run
 from samestep.run.index import Entry, announce, read_index
 from samestep.run.records import Record, read_records
-from samestep.training.loop import Job
-from samestep.training.state import capture, restore
+from samestep.training.snapshot import capture, restore
+from samestep.training.work import State, Work
 
 Write = Callable[[str, float | None, dict[str, Any]], Record]
 
 
-def make_writer(job: Job, path: Path, world: World) -> Write:
-    """Return what writes and announces a checkpoint of a job that goes on from where it stands."""
+def make_writer(work: Work, state: State, path: Path) -> Write:
+    """Return what writes and announces a checkpoint of a run that goes on from where it stands."""
     folder = path / "checkpoints"
     # Those of later steps were passed over as damaged, and their steps are trained again.
-    step = job.position.step
-    index = world.on_main(lambda: read_index(folder).up_to(step))
+    step = state.position.step
+    index = work.world.on_main(lambda: read_index(folder).up_to(step))
 
-    def write(name: str, metric: float | None, state: dict[str, Any]) -> Record:
+    def write(name: str, metric: float | None, content: dict[str, Any]) -> Record:
         nonlocal index
-        digest = checkpoints.save(folder, name, state)
-        entry = Entry(
-            path=name,
-            step=job.position.step,
-            epoch=state["position"]["epoch"],
-            sha256=digest,
-            metric=metric,
-        )
-        index = replace(index, monitor=job.watch.metric, mode=job.watch.mode)
-        index = announce(folder, index, entry, job.settings.keep_top_k)
+        step = state.position.step
+        digest = checkpoints.save(folder, name, content)
+        epoch = content["position"]["epoch"]
+        entry = Entry(path=name, step=step, epoch=epoch, sha256=digest, metric=metric)
+        index = replace(index, monitor=state.watch.metric, mode=state.watch.mode)
+        index = announce(folder, index, entry, work.settings.keep_top_k)
         return {
             "event": "checkpoint",
-            "step": job.position.step,
+            "step": step,
             "path": f"checkpoints/{name}",
             "sha256": digest,
         }
@@ -49,21 +44,22 @@ def make_writer(job: Job, path: Path, world: World) -> Write:
 
 
 def make_saver(
-    request: Request, world: World, write: Write
-) -> Callable[[Job, str, float | None], Record]:
-    """Return what all ranks call to save a job."""
+    request: Request, work: Work, state: State, write: Write
+) -> Callable[[str, float | None], Record]:
+    """Return what all ranks call to save where the training stands."""
 
-    def save(job: Job, name: str, metric: float | None) -> Record:
+    def save(name: str, metric: float | None) -> Record:
         started = time.perf_counter()
-        state = capture(job, request.recipe.name)
-        record = world.on_main(lambda: write(name, metric, state))
+        content = capture(work, state, request.recipe.name)
+        record = work.world.on_main(lambda: write(name, metric, content))
         return {**record, "seconds": time.perf_counter() - started}
 
     return save
 
 
-def resume(request: Request, job: Job, path: Path, world: World) -> tuple[str, list[str]] | None:
-    """Bring the job to the newest whole checkpoint; return its name and what was passed over."""
+def resume(request: Request, work: Work, state: State, path: Path) -> tuple[str, list[str]] | None:
+    """Go on from the newest whole checkpoint; return its name and what was passed over."""
+    world = work.world
     if not request.resume or not world.on_main(lambda: is_run(path)):
         return None
     # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
@@ -71,8 +67,8 @@ def resume(request: Request, job: Job, path: Path, world: World) -> tuple[str, l
     if found is None:
         return None
     entry, problems = found
-    state = world.on_every(lambda: checkpoints.load(path / "checkpoints", entry))
-    restore(job, request.recipe.name, state)
+    saved = world.on_every(lambda: checkpoints.load(path / "checkpoints", entry))
+    restore(work, state, request.recipe.name, saved)
     return entry.path, problems
 
 

@@ -19,9 +19,10 @@ from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe
 from samestep.settings import Settings, merge_layers
-from samestep.training.loop import Job, evaluation_batch
+from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan, make_plan
-from samestep.training.state import seed_alike
+from samestep.training.snapshot import seed_alike
+from samestep.training.work import Work
 
 
 class Part(NamedTuple):
@@ -91,12 +92,12 @@ class LitData(pl.LightningDataModule):
         self._lap: Lap = untimed
 
     @classmethod
-    def of_job(cls, job: Job, recipe: Recipe, options: object) -> "LitData":
-        """Return the data of a job that samestep has built."""
-        data = cls(recipe, job.settings, options)
-        data.plan, data.world, data._is_built = job.plan, job.world, True
-        data._lap = job.phases.lap
-        data._sources = {"train": job.train, "validation": job.validation, "test": None}
+    def of_work(cls, work: Work, recipe: Recipe, options: object) -> "LitData":
+        """Return the data of a training that samestep has built."""
+        data = cls(recipe, work.settings, options)
+        data.plan, data.world, data._is_built = work.plan, work.world, True
+        data._lap = work.phases.lap
+        data._sources = {"train": work.train, "validation": work.validation, "test": None}
         return data
 
     def setup(self, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""`--engine lightning`: a job of samestep's, trained by PyTorch Lightning's Trainer.
+"""`--engine lightning`: a training of samestep's, driven by PyTorch Lightning's Trainer.
 
 The run directory, its records and its checkpoints are those of samestep's own loop. A checkpoint
 holds what either needs: Lightning goes on from it, and `samestep evaluate` reads it.
@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -24,7 +25,6 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from samestep.errors import UserError
@@ -36,8 +36,11 @@ from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.index import read_index
 from samestep.settings import Settings, flag_name
-from samestep.training.loop import check_weights, file_name, stop_early
-from samestep.training.state import capture
+from samestep.training.between import check_weights, checkpoint_name, stop_early
+from samestep.training.optimizer import make_optimizer
+from samestep.training.plan import Plan
+from samestep.training.snapshot import capture
+from samestep.training.work import Work
 
 # What Lightning's loop has no place for; refused before anything is written.
 _NATIVE_ONLY: dict[str, object] = {
@@ -68,20 +71,19 @@ class _Module(LitRecipe):
     """A recipe whose checkpoints hold also what samestep's own loop goes on from."""
 
     def __init__(self, task: Task) -> None:
-        request, job = task.request, task.job
-        super().__init__(request.recipe, job.settings, request.options, model=job.trainee.model)
-        self._job = job
+        request, work = task.request, task.work
+        super().__init__(request.recipe, work.settings, request.options, model=work.trainee.model)
+        self._work, self._state = work, task.state
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer, and let the job know it."""
-        configured = cast("dict[str, Any]", super().configure_optimizers())
-        self._job.trainee = replace(self._job.trainee, optimizer=configured["optimizer"])
-        return cast("OptimizerLRScheduler", configured)
+    def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
+        """Return the optimizer of the training that samestep has built."""
+        del plan
+        return self._work.trainee.optimizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state of the job; all ranks come here."""
-        check_weights(self._job)
-        checkpoint.update(capture(self._job, self.recipe.name))
+        """Add the state of the training; all ranks come here."""
+        check_weights(self._work, self._state)
+        checkpoint.update(capture(self._work, self._state, self.recipe.name))
 
 
 class _Writer(CheckpointIO):
@@ -122,13 +124,13 @@ class _Checkpoints(ModelCheckpoint):
             dirpath=task.path / "checkpoints",
             save_top_k=-1,
             enable_version_counter=False,
-            save_on_train_epoch_end=task.job.validation is None,
+            save_on_train_epoch_end=task.work.validation is None,
         )
-        self._job = task.job
+        self._state = task.state
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save where nothing is validated; within an epoch the last step has saved already."""
-        if not self._job.position.step_in_epoch:
+        if not self._state.position.step_in_epoch:
             super().on_train_epoch_end(trainer, pl_module)
 
     def format_checkpoint_name(
@@ -138,14 +140,15 @@ class _Checkpoints(ModelCheckpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint of where the job stands."""
+        """Return the path of a checkpoint of where the training stands."""
         del metrics, filename, ver, prefix
-        return str(Path(cast("str", self.dirpath)) / file_name(self._job))
+        return str(Path(cast("str", self.dirpath)) / checkpoint_name(self._state))
 
 
 def _drive(task: Task) -> None:
-    """Train a job with a Trainer of Lightning's."""
-    job = task.job
+    """Train with a Trainer of Lightning's."""
+    task = replace(task, work=_with_its_optimizer(task.work))
+    work, state = task.work, task.state
     records = Records(task)
     early = _early_stopping(task)
     callbacks = [records, LearningRateMonitor("step"), *early, _Checkpoints(task)]
@@ -154,7 +157,7 @@ def _drive(task: Task) -> None:
             trainer = _trainer(task, callbacks, _Writer(task, records))
             trainer.fit(
                 _Module(task),
-                datamodule=LitData.of_job(job, task.request.recipe, task.request.options),
+                datamodule=LitData.of_work(work, task.request.recipe, task.request.options),
                 ckpt_path=task.checkpoint,
                 weights_only=True,
             )
@@ -162,25 +165,35 @@ def _drive(task: Task) -> None:
             return
         except MisconfigurationException as error:
             raise UserError(f"Lightning refuses these settings: {error}") from error
-    if job.position.step >= job.plan.total_steps:
-        job.stop_reason = "finished"
+    if state.position.step >= work.plan.total_steps:
+        state.stop_reason = "finished"
     else:
-        stop_early(job)
-    if not job.stop_reason:
+        stop_early(work, state)
+    if not state.stop_reason:
         raise RuntimeError(
-            f"Lightning ended the training after step {job.position.step} of "
-            f"{job.plan.total_steps}, and nobody had asked it to."
+            f"Lightning ended the training after step {state.position.step} of "
+            f"{work.plan.total_steps}, and nobody had asked it to."
         )
 
 
+def _with_its_optimizer(work: Work) -> Work:
+    """Return the work with an optimizer that Lightning's mixed precision can clip: not fused."""
+    settings = work.settings
+    if settings.precision not in ("bf16", "fp16"):
+        return work
+    model, device = work.trainee.model, work.world.device
+    optimizer = make_optimizer(model.parameters(), settings, work.plan.lr, device, fuse=False)
+    return replace(work, trainee=replace(work.trainee, optimizer=optimizer))
+
+
 def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
-    job = task.job
-    world, settings, plan = job.world, job.settings, job.plan
+    work = task.work
+    world, settings, plan = work.world, work.settings, work.plan
     plugins: list[Any] = [writer, _environment(world)]
     if settings.precision == "bf16":
         plugins.append(MixedPrecision("bf16-mixed", world.device.type))
     if settings.precision == "fp16":
-        plugins.append(MixedPrecision("16-mixed", world.device.type, job.trainee.scaler))
+        plugins.append(MixedPrecision("16-mixed", world.device.type, work.trainee.scaler))
     return Trainer(
         accelerator="gpu" if world.device.type == "cuda" else world.device.type,
         devices=world.local_world_size if world.world_size > 1 else _one_device(world),
@@ -242,7 +255,7 @@ def _environment(world: World) -> ClusterEnvironment:
 
 
 def _early_stopping(task: Task) -> list[EarlyStopping]:
-    settings, watch = task.job.settings, task.job.watch
+    settings, watch = task.work.settings, task.state.watch
     if settings.patience is None:
         return []
     return [

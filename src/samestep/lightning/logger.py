@@ -24,12 +24,12 @@ from samestep.errors import UserError
 from samestep.run.directory import Run, new_run_path
 from samestep.run.environment import names_secret, versions
 from samestep.run.files import write_text
-from samestep.run.records import Record
+from samestep.run.records import RUN_FORMAT, Record
 from samestep.settings import Settings, as_table
-from samestep.tracking.entries import flatten
-from samestep.tracking.follow import HYPERPARAMETERS
-from samestep.tracking.names import check_choice, check_installed, chosen
-from samestep.tracking.process import Trackers
+from samestep.tracking.choice import check_choice, check_installed, chosen
+from samestep.tracking.follow_run import HYPERPARAMETERS
+from samestep.tracking.record_stream import flatten
+from samestep.tracking.tracker_processes import TrackerProcesses
 
 _OWN = tuple(field.name for field in fields(Settings) if field.name.startswith("track"))
 _OPEN: set[Path] = set()
@@ -110,7 +110,7 @@ class TrackerLogger(Logger):
         self._version = new_run_path("tracked").name if version is None else str(version)
         self._hyperparameters: dict[str, Any] = {}
         self._run: Run | None = None
-        self._trackers: Trackers | None = None
+        self._trackers: TrackerProcesses | None = None
         self._begun = self._failed = self._warned = False
         self._step = self._ended_at = 0
         self._process = os.getpid()
@@ -218,7 +218,7 @@ class TrackerLogger(Logger):
                 )
             _OPEN.add(path)
             self._run, self._process = Run(Path(self.log_dir)), os.getpid()
-            self._trackers = Trackers(
+            self._trackers = TrackerProcesses(
                 self._settings, self._name, self._show, is_main=True, stopped=lambda: False
             )
             self._trackers.start()
@@ -236,7 +236,13 @@ class TrackerLogger(Logger):
         self._attempt(lambda run: run.write_environment({"versions": found}))
         resumed = (run.path / "events.jsonl").stat().st_size > 0
         self._record(
-            {"event": "start", "time": time.time(), "run_dir": str(run.path), "resumed": resumed}
+            {
+                "event": "start",
+                "format": RUN_FORMAT,
+                "time": time.time(),
+                "run_dir": str(run.path),
+                "resumed": resumed,
+            }
         )
 
     def _write_settings(self) -> None:

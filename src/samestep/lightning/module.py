@@ -10,19 +10,17 @@ from torch import Tensor, nn
 
 from samestep.data.keyed_random import mix, mix_next
 from samestep.errors import UserError
-from samestep.execution.evaluation import find_checkpoint
-from samestep.execution.request import draft
+from samestep.execution.opening import open_checkpoint
 from samestep.lightning.data import Part, choose_options, resolve, world_of
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.run import checkpoints
 from samestep.settings import Settings
 from samestep.training.evaluation import Totals
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.prepare import prepare
-from samestep.training.state import check_recipe, load_model, seed_alike
+from samestep.training.snapshot import seed_alike
 
 
 class LitRecipe(pl.LightningModule):
@@ -70,13 +68,9 @@ class LitRecipe(pl.LightningModule):
         Raises:
             UserError: there is no such run or checkpoint, or it does not fit.
         """
-        start = draft(str(Path(run).resolve()))
-        module = cls(start.recipe, start.settings(), start.options())
-        folder = Path(run) / "checkpoints"
-        state = checkpoints.load(folder, find_checkpoint(folder, name))
-        check_recipe(state, start.recipe.name)
-        load_model(module.model, state)
-        return module
+        opened = open_checkpoint(Path(run), name, device="cpu")
+        model = prepare(opened.model.train(), opened.settings, World(), torch.float32)
+        return cls(opened.recipe, opened.settings, opened.options, model=model)
 
     def forward(self, inputs: Any) -> Any:
         """Return the model's outputs."""
@@ -85,11 +79,7 @@ class LitRecipe(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the settings, and the learning rate of each step."""
         plan, settings = self._plan, self.settings
-        # Lightning's mixed precision takes a fused optimizer to unscale by itself, and cannot clip.
-        mixed = str(self.trainer.precision).endswith("-mixed")
-        optimizer = make_optimizer(
-            self.model.parameters(), settings, plan.lr, self.device, fuse=not mixed
-        )
+        optimizer = self.make_optimizer(plan)
         rates = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(plan, settings, step) / plan.lr
         )
@@ -97,6 +87,14 @@ class LitRecipe(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": rates, "interval": "step", "name": "lr"},
         }
+
+    def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
+        """Return the optimizer of the settings."""
+        # Lightning's mixed precision takes a fused optimizer to unscale by itself, and cannot clip.
+        mixed = str(self.trainer.precision).endswith("-mixed")
+        return make_optimizer(
+            self.model.parameters(), self.settings, plan.lr, self.device, fuse=not mixed
+        )
 
     @property
     def _plan(self) -> Plan:

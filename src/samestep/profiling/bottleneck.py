@@ -3,36 +3,36 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from samestep.profiling.advice import advise, explain, milliseconds
-from samestep.profiling.measured import Measured
+from samestep.profiling.advice import advise, milliseconds
+from samestep.profiling.measured import MeasuredSteps
 from samestep.run.phase_names import COMPUTE
 
 # Below this share of a step a rank that is slower than the others is no straggler: ranks take turns
 # at being last.
 _STRAGGLES = 0.15
-# So much of a step must a thread have waited for a core, and so many times the cores that there
-# are must the ranks have wanted by themselves.
+# A run is oversubscribed if a thread waits for a core longer than this fraction of a step, and the
+# ranks alone would use more than this many times the available cores.
 _STARVED, _OVER = 0.2, 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StepPart:
     """A part of every step that a remedy of its own would take away."""
 
     kind: str
     seconds: float
-    """A step."""
+    """Per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Bottleneck:
     """What bounds the training, in numbers per step."""
 
     kind: str
     seconds: float
     """What it takes of a step."""
     step: float
-    """Seconds a step, with its share of evaluations and checkpoints."""
+    """Seconds per step, with its share of evaluations and checkpoints."""
     why: str
     """The evidence, a sentence."""
     change: str
@@ -42,7 +42,7 @@ class Verdict:
     next_kind: str
     """What would bound it then."""
     next_seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     """All parts, the largest first; together they are the step."""
     notes: tuple[str, ...] = ()
 
@@ -52,22 +52,22 @@ class Verdict:
         return self.seconds / self.step
 
 
-def judge(measured: Measured) -> Verdict:
+def judge(measured: MeasuredSteps) -> Bottleneck:
     """Return the verdict on some measured steps."""
     parts = sorted(split(measured), key=lambda part: -part.seconds)
     total = sum(part.seconds for part in parts)
     first, *rest = parts
-    starved = _oversubscription(measured, total)
-    if starved is not None:
+    if (starved := _oversubscription(measured, total)) is not None:
         first, rest = starved, parts
     # That some time was not looked into is nothing that could bound a training.
     following = next((p for p in rest if p.seconds > 0 and p.kind != "untraced"), first)
-    return Verdict(
+    why, change = advise(first.kind, first.seconds, measured)
+    return Bottleneck(
         kind=first.kind,
         seconds=first.seconds,
         step=total,
-        why=explain(first.kind, first.seconds, measured),
-        change=advise(first.kind, first.seconds, measured),
+        why=why,
+        change=change,
         ceiling=total / max(total - first.seconds, 1e-9 * total),
         next_kind=following.kind,
         next_seconds=following.seconds,
@@ -76,7 +76,7 @@ def judge(measured: Measured) -> Verdict:
     )
 
 
-def split(measured: Measured) -> list[Part]:
+def split(measured: MeasuredSteps) -> list[StepPart]:
     """Split a typical rank's step into parts that add up to it; each has its own remedy."""
     phases = dict(measured.typical.phases)
     seconds: dict[str, float] = {
@@ -88,10 +88,10 @@ def split(measured: Measured) -> list[Part]:
         **_waiting(measured, phases),
         **_computing(sum(phases.get(phase, 0.0) for phase in COMPUTE), measured),
     }
-    return [Part(kind=kind, seconds=part) for kind, part in seconds.items()]
+    return [StepPart(kind=kind, seconds=part) for kind, part in seconds.items()]
 
 
-def _waiting(measured: Measured, phases: Mapping[str, float]) -> dict[str, float]:
+def _waiting(measured: MeasuredSteps, phases: Mapping[str, float]) -> dict[str, float]:
     """Split the wait for other ranks: for the link, and for the slowest of them."""
     waited = phases.get("all_reduce", 0.0)
     if measured.excess < _STRAGGLES * measured.typical.step:
@@ -100,7 +100,7 @@ def _waiting(measured: Measured, phases: Mapping[str, float]) -> dict[str, float
     return {"communication-bound": min(link, waited), "straggler": waited - min(link, waited)}
 
 
-def _computing(seconds: float, measured: Measured) -> dict[str, float]:
+def _computing(seconds: float, measured: MeasuredSteps) -> dict[str, float]:
     """Split what a step computes by what limits its operations."""
     operations = measured.typical.operations
     if operations is None:
@@ -115,39 +115,36 @@ def _computing(seconds: float, measured: Measured) -> dict[str, float]:
     return {kind: seconds * share / whole for kind, share in shares.items()}
 
 
-def _oversubscription(measured: Measured, total: float) -> Part | None:
+def _oversubscription(measured: MeasuredSteps, total: float) -> StepPart | None:
     """Return the wait for a core, where there are more threads than cores and they did wait."""
     starved = max(rank.starved for rank in measured.ranks)
     started = measured.local_ranks * (measured.threads + measured.workers)
     wanted = min(started, measured.wanted_cores)  # what others took is not wanted by these
     if wanted < _OVER * measured.cores or starved < _STARVED * total:
         return None
-    return Part(kind="oversubscribed", seconds=min(starved, total))
+    return StepPart(kind="oversubscribed", seconds=min(starved, total))
 
 
-def _notes(measured: Measured, kind: str) -> tuple[str, ...]:
+def _notes(measured: MeasuredSteps, kind: str) -> tuple[str, ...]:
     notes = []
     starved = max(rank.starved for rank in measured.ranks)
     if starved >= _STARVED * measured.typical.step and kind != "oversubscribed":
         notes.append(
-            f"Other programs use the cores: a thread waited {milliseconds(starved)} a step for one,"
-            " so that the numbers here are too large. Measure again on a quiet machine."
+            f"Other programs use the cores: a thread waited {milliseconds(starved)} per step for "
+            "one, so that the numbers here are too large. Measure again on a quiet machine."
         )
     if measured.profiled_itself:
         notes.append(
             "The script profiles some of its steps itself: they are left out, with what it does "
             "with its trace."
         )
-    operations = measured.typical.operations
-    if operations is not None and operations.syncs >= 0.5 and kind != "host-sync":
-        here = (
-            "costs little on the CPU, and makes a GPU idle"
-            if measured.device == "cpu"
-            else ("makes the device idle until the host has caught up")
-        )
+    syncs = measured.traced.syncs
+    if syncs >= 0.5 and kind != "host-sync":
+        cost = "costs little on the CPU, and makes a GPU idle"
+        if measured.device != "cpu":
+            cost = "makes the device idle until the host has caught up"
         notes.append(
-            f"The step reads {operations.syncs:.3g} number{'' if operations.syncs == 1 else 's'} "
-            "from tensors (.item(), float()); that "
-            f"{here}. Read them once in many steps."
+            f"The step reads {syncs:.3g} number{'' if syncs == 1 else 's'} from tensors (.item(), "
+            f"float()); that {cost}. Read them once in many steps."
         )
     return tuple(notes)

@@ -1,6 +1,7 @@
 """How many cores the threads of this process and its workers wanted, as Linux counts it."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,13 +50,16 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def between(before: Clocks, after: Clocks, seconds: float) -> Cores:
-    """Return what lies between two readings that are so many seconds apart."""
+def cores_between(pairs: Sequence[tuple[Clocks, Clocks]], seconds: float) -> Cores:
+    """Return what lies between the readings of all pairs, which are so many seconds together."""
     own = os.getpid()
-    busy = longest = 0.0
-    for key, (ran, waited) in after.items():
-        earlier = before.get(key, (0.0, 0.0))
-        busy += ran - earlier[0] + waited - earlier[1]
-        if key[0] == own:
-            longest = max(longest, waited - earlier[1])
-    return Cores(wanted=busy / seconds if seconds > 0 else 0.0, waited=longest)
+    busy = waited = 0.0
+    for before, after in pairs:
+        longest = 0.0
+        for thread, (ran_s, waited_s) in after.items():
+            ran_before, waited_before = before.get(thread, (0.0, 0.0))
+            busy += ran_s - ran_before + waited_s - waited_before
+            if thread[0] == own:
+                longest = max(longest, waited_s - waited_before)
+        waited += longest
+    return Cores(wanted=busy / seconds if seconds > 0 else 0.0, waited=waited)

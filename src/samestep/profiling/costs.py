@@ -1,25 +1,26 @@
-"""What an evaluation and a checkpoint of a job cost, without waiting for one to fall due."""
+"""What an evaluation and a checkpoint cost, without waiting for one to fall due."""
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.profiling.tracing import unwritable
 from samestep.run import checkpoints
-from samestep.training.evaluation import evaluate
-from samestep.training.loop import Job, evaluation_batch
-from samestep.training.state import capture
+from samestep.training.between import evaluate_work
+from samestep.training.evaluation import evaluation_batch
+from samestep.training.snapshot import capture
+from samestep.training.work import State, Work
 
 _LONGEST_S = 2.0
 _NAME = "profile.pt"
 
 
-def every(job: Job) -> dict[str, int]:
+def every(work: Work) -> dict[str, int]:
     """Return how many steps lie between two evaluations, and between two checkpoints."""
-    settings, epoch = job.settings, job.plan.steps_per_epoch
+    settings, epoch = work.settings, work.plan.steps_per_epoch
     evaluation = settings.eval_every_epochs * epoch
     saving = settings.checkpoint_every_epochs * epoch
     return {
@@ -28,23 +29,14 @@ def every(job: Job) -> dict[str, int]:
     }
 
 
-def evaluation_seconds(job: Job) -> float:
+def evaluation_seconds(work: Work) -> float:
     """Return the seconds of an evaluation; of a long one a part is done, the rest follows."""
-    assert job.validation is not None
-    batch = evaluation_batch(job.plan.batch_size)
-    share = -(-job.validation.num_samples // job.world.world_size)
-    part = _Part(job.validation)
-    evaluate(
-        job.trainee.model,
-        cast("Source", part),
-        job.trainee.loss,
-        job.metrics,
-        world=job.world,
-        batch_size=batch,
-        precision=job.settings.precision,
-    )
-    mine = part.seconds / max(1, part.batches) * -(-share // batch)
-    return max(job.world.gather(mine))
+    assert work.validation is not None
+    share = -(-work.validation.num_samples // work.world.world_size)
+    part = _Part(work.validation)
+    evaluate_work(work, part)
+    batches = -(-share // evaluation_batch(work.plan.batch_size))
+    return max(work.world.gather(part.seconds / max(1, part.batches) * batches))
 
 
 class _Part:
@@ -66,18 +58,18 @@ class _Part:
                 return
 
 
-def checkpoint_seconds(job: Job, path: Path) -> float:
+def checkpoint_seconds(work: Work, state: State, path: Path) -> float:
     """Return the seconds of a checkpoint, written to where the run's would be and removed."""
     folder = path / "checkpoints"
 
     def write() -> None:
         try:
-            checkpoints.save(folder, _NAME, state)
+            checkpoints.save(folder, _NAME, content)
         except UserError as error:
             raise unwritable(folder / _NAME, error.__cause__) from error
         (folder / _NAME).unlink()
 
     began = time.perf_counter()
-    state = capture(job, "profile")
-    job.world.on_main(write)
+    content = capture(work, state, "profile")
+    work.world.on_main(write)
     return time.perf_counter() - began

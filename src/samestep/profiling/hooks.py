@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.profiling.events import COLLATE
+from samestep.profiling.trace_events import COLLATE
 from samestep.training.parallel import tell_end_of_autograd
 from samestep.training.phases import Phases, make_phases
 
@@ -33,8 +33,6 @@ class Hooks:
         self.phases = phases
         self.on_step: Callable[[int], None] = lambda _step: None
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
-        self.on_device: Callable[[Phases], None] = lambda _phases: None
-        """Told where the phases are counted by a device's events from here on."""
         self.on_profiler: Callable[[], None] = lambda: None
         """Told that a profiler is started."""
         self.steps = 0
@@ -108,7 +106,6 @@ class Hooks:
             if device.type == "cuda":
                 self.phases = make_phases(device)
                 self.phases.begin()
-                self.on_device(self.phases)
         if optimizer is self.optimizer:
             self.steps += 1
             self.on_step(self.steps)
@@ -125,7 +122,7 @@ class Hooks:
         iterator._samestep = (loader, starts)  # noqa: SLF001 - our own mark
         fetcher = getattr(iterator, "_dataset_fetcher", None)  # where this process reads itself
         if fetcher is not None:
-            fetcher.collate_fn = _in_range(COLLATE, fetcher.collate_fn)
+            fetcher.collate_fn = record_function(COLLATE)(fetcher.collate_fn)
         return iterator
 
     def _is_for_training(self, loader: Any) -> bool:
@@ -211,17 +208,6 @@ def _alike(one: Any, other: Any) -> bool:
         other.batch_size,
         sizes[1],
     )
-
-
-def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that the profiler shows under a name."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(name):
-            return function(*args, **kwargs)
-
-    return call
 
 
 @contextmanager

@@ -37,11 +37,6 @@ def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]
     return shared
 
 
-def gaps(covered: Sequence[Interval], window: Interval) -> list[Interval]:
-    """Return what of a window none of some intervals covers; they are in order, none overlaps."""
-    return without([window], covered)
-
-
 def without(spans: Iterable[Interval], taken: Sequence[Interval]) -> list[Interval]:
     """Return what of some intervals others do not cover; both in order, none overlaps its own.
 

@@ -20,9 +20,9 @@ class Operations:
     sync: float = 0.0
     """The host stood still until the device had caught up, and the device then idled."""
     count: float = 0.0
-    """Operations a step."""
+    """Operations per step."""
     syncs: float = 0.0
-    """Times a step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
+    """Times per step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
     collate: float = 0.0
     """Share of the wait for data in which samples were put together to a batch."""
     top_matmul: tuple[tuple[str, float], ...] = ()
@@ -32,13 +32,13 @@ class Operations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
-    """One rank's seconds a step, by phase."""
+class MeasuredRank:
+    """One rank's seconds per step, by phase."""
 
     phases: Mapping[str, float]
     operations: Operations | None = None
     starved: float = 0.0
-    """Seconds a step in which one of its threads wanted a core and had none: the one that waited
+    """Seconds per step in which one of its threads wanted a core and had none: the one that waited
     longest."""
     wanted_cores: float = 0.0
     """Cores that its threads and loader processes wanted on average."""
@@ -48,28 +48,28 @@ class Rank:
 
     @property
     def busy(self) -> float:
-        """Seconds a step until it has its gradients, whatever the others do."""
+        """Seconds per step until it has its gradients, whatever the others do."""
         return sum(self.phases.get(phase, 0.0) for phase in (*WAITS, *COMPUTE))
 
     @property
     def step(self) -> float:
-        """Seconds a step, all phases together."""
+        """Seconds per step, all phases together."""
         return sum(self.phases.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredSteps:
     """Some steps of a training, measured without the profiler; `operations` are from the trace."""
 
-    ranks: tuple[Rank, ...]
+    ranks: tuple[MeasuredRank, ...]
     steps: int
     """Steps that were measured."""
     wall: float = 0.0
-    """Seconds a step by the clock alone, what the phases have to add up to."""
+    """Seconds per step by the clock alone, what the phases have to add up to."""
     samples: float = 0.0
-    """Samples a step over all ranks; 0 if not known."""
+    """Samples per step over all ranks; 0 if not known."""
     evaluation: float = 0.0
-    """Seconds a step, if evaluations are shared out over the steps between them."""
+    """Seconds per step, if evaluations are shared out over the steps between them."""
     checkpoint: float = 0.0
     """The same of checkpoints."""
     worker_start: float = 0.0
@@ -104,20 +104,25 @@ class Measured:
 
     @property
     def excess(self) -> float:
-        """Seconds a step that the slowest rank takes longer than the others' median."""
-        if len(self.ranks) == 1:
-            return 0.0
-        others = [r.busy for i, r in enumerate(self.ranks) if i != self.slowest]
-        return self.ranks[self.slowest].busy - median(others)
+        """Seconds per step that the slowest rank takes longer than the others' median."""
+        others = [rank.busy for rank in self._others]
+        return self.ranks[self.slowest].busy - median(others) if others else 0.0
 
     @property
-    def typical(self) -> Rank:
+    def typical(self) -> MeasuredRank:
         """A rank like most: the one whose work is nearest to the median, not the slowest."""
-        if len(self.ranks) == 1:
-            return self.ranks[0]
-        others = [r for i, r in enumerate(self.ranks) if i != self.slowest]
-        middle = median(r.busy for r in others)
+        others = self._others or list(self.ranks)
+        middle = median(rank.busy for rank in others)
         return min(others, key=lambda rank: abs(rank.busy - middle))
+
+    @property
+    def _others(self) -> list[MeasuredRank]:
+        return [rank for number, rank in enumerate(self.ranks) if number != self.slowest]
+
+    @property
+    def traced(self) -> Operations:
+        """What the operations of that rank were; all shares are 0 if no step was traced."""
+        return self.typical.operations or Operations()
 
     @property
     def wanted_cores(self) -> float:

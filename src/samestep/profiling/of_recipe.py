@@ -3,33 +3,32 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from samestep.data.batches import open_source
-from samestep.data.blocks import Block
 from samestep.data.memory_source import MemorySource
-from samestep.data.source import Source
 from samestep.errors import UserError
+from samestep.execution.build import Built, build
 from samestep.execution.request import Request
-from samestep.execution.session import NATIVE, build_job, choose_path, describe
+from samestep.execution.session import choose_path, describe
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
-from samestep.profiling.measured import Measured, Rank
-from samestep.profiling.profile import Profile, Sweep
-from samestep.profiling.stages import Finished, Stages
-from samestep.profiling.sweep import ENDLESS, sweep, variant
-from samestep.profiling.tracing import Kept
+from samestep.profiling.measured import MeasuredSteps
+from samestep.profiling.profile_result import Profile, Sweep
+from samestep.profiling.stages import Stages
+from samestep.profiling.sweep import sweep, variant
+from samestep.profiling.time_account import TimeAccount
+from samestep.profiling.tracing import Traced
 from samestep.ranks.world import World
-from samestep.recipe import Splits
 from samestep.run.directory import Run, new_run_path
-from samestep.training.loop import Job, train
+from samestep.training.loop import rehearse
 from samestep.training.precision import data_dtype
-from samestep.training.step import EagerStep, StepResult
-from samestep.training.stopping import Received
+from samestep.training.work import ENDLESS, State, Work, epoch_is_full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +59,20 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
         settings = replace(settings, max_steps=ENDLESS)
     request = replace(request, settings=settings)
     path = Path(str(request.settings.run_dir))
-    job, splits, threads = build_job(request, world, Received(), NATIVE)
-    if wishes.workers and isinstance(job.train, MemorySource):
+    built = build(request, world)
+    work = built.work
+    if wishes.workers and isinstance(work.train, MemorySource):
         raise UserError(
             f"--workers: {request.recipe.name} holds its data in memory, so no worker reads it. "
             "Leave --workers out.",
             on_all_ranks=True,
         )
-    _check_batch_sizes(wishes.batch_sizes, job)
-    world.on_main(lambda: _open(path, request, job, threads))
+    _check_batch_sizes(wishes.batch_sizes, work)
+    world.on_main(lambda: _open(path, request, built))
     world.on_every(lambda: wishes.begin(path))
-    measured = measure(job, path, wishes, evaluates=job.validation is not None)
-    sweeps = _sweep(request, job, splits, path, wishes)
-    job.train.close()
+    measured = measure(work, built.state, path, wishes)
+    sweeps = _sweep(request, built, path, wishes)
+    work.train.close()
     traces = [f"traces/{p.name}" for p in sorted((path / "traces").glob("trace_*"))]
     return Profile(
         name=request.recipe.name,
@@ -85,9 +85,9 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
     )
 
 
-def _check_batch_sizes(sizes: tuple[int, ...], job: Job) -> None:
+def _check_batch_sizes(sizes: tuple[int, ...], work: Work) -> None:
     """Refuse batches that the training set does not fill."""
-    ranks, samples = job.world.world_size, job.train.num_samples
+    ranks, samples = work.world.world_size, work.train.num_samples
     for size in sizes:
         if size * ranks > samples:
             raise UserError(
@@ -103,156 +103,105 @@ def _path(request: Request, world: World) -> str:
     return str(world.on_main(lambda: new_run_path(f"profile-{request.recipe.name}")))
 
 
-def _open(path: Path, request: Request, job: Job, threads: int) -> None:
+def _open(path: Path, request: Request, built: Built) -> None:
     run = Run(path)
     try:
-        describe(run, request, job, threads)
+        describe(run, request, built)
     finally:
         run.close()
 
 
-def measure(job: Job, path: Path, wishes: Wishes, *, evaluates: bool) -> Measured:
-    """Measure some steps of a job without the profiler and trace some with it, on every rank."""
-    world = job.world
-    stages = run_stages(job, seconds=wishes.seconds, epoch=wishes.epoch)
+def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSteps:
+    """Measure some steps without the profiler and trace some with it, on every rank."""
+    world = work.world
+    stages = run_stages(work, state, seconds=wishes.seconds, epoch=wishes.epoch)
     assert stages.span is not None
     span = stages.span
-    kept = _keep(stages, job, path)
-    mine = Rank(
-        phases={phase: seconds / span.steps for phase, seconds in span.phases.items()},
-        operations=kept.operations,
-        starved=span.cores.waited / span.steps,
-        wanted_cores=span.cores.wanted,
-        memory=kept.memory,
-    )
+    mine = span.per_step(_keep(stages, work, path))
     cores = usable_cores()
-    between = every(job)
-    return Measured(
+    between = every(work)
+    evaluation = 0.0
+    if work.validation is not None:
+        evaluation = evaluation_seconds(work) / between["evaluation"]
+    return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
-        samples=job.plan.global_batch_size,
-        evaluation=evaluation_seconds(job) / between["evaluation"] if evaluates else 0.0,
-        checkpoint=checkpoint_seconds(job, path) / between["checkpoint"],
+        samples=work.plan.global_batch_size,
+        evaluation=evaluation,
+        checkpoint=checkpoint_seconds(work, state, path) / between["checkpoint"],
         device=world.device.type,
         cores=len(cores),
         local_ranks=world.gather((world.node, cores)).count((world.node, cores)),
         threads=torch.get_num_threads(),
-        workers=job.settings.num_workers,
-        in_memory=isinstance(job.train, MemorySource),
-        gradient_bytes=sum(p.nbytes for p in job.trainee.model.parameters() if p.requires_grad),
-        compiled=job.settings.compile == "on",
+        workers=work.settings.num_workers,
+        in_memory=isinstance(work.train, MemorySource),
+        gradient_bytes=sum(p.nbytes for p in work.trainee.model.parameters() if p.requires_grad),
+        compiled=work.settings.compile == "on",
         counts=between,
     )
 
 
-def _keep(stages: Stages, job: Job, path: Path) -> Kept:
+def _keep(stages: Stages, work: Work, path: Path) -> Traced:
     tracer = stages.tracer
     assert tracer is not None
-    name = f"rank{job.world.rank}_workers_{job.settings.num_workers}"
-    return job.world.on_every(lambda: tracer.keep(path / "traces", name))
+    name = f"rank{work.world.rank}_workers_{work.settings.num_workers}"
+    return work.world.on_every(lambda: tracer.keep(path / "traces", name))
 
 
-def run_stages(job: Job, *, seconds: float, epoch: int | None = None) -> Stages:
-    """Let a job train through warm-up, measured and traced steps."""
-    world = job.world
+def run_stages(work: Work, state: State, *, seconds: float, epoch: int | None = None) -> Stages:
+    """Train through warm-up, measured and traced steps."""
+    world = work.world
     stages = Stages(
-        phases=job.phases,
-        agree=lambda function: world.broadcast(function() if world.is_main else False),
+        TimeAccount(lambda: work.phases),
+        agree=lambda function: world.broadcast(function() if world.is_main else 0),
         seconds=seconds,
         epoch=epoch,
     )
-    alone = endless(job)
-    alone.step = cast("EagerStep", _Probe(job.step, stages, alone))
-    try:
-        for _ in train(alone):
-            pass
-    except Finished:
-        return stages
-    raise AssertionError("a profiled job trains until it is told to stop")
+    stages.epoch_begins(state.position.epoch + 1)
+    for _ in rehearse(work.endless(), state):
+        stages.at(state.position.step)
+        if epoch_is_full(work, state):
+            stages.epoch_begins(state.position.epoch + 2)
+        if stages.done:
+            break
+    return stages
 
 
-def endless(job: Job) -> Job:
-    """Return the same job without an end, and without evaluations and checkpoints."""
-    settings = replace(
-        job.settings,
-        eval_every_steps=None,
-        checkpoint_every_steps=None,
-        patience=None,
-        checkpoint_every_minutes=None,
-    )
-    return replace(
-        job,
-        settings=settings,
-        plan=replace(job.plan, total_steps=ENDLESS),
-        validation=None,
-        save=lambda *_: {"event": "checkpoint"},
-    )
-
-
-def _sweep(
-    request: Request, job: Job, splits: Splits, path: Path, wishes: Wishes
-) -> tuple[Sweep, ...]:
+def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[Sweep, ...]:
     """Measure the wished workers, then the wished batch sizes with the best of them."""
+    work, world = built.work, built.work.world
 
-    def source(workers: int) -> Source:
-        return open_source(
-            splits.train,
-            job.world,
-            seed=job.settings.seed,
-            dtype=data_dtype(job.settings.precision),
-            num_workers=workers,
+    def candidate(**changes: Any) -> Work:
+        settings = replace(work.settings, **changes)
+        if "batch_size" in changes:
+            settings = replace(settings, global_batch_size=None, accumulate=None)
+        source = open_source(
+            built.splits.train,
+            work.world,
+            seed=settings.seed,
+            dtype=data_dtype(settings.precision),
+            num_workers=settings.num_workers,
             transform=request.recipe.transform,
             augment=request.recipe.augment,
         )
+        return variant(work, settings, source)
 
-    def candidate(**changes: Any) -> Job:
-        settings = replace(job.settings, **changes)
-        if "batch_size" in changes:
-            settings = replace(settings, global_batch_size=None, accumulate=None)
-        return variant(job, settings, source(settings.num_workers))
-
-    def look(one: Job) -> None:
-        if one.settings.num_workers != job.settings.num_workers:  # that has its trace already
-            _keep(run_stages(one, seconds=0.2), one, path)
+    def look(one: Work, state: State) -> None:
+        if one.settings.num_workers != work.settings.num_workers:  # that has its trace already
+            _keep(run_stages(one, state, seconds=0.2), one, path)
 
     # More workers than cores are worth a try: some only wait for a disk.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     sweeps = []
-    best = job.settings.num_workers
+    best = work.settings.num_workers
     if wishes.workers:
-        sweeps.append(
-            sweep(
-                job.world, "num_workers", wishes.workers, lambda n: candidate(num_workers=n), look
-            )
-        )
-        best = sweeps[-1].best
+        values = wishes.workers
+        workers = sweep(world, "num_workers", values, lambda n: candidate(num_workers=n), look)
+        sweeps.append(workers)
+        best = workers.best
     if wishes.batch_sizes:
-        sweeps.append(
-            sweep(
-                job.world,
-                "batch_size",
-                wishes.batch_sizes,
-                lambda n: candidate(batch_size=n, num_workers=best),
-            )
-        )
+        sizes = wishes.batch_sizes
+        of_best = partial(candidate, num_workers=best)
+        sweeps.append(sweep(world, "batch_size", sizes, lambda n: of_best(batch_size=n)))
     return tuple(sweeps)
-
-
-class _Probe:
-    """A job's step that first tells how many there have been."""
-
-    def __init__(self, step: EagerStep, stages: Stages, job: Job) -> None:
-        self._step, self._stages, self._job = step, stages, job
-        self._epoch = 0
-        self.steps_per_call = step.steps_per_call
-        self.notes = step.notes
-
-    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take the steps of a block."""
-        epoch = self._job.position.epoch + 1
-        self._stages.at(step)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._stages.epoch_begins(epoch)
-        return self._step(block, step, lrs, want_norm=want_norm)

@@ -1,16 +1,16 @@
 """Profile any training script: run it as Python would, look at some of its steps, then end it."""
 
 import contextlib
-import dataclasses
 import os
 import runpy
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import IterableDataset
 
@@ -18,11 +18,13 @@ from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.hooks import Hooks
-from samestep.profiling.measured import Measured, Operations, Rank
-from samestep.profiling.meeting import Left, Meeting
-from samestep.profiling.profile import Profile
-from samestep.profiling.stages import Finished, Span, Stages
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps
+from samestep.profiling.profile_result import Profile
+from samestep.profiling.script_ranks import RankZeroEnded, ScriptRanks
+from samestep.profiling.stages import Stages
+from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.ranks.startup import resume_collections
+from samestep.screen.words import count
 from samestep.training.phases import Phases
 
 
@@ -42,21 +44,33 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
     def told(self, script: Path) -> str:
         """Return the one line to show below the script's own error."""
         how = "an error" if isinstance(self.__cause__, Exception) else f"exit code {self.code}"
-        steps = f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
-        what = (
-            "nothing was measured."
-            if self.found is None
-            else ("the profile is of what was measured until then.")
+        found = "the profile is of what was" if self.found is not None else "nothing was"
+        return (
+            f"{script.name} ended with {how} after {count(self.steps, 'step')}: {found} measured"
+            f"{' until then' if self.found is not None else ''}."
         )
-        return f"{script.name} ended with {how} after {steps}: {what}"
+
+
+class _Done(BaseException):
+    """The profile has all that it needs: raised in the script, which cannot be ended otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankFound:
+    """What rank 0 has to know of a rank."""
+
+    rank: MeasuredRank
+    worker_start: float
+    trace: str | None
+    profiled_itself: bool
 
 
 def profile_script(
     script: Path,
     arguments: list[str],
-    meeting: Meeting,
+    ranks: ScriptRanks,
+    out: Path,
     *,
-    local_ranks: int,
     epoch: int | None = None,
     seconds: float = 3.0,
     quiet: bool = False,
@@ -67,8 +81,8 @@ def profile_script(
     Args:
         script: a Python file, or the name of a module.
         arguments: what it is to see as its own.
-        meeting: this rank among the others, and the directory for the traces.
-        local_ranks: ranks on this node.
+        ranks: this rank among the others.
+        out: the directory for the traces.
         epoch: trace this epoch, counted from 1; by default a few steps.
         seconds: how long to measure, at least.
         quiet: whether what it prints goes to standard error.
@@ -78,47 +92,51 @@ def profile_script(
         ScriptFailed: the script failed by itself.
         UserError: it took too few steps, or other ranks took more; a file could not be written.
     """
-    meeting.join()
-    phases = Phases()
-    hooks = Hooks(phases, several=meeting.world_size > 1)
+    ranks.join()
+    hooks = Hooks(Phases(), several=ranks.world_size > 1)
     stages = Stages(
-        phases=phases,
-        agree=meeting.agree,
+        TimeAccount(lambda: hooks.phases),
+        ranks.agree,
         seconds=seconds,
         epoch=epoch,
-        whole_epochs=lambda: hooks.loader is not None,
+        wants_epochs=lambda: hooks.loader is not None,
     )
-    hooks.on_step, hooks.on_epoch = stages.at, stages.epoch_begins
+    hooks.on_step = lambda step: _stop_if(stages.at(step))
+    hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
-    hooks.on_device = lambda phases: setattr(stages, "phases", phases)
     failure = None
     try:
         with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
             _run(script, arguments, module=module)
-    except Left as left:
-        raise _unequal(script, left.steps, meeting.rank, hooks.steps) from left
+    except RankZeroEnded as ended:
+        raise _unequal(script, ended.steps, ranks.rank, hooks.steps) from ended
     except ScriptFailed as error:
         failure = error
-    if stages.stage != "done":  # else it was ended, as the other ranks were
+    if not stages.done:  # else it was ended, as the other ranks were
         stages.end()
         if failure is None:
-            meeting.end(hooks.steps)
+            ranks.end(hooks.steps)
     if failure is not None:
         failure.steps = hooks.steps
-        if stages.span is not None and meeting.world_size == 1:
-            found = [_found(stages, stages.span, hooks, meeting)]
-            failure.found = _profile(script, found, stages.span, hooks, meeting, local_ranks)
+        if stages.span is not None and ranks.world_size == 1:
+            mine = _rank_found(stages, stages.span, hooks, out, 0)
+            failure.found = _profile(script, [mine], stages.span, hooks, out, 1)
         raise failure
     if epoch is not None and stages.tracer is None and hooks.steps:
         raise _no_such_epoch(script, hooks.epochs, epoch)
     if stages.span is None:
         raise _too_few(script, hooks.steps)
-    meeting.tell(_found(stages, stages.span, hooks, meeting))
-    if meeting.rank != 0:
+    mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
+    gathered = ranks.gather(msgspec.json.encode(mine).decode())
+    if ranks.rank != 0:
         return None
-    found = meeting.told()
-    meeting.close()
-    return _profile(script, found, stages.span, hooks, meeting, local_ranks)
+    found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
+    return _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
+
+
+def _stop_if(done: bool) -> None:
+    if done:
+        raise _Done
 
 
 def _run(script: Path, arguments: list[str], *, module: bool) -> None:
@@ -132,15 +150,13 @@ def _run(script: Path, arguments: list[str], *, module: bool) -> None:
             runpy.run_module(str(script), run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(str(script), run_name="__main__")
-    except Finished:
+    except _Done:
         return
     except SystemExit as stop:
         if stop.code not in (None, 0):
             code = stop.code if isinstance(stop.code, int) else 1
             text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
             raise ScriptFailed(code, text) from stop
-    except KeyboardInterrupt:
-        raise
     except Exception as error:
         raise ScriptFailed(1, _as_python_prints(error, script)) from error
     finally:
@@ -186,30 +202,29 @@ def _too_few(script: Path, steps: int) -> UserError:
             on_all_ranks=True,
         )
     return UserError(
-        f"{script} took {steps} optimizer step{'s' if steps > 1 else ''} and ended: too few to tell"
-        " anything. Let it take at least 4, better 100.",
+        f"{script} took {count(steps, 'optimizer step')} and ended: too few to tell anything. Let "
+        "it take at least 4, better 100.",
         on_all_ranks=True,
     )
 
 
 def _no_such_epoch(script: Path, epochs: int, wished: int) -> UserError:
     if not epochs:
-        return UserError(
+        why = (
             f"--epoch is {wished}, and {script} trains without a torch DataLoader, so that its "
-            "epochs cannot be told. Leave --epoch out: some steps are traced then.",
-            on_all_ranks=True,
+            "epochs cannot be told. Leave --epoch out: some steps are traced then."
         )
-    if wished <= epochs:
-        return UserError(
+    elif wished <= epochs:
+        why = (
             f"{script} has a profiler of its own on in epoch {wished}, and there can be only one: "
-            "give --epoch another one, or leave it out.",
-            on_all_ranks=True,
+            "give --epoch another one, or leave it out."
         )
-    return UserError(
-        f"{script} has {epochs} epoch{'s' if epochs > 1 else ''}, and --epoch is {wished}. Give "
-        "one of them, or leave --epoch out.",
-        on_all_ranks=True,
-    )
+    else:
+        why = (
+            f"{script} has {count(epochs, 'epoch')}, and --epoch is {wished}. Give one of them, or "
+            "leave --epoch out."
+        )
+    return UserError(why, on_all_ranks=True)
 
 
 def _unequal(script: Path, theirs: int, rank: int, own: int) -> UserError:
@@ -220,65 +235,46 @@ def _unequal(script: Path, theirs: int, rank: int, own: int) -> UserError:
     )
 
 
-def _found(stages: Stages, span: Span, hooks: Hooks, meeting: Meeting) -> dict[str, Any]:
-    """Write this rank's trace; return what all are to know of this rank."""
-    kept, trace = None, None
-    workers = hooks.loader.num_workers if hooks.loader is not None else 0
-    if stages.tracer is not None and stages.traced:
-        name = f"rank{meeting.rank}_workers_{workers}"
-        kept = stages.tracer.keep(meeting.folder / "traces", name)
+def _rank_found(
+    stages: Stages, span: MeasuredSpan, hooks: Hooks, out: Path, rank: int
+) -> _RankFound:
+    """Write this rank's trace; return what rank 0 has to know of this rank."""
+    traced, trace = None, None
+    if stages.tracer is not None and stages.tracer.steps:
+        workers = hooks.loader.num_workers if hooks.loader is not None else 0
+        name = f"rank{rank}_workers_{workers}"
+        traced = stages.tracer.keep(out / "traces", name)
         trace = f"traces/trace_{name}.json.gz"
-    phases = {phase: seconds / span.steps for phase, seconds in span.phases.items()}
-    starts = phases.pop("workers", 0.0)
-    return {
-        "phases": {**phases, "data": phases.get("data", 0.0) + starts},
-        "worker_start": starts,
-        "batches": hooks.batches / max(1, hooks.steps),
-        "operations": dataclasses.asdict(kept.operations) if kept is not None else None,
-        "starved": span.cores.waited / span.steps,
-        "wanted_cores": span.cores.wanted,
-        "memory": kept.memory if kept is not None else None,
-        "trace": trace,
-        "profiled_itself": stages.profiled_itself,
-    }
-
-
-def _rank(found: dict[str, Any]) -> Rank:
-    """Return a rank as it came out of JSON, which knows no tuples."""
-    operations, memory = found["operations"], found["memory"]
-    if operations is not None:
-        top = {
-            key: tuple((name, share) for name, share in operations[key])
-            for key in ("top_matmul", "top_memory")
-        }
-        operations = Operations(**{**operations, **top})
-    return Rank(
-        phases=found["phases"],
-        operations=operations,
-        starved=found["starved"],
-        wanted_cores=found["wanted_cores"],
-        memory=(memory[0], memory[1]) if memory else None,
+    found = span.per_step(traced)
+    phases = dict(found.phases)
+    worker_start = phases.pop("workers", 0.0)
+    phases["data"] = phases.get("data", 0.0) + worker_start
+    return _RankFound(
+        rank=replace(found, phases=phases),
+        worker_start=worker_start,
+        trace=trace,
+        profiled_itself=stages.profiled_itself,
     )
 
 
 def _profile(
     script: Path,
-    found: list[dict[str, Any]],
-    span: Span,
+    found: list[_RankFound],
+    span: MeasuredSpan,
     hooks: Hooks,
-    meeting: Meeting,
+    out: Path,
     local_ranks: int,
 ) -> Profile:
     loader, optimizer = hooks.loader, hooks.optimizer
     assert optimizer is not None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     batch = getattr(loader, "batch_size", None) or 0
-    measured = Measured(
-        ranks=tuple(_rank(each) for each in found),
+    measured = MeasuredSteps(
+        ranks=tuple(each.rank for each in found),
         steps=span.steps,
         wall=span.seconds / span.steps,
-        samples=batch * round(found[0]["batches"]) * len(found),
-        worker_start=max(each["worker_start"] for each in found),
+        samples=batch * round(hooks.batches / max(1, hooks.steps)) * len(found),
+        worker_start=max(each.worker_start for each in found),
         device=parameters[0].device.type,
         cores=len(usable_cores()),
         local_ranks=local_ranks,
@@ -288,13 +284,9 @@ def _profile(
         in_memory=loader is None,
         gradient_bytes=sum(p.nbytes for p in parameters),
         script=True,
-        profiled_itself=any(each["profiled_itself"] for each in found),
+        profiled_itself=any(each.profiled_itself for each in found),
     )
-    traces = [each["trace"] for each in found if each["trace"] is not None]
+    traces = tuple(each.trace for each in found if each.trace is not None)
     return Profile(
-        name=script.name,
-        path=meeting.folder,
-        measured=measured,
-        verdict=judge(measured),
-        traces=tuple(traces),
+        name=script.name, path=out, measured=measured, verdict=judge(measured), traces=traces
     )

@@ -1,18 +1,20 @@
 """The stages of a profile: warm-up, measured steps without the profiler, traced steps, the end.
 
-Where a whole epoch is measured that is longer than there is time for, some of its steps are traced
-meanwhile, and are left out of what is measured.
+`Stages` is told of every step and every epoch of a training, and answers whether the profile has
+all that it needs. It neither trains nor stops anything.
 
-All ranks change stage after the same step: rank 0 decides, at steps that all know beforehand.
+If a whole epoch has to be measured and takes longer than there is time for, some of its steps are
+traced meanwhile and left out of what is measured. All ranks change stage after the same step: rank
+0 decides, at steps that every rank knows beforehand.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from typing import Literal
 
 from torch import autograd
 
-from samestep.profiling.cores import Clocks, Cores, between, core_clocks
+from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.profiling.tracing import Tracer
 from samestep.training.phases import Phases
 
@@ -21,252 +23,186 @@ _WARM_UP_S, _TRACE_S = 0.5, 0.5
 _TRACED_STEPS = (5, 20)
 _LEAST_STEPS = 8
 _LONGEST_S = 20.0
-"""So long a profile waits for a whole epoch, with what lies between two of them."""
+"""How long a profile waits for a whole epoch with what lies between it and the next."""
 
 
-class Finished(BaseException):
-    """All stages are done."""
+def profiler_runs() -> bool:
+    """Whether any profiler of PyTorch's is on in this process."""
+    return bool(autograd.profiler._is_profiler_enabled)  # noqa: SLF001 - there is no public name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """The accounts at one moment."""
-
-    step: int
-    at: float
-    phases: dict[str, float]
-    clocks: Clocks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """What lies between two snapshots."""
-
-    steps: int
-    seconds: float
-    phases: dict[str, float]
-    """Seconds in all of its steps."""
-    cores: Cores
-
-
-@dataclass(kw_only=True)
 class Stages:
-    """Where a profile of this rank stands. It is told of every step and of every epoch."""
+    """Where the profile of this rank stands."""
 
-    phases: Phases
-    agree: Callable[[Callable[[], bool]], bool]
-    """Calls a function on rank 0, and returns what it said on every rank."""
-    seconds: float = 3.0
-    """How long to measure, at least."""
-    epoch: int | None = None
-    """Trace this epoch, counted from 1, from its first step to its last; else a few steps."""
-    whole_epochs: Callable[[], bool] = lambda: False
-    """Whether to measure a whole epoch, with what lies between it and the next."""
-    tracer: Tracer | None = None
-    span: Span | None = None
-    """What was measured."""
-    step: int = 0
-    profiled_itself: bool = False
-    """Whether the script had a profiler of its own on in some steps."""
-    stage: str = "warm-up"
-    _began: float = field(default_factory=time.perf_counter)
-    _first: Snapshot | None = None
-    _start: Snapshot | None = None
-    _epochs: list[Snapshot] = field(default_factory=list)
-    _next: int = _FIRST_DECISION
-    _trace_until: int = 0
-    _left_out: list[Snapshot] = field(default_factory=list)
-    """Begin and end, in turns, of what is not to be measured: steps with a profiler."""
-    _starts: bool = False
-    _cut: bool = False
-    """Whether the trace ended early, since the script began one of its own."""
-    _paused: bool = False
-    """Whether the script profiles itself."""
+    def __init__(
+        self,
+        account: TimeAccount,
+        agree: Callable[[Callable[[], int]], int],
+        *,
+        seconds: float = 3.0,
+        epoch: int | None = None,
+        wants_epochs: Callable[[], bool] = lambda: False,
+        new_tracer: Callable[[Phases], Tracer] = Tracer,
+        own_profiler_runs: Callable[[], bool] = profiler_runs,
+    ) -> None:
+        """Begin to warm up.
+
+        Args:
+            account: of this rank's time.
+            agree: calls a function on rank 0, and returns its value on every rank.
+            seconds: how long to measure, at least.
+            epoch: trace this epoch, counted from 1, from its first step to its last; by default
+                trace a few steps.
+            wants_epochs: whether to measure a whole epoch, with what lies between it and the next.
+            new_tracer: makes the profiler of the steps to trace.
+            own_profiler_runs: whether a profiler of the script's own is on.
+        """
+        self.stage: Literal["warm-up", "measure", "trace", "done"] = "warm-up"
+        self.span: MeasuredSpan | None = None
+        """What was measured."""
+        self.tracer: Tracer | None = None
+        self.profiled_itself = False
+        """Whether the script had a profiler of its own on in some steps."""
+        self._account, self._agree = account, agree
+        self._seconds, self._epoch, self._wants_epochs = seconds, epoch, wants_epochs
+        self._new_tracer, self._own_profiler_runs = new_tracer, own_profiler_runs
+        self._began = account.now()
+        self._step = 0
+        self._next_decision = _FIRST_DECISION
+        self._trace_until = 0
+        self._paused = False
+        """Whether a profiler is on, or starting, that is not the tracer's."""
 
     @property
-    def traced(self) -> int:
-        """Steps that the trace holds."""
-        return self.tracer.steps if self.tracer is not None else 0
+    def done(self) -> bool:
+        """Whether the training is needed no more."""
+        return self.stage == "done"
 
-    def at(self, step: int) -> None:
-        """Take note that so many steps have been taken.
-
-        Raises:
-            Finished: all is measured.
-        """
-        self.step = step
+    def at(self, step: int) -> bool:
+        """Take note that so many steps have been taken; return whether the profile is done."""
+        self._step = step
         self._resume()
-        if self._first is None and step:
-            self._first = self._snapshot()
-        if self.stage == "trace":
-            assert self.tracer is not None
-            if not self._cut:
-                self.tracer.step()
-            if self.epoch is None and step >= self._trace_until:
-                self._traced_enough()
-        elif step >= self._next:
-            self._next = max(step + 1, int(step * _GROWTH))
+        if step and self._account.is_empty:
+            self._mark()
+        if self.stage == "trace" and self.tracer is not None:
+            self.tracer.step()
+            if self._epoch is None and step >= self._trace_until:
+                self._end_trace()
+        elif step >= self._next_decision:
+            self._next_decision = max(step + 1, int(step * _GROWTH))
             self._decide()
+        return self.done
 
-    def epoch_begins(self, number: int) -> None:
-        """Take note that an epoch begins, counted from 1.
-
-        Raises:
-            Finished: all is measured.
-        """
+    def epoch_begins(self, number: int) -> bool:
+        """Take note that an epoch begins, counted from 1; return whether the profile is done."""
         self._resume()
         if self.stage == "measure" and not self._paused:
-            self._epochs.append(self._snapshot())
-        if self.epoch is None or self.stage == "done":
-            return
-        if self.stage == "trace" and number > self.epoch:
-            self._finish()
-        elif self.stage != "trace" and number == self.epoch:
+            self._account.begin_epoch(self._step)
+        if self.stage == "trace" and self._epoch is not None and number > self._epoch:
+            self._end_trace()
+        elif self.stage in ("warm-up", "measure") and number == self._epoch:
             if self._paused:
-                raise Finished
-            self._begin_trace()
+                self.stage = "done"  # there can be only one profiler: no trace
+            else:
+                self._begin_trace()
+        return self.done
 
     def script_profiles(self) -> None:
         """Take note that the script starts a profiler of its own: there can be only one."""
-        if self._starts or self._paused or self.stage == "done":
+        if self._paused or self.done:
             return
         self.profiled_itself = self._paused = True
-        if self.stage == "trace" and self.tracer is not None:
+        if self.tracer is not None:
             self.tracer.stop()
-            self._cut = True
-            if self._in_trace():
-                return
-        self.phases.lap("other")
-        self._left_out.append(self._snapshot())
-        self._epochs.clear()
-
-    def _resume(self) -> None:
-        """Measure again once the script's own profiler is off, and its trace written."""
-        if self._paused and not autograd.profiler._is_profiler_enabled:  # noqa: SLF001
-            self._paused = False
-            if not self._in_trace():
-                self._left_out.append(self._snapshot())
-
-    def _in_trace(self) -> bool:
-        """Whether the steps of a trace are being left out already."""
-        return self.stage == "trace" and len(self._left_out) % 2 == 1
+        if self.stage != "trace" or self._epoch is not None:
+            self._mark()
+            self._account.forget_epochs()
 
     def end(self) -> None:
         """Make do with what there is: the training has ended by itself."""
-        if self.stage == "trace" and self.tracer is not None:
+        if self.stage == "trace":
             self._end_trace()
-        elif self._paused:
-            self._left_out.append(self._snapshot())
-        if self.span is None:
-            self._measure()
-        self.stage = "done"
+        self._finish()
+
+    def _resume(self) -> None:
+        """Count again once the script's own profiler is off, and its trace written."""
+        if self._paused and not self._own_profiler_runs():
+            self._paused = False
+            self._mark()
+
+    def _mark(self) -> None:
+        """Count from here on, unless steps are slowed down by a profiler.
+
+        Of an epoch that is to be traced the steps count: there may be no others.
+        """
+        traces = self.stage == "trace" and self._epoch is None
+        self._account.mark(self._step, counts=not (self._paused or traces))
 
     def _decide(self) -> None:
         if self.stage == "warm-up":
-            if self.agree(self._is_warm):
-                self.stage, self._start = "measure", self._snapshot()
-        elif self.stage == "measure" and self.epoch is None and self.agree(self._is_enough):
+            if self._agree(self._is_warm):
+                self.stage = "measure"
+                self._account.restart(self._step)
+        elif self._epoch is None and self._agree(self._is_enough):
             if self.tracer is not None:
                 self._finish()
-            if self.agree(self._has_its_epochs):
+                return
+            if self._agree(self._has_its_epochs):
                 self._measure()
             self._begin_trace()
 
     def _is_warm(self) -> bool:
-        return self.epoch is not None or time.perf_counter() - self._began >= _WARM_UP_S
+        return self._epoch is not None or self._account.now() - self._began >= _WARM_UP_S
 
     def _is_enough(self) -> bool:
-        assert self._start is not None
-        if self._paused:
-            return False
-        seconds = time.perf_counter() - self._start.at
-        if self.step - self._start.step < _LEAST_STEPS or seconds < self.seconds:
+        steps, seconds = self._account.passed(self._step)
+        if self._paused or steps < _LEAST_STEPS or seconds < self._seconds:
             return False
         return self.tracer is None or self._has_its_epochs()
 
     def _has_its_epochs(self) -> bool:
-        assert self._start is not None
-        if not self.whole_epochs() or len(self._epochs) > 1:
-            return True
-        return time.perf_counter() - self._start.at >= max(_LONGEST_S, self.seconds)
+        _, seconds = self._account.passed(self._step)
+        too_long = seconds >= max(_LONGEST_S, self._seconds)
+        return not self._wants_epochs() or self._account.num_epochs > 0 or too_long
 
     def _begin_trace(self) -> None:
-        if self._start is not None and self.epoch is not None:
+        if self._epoch is None:
+            self._trace_until = self._step + self._agree(self._steps_to_trace)
+        elif self.stage == "measure":
             self._measure()
-        if self.epoch is None:
-            now = self._snapshot()
-            assert self._start is not None
-            if self.span is None:
-                self._left_out.append(now)
-            each = (now.at - self._start.at) / (now.step - self._start.step)
-            few, many = (self.step + count for count in _TRACED_STEPS)
-            self._trace_until = few
-            while self._trace_until < many and self.agree(
-                lambda: (self._trace_until - self.step) * each < _TRACE_S
-            ):
-                self._trace_until += 1
-        self.stage, self.tracer = "trace", Tracer(self.phases)
-        self._starts, self._cut = True, False
+        is_warm, self.stage = self.stage == "measure", "trace"
+        # What starts now is not the script's own profiler, and how long it takes is not measured.
+        self._paused = True
+        self._mark()
+        self.tracer = self._new_tracer(self._account.phases())
         self.tracer.start()
-        self._starts = False
-        self._start = self._start or self._snapshot()
+        self._paused = False
+        if is_warm:
+            self._mark()
+        else:
+            self._account.restart(self._step)
 
-    def _traced_enough(self) -> None:
-        if self.span is not None:
-            self._finish()
-        self._end_trace()
-        self.stage = "measure"
+    def _steps_to_trace(self) -> int:
+        steps, seconds = self._account.passed(self._step)
+        least, most = _TRACED_STEPS
+        return min(most, max(least, math.ceil(_TRACE_S * steps / seconds)))
 
     def _end_trace(self) -> None:
+        """End the trace; go on measuring if that had been interrupted."""
         assert self.tracer is not None
-        if not self._cut:
-            self.tracer.stop()
-        self.phases.lap("other")
-        if self._in_trace():
-            self._left_out.append(self._snapshot())
+        self._account.mark(self._step, counts=False)
+        self.tracer.stop()
+        if self.span is not None or self._epoch is not None:
+            self._finish()
+        else:
+            self.stage = "measure"
+            self._mark()
 
     def _finish(self) -> None:
-        self.end()
-        raise Finished
+        if self.span is None:
+            self._measure()
+        self.stage = "done"
 
     def _measure(self) -> None:
-        """Measure up to here: whole epochs if there are any, else from the end of the warm-up."""
-        start, end = self._start or self._first, self._snapshot()
-        if self.whole_epochs() and len(self._epochs) > 1:
-            start, end = self._epochs[0], self._epochs[-1]
-        if start is not None:
-            span = _between(start, end, self._left_out)
-            self.span = span if span.steps >= 2 else None
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            step=self.step,
-            at=time.perf_counter(),
-            phases=self.phases.running(),
-            clocks=core_clocks(),
-        )
-
-
-def _between(start: Snapshot, end: Snapshot, left_out: Sequence[Snapshot]) -> Span:
-    """Return what lies between two snapshots, without what lies between pairs of others."""
-    pieces = []
-    for a, b in zip(left_out[::2], left_out[1::2], strict=True):
-        if start.at < b.at and a.at < end.at:
-            pieces.append((start, a))
-            start = b
-    pieces = [(a, b) for a, b in [*pieces, (start, end)] if a.at < b.at]
-    seconds = sum(b.at - a.at for a, b in pieces)
-    cores = [(b.at - a.at, between(a.clocks, b.clocks, b.at - a.at)) for a, b in pieces]
-    names = {name: None for _, b in pieces for name in b.phases}
-    return Span(
-        steps=sum(b.step - a.step for a, b in pieces),
-        seconds=seconds,
-        phases={
-            name: sum(b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for a, b in pieces)
-            for name in names
-        },
-        cores=Cores(
-            wanted=sum(part * one.wanted for part, one in cores) / max(seconds, 1e-9),
-            waited=sum(one.waited for _, one in cores),
-        ),
-    )
+        """Add up what counts: whole epochs if there are any, else all since the warm-up."""
+        self.span = self._account.span(self._step, whole_epochs=self._wants_epochs())

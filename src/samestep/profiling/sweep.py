@@ -1,22 +1,21 @@
 """Try values of one setting in turns, and stop where more does not help beyond noise."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
 from samestep.data.source import Source
-from samestep.profiling.profile import Row, Sweep
+from samestep.profiling.profile_result import Row, Sweep
 from samestep.ranks.world import World
-from samestep.run.records import Record
 from samestep.settings import Settings
-from samestep.training.clock import Position
 from samestep.training.compiled import make_step, what_compiles
-from samestep.training.loop import Job, train
+from samestep.training.loop import rehearse
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
-from samestep.training.stopping import Agreement, Received
+from samestep.training.stopping import Watch
+from samestep.training.work import State, Taken, Work
 
 ROUNDS, MOST_ROUNDS = 3, 7
 _WIDE = 0.15
@@ -30,19 +29,20 @@ none, and two are not."""
 _UNSURE = 0.5
 """Rounds that differ by more than this, relative to the value, and of which some say that it is the
 slower one, say nothing."""
-ENDLESS = 2**40
-"""Steps: a profile ends by itself."""
 
 
 @dataclass
 class Candidate:
-    """A job with one value of the setting, which trains a little whenever it is its turn."""
+    """A training with one value of the setting, which goes on a little whenever it is its turn."""
 
     value: int
-    job: Job
-    records: Iterator[Record]
+    work: Work
+    state: State
+    steps: Generator[Taken]
     prefetched: int
     """Steps that the loader has ready after a pause: they are not measured."""
+    each: int = 1
+    """Calls of the step in a turn."""
     turns: list["Turn"] = field(default_factory=list)
 
     @property
@@ -66,8 +66,8 @@ def sweep(
     world: World,
     setting: str,
     values: Sequence[int],
-    make: Callable[[int], Job],
-    look: Callable[[Job], None] = lambda _job: None,
+    make: Callable[[int], Work],
+    look: Callable[[Work, State], None] = lambda _work, _state: None,
 ) -> Sweep:
     """Try values in ascending order, each in turns with the best so far; return what to use.
 
@@ -75,15 +75,15 @@ def sweep(
         world: this rank; all ranks try the same values, and rank 0's clock counts.
         setting: name of the setting.
         values: of the setting.
-        make: returns a job with a value, with a source of its own.
-        look: given each job before it is tried.
+        make: returns the work with a value, with a source of its own.
+        look: given each work, and where it stands, before it is tried.
     """
     ordered = sorted(set(values))
 
     def open_one(value: int) -> Candidate:
-        job = make(value)
-        look(job)
-        return _open(value, job, world)
+        work, state = make(value), State(watch=Watch(metric="loss", mode="min"))
+        look(work, state)
+        return _open(value, work, state)
 
     best = open_one(ordered[0])
     _turns(world, [best], 1)
@@ -149,64 +149,41 @@ def _why(skipped: Sequence[int], rows: Sequence[Row], *, sure: bool) -> str:
     return ""
 
 
-def variant(job: Job, settings: Settings, source: Source) -> Job:
-    """Return a job with other settings that trains the same model on a source of its own."""
-    world = job.world
+def variant(work: Work, settings: Settings, source: Source) -> Work:
+    """Return endless work with other settings: the same model, on a source of its own."""
+    world, trainee = work.world, work.trainee
     plan = make_plan(settings, source.num_samples, world.world_size, resumed=False)
     phases = make_phases(world.device)
-    compiles = what_compiles(settings, world, job.trainee.model)
-    step = make_step(
-        compiles,
-        job.trainee,
-        settings,
-        world,
-        plan,
-        source.steps_per_block(plan.global_batch_size),
-        phases,
+    compiles = what_compiles(settings, world, trainee.model)
+    per_block = source.steps_per_block(plan.global_batch_size)
+    step = make_step(compiles, trainee, settings, world, plan, per_block, phases)
+    changed = replace(
+        work, settings=settings, plan=plan, step=step, train=source, validation=None, phases=phases
     )
-    return replace(
-        job,
-        settings=settings,
-        plan=replace(plan, total_steps=ENDLESS),
-        step=step,
-        train=source,
-        validation=None,
-        position=Position(),
-        phases=phases,
-        loss_sum=0.0,
-        agreement=Agreement(world, Received(), None),
-        save=lambda *_: {"event": "checkpoint"},
-    )
+    return changed.endless()
 
 
-def _open(value: int, job: Job, world: World) -> Candidate:
+def _open(value: int, work: Work, state: State) -> Candidate:
     """Make a candidate, and let it train for a moment: workers start, and its speed shows."""
-    job.settings = replace(
-        job.settings,
-        log_every=1,
-        eval_every_steps=None,
-        checkpoint_every_steps=None,
-        checkpoint_every_minutes=None,
-        patience=None,
-    )
-    workers = job.settings.num_workers
+    world, workers = work.world, work.settings.num_workers
     prefetched = 2 * workers + 2 if workers else 1
-    records = _steps(job)
-    for _ in range(prefetched + 2):
-        next(records)
-    began, steps = time.perf_counter(), 0
+    candidate = Candidate(value, work, state, rehearse(work, state), prefetched)
+    _go_on(candidate, prefetched + 2)
+    began, calls = time.perf_counter(), 0
     while world.broadcast(time.perf_counter() - began < TURN_S):
-        next(records)
-        steps += 1
-    # From here on a record comes several times a turn, and none of them costs anything.
-    each = (time.perf_counter() - began) / max(1, steps)
-    log_every = world.broadcast(max(1, round(TURN_S / 4 / each)))
-    job.settings = replace(job.settings, log_every=log_every)
-    return Candidate(value, job, _steps(job), prefetched)
+        _go_on(candidate, 1)
+        calls += 1
+    # In a turn the host waits for the device once, at its end.
+    each = (time.perf_counter() - began) / max(1, calls)
+    candidate.each = world.broadcast(max(1, round(TURN_S / each)))
+    return candidate
 
 
-def _steps(job: Job) -> Iterator[Record]:
-    return (record for record in train(job) if record["event"] == "step")
+def _go_on(candidate: Candidate, calls: int) -> None:
+    """Train for so many calls of the step, and wait until the device has done them."""
+    for _ in range(calls):
+        taken = next(candidate.steps)
+    float(taken.result.losses[-1])
 
 
 def _turns(world: World, candidates: list[Candidate], rounds: int) -> None:
@@ -217,18 +194,16 @@ def _turns(world: World, candidates: list[Candidate], rounds: int) -> None:
 
 def _turn(candidate: Candidate) -> Turn:
     """Train for a moment."""
-    job, every = candidate.job, candidate.job.settings.log_every
-    job.phases.begin()
-    for _ in range(1 + candidate.prefetched // every):
-        next(candidate.records)
-    before, trained = job.position.step, job.position.samples
-    waited = job.phases.running().get("data", 0.0)
+    phases, position = candidate.work.phases, candidate.state.position
+    phases.begin()
+    _go_on(candidate, 1 + candidate.prefetched)
+    before, trained = position.step, position.samples
+    waited = phases.running().get("data", 0.0)
     began = time.perf_counter()
-    for _ in range(4):
-        next(candidate.records)
+    _go_on(candidate, candidate.each)
     seconds = time.perf_counter() - began
-    steps, samples = job.position.step - before, job.position.samples - trained
-    data = job.phases.running().get("data", 0.0) - waited
+    steps, samples = position.step - before, position.samples - trained
+    data = phases.running().get("data", 0.0) - waited
     return Turn(seconds / steps, samples / seconds, data / steps)
 
 
@@ -247,5 +222,5 @@ def _row(one: _Tried, first: Candidate) -> Row:
 
 
 def _close(candidate: Candidate) -> None:
-    candidate.records = iter(())
-    candidate.job.train.close()
+    candidate.steps.close()
+    candidate.work.train.close()

@@ -1,8 +1,6 @@
 """Trace some steps with torch.profiler, and keep the trace as one whole file a rank."""
 
-import csv
 import gzip
-import io
 import json
 import sys
 import tempfile
@@ -14,9 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from samestep.errors import UserError
-from samestep.profiling.digest import digest
-from samestep.profiling.events import FLOOR, MARK, phases_of
 from samestep.profiling.measured import Operations
+from samestep.profiling.trace_digest import digest
+from samestep.profiling.trace_events import FLOOR, MARK, phases_of
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
@@ -26,7 +24,7 @@ _MANY_STEPS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class Traced:
     """What a trace that was written says."""
 
     operations: Operations
@@ -38,7 +36,6 @@ class Tracer:
 
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
-        self._lap = phases.lap
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -47,6 +44,7 @@ class Tracer:
         self._profile = profile(activities=activities, profile_memory=True)
         self.steps = 0
         """Steps traced so far."""
+        self._running = False
 
     def start(self) -> None:
         """Begin to trace, and to mark the end of each phase in the trace."""
@@ -55,15 +53,17 @@ class Tracer:
             one = torch.ones(())
             for _ in range(_FLOOR_OPERATIONS):
                 torch.neg(one)
-        self._phases.lap = self._mark  # type: ignore[method-assign]
-        self._mark("other")
+        self._running = True
+        self._phases.observer = _mark
+        _mark("other")
         self._begin_step()
 
     def step(self) -> None:
-        """Count a step."""
-        self._step.__exit__(None, None, None)
-        self.steps += 1
-        self._begin_step()
+        """Count a step, unless the trace has ended."""
+        if self._running:
+            self._step.__exit__(None, None, None)
+            self.steps += 1
+            self._begin_step()
 
     def _begin_step(self) -> None:
         # The name that readers of PyTorch's traces look for; the profiler writes it by itself only
@@ -72,17 +72,14 @@ class Tracer:
         self._step.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """End the trace."""
-        self._step.__exit__(None, None, None)
-        self._phases.lap = self._lap  # type: ignore[method-assign]
-        self._profile.stop()
+        """End the trace, unless it has ended."""
+        if self._running:
+            self._step.__exit__(None, None, None)
+            self._phases.observer = None
+            self._profile.stop()
+            self._running = False
 
-    def _mark(self, phase: str) -> None:
-        self._lap(phase)
-        with record_function(MARK + phase):
-            pass
-
-    def keep(self, folder: Path, name: str) -> "Kept":
+    def keep(self, folder: Path, name: str) -> Traced:
         """Write the trace and the memory's timeline into a folder; return what they say.
 
         Raises:
@@ -93,7 +90,7 @@ class Tracer:
         events = self.save(folder / f"trace_{name}.json.gz")
         rows = memory_timeline(events)
         save_memory(folder / f"memory_{name}.csv", rows)
-        return Kept(operations=digest(events, self.steps), memory=peak_memory(rows))
+        return Traced(operations=digest(events, self.steps), memory=peak_memory(rows))
 
     def save(self, path: Path) -> list[dict[str, Any]]:
         """Write the trace, compressed, with its phases as a row of their own; return its events.
@@ -119,6 +116,12 @@ class Tracer:
         text = json.dumps(trace).encode()
         write_whole(path, gzip.compress(text, compresslevel=3, mtime=0))
         return events
+
+
+def _mark(phase: str) -> None:
+    """Mark the end of a phase in the trace."""
+    with record_function(MARK + phase):
+        pass
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -164,19 +167,9 @@ def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {**base, "name": "thread_name", "args": {"name": "phases of a step (samestep)"}},
         {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
     ]
-    ranges = [
-        {
-            "ph": "X",
-            "cat": "phase",
-            "name": phase,
-            "pid": pid,
-            "tid": 0,
-            "ts": begin,
-            "dur": end - begin,
-        }
-        for phase, (begin, end) in phases_of(events)
-    ]
-    return [*named, *ranges]
+    one = {"pid": pid, "tid": 0, "ph": "X", "cat": "phase"}
+    phases = phases_of(events)
+    return [*named, *({**one, "name": p, "ts": a, "dur": b - a} for p, (a, b) in phases)]
 
 
 def memory_timeline(events: list[dict[str, Any]]) -> list[tuple[float, str, float]]:
@@ -216,8 +209,5 @@ def save_memory(path: Path, rows: list[tuple[float, str, float]]) -> None:
     Raises:
         UserError: it could not be written.
     """
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["ms", "phase", "MiB"])
-    table.writerows([f"{ms:.3f}", phase, f"{mib:.4f}"] for ms, phase, mib in rows)
-    write_whole(path, text.getvalue().encode())
+    lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
+    write_whole(path, "\n".join([*lines, ""]).encode())

@@ -61,14 +61,14 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
             file.write("".join(traceback.format_exception(error)) if code == 1 else message + "\n")
     if code == 2 and not (rank and getattr(error, "on_all_ranks", False)):
         _leave_for_job(f"[rank {rank}] {message}" if rank else message)
-    if _is_lost_peer(error):
+    if is_lost_peer(error):
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
         time.sleep(_GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
     if os.environ.get(PARENT):
         leave_for_parent(message, code)
         return code
-    if rank != 0 and not _is_lost_peer(error):
+    if rank != 0 and not is_lost_peer(error):
         time.sleep(_GRACE_S)
         if getattr(error, "on_all_ranks", False):
             return code
@@ -109,7 +109,8 @@ def _describe(error: BaseException, log: Path | None) -> str:
     return f"{text}\n  The traceback is in {log}"
 
 
-def _is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether an error is what a rank meets when another one is gone."""
     name = type(error).__name__
     return name.startswith("Dist") or (
         isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))

@@ -26,6 +26,8 @@ from samestep.ranks.startup import resume_collections
 
 T = TypeVar("T")
 Store: TypeAlias = _Store
+StoreTimeout: TypeAlias = dist.DistStoreError
+"""A store has waited for a key in vain."""
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
 
@@ -253,6 +255,7 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
         is_master=launch.rank == 0 and not agent_serves(),
         timeout=dt.timedelta(seconds=timeout_s),
         wait_for_workers=False,
+        multi_tenant=True,  # this process may serve others there, too, as a script's own ranks
     )
     # Under torchrun it holds others' keys, and this job may have been started anew.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -12,6 +12,7 @@ from samestep.run.files import write_atomically
 from samestep.run.index import Entry, read_index
 
 FORMAT = 1
+"""What this version writes and reads; a file says which one it is in."""
 
 
 class _HashingWriter(io.RawIOBase):
@@ -80,8 +81,13 @@ def load(folder: Path, entry: Entry) -> dict[str, Any]:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # what it raises depends on what stands in the file
         raise UserError(f"{path} is no checkpoint that can be loaded safely: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{path} is no checkpoint of this version of samestep.")
+    if not isinstance(state, dict) or "format" not in state:
+        raise UserError(f"{path} is no checkpoint of samestep.")
+    if state["format"] != FORMAT:
+        raise UserError(
+            f"{path} is in checkpoint format {state['format']}; this version of samestep reads "
+            f"format {FORMAT}. Use the version that wrote it, or a newer one."
+        )
     return state
 
 

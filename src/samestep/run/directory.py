@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from samestep.errors import UserError
 from samestep.run.environment import describe_environment
 from samestep.run.files import Held, cannot_write, hold, write_text
-from samestep.run.records import Record
+from samestep.run.records import Record, check_format, first_start
 
 
 def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
@@ -32,6 +32,7 @@ class Run:
     """The open directory of a run. Only one process at a time has it open."""
 
     def __init__(self, path: Path) -> None:
+        check_format(first_start(path), path)  # before anything in it is touched
         self.path = path
         self.checkpoints = path / "checkpoints"
         try:
@@ -125,15 +126,6 @@ def is_written(path: Path) -> bool:
 def _open_events(path: Path) -> BinaryIO:
     """Open the records for appending; a line that a kill tore off at the end is cut away."""
     file = path.open("a+b", buffering=0)
-    size = file.seek(0, os.SEEK_END)
-    end = size
-    while end and not _ends_line(file, end):
-        end -= 1
-    if end < size:
-        file.truncate(end)
+    file.seek(0)
+    file.truncate(file.readall().rfind(b"\n") + 1)
     return file
-
-
-def _ends_line(file: Any, end: int) -> bool:
-    file.seek(end - 1)
-    return bool(file.read(1) == b"\n")

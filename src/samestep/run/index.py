@@ -101,6 +101,26 @@ def read_index(folder: Path) -> Index:
         ) from error
 
 
+def find_checkpoint(folder: Path, name: str) -> Entry:
+    """Return the entry of the best, the last, or a named checkpoint.
+
+    Raises:
+        UserError: the index has none of this name; those it has are listed.
+    """
+    index = read_index(folder)
+    if name == "last" and index.last:
+        return index.last
+    if name == "best" and (index.best or index.last):
+        best = index.best or index.last  # without a validation set the last is all there is
+        assert best is not None
+        return best
+    for entry in index.checkpoints:
+        if entry.path in (name, f"{name}.pt"):
+            return entry
+    known = ", ".join(entry.path for entry in index.checkpoints) or "none yet"
+    raise UserError(f"{folder} has no checkpoint {name!r}. It has: best, last, {known}.")
+
+
 def _to_json(index: Index) -> str:
     table = {
         "last": asdict(index.last) if index.last else None,

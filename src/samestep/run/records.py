@@ -10,6 +10,40 @@ from samestep.errors import UserError
 Record = dict[str, Any]
 """One line of events.jsonl: `event` first, then its numbers."""
 
+RUN_FORMAT = 1
+"""The format of a run directory, in its `start` records; a run whose records do not say has 1."""
+
+NOT_METRICS = frozenset(
+    [
+        "event",
+        "split",
+        "epoch",
+        "step",
+        "samples",
+        "seconds",
+        "checkpoint",
+        "problems",
+        "per_class",
+        "confusion",
+    ]
+)
+"""What an `evaluation` record has beside its metrics."""
+
+
+def check_format(record: Record, path: Path) -> None:
+    """Check that this samestep can read what a record begins.
+
+    Raises:
+        UserError: a newer samestep has written the run.
+    """
+    found = record.get("format", RUN_FORMAT) if record.get("event") == "start" else RUN_FORMAT
+    if isinstance(found, int) and found > RUN_FORMAT:
+        raise UserError(
+            f"{path} has run format {found}, and this samestep reads formats up to {RUN_FORMAT}. "
+            "Install the samestep that wrote it, or a newer one: its versions are in "
+            "environment.json."
+        )
+
 
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a run as one uninterrupted run would have written them.
@@ -18,7 +52,7 @@ def read_records(path: Path) -> Iterator[Record]:
     later steps are superseded: they are left out here, though they stay in the file.
 
     Raises:
-        UserError: there is no run here.
+        UserError: there is no run here, or its format is newer than this samestep.
     """
     file = path / "events.jsonl"
     try:
@@ -26,13 +60,28 @@ def read_records(path: Path) -> Iterator[Record]:
     except OSError as error:
         raise UserError(f"{path} holds no run: {file} cannot be read.") from error
     # What follows the last newline was torn off by a kill.
-    yield from as_uninterrupted(json.loads(line) for line in lines[:-1])
+    yield from as_uninterrupted((json.loads(line) for line in lines[:-1]), path)
 
 
-def as_uninterrupted(written: Iterable[Record]) -> list[Record]:
-    """Leave out of a run's records those that a later attempt has superseded."""
+def first_start(path: Path) -> Record:
+    """Return the `start` record in the first line of a run's records; {} if there is none."""
+    try:
+        with (path / "events.jsonl").open("rb") as file:
+            record = json.loads(file.readline())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) and record.get("event") == "start" else {}
+
+
+def as_uninterrupted(written: Iterable[Record], path: Path) -> list[Record]:
+    """Leave out of a run's records those that a later attempt has superseded.
+
+    Raises:
+        UserError: their format is newer than this samestep.
+    """
     records: list[Record] = []
     for record in written:
+        check_format(record, path)
         if record["event"] == "start" and not record["resumed"]:
             records = []  # killed before its first checkpoint, and begun anew
         if record["event"] == "resume":

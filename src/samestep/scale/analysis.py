@@ -4,7 +4,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.scale.study import Measured, Measurement, Mode, Segment, Setup, Study
+from samestep.scale.study import (
+    MeasuredSetup,
+    Measurement,
+    Mode,
+    Segment,
+    Setup,
+    Study,
+    samples_per_s,
+)
 from samestep.screen.words import count
 from samestep.screen.words import ranks as ranks_in_words
 
@@ -15,7 +23,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ScalingResult:
     """One setup beside the smallest number of ranks."""
 
     setup: Setup
@@ -26,28 +34,31 @@ class Result:
     speed_up_interval: Interval
     efficiency: float
     """The speed-up, relative to that of the ranks' number."""
-    phases: dict[str, float]
-    """Milliseconds of a step, on rank 0."""
-    lost: dict[str, float]
-    """Milliseconds of a step above the ideal, by phase; their sum is the step's own."""
+    efficiency_interval: Interval
+    phases_ms_per_step: dict[str, float]
+    """On rank 0."""
+    lost_ms_per_step: dict[str, float]
+    """What each phase takes above the ideal; the sum is the step's own."""
     rounds: int
     segments: int
 
     @property
-    def efficiency_interval(self) -> Interval:
-        """The interval of the speed-up, as efficiency."""
-        low, high = self.speed_up_interval
-        scale = self.efficiency / self.speed_up
-        return low * scale, high * scale
+    def step_ms(self) -> float:
+        """Milliseconds per step."""
+        return sum(self.phases_ms_per_step.values())
+
+    @property
+    def lost_ms(self) -> float:
+        """Milliseconds per step above the ideal."""
+        return sum(self.lost_ms_per_step.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ScalingReport:
     """All that is said of a study."""
 
     recipe: str
-    study: Study
-    results: dict[Mode, list[Result]]
+    results: dict[Mode, list[ScalingResult]]
     """Of each mode that was asked for, by the number of ranks; the base first."""
     crowded: dict[int, bool]
     """Whether so many ranks share cores, with each other or with other work."""
@@ -59,11 +70,11 @@ class Report:
 def analyse(
     recipe: str,
     study: Study,
-    found: Sequence[Measured],
+    found: Sequence[MeasuredSetup],
     modes: Sequence[Mode],
     seconds: float,
     busy: float = 0.0,
-) -> Report:
+) -> ScalingReport:
     """Return speed-ups, efficiencies and losses of every setup, and what to beware of.
 
     Args:
@@ -77,20 +88,20 @@ def analyse(
     by_setup = {one.setup: one for one in found}
     base = by_setup[study.base]
     results = {
-        mode: [result(by_setup[setup], base, mode) for setup in study.of(mode)] for mode in modes
+        mode: [scaling_of(by_setup[setup], base, mode) for setup in study.of(mode)]
+        for mode in modes
     }
     crowded = {one.setup.ranks: is_crowded(one, busy) for one in found}
-    return Report(
+    return ScalingReport(
         recipe=recipe,
-        study=study,
         results=results,
         seconds=seconds,
         crowded=crowded,
-        warnings=[*study.left_out, *warnings(found, busy)],
+        warnings=[*study.left_out, *find_warnings(found, busy)],
     )
 
 
-def result(one: Measured, base: Measured, mode: Mode) -> Result:
+def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingResult:
     """Hold a setup against the smallest number of ranks.
 
     Ideal is, when scaling weakly, the step of the smallest number of ranks; when scaling strongly,
@@ -100,35 +111,29 @@ def result(one: Measured, base: Measured, mode: Mode) -> Result:
     phases, reference = per_step(one), per_step(base)
     ideal = 1.0 if mode == "weak" else 1 / times
     names = dict.fromkeys([*reference, *phases])
-    segments = [segment for part in one.rounds for segment in part.segments]
-    speed = samples_per_s(one.rounds)
-    speed_up = speed / samples_per_s(base.rounds)
-    return Result(
+    speed = samples_per_s(one.segments)
+    speed_up = speed / samples_per_s(base.segments)
+    low, high = (1.0, 1.0) if one is base else interval(one.rounds, base.rounds)
+    return ScalingResult(
         setup=one.setup,
         samples_per_s=speed,
         steps_per_s=1000 / sum(phases.values()),
         speed_up=speed_up,
-        speed_up_interval=(1.0, 1.0) if one is base else interval(one.rounds, base.rounds),
+        speed_up_interval=(low, high),
         efficiency=speed_up / times,
-        phases=phases,
-        lost={name: phases.get(name, 0.0) - ideal * reference.get(name, 0.0) for name in names},
+        efficiency_interval=(low / times, high / times),
+        phases_ms_per_step=phases,
+        lost_ms_per_step={
+            name: phases.get(name, 0.0) - ideal * reference.get(name, 0.0) for name in names
+        },
         rounds=len(one.rounds),
-        segments=len(segments),
+        segments=len(one.segments),
     )
 
 
-def samples_per_s(rounds: Sequence[Measurement]) -> float:
-    """Return all samples of some rounds by all their seconds."""
-    return _rate([segment for one in rounds for segment in one.segments])
-
-
-def _rate(segments: Sequence[Segment]) -> float:
-    return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
-
-
-def per_step(one: Measured) -> dict[str, float]:
+def per_step(one: MeasuredSetup) -> dict[str, float]:
     """Return the milliseconds of a step in each phase, over all rounds."""
-    segments = [segment for part in one.rounds for segment in part.segments]
+    segments = one.segments
     steps = sum(segment.steps for segment in segments)
     names = dict.fromkeys(name for segment in segments for name in segment.phases)
     return {n: 1000 * sum(s.phases.get(n, 0.0) for s in segments) / steps for n in names}
@@ -155,10 +160,10 @@ def _draw(
     for number in generator.choices(range(len(one)), k=len(one)):
         for drawn, segments in ((mine, one[number].segments), (its, base[number].segments)):
             drawn.extend(generator.choices(segments, k=len(segments)))
-    return _rate(mine) / _rate(its)
+    return samples_per_s(mine) / samples_per_s(its)
 
 
-def warnings(found: Sequence[Measured], busy: float = 0.0) -> list[str]:
+def find_warnings(found: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str]:
     """Return what of this machine keeps more ranks from being more hardware."""
     said = []
     crowded = [one for one in found if is_crowded(one)]
@@ -189,9 +194,9 @@ def warnings(found: Sequence[Measured], busy: float = 0.0) -> list[str]:
     return said
 
 
-def reasons(one: Result, *, crowded: bool) -> list[tuple[str, float, str]]:
+def reasons(one: ScalingResult, *, crowded: bool) -> list[tuple[str, float, str]]:
     """Return what most of a loss goes to: (phases, milliseconds of a step, what that means)."""
-    lost = sum(one.lost.values())
+    lost = one.lost_ms
     if lost <= 0:
         return []
     strong = one.setup.mode == "strong"
@@ -210,7 +215,7 @@ def reasons(one: Result, *, crowded: bool) -> list[tuple[str, float, str]]:
         else "ranks share memory and caches, and DDP does work of its own"
     )
     groups: dict[str, list[tuple[float, str]]] = {}
-    for name, ms in one.lost.items():
+    for name, ms in one.lost_ms_per_step.items():
         groups.setdefault(meaning.get(name, compute), []).append((ms, name))
     found = [
         (", ".join(name for _, name in parts), sum(ms for ms, _ in parts), what)
@@ -220,7 +225,7 @@ def reasons(one: Result, *, crowded: bool) -> list[tuple[str, float, str]]:
     return [part for part in found if part[1] >= 0.05 * lost][:3]
 
 
-def is_crowded(one: Measured, busy: float = 0.0) -> bool:
+def is_crowded(one: MeasuredSetup, busy: float = 0.0) -> bool:
     """Whether the ranks of a setup share cores, with each other or with other work."""
     first = one.rounds[0]
     wanted = one.setup.ranks * first.threads + (busy if busy > BUSY else 0.0)

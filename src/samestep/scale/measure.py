@@ -1,10 +1,8 @@
 """One measurement, on every rank: a run's own loop, timed; no evaluations, no checkpoints."""
 
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import msgspec
@@ -19,14 +17,13 @@ from samestep.run.files import write_text
 from samestep.run.records import Record
 from samestep.scale.study import FILE, Measurement, Segment
 from samestep.settings import Settings
-from samestep.training.loop import Job, epoch_record, train
-from samestep.training.stopping import Received
+from samestep.training.loop import rehearse
+from samestep.training.meter import Meter, epoch_record
+from samestep.training.stopping import Agreement, Received
+from samestep.training.work import ENDLESS, State, Work, epoch_is_full
 
 SEGMENTS = 8
 _WARM_STEPS, _WARM_S = 5, 0.3
-_FOREVER = 10**9
-# Tells all ranks, by the way that signals take, that the time is up; nobody sends this one.
-_TIME_IS_UP = int(signal.SIGABRT)
 
 Account = dict[str, float]
 
@@ -99,81 +96,67 @@ def _settings(settings: Settings, global_batch: int, batch: int, path: str) -> S
         settings,
         run_dir=path,
         epochs=None,
-        max_steps=_FOREVER,
+        max_steps=ENDLESS,
         global_batch_size=global_batch,
         batch_size=batch,
         accumulate=None,
         patience=None,
         monitor=None,
         keep_top_k=None,
-        eval_every_steps=None,
-        checkpoint_every_steps=None,
-        checkpoint_every_minutes=None,
-        checkpoint_every_epochs=_FOREVER,
     )
 
 
 class _Stopwatch:
-    """Drive a job until enough is measured; cut what is measured into segments."""
+    """Drive a training until enough is measured; cut what is measured into segments."""
 
     def __init__(self, received: Received, seconds: float) -> None:
         self._received, self._seconds = received, seconds
         self.segments: list[Segment] = []
         self.num_samples = 0
         """Of the training set."""
-        self._whole: Account = {}
-        """Seconds in each phase, of the epochs that are over."""
         self._cut: tuple[int, int, Account] | None = None
         """Steps, samples and seconds where the running segment began."""
 
     def drive(self, task: Task) -> None:
-        job = task.job
-        self.num_samples = job.plan.num_samples
-        job.save = lambda _job, _name, _metric: {"event": "progress"}
-        with _one_segment_at_a_time(self._received):
-            for record in train(job):
-                if record["event"] == "epoch":
-                    self._whole = _add(self._whole, record["phases"])
-                    task.emit(record)
-                elif record["event"] in ("step", "progress"):
-                    self._look(job)
-                    task.emit(record)
-            if job.signum == _TIME_IS_UP:
-                if job.position.step_in_epoch:
-                    task.emit(epoch_record(job))  # so that other tools can read a kept run
-                job.signum, job.stop_reason = 0, "measured"
+        work, state = task.work, task.state
+        self.num_samples = work.plan.num_samples
+        agreement = Agreement(work.world, self._received, self._is_enough)
+        agreement.start(state.position.step)
+        meter = Meter(work, state)
+        for taken in rehearse(work, state):
+            for record in meter.count(taken):
+                task.emit(record)
+                self._look(work, state)
+            agreed = agreement.after(state.position.step)
+            ends = agreed.signum or agreed.wished
+            if ends or epoch_is_full(work, state):
+                meter.settle()
+                task.emit(epoch_record(work, state))  # so that other tools can read a kept run
+            if ends:
+                state.signum = agreed.signum
+                break
+        state.stop_reason = Signals(state.signum).name if state.signum else "measured"
 
-    def _look(self, job: Job) -> None:
-        """Close the segment if it is long enough, and call the end when there are enough."""
-        seconds = job.phases.seconds()  # on a GPU the host waits for it here, a few times a second
-        now = (job.position.step, job.position.samples, _add(self._whole, seconds))
+    def _look(self, work: Work, state: State) -> None:
+        """Close the segment if it is long enough."""
+        seconds = work.phases.attempt()  # on a GPU the host waits here, a few times a second
+        now = (state.position.step, state.position.samples, seconds)
         if self._cut is None:
-            if now[0] >= _WARM_STEPS and sum(now[2].values()) >= _WARM_S:
+            if now[0] >= _WARM_STEPS and sum(seconds.values()) >= _WARM_S:
                 self._cut = now
             return
         steps, samples, before = self._cut
-        passed = _add(now[2], before, -1)
-        if sum(passed.values()) < self._seconds / SEGMENTS:
-            return
-        self.segments.append(Segment(steps=now[0] - steps, samples=now[1] - samples, phases=passed))
-        self._cut = now
-        enough = sum(segment.seconds for segment in self.segments) >= self._seconds
-        if enough and len(self.segments) > 1 and job.world.is_main and not self._received.signum:
-            self._received.signum = _TIME_IS_UP
+        passed = {name: value - before.get(name, 0.0) for name, value in seconds.items()}
+        if sum(passed.values()) >= self._seconds / SEGMENTS:
+            segment = Segment(steps=now[0] - steps, samples=now[1] - samples, phases=passed)
+            self.segments.append(segment)
+            self._cut = now
 
-
-@contextmanager
-def _one_segment_at_a_time(received: Received) -> Iterator[None]:
-    """Take the call to the end back afterwards: another measurement may follow."""
-    try:
-        yield
-    finally:
-        if received.signum == _TIME_IS_UP:
-            received.signum = 0
-
-
-def _add(one: Mapping[str, float], other: Mapping[str, float], sign: int = 1) -> Account:
-    return {name: one.get(name, 0.0) + sign * other.get(name, 0.0) for name in {**one, **other}}
+    def _is_enough(self) -> bool:
+        return (
+            len(self.segments) > 1
+            and sum(segment.seconds for segment in self.segments) >= self._seconds
+        )
 
 
 def _gpu(world: World) -> str:

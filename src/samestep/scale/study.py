@@ -14,6 +14,7 @@ from samestep.training.plan import make_plan
 
 Mode = Literal["weak", "strong"]
 MOST_RANKS = 64
+FILE = "measurement.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that have a GPU with another one."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
     """What ranks that are started are to measure: setups of their number, one after the other."""
 
     setups: list[tuple[int, int, str]]
@@ -84,11 +85,21 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A setup and its measurements, one a round."""
+class MeasuredSetup:
+    """A setup and its measurements, one per round."""
 
     setup: Setup
     rounds: list[Measurement]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments of all rounds."""
+        return [segment for one in self.rounds for segment in one.segments]
+
+
+def samples_per_s(segments: Sequence[Segment]) -> float:
+    """Return all samples of some segments by all their seconds."""
+    return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -106,10 +117,9 @@ def parse_ranks(text: str) -> list[int]:
             f"--nproc {text}: give numbers of ranks from 1 to {MOST_RANKS}, like 1,2,4."
         )
     if len(numbers) == 1:
+        example = f"1,{text}" if numbers[0] > 1 else "1,2"
         raise UserError(
-            f"--nproc {text} is one size alone; to see how it scales, give two or more: 1,{text}."
-            if numbers[0] > 1
-            else "--nproc 1 is one size alone; to see how it scales, give two or more: 1,2."
+            f"--nproc {text} is one size alone; to see how it scales, give two or more: {example}."
         )
     return numbers
 
@@ -153,9 +163,9 @@ def run_study(
     *,
     rounds: int,
     seconds: float,
-    launch: Callable[[int, Task], None],
+    launch: Callable[[int, MeasurementTask], None],
     tell: Callable[[str], None],
-) -> tuple[Study, list[Measured]]:
+) -> tuple[Study, list[MeasuredSetup]]:
     """Measure every setup once a round, so that what else the machine does meets all of them.
 
     Returns the study without what the training set is too small for, and what was measured.
@@ -177,28 +187,18 @@ def run_study(
             setups = [setup for setup in study.setups if setup.ranks == ranks]
             if not setups:
                 continue  # left out, now that the size of the training set is known
-            runs = [folder / f"{s.mode}-{ranks}-round-{number}" for s in setups]
-            launch(
-                ranks,
-                Task(
-                    seconds=seconds,
-                    setups=[
-                        (s.global_batch_size, s.batch_size, str(run))
-                        for s, run in zip(setups, runs, strict=True)
-                    ],
-                ),
-            )
-            for setup, run in zip(setups, runs, strict=True):
+            runs = {s: folder / f"{s.mode}-{ranks}-round-{number}" for s in setups}
+            sizes = [(s.global_batch_size, s.batch_size, str(run)) for s, run in runs.items()]
+            launch(ranks, MeasurementTask(seconds=seconds, setups=sizes))
+            speeds = []
+            for setup, run in runs.items():
                 found[setup].append(read_measurement(run))
+                speed = f"{samples_per_s(found[setup][-1].segments):,.0f}"
+                speeds.append(speed if setup is study.base else f"{setup.mode} {speed}")
             study = _without_too_large(study, found[study.base][0].num_samples)
-            speeds = ", ".join(
-                f"{s.mode} {_speed(found[s][-1]):,.0f}"
-                if s is not study.base
-                else f"{_speed(found[s][-1]):,.0f}"
-                for s in setups
-            )
-            tell(f"round {number} of {rounds}, {count(ranks, 'rank')}: {speeds} samples/s")
-    return study, [Measured(setup=setup, rounds=found[setup]) for setup in study.setups]
+            said = f"{', '.join(speeds)} samples/s"
+            tell(f"round {number} of {rounds}, {count(ranks, 'rank')}: {said}")
+    return study, [MeasuredSetup(setup=setup, rounds=found[setup]) for setup in study.setups]
 
 
 def _without_too_large(study: Study, num_samples: int) -> Study:
@@ -213,14 +213,6 @@ def _without_too_large(study: Study, num_samples: int) -> Study:
     if study.base in too_large or len(left) < 2:
         raise UserError(f"{said[0]} Take a smaller --batch-size or --global-batch-size.")
     return replace(study, setups=left, left_out=(*study.left_out, *said))
-
-
-def _speed(measurement: Measurement) -> float:
-    segments = measurement.segments
-    return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
-
-
-FILE = "measurement.json"
 
 
 def read_measurement(run: Path) -> Measurement:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from samestep.run.records import Record
+from samestep.run.records import NOT_METRICS, Record
 from samestep.screen.class_table import class_table
-from samestep.screen.words import count
+from samestep.screen.words import count, short
 
 
 class Screen:
@@ -108,7 +108,7 @@ class Screen:
         left = self._plan["total_steps"] - record["step"]
         rate = max(record["samples_per_s"], 1e-9)
         eta = _duration(left * self._plan["global_batch_size"] / rate)
-        numbers = [self._loss, self._accuracy, f"{_short(rate)} samples/s", f"ETA {eta}"]
+        numbers = [self._loss, self._accuracy, f"{short(rate)} samples/s", f"ETA {eta}"]
         done = min(record["step"] // self._plan["steps_per_epoch"] + 1, self._plan["epochs"])
         self._bar.update(
             self._task,
@@ -126,7 +126,7 @@ class Screen:
             self._bar.refresh()
 
     def _show_evaluation(self, record: Record) -> None:
-        values = {k: v for k, v in record.items() if k not in _NOT_METRICS and v is not None}
+        values = {k: v for k, v in record.items() if k not in NOT_METRICS and v is not None}
         if "accuracy" in values:
             self._accuracy = f"val. accuracy {values['accuracy']:.4f}"
         text = escape("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
@@ -141,7 +141,7 @@ class Screen:
             width = len(str(self._plan["epochs"]))
             self._print(
                 f"epoch {record['epoch']:>{width}}  loss {record['loss']:.4f}{more}"
-                f"  {_short(record['samples_per_s'])} samples/s"
+                f"  {short(record['samples_per_s'])} samples/s"
             )
         elif more:
             self._print(f"step {at_step:,}{more}")
@@ -153,14 +153,14 @@ class Screen:
         rows["status"] = f"{result['status']} ({result['reason']})"
         rows["trained"] = (
             f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}, "
-            f"{_duration(result['training_seconds'])}, {_short(result['samples_per_s'])} samples/s"
+            f"{_duration(result['training_seconds'])}, {short(result['samples_per_s'])} samples/s"
         )
         if best["value"] is not None:
             rows["best"] = (
                 f"{best['metric']} {best['value']:.4f} on validation, epoch {best['epoch']}"
             )
         if test:
-            values = {k: v for k, v in test.items() if k not in _NOT_METRICS}
+            values = {k: v for k, v in test.items() if k not in NOT_METRICS}
             shown = "  ".join(f"{k} {v:.4f}" for k, v in values.items())
             rows["test"] = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
         rows["run"] = str(path)
@@ -175,26 +175,11 @@ class Screen:
             self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
 
 
-_NOT_METRICS = {
-    *("event", "split", "epoch", "step", "samples", "seconds", "checkpoint", "problems"),
-    *("per_class", "confusion"),
-}
-
-
 def _lr(plan: Record) -> str:
     if plan["lr_scaling"] == "none":
         return f"{plan['lr']:.4g}"
     ratio = plan["lr"] / plan["base_lr"]
     return f"{plan['lr']:.4g} = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
-
-
-def _short(number: float) -> str:
-    """Return a number in at most five characters: 942, 9.42k, 94.2k, 9.42M."""
-    for unit in ("", "k", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}G"
 
 
 def _duration(seconds: float) -> str:

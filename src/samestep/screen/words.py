@@ -9,6 +9,15 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def short(number: float) -> str:
+    """Return a number in at most five characters: 942, 9.42k, 94.2k, 9.42M."""
+    for unit in ("", "k", "M"):
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
 def ranks(sizes: Iterable[int]) -> str:
     """Return numbers of ranks as a sentence has them, at least one: 1 rank; 1, 2 and 3 ranks."""
     sizes = list(sizes)

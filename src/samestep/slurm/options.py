@@ -13,13 +13,9 @@ from samestep.run.environment import names_secret
 Words = Annotated[tuple[str, ...], UseAppendAction]
 
 # The forms of sbatch's --time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
-_TIME = re.compile(
-    r"(?:(?P<days>[0-9]+)-(?P<dhours>[0-9]+)(?::(?P<dminutes>[0-9]+)(?::(?P<dseconds>[0-9]+))?)?"
-    r"|(?:(?P<hours>[0-9]+):)?(?P<minutes>[0-9]+):(?P<seconds>[0-9]+)|(?P<only>[0-9]+))"
-)
+_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _AFTER = re.compile(r"(?P<job>[0-9]+(?:_[0-9]+)?)(?::(?P<how>ok|notok|any))?")
 _MEMORY = re.compile(r"[0-9]+[KMGT]?")
-_ENV = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
 # Values that no secret has, such as those of --max-tokens and --use-auth-token.
 _HARMLESS = re.compile(r"[0-9.]*|true|false", re.IGNORECASE)
 # Options that make several jobs of one; sbatch takes them shortened, too.
@@ -96,7 +92,12 @@ class JobOptions:
             if value is not None and value < least:
                 raise UserError(f"{_flag(name)} is {value}; it must be {least} or more.")
         if self.time is not None:
-            limit_s = seconds(self.time)
+            limit_s = read_time(self.time)
+            if not limit_s:
+                raise UserError(
+                    f"--time {self.time} cannot be read as a time limit. Write minutes (90), "
+                    "HH:MM:SS (01:30:00), D-HH (2-12) or D-HH:MM:SS (2-12:00:00)."
+                )
             if limit_s <= self.signal_s:
                 raise UserError(
                     f"--time {self.time} is no longer than --signal-s {self.signal_s}: the ranks "
@@ -113,8 +114,8 @@ class JobOptions:
     def _check_words(self) -> None:
         for after in self.after:
             dependency(after)
-        for assignment in self.env:
-            _check_assignment(assignment)
+        for text in self.env:
+            _refuse_secret(f"--env {assignment(text)[0]}=…", assignment(text)[0])
         for option in self.sbatch:
             _check_sbatch(option)
         for name in ("job_name", "partition", "account", "qos", "output", "interface"):
@@ -127,29 +128,16 @@ class JobOptions:
         return self.ntasks_per_node or self.gpus_per_node or 1
 
 
-def seconds(time: str) -> int:
-    """Return a time limit in seconds, from any form that sbatch's manual allows.
-
-    Raises:
-        UserError: it has none of these forms, or is zero.
-    """
-    match = _TIME.fullmatch(time)
-    found = (
-        {name: int(value) for name, value in match.groupdict().items() if value} if match else {}
-    )
-    total = (
-        found.get("days", 0) * 86400
-        + (found.get("dhours", 0) + found.get("hours", 0)) * 3600
-        + (found.get("dminutes", 0) + found.get("minutes", 0) + found.get("only", 0)) * 60
-        + found.get("dseconds", 0)
-        + found.get("seconds", 0)
-    )
-    if total == 0:
-        raise UserError(
-            f"--time {time} cannot be read as a time limit. Write minutes (90), HH:MM:SS "
-            "(01:30:00), D-HH (2-12) or D-HH:MM:SS (2-12:00:00)."
-        )
-    return total
+def read_time(text: str) -> int | None:
+    """Return a time in seconds, from any form that Slurm reads or prints; None for any other."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    days, *rest = match.groups()
+    parts = [int(part) for part in rest if part is not None]
+    hours_first = days is not None or len(parts) == 3
+    units = (3600, 60, 1) if hours_first else (60, 1)
+    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(parts, units, strict=False))
 
 
 def dependency(after: str) -> str:
@@ -167,18 +155,16 @@ def dependency(after: str) -> str:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """Return the name and the value of NAME=VALUE."""
-    match = _ENV.fullmatch(text)
-    assert match is not None
-    return match["name"], match["value"]
+    """Return the name and the value of NAME=VALUE.
 
-
-def _check_assignment(text: str) -> None:
-    match = _ENV.fullmatch(text)
-    if match is None:
-        name = re.split("[=\\s]", text)[0]  # the rest may be a secret
-        raise UserError(f"--env {name!r} should be NAME=VALUE, the name of letters, digits and _.")
-    _refuse_secret(f"--env {match['name']}=…", match["name"])
+    Raises:
+        UserError: it has another form.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        shown = re.split("[=\\s]", text)[0]  # the rest may be a secret
+        raise UserError(f"--env {shown!r} should be NAME=VALUE, the name of letters, digits and _.")
+    return name, value
 
 
 def _check_sbatch(option: str) -> None:

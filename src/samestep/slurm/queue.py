@@ -7,27 +7,17 @@ from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.run.directory import is_run
-from samestep.slurm.options import seconds
+from samestep.slurm.options import read_time
+from samestep.slurm.programs import ProgramError, call
 from samestep.slurm.script import MARK
-from samestep.slurm.tools import ToolError, call
 
-ENDED = frozenset(
-    {
-        "COMPLETED",
-        "FAILED",
-        "CANCELLED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "DEADLINE",
-        "BOOT_FAIL",
-        "PREEMPTED",
-    }
+_ENDED = re.compile(
+    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|DEADLINE|BOOT_FAIL|PREEMPTED"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queued:
+class QueuedJob:
     """One job as Slurm knows it."""
 
     job: int
@@ -48,7 +38,7 @@ class Queued:
     @property
     def ended(self) -> bool:
         """Whether it will not run any more."""
-        return self.state in ENDED
+        return bool(_ENDED.fullmatch(self.state))
 
     @property
     def is_own(self) -> bool:
@@ -57,62 +47,56 @@ class Queued:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class JobAndRun:
     """What a job's number or a run directory names."""
 
-    job: Queued | None = None
+    job: QueuedJob | None = None
     run: Path | None = None
-    silence: UserError | None = None
+    queue_error: UserError | None = None
     """Why the queue could not be asked, where it could not."""
 
     @property
     def note(self) -> str:
         """The same as a sentence; empty if it was asked."""
-        why = " ".join(str(self.silence).split())
-        return f"The queue could not be asked: {why}" if self.silence else ""
+        why = " ".join(str(self.queue_error).split())
+        return f"The queue could not be asked: {why}" if self.queue_error else ""
 
 
-def find_job(job: int) -> Queued | None:
+def find_job(job: int) -> QueuedJob | None:
     """Return a job, or None if Slurm does not know it (any more)."""
     try:
         text = call("scontrol", "-o", "show", "job", str(job))
-    except ToolError as error:
+    except ProgramError as error:
         if "Invalid job id" in error.said:
             return None
         raise
     return parse_job(text.splitlines()[0])
 
 
-def my_jobs() -> list[Queued]:
-    """Return the jobs of this user that samestep submitted and Slurm still knows."""
-    return _known(list(_my_runs()))
+def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
+    """Return this user's jobs that samestep submitted and Slurm still knows.
 
-
-def jobs_of(run: Path) -> list[Queued]:
-    """Return this user's jobs of one run that Slurm still knows."""
-    real = run.resolve()
-    return _known([job for job, its_run in _my_runs().items() if its_run.resolve() == real])
-
-
-def _my_runs() -> dict[int, Path]:
-    """Return the run of each of this user's jobs; the controller lists no others for it."""
+    Args:
+        of_run: those of one run alone.
+    """
+    # The controller lists no other user's jobs for it.
     text = call("squeue", "--me", "--all", "--states=all", "--noheader", "--format=%A %k")
-    pairs = [line.partition(f" {MARK}") for line in text.splitlines()]
-    return {int(job): Path(run) for job, mark, run in pairs if mark and job.isdigit()}
+    rows = [line.partition(f" {MARK}") for line in text.splitlines()]
+    wanted = [
+        find_job(int(job))
+        for job, mark, run in rows
+        if mark and job.isdigit() and (of_run is None or Path(run).resolve() == of_run.resolve())
+    ]
+    return [job for job in wanted if job is not None]
 
 
-def _known(jobs: list[int]) -> list[Queued]:
-    return [found for job in jobs if (found := find_job(job)) is not None]
-
-
-def parse_job(line: str) -> Queued:
+def parse_job(line: str) -> QueuedJob:
     """Return the job that a line of `scontrol -o show job` describes."""
     fields = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(.*?)(?= [A-Z][A-Za-z/:]*=|$)", line))
     comment = fields.get("Comment", "").strip()
     log = fields.get("StdOut", "").strip()
-    limit = fields.get("TimeLimit", "UNLIMITED")
     user, _, uid = fields.get("UserId", "").partition("(")
-    return Queued(
+    return QueuedJob(
         job=int(fields["JobId"]),
         name=fields.get("JobName", ""),
         user=user,
@@ -121,8 +105,8 @@ def parse_job(line: str) -> Queued:
         reason=fields.get("Reason", ""),
         nodes=fields.get("NodeList", "").replace("(null)", ""),
         restarts=int(fields.get("Restarts", "0")),
-        elapsed_s=_clock(fields.get("RunTime", "00:00:00")),
-        limit_s=_clock(limit) if limit[:1].isdigit() else None,
+        elapsed_s=read_time(fields.get("RunTime", "")) or 0,
+        limit_s=read_time(fields.get("TimeLimit", "")),
         starts_at=fields.get("StartTime", "Unknown"),
         exit_code=fields.get("ExitCode", ""),
         log=Path(log) if log and log != "/dev/null" else None,
@@ -130,11 +114,7 @@ def parse_job(line: str) -> Queued:
     )
 
 
-def _clock(text: str) -> int:
-    return seconds(text) if re.search(r"[1-9]", text) else 0
-
-
-def find(text: str) -> Found:
+def find_job_or_run(text: str) -> JobAndRun:
     """Return what a job's number or a run directory names.
 
     A job that Slurm has forgotten is looked for in the runs below this directory. Of the jobs of
@@ -150,29 +130,29 @@ def find(text: str) -> Found:
         raise UserError(f"{text} is neither a job's number nor the directory of a run.")
     run = run.absolute()
     try:
-        jobs = jobs_of(run)
-    except UserError as silence:
-        return Found(run=run, silence=silence)
+        jobs = my_jobs(run)
+    except UserError as error:
+        return JobAndRun(run=run, queue_error=error)
     latest = max(
         jobs, key=lambda job: (not job.ended, job.state == "RUNNING", job.job), default=None
     )
-    return Found(job=latest, run=run)
+    return JobAndRun(job=latest, run=run)
 
 
-def _find_number(number: int) -> Found:
-    silence = job = None
+def _find_number(number: int) -> JobAndRun:
+    queue_error = job = None
     try:
         job = find_job(number)
     except UserError as error:
-        silence = error
+        queue_error = error
     if job is not None:
         if not job.is_own:
             raise UserError(f"Job {job.job} is of user {job.user}; samestep shows your own.")
-        return Found(job=job, run=job.run)
+        return JobAndRun(job=job, run=job.run)
     logs = list(Path("runs").glob(f"*/slurm-{number}.out"))
     if logs:
-        return Found(run=logs[0].parent.absolute(), silence=silence)
-    raise silence or UserError(
+        return JobAndRun(run=logs[0].parent.absolute(), queue_error=queue_error)
+    raise queue_error or UserError(
         f"Slurm knows no job {number}, and no run in ./runs has its log. It forgets a job some "
         "minutes after its end; then give the run directory: samestep slurm status runs/ID."
     )

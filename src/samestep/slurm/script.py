@@ -2,11 +2,11 @@
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from samestep.slurm.job_end import BEGUN
 from samestep.slurm.options import JobOptions, assignment, dependency
+from samestep.slurm.restarts import BEGUN
 
 MARK = "samestep:"
 """What a job's comment begins with; the run directory follows."""
@@ -19,7 +19,7 @@ _PORTS = (12000, 18000)  # first, how many; below 32768, from where Linux hands 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobScript:
     """Everything that a job script says."""
 
     options: JobOptions
@@ -39,19 +39,38 @@ class Job:
     """The interpreter, where no environment is entered that has its own."""
     venv: str | None = None
     """Absolute path of the virtual environment to enter."""
-    own: tuple[str, ...] = field(default=("samestep",))
-    """How the script calls samestep itself."""
+
+    @property
+    def enters_environment(self) -> bool:
+        """Whether the ranks run in an environment that has its own interpreter."""
+        return bool(self.venv or self.options.conda or self.options.container)
+
+    @property
+    def interpreter(self) -> str:
+        """What the ranks run in."""
+        return "python" if self.enters_environment else self.python
+
+    @property
+    def samestep(self) -> tuple[str, ...]:
+        """How the script calls samestep itself."""
+        if self.options.container:
+            return ("apptainer", "exec", self.options.container, "samestep")
+        return ("samestep",) if self.enters_environment else (self.python, "-m", "samestep")
 
 
-def write_script(job: Job) -> str:
+def script_text(job: JobScript) -> str:
     """Return the text of the job script."""
-    parts = [_head(job), _signals(job), _place(job), _meet(job), _start(job), _end(job)]
-    return "\n".join(parts)
+    parts = [
+        *(_directives(job), _signal_handlers(job), _environment(job)),
+        *(_master_address(job), _start_ranks(job), _end(job)),
+    ]
+    return "\n".join(line for part in parts for line in [*part, ""])
 
 
-def _head(job: Job) -> str:
+def sbatch_options(job: JobScript) -> dict[str, str | None]:
+    """Return the options for sbatch and their values, None for those that take none."""
     options = job.options
-    lines = {
+    asked = {
         "job-name": job.name,
         "comment": MARK + job.run,
         "chdir": job.folder,
@@ -69,20 +88,23 @@ def _head(job: Job) -> str:
         "signal": f"B:USR1@{options.signal_s}",
         "dependency": ",".join(map(dependency, options.after)) or None,
     }
-    directives = [f"#SBATCH --{k}={_in_directive(str(v))}" for k, v in lines.items() if v]
+    given: dict[str, str | None] = {name: str(value) for name, value in asked.items() if value}
     if options.after:
-        directives.append("#SBATCH --kill-on-invalid-dep=yes")
-    directives.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
-    directives += [f"#SBATCH {option}" for option in options.sbatch]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            f"# {job.title}",
-            "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
-            *directives,
-            "",
-        ]
-    )
+        given["kill-on-invalid-dep"] = "yes"
+    return given | {"requeue" if options.requeue else "no-requeue": None}
+
+
+def _directives(job: JobScript) -> list[str]:
+    return [
+        "#!/usr/bin/env bash",
+        f"# {job.title}",
+        "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
+        *(
+            f"#SBATCH --{name}" + ("" if value is None else f"={_in_directive(value)}")
+            for name, value in sbatch_options(job).items()
+        ),
+        *(f"#SBATCH {option}" for option in job.options.sbatch),
+    ]
 
 
 def _cpus_per_task(options: JobOptions) -> int | None:
@@ -100,7 +122,7 @@ def _in_directive(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _signals(job: Job) -> str:
+def _signal_handlers(job: JobScript) -> list[str]:
     listen_s = min(_LISTEN_S, job.options.signal_s // 2)
     return f"""\
 run={shlex.quote(job.run)}  # the same over all restarts
@@ -119,10 +141,10 @@ pass_on() {{
 trap 'told=USR1; [[ -z $step ]] || pass_on USR1' USR1
 trap 'told=USR2; [[ -z $step ]] || pass_on TERM' USR2
 trap 'told=${{told:-TERM}}' TERM
-"""
+""".splitlines()
 
 
-def _place(job: Job) -> str:
+def _environment(job: JobScript) -> list[str]:
     options = job.options
     lines = ["# The place: modules, environment, variables."]
     if options.module or job.venv or options.conda:
@@ -149,9 +171,8 @@ def _place(job: Job) -> str:
     if options.gpus_per_node:
         # A lost peer ends the job with a message instead of a hang.
         lines.append("export TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
-    for name, value in map(assignment, options.env):
-        lines.append(f"export {name}={shlex.quote(value)}")
-    return "\n".join([*lines, ""])
+    variables = map(assignment, options.env)
+    return lines + [f"export {name}={shlex.quote(value)}" for name, value in variables]
 
 
 def _threads(options: JobOptions) -> str:
@@ -161,7 +182,7 @@ def _threads(options: JobOptions) -> str:
     return f"$(({share} > 0 ? {share} : 1))"
 
 
-def _meet(job: Job) -> str:
+def _master_address(job: JobScript) -> list[str]:
     first, count = _PORTS
     lines = [
         "# The addresses at which Slurm itself reaches the nodes; the ranks meet on the first.",
@@ -175,10 +196,10 @@ def _meet(job: Job) -> str:
     if "MASTER_PORT" not in given:
         port = f"{first} + SLURM_JOB_ID % {count}"
         lines.append(f"export MASTER_PORT=$(({port}))  # its own for each job")
-    return "\n".join([*lines, ""])
+    return lines
 
 
-def _start(job: Job) -> str:
+def _start_ranks(job: JobScript) -> list[str]:
     options = job.options
     words = ["srun", "--kill-on-bad-exit=1"]
     if cpus := _cpus_per_task(options):  # srun does not take it over from sbatch
@@ -189,13 +210,13 @@ def _start(job: Job) -> str:
     if options.container:
         nvidia = ["--nv"] if options.gpus_per_node else []
         enter = ["apptainer", "exec", *nvidia, shlex.quote(options.container)]
-    what = _torchrun(job) if options.launcher == "torchrun" else _rank(job)
-    lines = [
+    comments, program = _torchrun(job) if options.launcher == "torchrun" else _rank(job)
+    return [
         "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
         'echo "samestep: job $SLURM_JOB_ID, start $start, on $SLURM_JOB_NODELIST, $(date)"',
         "began=$SECONDS",
-        *what.comments,
-        " \\\n  ".join([*_wrap(words), *_wrap([*enter, *what.words])]) + " &",
+        *comments,
+        " \\\n  ".join([*_wrap(words), *_wrap([*enter, *program])]) + " &",
         "step=$!",
         "case $told in USR1) pass_on USR1 ;; ?*) pass_on TERM ;; esac  # it came before the ranks",
         "",
@@ -203,42 +224,32 @@ def _start(job: Job) -> str:
         'while running; do wait "$step"; done',
         'wait "$step"',
         "code=$?",
-        "",
     ]
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _What:
-    comments: list[str]
-    words: list[str]
-    """Each already quoted, or meant for the shell."""
 
 
 _SC2016 = "# shellcheck disable=SC2016  # each task's own shell fills these in"
 
 
-def _rank(job: Job) -> _What:
-    program = [*_python(job), *job.command]
+def _rank(job: JobScript) -> tuple[list[str], list[str]]:
+    """Return comments, and words that are quoted already or meant for the shell."""
+    program = [shlex.quote(word) for word in (job.interpreter, *job.command)]
     if job.kind == "recipe":
-        return _What(["# One task for each rank."], [shlex.quote(w) for w in program])
+        return (["# One task for each rank."], program)
     inner = (
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
         f'LOCAL_WORLD_SIZE={job.options.ranks_per_node}; exec "$@"'
     )
-    return _What(
+    return (
         ["# One task for each rank, with the variables that torchrun would set.", _SC2016],
-        ["bash", "-c", f"'{inner}'", "rank", *[shlex.quote(w) for w in program]],
+        ["bash", "-c", f"'{inner}'", "rank", *program],
     )
 
 
-def _torchrun(job: Job) -> _What:
+def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
     options = job.options
-    torchrun = (
-        ["torchrun"] if _has_own_python(job) else [*_python(job), "-m", "torch.distributed.run"]
-    )
+    module = [shlex.quote(job.python), "-m", "torch.distributed.run"]
     launcher = [
-        *(shlex.quote(word) for word in torchrun),
+        *(["torchrun"] if job.enters_environment else module),
         '--nnodes="$SLURM_JOB_NUM_NODES"',
         f"--nproc-per-node={options.ranks_per_node}",
         '--rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID"',
@@ -251,7 +262,7 @@ def _torchrun(job: Job) -> _What:
     ]
     start = f"address=($addresses); exec {launcher[0]}"
     inner = " \\\n    ".join([start, *launcher[1:], '"$@"'])
-    return _What(
+    return (
         [
             "# torchrun passes the warning on and gives the ranks as long to save (by variables: a",
             "# PyTorch too old for one of these flags passes over it).",
@@ -262,14 +273,6 @@ def _torchrun(job: Job) -> _What:
         ],
         ["bash", "-c", shlex.quote(inner), "torchrun", *[shlex.quote(w) for w in job.command]],
     )
-
-
-def _has_own_python(job: Job) -> bool:
-    return bool(job.venv or job.options.conda or job.options.container)
-
-
-def _python(job: Job) -> list[str]:
-    return ["python"] if _has_own_python(job) else [job.python]
 
 
 def _wrap(words: list[str], width: int = 96) -> list[str]:
@@ -283,12 +286,12 @@ def _wrap(words: list[str], width: int = 96) -> list[str]:
     return lines
 
 
-def _end(job: Job) -> str:
-    own = " ".join(shlex.quote(word) for word in job.own)
+def _end(job: JobScript) -> list[str]:
+    samestep = shlex.join(job.samestep)
     again = "" if job.options.requeue else " --no-requeue"
     lines = [
         "# Say how it ended, and whether it goes on.",
-        f'verdict=$({own} slurm verdict "$run" --code "$code" --told "$told" \\',
+        f'verdict=$({samestep} slurm verdict "$run" --code "$code" --told "$told" \\',
         f"  --kind {job.kind} --restarts {job.options.restarts}{again})",
         "case $verdict in",
         "  completed) code=0 ;;",
@@ -301,5 +304,4 @@ def _end(job: Job) -> str:
             '    for _ in {1..12}; do scontrol requeue "$SLURM_JOB_ID" && break; sleep 5; done',
             "    ;;",
         ]
-    lines += ['  cancelled) scancel "$SLURM_JOB_ID" ;;', "esac", 'exit "$code"', ""]
-    return "\n".join(lines)
+    return [*lines, '  cancelled) scancel "$SLURM_JOB_ID" ;;', "esac", 'exit "$code"']

@@ -1,4 +1,4 @@
-"""The process of one tracker, started by `tracking.process`; everything it says is for that."""
+"""The process of one tracker, which `tracking.tracker_processes` starts and listens to."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ import traceback
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.tracking.access import find_access, secrets_of
-from samestep.tracking.channel import Commands, Voice
-from samestep.tracking.follow import follow
-from samestep.tracking.guard import Guard, end_descendants
+from samestep.tracking.access import secrets_of
+from samestep.tracking.follow_run import follow_run
+from samestep.tracking.messages import Instructions, Reports
+from samestep.tracking.time_limits import TimeLimits, end_descendants
 
 # None of it is the user's choice to make: noise, and reports to the trackers' makers, who cannot
 # be reached from a compute node.
@@ -26,22 +26,22 @@ _QUIET = {
 def main() -> int:
     """Do what the order says; return 0 if all was sent."""
     _stand_back()
-    voice = Voice()
-    guard = Guard(lambda why: voice.tell(failed=why))
-    commands = Commands()
+    reports = Reports()
+    limits = TimeLimits(lambda why: reports.tell(failed=why))
+    instructions = Instructions()
     try:
-        order = commands.order()
-        voice.hide((*find_access(order.tracker).secrets, *secrets_of(os.environ)))
-        follow(order, commands, voice, guard)
+        order = instructions.order()
+        reports.hide(secrets_of(os.environ))
+        follow_run(order, instructions, reports, limits)
     except UserError as error:
-        voice.tell(failed=str(error))
+        reports.tell(failed=str(error))
     except BaseException as error:  # whatever a tracker does, here it ends
         traceback.print_exc()
-        voice.tell(failed=_in_words(error))
+        reports.tell(failed=_in_words(error))
     else:
-        voice.close()
+        reports.close()
         return 0
-    voice.close()
+    reports.close()
     return 1
 
 

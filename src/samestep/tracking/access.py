@@ -1,52 +1,99 @@
-"""Whether a tracker can go online from here: its key, by its own ways, and its address.
+"""Whether a tracker can go online from here.
 
-Only looked at, never kept: a key is read to see that it is there and has the right form.
+Before the training only what needs no client is asked: whether there is a key at all. The clients
+take a second or more to import, so they speak in their own processes: which key it is, whether it
+has the right form, which server it is for, and whether their configuration says to be offline.
 """
 
-import base64
-import configparser
 import contextlib
-import json
-import netrc
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from samestep.run.environment import names_secret
 
-_LOOK_S = 5.0
-_OFF = ("0", "false", "no", "off")
+_ANSWER_S = 5.0
+_KEYS = {
+    "comet": (("COMET_API_KEY",), "comet login", r"api_key"),
+    # The server of a key in .netrc is the client's matter; `login user` is what it writes there.
+    "wandb": (
+        ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"),
+        "wandb login",
+        r"api_key|base_url|wandb|login\s+user\b",
+    ),
+}
+"""Variables that hold a key, the command that keeps one, and what its files say if they have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What is known of the way to a tracker before it is tried."""
+    """What is known of the way to a tracker before its client is imported."""
 
     offline: bool = False
     """Whether it writes files in the run directory and sends nothing."""
     why: str | None = None
     """Why it is offline, where the user may not expect it."""
-    address: str | None = None
-    """What must answer before the tracker is started online."""
-    secrets: tuple[str, ...] = field(default=(), repr=False)
-    """What must not appear in any file."""
+    has_server: bool = True
+    """Whether there is another place than its files, so that these are to be sent."""
 
 
-def find_access(
-    tracker: str, environment: Mapping[str, str] = os.environ, home: Path | None = None
-) -> Access:
-    """Return what the environment and the tracker's own configuration say of the way to it."""
-    find = {"wandb": _wandb, "comet": _comet, "mlflow": _mlflow, "tensorboard": _tensorboard}
-    # expanduser goes by HOME, which may be unset; so may the user's name.
-    home = home or Path(os.path.expanduser("~"))  # noqa: PTH111
+def find_access(tracker: str) -> Access:
+    """Return what the environment says of the way to a tracker."""
+    if tracker == "tensorboard":
+        return Access(offline=True, has_server=False)
+    if tracker == "mlflow":
+        return _mlflow_access()
+    if tracker not in _KEYS or _may_have_key(tracker):
+        return Access()
+    (variable, *_), login, _ = _KEYS[tracker]
+    return Access(offline=True, why=f"{variable} is not set, nor is there a key of `{login}`")
+
+
+def _may_have_key(tracker: str) -> bool:
+    """Whether a variable has a key, or a file of the client looks as if it had one."""
+    variables, _, sign = _KEYS[tracker]
+    if any(os.environ.get(name) for name in variables):
+        return True
+    if tracker == "wandb":
+        config = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+        netrc = os.environ.get("NETRC") or "~/.netrc"
+        files = [netrc, "~/_netrc", f"{config}/settings", "wandb/settings"]
+    else:
+        config = os.environ.get("COMET_CONFIG") or "~"
+        files = [config, f"{config}/.comet.config", "~/.comet.config", ".comet.config", ".env"]
+    for file in files:
+        path = Path(os.path.expanduser(file))  # noqa: PTH111 - Path's own raises without a home
+        with contextlib.suppress(OSError):
+            if re.search(sign, path.read_text(errors="replace"), re.IGNORECASE):
+                return True
+    return False
+
+
+def _mlflow_access() -> Access:
+    """Return MLflow's access: its variables are all that its client would look at."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return Access(offline=True, has_server=False)
     try:
-        return find.get(tracker, _own)(environment, home)
-    except (ValueError, RuntimeError, OSError) as error:  # an address or a path that is none
-        why = f"what is set for {tracker} in the environment cannot be used ({error})"
-        return Access(offline=True, why=without_credentials(why))
+        scheme = urlsplit(uri).scheme
+    except ValueError as error:
+        why = without_credentials(f"MLFLOW_TRACKING_URI cannot be used ({error})")
+        return Access(offline=True, why=why)
+    if scheme in ("", "file"):
+        why = (
+            f"MLFLOW_TRACKING_URI names a folder ({uri}), a store that MLflow has given up; "
+            "take sqlite:///FILE, or a server"
+        )
+        return Access(offline=True, why=why, has_server=False)
+    for first, second in (("USERNAME", "PASSWORD"), ("PASSWORD", "USERNAME")):
+        have = os.environ.get(f"MLFLOW_TRACKING_{first}")
+        if have and not os.environ.get(f"MLFLOW_TRACKING_{second}"):
+            why = f"MLFLOW_TRACKING_{first} is set without MLFLOW_TRACKING_{second}"
+            return Access(offline=True, why=why)
+    return Access(has_server=scheme in ("http", "https"))
 
 
 def without_credentials(text: str) -> str:
@@ -56,124 +103,12 @@ def without_credentials(text: str) -> str:
 
 def secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values of variables that are named like a secret, and passwords in addresses."""
-    named = [value for name, value in environment.items() if names_secret(name)]
+    secrets = [value for name, value in environment.items() if names_secret(name)]
     for name, value in environment.items():
         if name.endswith("_URI"):
             with contextlib.suppress(ValueError):  # an address that is none
-                named += [urlsplit(value).password or ""]
-    return tuple(value for value in named if len(value) >= 6)  # shorter ones are words of any text
-
-
-def _tensorboard(_environment: Mapping[str, str], _home: Path) -> Access:
-    return Access(offline=True)  # its files are all there is
-
-
-def _own(_environment: Mapping[str, str], _home: Path) -> Access:
-    return Access()
-
-
-def _wandb(environment: Mapping[str, str], home: Path) -> Access:
-    config = environment.get("WANDB_CONFIG_DIR") or str(home / ".config" / "wandb")
-    settings = _ini("default", Path(config, "settings"), Path("wandb", "settings"))
-    mode = environment.get("WANDB_MODE") or settings.get("mode", "online")
-    if mode != "online":
-        return Access(offline=True, why=f"WANDB_MODE is {mode}")
-    address = environment.get("WANDB_BASE_URL") or settings.get("base_url")
-    address = address or "https://api.wandb.ai"
-    if environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return Access(address=address)
-    key, name = environment.get("WANDB_API_KEY"), "WANDB_API_KEY"
-    if not key:
-        path = Path(environment.get("NETRC") or home / ".netrc").expanduser()
-        key, name = _netrc_password(path, urlsplit(address).netloc), f"the key in {path}"
-    if not key:
-        return Access(
-            offline=True, why="WANDB_API_KEY is not set, nor is there a key of `wandb login`"
-        )
-    secret = key.rpartition("-")[2] if "." not in key else key
-    if len(secret) < 40 or not re.fullmatch(r"[\w.-]+", key):
-        why = f"{name} is malformed: W&B's keys are 40 or more letters and digits"
-        return Access(offline=True, why=why, secrets=(key,))
-    return Access(address=address, secrets=(key,))
-
-
-def _comet(environment: Mapping[str, str], home: Path) -> Access:
-    if environment.get("COMET_START_ONLINE", "1").lower() in _OFF:
-        return Access(offline=True, why="COMET_START_ONLINE is off")
-    own = environment.get("COMET_CONFIG")
-    own_path = Path(own).expanduser() if own else None
-    if own_path is not None and own_path.is_dir():
-        own_path /= ".comet.config"
-    config = _ini("comet", home / ".comet.config", Path(".comet.config"), own_path)
-    dotenv = _dotenv(Path(".env"))
-    key = environment.get("COMET_API_KEY") or dotenv.get("COMET_API_KEY") or config.get("api_key")
-    if not key:
-        return Access(
-            offline=True, why="COMET_API_KEY is not set, nor is there a key of `comet login`"
-        )
-    # A newer key is followed by * and, in base 64, the address that it is for.
-    if not re.fullmatch(r"[A-Za-z0-9_-]{20,}(\*\S+)?", key):
-        why = "COMET_API_KEY is malformed: Comet's keys are 25 letters and digits"
-        return Access(offline=True, why=why, secrets=(key,))
-    address = environment.get("COMET_URL_OVERRIDE") or dotenv.get("COMET_URL_OVERRIDE")
-    address = address or config.get("url_override") or _address_in_key(key)
-    return Access(address=address or "https://www.comet.com/clientlib/", secrets=(key,))
-
-
-def _address_in_key(key: str) -> str | None:
-    text = key.partition("*")[2]
-    try:
-        base = json.loads(base64.b64decode(text + "=" * (-len(text) % 4))).get("baseUrl")
-    except (ValueError, AttributeError):
-        return None
-    return f"{base.rstrip('/')}/clientlib/" if isinstance(base, str) else None
-
-
-def _mlflow(environment: Mapping[str, str], _home: Path) -> Access:
-    uri = environment.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        return Access(offline=True)
-    scheme = urlsplit(uri).scheme
-    if scheme in ("", "file"):
-        return Access(
-            offline=True,
-            why=f"MLFLOW_TRACKING_URI names a folder ({uri}), a store that MLflow has given up; "
-            "take sqlite:///FILE, or a server",
-        )
-    for first, second in (("USERNAME", "PASSWORD"), ("PASSWORD", "USERNAME")):
-        have = environment.get(f"MLFLOW_TRACKING_{first}")
-        if have and not environment.get(f"MLFLOW_TRACKING_{second}"):
-            why = f"MLFLOW_TRACKING_{first} is set without MLFLOW_TRACKING_{second}"
-            return Access(offline=True, why=why, secrets=(have,))
-    return Access(address=uri if scheme in ("http", "https") else None)
-
-
-def _ini(section: str, *paths: Path | None) -> dict[str, str]:
-    """Return a section of the files that are there, the later ones winning."""
-    parser = configparser.ConfigParser(interpolation=None)
-    for path in paths:
-        try:
-            parser.read([path] if path else [])
-        except (configparser.Error, UnicodeDecodeError, OSError):
-            continue  # the tracker will say so; what else there is counts
-    return dict(parser[section]) if parser.has_section(section) else {}
-
-
-def _dotenv(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return {}
-    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
-    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
-
-
-def _netrc_password(path: Path, host: str) -> str | None:
-    try:
-        found = netrc.netrc(path).authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        return None
-    return found[2] if found else None
+                secrets += [urlsplit(value).password or ""]
+    return tuple(value for value in secrets if len(value) >= 6)  # shorter ones are ordinary words
 
 
 def why_unreachable(address: str) -> str | None:
@@ -185,19 +120,13 @@ def why_unreachable(address: str) -> str | None:
 
     try:
         # By the proxy of the environment, as the trackers do, but without any credentials.
-        requests.head(address, timeout=_LOOK_S, auth=lambda request: request).close()
+        requests.head(address, timeout=_ANSWER_S, auth=lambda request: request).close()
     except requests.exceptions.SSLError:
         return None  # it has answered; whose certificate it takes is the tracker's matter
     except (requests.RequestException, ValueError, OSError) as error:
-        shown = _host(address)
         slow = isinstance(error, requests.Timeout)
-        word = f"no answer in {_LOOK_S:.0f} s" if slow else "no connection"
-        return f"{shown} cannot be reached: {word}"
+        what = f"no answer in {_ANSWER_S:.0f} s" if slow else "no connection"
+        with contextlib.suppress(ValueError):
+            address = urlsplit(address).hostname or address
+        return f"{without_credentials(address)} cannot be reached: {what}"
     return None
-
-
-def _host(address: str) -> str:
-    try:
-        return urlsplit(address).hostname or without_credentials(address)
-    except ValueError:
-        return without_credentials(address)

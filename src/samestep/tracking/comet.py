@@ -1,11 +1,13 @@
 """Comet: `--track comet`."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import comet_ml
 
-from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+from samestep.errors import UserError
+from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once it is packed."""
@@ -23,6 +25,26 @@ _NOT = (
     "auto_metric_logging",
     "auto_log_co2",
 )
+
+
+def find_server() -> Server:
+    """Return Comet's server and key, from wherever Comet has them.
+
+    Raises:
+        UserError: there is no key, it is malformed, or Comet is set to be offline.
+    """
+    config = comet_ml.get_config()
+    if config["comet.start.online"] is False:
+        raise UserError("COMET_START_ONLINE is off")
+    key = comet_ml.config.get_api_key(None, config)
+    if not key:
+        raise UserError("COMET_API_KEY is not set, nor is there a key of `comet login`")
+    # The client would only learn it from the server. What follows the * is the server's address.
+    if not re.fullmatch(r"[A-Za-z0-9_-]{20,}(\*\S+)?", key):
+        raise UserError("COMET_API_KEY is malformed: Comet's keys are 25 letters and digits")
+    return Server(
+        address=comet_ml.config.get_backend_address(), secrets=(key, key.partition("*")[0])
+    )
 
 
 def start(run: TrackedRun) -> Started:
@@ -49,7 +71,7 @@ def start(run: TrackedRun) -> Started:
     return Started(client=client, run=run.id, link=None if run.offline else client.url)
 
 
-def record(client: Any, entries: Sequence[Entry]) -> None:
+def record(client: Any, entries: Sequence[TrackedRecord]) -> None:
     """Log the metrics by step and epoch, and wait until they have arrived."""
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
@@ -60,7 +82,7 @@ def record(client: Any, entries: Sequence[Entry]) -> None:
         raise ConnectionError("Comet has not taken all records")
 
 
-def finish(client: Any, result: Result) -> None:
+def finish(client: Any, result: TrackedResult) -> None:
     """Log the result, and pack the files or wait until all has arrived."""
     client.log_others({f"result.{key}": value for key, value in result.values.items()})
     client.log_other("result.status", result.status)

@@ -8,7 +8,7 @@ Each may raise or take its time: it runs in a process of its own, beside the tra
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,19 @@ class TrackedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where a client would send a run: what `find_server` of samestep's own trackers returns.
+
+    It raises what the client says where that has no key, a malformed one, or is set to be offline.
+    """
+
+    address: str | None
+    """What must answer before the tracker is started online; None if nothing has to."""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """What must not appear in any file."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Started:
     """What `start` returns."""
 
@@ -60,7 +73,7 @@ class Started:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TrackedRecord:
     """What a record says, as a tracker takes it."""
 
     event: Literal[
@@ -87,7 +100,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class TrackedResult:
     """How the run ended."""
 
     status: Literal["completed", "stopped", "failed", "killed"]

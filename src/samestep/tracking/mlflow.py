@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 _MOST = 100  # parameters in one request
 
@@ -22,6 +22,12 @@ _MOST = 100  # parameters in one request
 class _Client:
     store: MlflowClient
     run: str
+
+
+def find_server() -> Server:
+    """Return MLflow's server, if it is one; its credentials are variables."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    return Server(address=uri if uri.startswith("http") else None)
 
 
 def start(run: TrackedRun) -> Started:
@@ -82,7 +88,7 @@ def _name(text: str) -> str:
     return re.sub(r"[^/\w.\- ]", "_", text)
 
 
-def record(client: _Client, entries: Sequence[Entry]) -> None:
+def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
     """Log the metrics in few requests; the same ones once more would change nothing."""
     metrics = []
     for entry in entries:
@@ -96,7 +102,7 @@ def record(client: _Client, entries: Sequence[Entry]) -> None:
         client.store.log_batch(client.run, metrics=metrics[first : first + 1000])
 
 
-def finish(client: _Client, result: Result) -> None:
+def finish(client: _Client, result: TrackedResult) -> None:
     """Log the result as tags, and close the run."""
     tags = [RunTag(_name(f"result.{key}"), str(value)) for key, value in result.values.items()]
     client.store.log_batch(client.run, tags=tags)

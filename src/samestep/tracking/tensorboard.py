@@ -10,7 +10,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from samestep.tracking.contract import Entry, Result, Scalar, Started, TrackedRun
+from samestep.tracking.contract import Scalar, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """What was written counts once its file is closed."""
@@ -26,7 +26,7 @@ def start(run: TrackedRun) -> Started:
     return Started(client=writer)
 
 
-def record(client: EventFileWriter, entries: Sequence[Entry]) -> None:
+def record(client: EventFileWriter, entries: Sequence[TrackedRecord]) -> None:
     """Write the scalars, each over its own axis."""
     for entry in entries:
         values = [Summary.Value(tag=tag, simple_value=v) for tag, v in entry.values.items()]
@@ -35,7 +35,7 @@ def record(client: EventFileWriter, entries: Sequence[Entry]) -> None:
     client.flush()
 
 
-def finish(client: EventFileWriter, result: Result) -> None:
+def finish(client: EventFileWriter, result: TrackedResult) -> None:
     """Write the result as text, and close the file."""
     _write_table(client, "result", {"status": result.status, **result.values}, None)
     client.close()

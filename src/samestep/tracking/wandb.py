@@ -9,7 +9,8 @@ from typing import Any
 
 import wandb
 
-from samestep.tracking.contract import Entry, Result, Started, TrackedRun
+from samestep.errors import UserError
+from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
@@ -22,6 +23,20 @@ class _Client:
     """Whether W&B measures the machine by itself, as it can while a training goes on."""
     drawn_over_steps: set[str] = field(default_factory=set)
     system: dict[str, list[float]] = field(default_factory=dict)
+
+
+def find_server() -> Server:
+    """Return W&B's server and key, from wherever W&B has them.
+
+    Raises:
+        UserError: W&B is set to be offline.
+        wandb.Error: there is no key, or it is malformed.
+    """
+    settings = wandb.setup().settings
+    if settings.mode != "online":
+        raise UserError(f"W&B is set to be {settings.mode}, by WANDB_MODE or its settings file")
+    wandb.login(verify=False)
+    return Server(address=str(settings.base_url), secrets=(settings.api_key or "",))
 
 
 def start(run: TrackedRun) -> Started:
@@ -66,7 +81,7 @@ def start(run: TrackedRun) -> Started:
     )
 
 
-def record(client: _Client, entries: Sequence[Entry]) -> None:
+def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
     """Log a row an entry, but for the machine: a row has a line of events.jsonl as its number."""
     run = client.run
     for entry in entries:
@@ -82,7 +97,7 @@ def record(client: _Client, entries: Sequence[Entry]) -> None:
             run.log({**entry.values, **place}, step=entry.line)
 
 
-def _draw_over_steps(client: _Client, entry: Entry) -> None:
+def _draw_over_steps(client: _Client, entry: TrackedRecord) -> None:
     """Name the axis of metrics that no pattern of ours covers, each once."""
     for name in entry.values.keys() - client.drawn_over_steps:
         if "*" not in name:  # to W&B it would be a pattern
@@ -90,7 +105,7 @@ def _draw_over_steps(client: _Client, entry: Entry) -> None:
         client.drawn_over_steps.add(name)
 
 
-def finish(client: _Client, result: Result) -> None:
+def finish(client: _Client, result: TrackedResult) -> None:
     """Write the result into the summary, and wait until all has arrived."""
     run = client.run
     run.summary.update({f"result.{key}": value for key, value in result.values.items()})

@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -88,8 +89,7 @@ class ModelStep(EagerStep):
         with self._phases.left_out(), explained():
             result = super().__call__(block, step, lrs, want_norm=want_norm)
         what = "the model's forward and backward; optimizer and all-reduce are not compiled"
-        self.notes.append(_note(what, 0, time.perf_counter() - before))
-        return result
+        return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
 
 
 class WholeStep(EagerStep):
@@ -128,8 +128,8 @@ class WholeStep(EagerStep):
         with self._phases.left_out(), explained():
             result = self._graph.run(inputs, targets, lrs)
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
-        self.notes.append(_note(what, block.num_steps, time.perf_counter() - before))
-        return result
+        note = _note(what, block.num_steps, time.perf_counter() - before)
+        return replace(result, notes=(note,))
 
 
 def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:

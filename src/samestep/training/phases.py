@@ -8,7 +8,7 @@ spent on it, or idled in it, and no step waits for the host.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,8 @@ class Phases:
         """Whether what a step computes cannot be told apart."""
         self.earlier: dict[str, float] = {}
         """Seconds of the running epoch that an earlier attempt spent, as its checkpoint says."""
+        self.observer: Callable[[str], None] | None = None
+        """Called with the phase at the end of each lap: a trace marks its phases there."""
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of all epochs
         self._cleared: dict[str, float] = {}
         self._last = time.perf_counter()
@@ -41,6 +43,8 @@ class Phases:
         now = time.perf_counter()
         self._seconds[phase] += now - self._last
         self._last = now
+        if self.observer is not None:
+            self.observer(phase)
 
     def running(self) -> dict[str, float]:
         """Return the seconds of all epochs of this attempt in each phase that there was."""
@@ -60,6 +64,10 @@ class Phases:
                 for phase in running.keys() | earlier.keys()
             }
         )
+
+    def attempt(self) -> dict[str, float]:
+        """Return the seconds of all epochs of this attempt in each phase."""
+        return self._named(self.running())
 
     def clear(self) -> None:
         """Begin another epoch."""
@@ -105,6 +113,8 @@ class DevicePhases(Phases):
         self._marks.append((phase, event))
         if len(self._marks) >= _READ_EVERY and self._marks[_READ_EVERY // 2][1].query():
             self._read(_READ_EVERY // 2 + 1)
+        if self.observer is not None:
+            self.observer(phase)
 
     def running(self) -> dict[str, float]:
         """Return the seconds of all epochs in each phase; the host waits for the device."""

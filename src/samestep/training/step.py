@@ -39,6 +39,8 @@ class StepResult:
     """This rank's part of each step's mean loss; over all ranks they add up to it."""
     grad_norms: Sequence[Tensor] | Tensor | None
     """Gradient norm of each step before clipping, if it was asked for."""
+    notes: tuple[Record, ...] = ()
+    """`compile` records of what was compiled in this call."""
 
 
 def check_used(model: nn.Module) -> None:
@@ -77,8 +79,6 @@ class EagerStep:
         self._casts = autocast_dtype(settings.precision) is not None
         self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
-        self.notes: list[Record] = []
-        """Records of what was compiled, for the loop to yield."""
         self._first = True
         self._unchecked = world.world_size > 1
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]

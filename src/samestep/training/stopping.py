@@ -1,9 +1,10 @@
 """When to stop: signals that all ranks agree on, and early stopping by a validation metric."""
 
+import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -49,25 +50,39 @@ class Agreed:
     """What all ranks do next, decided together."""
 
     signum: int = 0
-    save: bool = False
+    wished: bool = False
+    """Whether rank 0 has its wish."""
+
+
+class Minutes:
+    """Whether so many minutes have passed, by this process's clock; never for None."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._seconds = math.inf if minutes is None else minutes * 60
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now."""
+        self._began = time.perf_counter()
+
+    def passed(self) -> bool:
+        """Whether they have passed since the last restart."""
+        return time.perf_counter() - self._began >= self._seconds
 
 
 class Agreement:
-    """Let all ranks act on what one of them knows: a signal it got, minutes that rank 0 counts.
+    """Let all ranks act on what one of them knows: a signal it got, or a wish of rank 0.
 
     Alone, it costs a comparison a step. Together, ranks meet about twice a second, at a step that
     they agreed on the time before; the reduction runs on the CPU and never waits for the device.
     """
 
-    def __init__(self, world: World, received: Received, save_every_minutes: float | None) -> None:
-        self._world, self._received = world, received
-        self._save_every_s = save_every_minutes * 60 if save_every_minutes else float("inf")
-        self._saved_at = self._met_at = time.perf_counter()
+    def __init__(
+        self, world: World, received: Received, wish: Callable[[], bool] | None = None
+    ) -> None:
+        self._world, self._received, self._wish = world, received, wish
+        self._met_at = time.perf_counter()
         self._met_step = self._next_step = 0
-
-    def saved(self) -> None:
-        """Count the minutes to the next checkpoint from now."""
-        self._saved_at = time.perf_counter()
 
     def start(self, step: int) -> None:
         """Meet first after this step."""
@@ -77,23 +92,23 @@ class Agreement:
         """Return what to do after a step; all ranks call it with the same steps."""
         if self._world.world_size == 1:
             signum = self._received.signum
-            if signum == 0 and self._save_every_s == float("inf"):
+            if signum == 0 and self._wish is None:
                 return NOTHING
-            return Agreed(signum, self._due())
+            return Agreed(signum, self._wishes())
         if step < self._next_step:
             return NOTHING
         now = time.perf_counter()
         per_step = (now - self._met_at) / max(1, step - self._met_step)
         steps = max(1, min(10_000, int(_AGREE_EVERY_S / max(per_step, 1e-9))))
-        mine = [self._received.signum, int(self._due()), steps]
+        mine = [self._received.signum, int(self._wishes()), steps]
         if not self._world.is_main:
-            mine[1:] = [0, 0]  # rank 0's clock counts
-        signum, save, steps = self._world.reduce(torch.tensor(mine), "max").tolist()
+            mine[1:] = [0, 0]  # rank 0's wish and clock count
+        signum, wished, steps = self._world.reduce(torch.tensor(mine), "max").tolist()
         self._met_at, self._met_step, self._next_step = now, step, step + steps
-        return Agreed(signum, bool(save))
+        return Agreed(signum, bool(wished))
 
-    def _due(self) -> bool:
-        return time.perf_counter() - self._saved_at >= self._save_every_s
+    def _wishes(self) -> bool:
+        return self._wish is not None and self._wish()
 
 
 NOTHING = Agreed()

@@ -18,13 +18,11 @@ REMEDIES = "Try a smaller --lr, --warmup-steps, --clip-norm 1, or a wider --prec
 class Window:
     """Losses of steps not read yet. Ranks read at the same steps, since reading is a collective."""
 
-    def __init__(self, world: World, loss_sum: float) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         self._losses: list[Tensor] = []
         self._sizes: list[int] = []
         self._first_step = 0
-        self.loss_sum = loss_sum
-        """This rank's part of the sum of the sample losses of the epoch, as far as read."""
 
     @property
     def full(self) -> bool:
@@ -38,19 +36,27 @@ class Window:
         self._losses.extend(losses)
         self._sizes.extend([size] * len(losses))
 
-    def read(self, wanted: list[int], lr: float) -> list[float]:
-        """Empty the window; return the global mean loss of the wanted steps (counted from 1).
+    def read(self, wanted: Sequence[int], lr: float, loss_sum: float) -> tuple[list[float], float]:
+        """Empty the window.
+
+        Args:
+            wanted: steps in the window, counted from 1.
+            lr: the current learning rate, for the message.
+            loss_sum: this rank's part of the sum of sample losses, before the window.
+
+        Returns:
+            The mean loss of each wanted step over its global batch, and the sum with the window's.
 
         Raises:
             UserError: a loss in the window is NaN or infinite, on any rank.
         """
         if not self._sizes:
-            return []
+            return [], loss_sum
         # The one place where the host waits for the device.
         local = torch.stack(self._losses).cpu().to(torch.float64).tolist()
         first = self._first_step + 1
         for loss, size in zip(local, self._sizes, strict=True):
-            self.loss_sum += loss * size
+            loss_sum += loss * size
         bad = next((first + i for i, loss in enumerate(local) if not math.isfinite(loss)), 0)
         self._losses, self._sizes = [], []
         mine = [local[step - first] for step in wanted]
@@ -66,4 +72,4 @@ class Window:
                 f"{REMEDIES}",
                 on_all_ranks=True,
             )
-        return losses
+        return losses, loss_sum

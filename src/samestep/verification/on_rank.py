@@ -22,8 +22,7 @@ from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.files import write_text
 from samestep.training.evaluation import evaluate
-from samestep.training.loop import Job
-from samestep.training.state import load_model, seed_alike
+from samestep.training.snapshot import load_model, seed_alike
 from samestep.training.stopping import Received
 from samestep.verification.digest import sample_marks
 from samestep.verification.experiments import exact_precision, look_at
@@ -182,10 +181,10 @@ class _Start:
         def inputs() -> Any:
             return few_inputs(self._subject(situation.precision).batch())
 
-        def prepare(job: Job) -> None:
+        def prepare(model: nn.Module) -> None:
             # A checkpoint brings the statistics that it was trained with.
             calibrate = inputs if situation.resumes is None else None
-            hold_model(job.trainee.model, Seen(), held, calibrate)
+            hold_model(model, Seen(), held, calibrate)
 
         engine = recording(
             self._engine(lightning=situation.lightning),

@@ -1,16 +1,18 @@
-"""An engine that takes the steps of another and keeps what each of them did."""
+"""An engine that takes a few steps of a training and keeps what each of them did."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-from samestep.data.blocks import Block
+from torch import nn
+
 from samestep.data.source import Source
-from samestep.execution.session import Engine, Task
+from samestep.execution.session import NATIVE, Engine, Task
 from samestep.run.records import Record
-from samestep.training.evaluation import evaluate
-from samestep.training.loop import Job, evaluation_batch
-from samestep.training.step import EagerStep, StepResult
+from samestep.training.between import checkpoint_name, evaluate_now, evaluate_work
+from samestep.training.loop import rehearse
+from samestep.training.meter import Meter
+from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full
 from samestep.verification.digest import gradients_of, sample_marks, weights_of
 from samestep.verification.trace import Trace
 
@@ -19,42 +21,70 @@ def recording(
     inner: Engine,
     trace: Trace,
     *,
-    prepare: Callable[[Job], None],
+    prepare: Callable[[nn.Module], None],
     saves_at: int | None = None,
     ends_at: int | None = None,
     evaluates: bool = False,
 ) -> Engine:
-    """Return an engine that fills a trace while another one drives.
+    """Return an engine that fills a trace.
 
     Args:
-        inner: what takes the steps.
+        inner: samestep's own engine, or another one, whose steps are not looked into.
         trace: what is filled.
-        prepare: called with the job before anything is computed.
+        prepare: called with the model before anything is computed.
         saves_at: the one step whose checkpoint is kept; large ones take their time.
-        ends_at: the step at which a checkpoint is due, after which enough is known.
+        ends_at: the step after which enough is known.
         evaluates: whether to evaluate before training too.
     """
 
     def drive(task: Task) -> None:
-        job = task.job
-        prepare(job)
+        work, state = task.work, task.state
+        prepare(work.trainee.model)
         if evaluates:
-            _evaluate_at_first(job, trace)
-        job.step = cast("EagerStep", _Step(job, trace))
-        save = job.save
-
-        def save_once(job: Job, name: str, metric: float | None) -> Record:
-            if job.position.step == saves_at:
-                return save(job, name, metric)
-            if job.position.step == ends_at:
-                job.stop_reason = "enough is known"
-            return _not_saved(job)
-
-        job.save = save_once
-        inner.drive(replace(task, write=lambda *_: _not_saved(job)))
-        trace.weights[job.position.step] = weights_of(job.trainee.model)
+            _evaluate_at_first(work, trace)
+        if inner is NATIVE:
+            _record_steps(task, trace, saves_at=saves_at, ends_at=ends_at)
+        else:
+            not_saved: Record = {"event": "not saved"}
+            inner.drive(replace(task, write=lambda *_: not_saved))
+        trace.weights[state.position.step] = weights_of(work.trainee.model)
 
     return Engine(wrap=inner.wrap, drive=drive)
+
+
+def _record_steps(task: Task, trace: Trace, *, saves_at: int | None, ends_at: int | None) -> None:
+    work, state = task.work, task.state
+    meter = Meter(work, state)
+    for taken in rehearse(work, state):
+        step = state.position.step
+        _look(work, taken, trace, step)
+        for record in meter.count(taken):
+            task.emit(record)
+        if work.validation is not None and _evaluates(work, state):
+            task.emit(evaluate_now(work, state, work.validation)[0])
+        if step == saves_at:
+            meter.settle()
+            if epoch_is_full(work, state):
+                close_epoch(work, state)
+            task.emit(task.between.save(checkpoint_name(state), None))
+        if step == ends_at:
+            break
+    state.stop_reason = "enough is known"
+
+
+def _look(work: Work, taken: Taken, trace: Trace, step: int) -> None:
+    block, model = taken.block, work.trainee.model
+    if block is not None and block.weight:
+        trace.samples[step] = sample_marks(block.inputs, block.targets)
+    trace.gradients[step] = gradients_of(model)
+    trace.weights[step] = weights_of(model)
+
+
+def _evaluates(work: Work, state: State) -> bool:
+    """Whether a training would evaluate now: as the settings say, after an epoch, at the end."""
+    step, every = state.position.step, work.settings.eval_every_steps
+    due = every is not None and step % every == 0
+    return due or epoch_is_full(work, state) or step == work.plan.total_steps
 
 
 def keep_record(trace: Trace, record: Record) -> None:
@@ -72,26 +102,12 @@ def _values(record: Record) -> dict[str, float]:
     return {k: v for k, v in record.items() if k not in words and isinstance(v, float)}
 
 
-def _not_saved(job: Job) -> Record:
-    return {"event": "not saved", "step": job.position.step}
+def _evaluate_at_first(work: Work, trace: Trace) -> None:
+    source = work.validation if work.validation is not None else work.train
+    trace.evaluations[0] = _values(evaluate_work(work, _Marked(source, trace)))
 
 
-def _evaluate_at_first(job: Job, trace: Trace) -> None:
-    source = job.validation if job.validation is not None else job.train
-    counted = _Counted(source, trace)
-    values = evaluate(
-        job.trainee.model,
-        cast("Source", counted),
-        job.trainee.loss,
-        job.metrics,
-        world=job.world,
-        batch_size=evaluation_batch(job.plan.batch_size),
-        precision=job.settings.precision,
-    )
-    trace.evaluations[0] = {k: v for k, v in values.items() if isinstance(v, float)}
-
-
-class _Counted:
+class _Marked:
     """A source whose evaluated samples are marked."""
 
     def __init__(self, source: Source, trace: Trace) -> None:
@@ -101,23 +117,3 @@ class _Counted:
         for inputs, targets in self._source.evaluation(batch_size):
             self._trace.evaluated += sample_marks(inputs, targets)
             yield inputs, targets
-
-
-class _Step:
-    """What takes the steps of a job, and is looked at after each."""
-
-    def __init__(self, job: Job, trace: Trace) -> None:
-        self._inner, self._model, self._trace = job.step, job.trainee.model, trace
-        self.steps_per_call = job.step.steps_per_call
-
-    @property
-    def notes(self) -> list[Record]:
-        return self._inner.notes
-
-    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        if block.weight:
-            self._trace.samples[step + 1] = sample_marks(block.inputs, block.targets)
-        result = self._inner(block, step, lrs, want_norm=want_norm)
-        self._trace.gradients[step + 1] = gradients_of(self._model)
-        self._trace.weights[step + 1] = weights_of(self._model)
-        return result

@@ -14,7 +14,7 @@ from samestep.recipe import Recipe, Splits
 from samestep.settings import Settings
 from samestep.training.precision import autocast, data_dtype
 from samestep.training.prepare import prepare
-from samestep.training.state import seed_alike
+from samestep.training.snapshot import seed_alike
 from samestep.verification.difference import ROUNDING
 from samestep.verification.randomness import ALL_KINDS, Seen, hold_model, watched
 from samestep.verification.sizes import Cut

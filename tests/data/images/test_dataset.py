@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep import UserError, machine
+from samestep import UserError
 from samestep.data.images import dataset, node_memory, read_all
 from samestep.data.images.dataset import ImageFiles
 from samestep.ranks.world import World
@@ -210,9 +210,6 @@ def test_the_ranks_of_a_node_share_one_memory_that_has_no_name(tmp_path, root):
     assert set(Path("/dev/shm").glob("samestep-*")) <= before
 
 
-GIB = 2**30
-
-
 def test_auto_keeps_what_takes_at_most_half_of_the_free_memory(root, monkeypatch):
     num_bytes = 14 * 3 * 20 * 20
     monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 2 * num_bytes)
@@ -245,36 +242,3 @@ def test_a_full_file_system_is_met_before_a_byte_is_written(monkeypatch, root):
     assert isinstance(found.splits["train"], ImageFiles)
     assert "No space left on device" in found.notes[-1]
     assert set(Path("/dev/shm").glob("samestep-*")) <= before
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_free_memory_is_the_least_that_the_machine_and_each_group_above_allow(tmp_path):
-    assert machine.free_memory_bytes(tmp_path) is None
-    write(tmp_path / "proc/meminfo", f"MemTotal: 99 kB\nMemAvailable: {8 * 2**20} kB\n")
-    assert machine.free_memory_bytes(tmp_path) == 8 * GIB
-    write(tmp_path / "proc/self/cgroup", "0::/job/step\n")
-    top = tmp_path / "sys/fs/cgroup"
-    for group, limit, used, inactive in (
-        ("job", 6 * GIB, 3 * GIB, GIB),
-        ("job/step", "max", 3 * GIB, 0),
-    ):
-        write(top / group / "memory.max", f"{limit}\n")
-        write(top / group / "memory.current", f"{used}\n")
-        write(top / group / "memory.stat", f"anon 5\ninactive_file {inactive}\n")
-    assert machine.free_memory_bytes(tmp_path) == 4 * GIB
-
-
-def test_free_memory_knows_the_older_control_groups(tmp_path):
-    write(tmp_path / "proc/meminfo", f"MemAvailable: {8 * 2**20} kB\n")
-    write(tmp_path / "proc/self/cgroup", "5:cpu,cpuacct:/x\n3:memory:/docker/ab\n")
-    group = tmp_path / "sys/fs/cgroup/memory"  # the container sees its own group as the mount
-    write(group / "memory.limit_in_bytes", f"{2 * GIB}")
-    write(group / "memory.usage_in_bytes", f"{GIB}")
-    write(group / "memory.stat", "inactive_file 7\ntotal_inactive_file 0\n")
-    assert machine.free_memory_bytes(tmp_path) == GIB
-    write(group / "memory.limit_in_bytes", f"{2**63 - 4096}")
-    assert machine.free_memory_bytes(tmp_path) == 8 * GIB

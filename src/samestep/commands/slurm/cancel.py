@@ -12,8 +12,8 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from samestep.commands.help import examples
 from samestep.errors import UserError
 from samestep.run.directory import is_run
-from samestep.slurm.queue import find
-from samestep.slurm.tools import ToolError, call
+from samestep.slurm.programs import ProgramError, call
+from samestep.slurm.queue import find_job_or_run
 
 _EXAMPLES = """\
 examples:
@@ -23,7 +23,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class _Cancel:
     """Stop a job: its ranks finish their step, save a checkpoint, and end."""
 
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
@@ -35,11 +35,11 @@ class Command:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     with examples(_EXAMPLES):
-        command = tyro.cli(Command, prog="samestep slurm cancel", args=arguments)
-    found = find(command.job)
+        command = tyro.cli(_Cancel, prog="samestep slurm cancel", args=arguments)
+    found = find_job_or_run(command.job)
     job = found.job
-    if found.silence is not None:
-        raise found.silence
+    if found.queue_error is not None:
+        raise found.queue_error
     if job is None:
         raise UserError(
             f"Slurm knows no job of yours of {command.job}: there is nothing to cancel."
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     # To the script alone: it tells the ranks, waits for them, and does not start again.
     call("scancel", "--batch", "--signal=USR2", str(job.job))
     if command.now:  # plain scancel would leave the ranks half a minute
-        with contextlib.suppress(ToolError):  # the ranks may have ended by themselves
+        with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
             call("scancel", "--signal=KILL", f"{job.job}.0")
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0

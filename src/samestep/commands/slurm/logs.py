@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.commands.help import examples
 from samestep.errors import UserError
-from samestep.slurm.queue import Queued, find, find_job
+from samestep.slurm.queue import QueuedJob, find_job, find_job_or_run
 
 _EXAMPLES = """\
 examples:
@@ -24,7 +24,7 @@ _ASK_EVERY_S = 5.0  # Slurm's controller serves everybody
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class _Logs:
     """Show what a job printed."""
 
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
@@ -38,8 +38,8 @@ class Command:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     with examples(_EXAMPLES):
-        command = tyro.cli(Command, prog="samestep slurm logs", args=arguments)
-    found = find(command.job)
+        command = tyro.cli(_Logs, prog="samestep slurm logs", args=arguments)
+    found = find_job_or_run(command.job)
     job = found.job
     if found.note:
         sys.stderr.write(f"{found.note}\n")
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _file(rank: int, job: Queued | None, run: Path | None) -> tuple[Path, str]:
+def _file(rank: int, job: QueuedJob | None, run: Path | None) -> tuple[Path, str]:
     """Return a rank's log file, and its label if the file is shared with others."""
     log = job.log if job else None
     if log is None and run is not None:
@@ -68,7 +68,8 @@ def _file(rank: int, job: Queued | None, run: Path | None) -> tuple[Path, str]:
     is_script = not own.is_file() and not (run / "settings.toml").is_file()
     if not is_script or log is None or not log.is_file():
         return own, ""
-    if _starts_torchrun(run / "job.sbatch"):
+    script = run / "job.sbatch"
+    if script.is_file() and "--rdzv-backend=" in script.read_text():  # it starts torchrun
         raise UserError(
             "--rank cannot tell the lines of a script under --launcher torchrun: all ranks of a "
             f"node share a label, the node's. Leave --rank out to see all of {log}, or submit "
@@ -77,16 +78,12 @@ def _file(rank: int, job: Queued | None, run: Path | None) -> tuple[Path, str]:
     return log, str(rank)
 
 
-def _starts_torchrun(script: Path) -> bool:
-    return script.is_file() and "--rdzv-backend=" in script.read_text()
-
-
 def _ranks(run: Path | None) -> str:
     found = sorted(run.glob("rank-*.log")) if run else []
     return f" The run has {', '.join(path.name for path in found)}." if found else ""
 
 
-def _show(path: Path, label: str, job: Queued | None) -> None:
+def _show(path: Path, label: str, job: QueuedJob | None) -> None:
     """Print a file; with a job, go on until that has ended."""
     asked = time.monotonic()
     position = 0

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -16,8 +15,8 @@ from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from samestep.commands.help import examples
-from samestep.slurm.progress import Progress, read_progress
-from samestep.slurm.queue import Found, Queued, find, my_jobs
+from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
+from samestep.slurm.training_progress import Progress, read_progress
 
 _EXAMPLES = """\
 examples:
@@ -27,7 +26,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class _Status:
     """Show jobs: what the queue says and how far the training has come."""
 
     job: Annotated[Positional[str | None], arg(metavar="JOB|RUN")] = None
@@ -39,15 +38,17 @@ class Command:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     with examples(_EXAMPLES):
-        command = tyro.cli(Command, prog="samestep slurm status", args=arguments)
+        command = tyro.cli(_Status, prog="samestep slurm status", args=arguments)
     if command.job:
-        founds = [find(command.job)]
+        founds = [find_job_or_run(command.job)]
     else:
-        founds = [Found(job=job, run=job.run) for job in my_jobs()]
+        founds = [JobAndRun(job=job, run=job.run) for job in my_jobs()]
     rows = [(found, read_progress(found.run) if found.run else None) for found in founds]
     if command.json:
         table = [_json(*row) for row in rows]
-        sys.stdout.write(json.dumps(table[0] if command.job else table, indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps(table[0] if command.job else table, indent=2, default=str) + "\n"
+        )
     elif command.job:
         for name, value in details(*rows[0]).items():
             Console(highlight=False).print(f"[bold]{name:<8}[/] {escape(value)}", soft_wrap=True)
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def details(found: Found, progress: Progress | None) -> dict[str, str]:
+def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
     """Return what is told of one job, name by name."""
     job = found.job
     rows: dict[str, str] = {}
@@ -84,7 +85,7 @@ def details(found: Found, progress: Progress | None) -> dict[str, str]:
     return rows
 
 
-def _training(job: Queued | None, progress: Progress) -> dict[str, str]:
+def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     rows: dict[str, str] = {}
     if progress.damage:
         rows["training"] = progress.damage
@@ -103,7 +104,7 @@ def _training(job: Queued | None, progress: Progress) -> dict[str, str]:
     return rows
 
 
-def _against_limit(job: Queued | None, eta_s: float) -> str:
+def _against_limit(job: QueuedJob | None, eta_s: float) -> str:
     if job is None or job.limit_s is None:
         return ""
     left = max(0, job.limit_s - job.elapsed_s)
@@ -113,17 +114,16 @@ def _against_limit(job: Queued | None, eta_s: float) -> str:
     return f"; {_duration(left)} left, so {more} more start{'s' * (more > 1)}"
 
 
-def jobs_table(rows: list[tuple[Found, Progress | None]]) -> Table:
+def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
     """Return a table of jobs, a line each."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("job", "name", "state", "time", "step", "loss", "ETA", "starts"):
-        is_text = name in ("name", "state")
         # Where the terminal is narrow, the name alone is cut short.
         table.add_column(
             name,
             no_wrap=name != "name",
             overflow="ellipsis",
-            justify="left" if is_text else "right",
+            justify="left" if name in ("name", "state") else "right",
         )
     for found, progress in rows:
         job = found.job
@@ -144,15 +144,12 @@ def jobs_table(rows: list[tuple[Found, Progress | None]]) -> Table:
     return table
 
 
-def _json(found: Found, progress: Progress | None) -> dict[str, object]:
-    queue = dataclasses.asdict(found.job) if found.job else None
-    if queue:
-        queue = {k: str(v) if isinstance(v, Path) else v for k, v in queue.items()}
+def _json(found: JobAndRun, progress: Progress | None) -> dict[str, object]:
     return {
-        "queue": queue,
+        "queue": dataclasses.asdict(found.job) if found.job else None,
         "queue_error": found.note or None,
         "training": dataclasses.asdict(progress) if progress else None,
-        "run": str(found.run) if found.run else None,
+        "run": found.run,
     }
 
 

@@ -1,10 +1,9 @@
 """`samestep slurm submit`: hand in a recipe, a run or any script as a job."""
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, arg
@@ -12,11 +11,11 @@ from tyro.conf import FlagCreatePairsOff, arg
 from samestep.commands.help import examples
 from samestep.errors import UserError
 from samestep.run.files import write_text
+from samestep.slurm.defaults import UncheckedOptions, apply_flags, defaults_files, read_defaults
 from samestep.slurm.options import JobOptions
-from samestep.slurm.profile import Draft, merge_flags, profile_files, read_profile
-from samestep.slurm.script import Job, write_script
-from samestep.slurm.submit import make_folder, make_job, submit, with_home_expanded
-from samestep.slurm.target import Target, find_target
+from samestep.slurm.script import JobScript, script_text
+from samestep.slurm.submission import make_folder, make_script, submit, with_home_expanded
+from samestep.slurm.workload import Workload, find_workload
 
 _EXAMPLES = """\
 examples:
@@ -32,9 +31,9 @@ of samestep.toml, here or above, or in the user's config folder.
 """
 
 
-@dataclass(frozen=True)
-class Command:
-    """What this command itself takes, beside what a job asks for."""
+@dataclass(frozen=True, kw_only=True)
+class _Submit(UncheckedOptions):
+    """What a job asks for, and what this command itself takes."""
 
     dry_run: Annotated[bool, FlagCreatePairsOff] = False
     """Print the script and hand nothing in."""
@@ -53,9 +52,9 @@ def main(arguments: list[str]) -> int:
     cut = flags.index("--") if "--" in flags else len(flags)
     with examples(_EXAMPLES):
         command, options = _parse(target, flags[:cut])
-    found = find_target(target, flags[cut + 1 :], recipe_files())
+    found = find_workload(target, flags[cut + 1 :], recipe_files())
     _check_training(found)
-    job = make_job(found, with_home_expanded(options), Path.cwd())
+    job = make_script(found, with_home_expanded(options), Path.cwd())
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
@@ -74,24 +73,20 @@ def recipe_files() -> list[str]:
     return sorted(path.stem for path in folder.glob("[a-z]*.py"))
 
 
-def _parse(target: str, flags: list[str]) -> tuple[Command, JobOptions]:
-    files = profile_files(Path.cwd())
-    profile = read_profile(files)
-    form: Any = dataclasses.make_dataclass(
-        "Submit", [("command", Command), ("options", Draft)], frozen=True
-    )
-    form.__doc__ = f"Submit {target} as a job."
-    parsed = tyro.cli(
-        form,
+def _parse(target: str, flags: list[str]) -> tuple[_Submit, JobOptions]:
+    files = defaults_files(Path.cwd())
+    defaults = read_defaults(files)
+    command = tyro.cli(
+        _Submit,
         prog=f"samestep slurm submit {target}",
+        description=f"Submit {target} as a job.",
         args=flags,
-        default=form(command=Command(), options=profile),
-        config=(tyro.conf.OmitArgPrefixes,),
+        default=_Submit(**vars(defaults)),
     )
-    return parsed.command, merge_flags(profile, parsed.options, files)
+    return command, apply_flags(defaults, command, files)
 
 
-def _check_training(target: Target) -> None:
+def _check_training(target: Workload) -> None:
     """Let a mistake in the training's flags show now, and not after hours in the queue."""
     if target.kind != "recipe":
         return
@@ -102,9 +97,9 @@ def _check_training(target: Target) -> None:
     parse(what, flags)
 
 
-def _keep(job: Job, command: Command) -> int:
+def _keep(job: JobScript, command: _Submit) -> int:
     """Print the script or write it to a file."""
-    text = write_script(job)
+    text = script_text(job)
     if command.script is None:
         sys.stdout.write(text)
         if not Path(job.run).is_dir():

@@ -9,11 +9,11 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from samestep.slurm.job_end import decide, read_ending, read_restarts, settle
+from samestep.slurm.restarts import decide, read_ending, read_restarts, settle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class _Verdict:
     """Say how a start of a job ended: one word on standard output, one line for the log."""
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -32,7 +32,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    command = tyro.cli(Command, prog="samestep slurm verdict", args=arguments)
+    command = tyro.cli(_Verdict, prog="samestep slurm verdict", args=arguments)
     number = int(os.environ.get("SLURM_JOB_ID", "0"))
     ending = read_ending(
         command.run, code=command.code, told=command.told, kind=command.kind, log=_log()

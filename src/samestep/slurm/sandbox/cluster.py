@@ -1,8 +1,7 @@
-"""Bring a sandbox up, look at it, take it down; lose one of its nodes and bring it back."""
+"""Bring a sandbox up, look at it, take it down."""
 
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +10,14 @@ from pathlib import Path
 from samestep.errors import UserError
 from samestep.slurm.sandbox import daemons
 from samestep.slurm.sandbox.conf import check_folder, node_names, nodes_of
-from samestep.slurm.sandbox.files import (
+from samestep.slurm.sandbox.folder import (
     export_line,
     is_sandbox,
     make_folder,
     remove_files,
     write_files,
 )
-from samestep.slurm.sandbox.processes import Process, end, find_processes, kill, wait_until
+from samestep.slurm.sandbox.processes import end, find_processes, wait_until
 
 NO_PROGRAMS = (
     "A sandbox needs programs that are not here: {names}. On Debian or Ubuntu, "
@@ -26,7 +25,6 @@ NO_PROGRAMS = (
 )
 
 _IDLE_WITHIN_S = 30.0
-_BACK_WITHIN_S = 30.0
 _TERM_WITHIN_S = 5.0
 
 
@@ -131,54 +129,9 @@ def down(folder: Path) -> bool:
     return True
 
 
-def kill_node(folder: Path, node: str) -> None:
-    """Lose a node as if its power had failed: SIGKILL to its slurmd and to all that runs on it.
-
-    The controller notices in 15 to 20 s.
-    """
-    folder = folder.absolute().resolve()
-
-    def on_node() -> list[Process]:
-        return [process for process in find_processes(folder) if process.part == node]
-
-    # The daemons first, lest slurmstepd tells the controller how its tasks ended.
-    kill(sorted(on_node(), key=lambda process: not process.name.startswith("slurm")))
-    end(on_node, term_within_s=0)
-
-
-def start_node(folder: Path, node: str) -> None:
-    """Start the slurmd of a node that was lost, and wait until the node can run jobs again.
-
-    One that runs is left alone.
-
-    Raises:
-        UserError: the sandbox has no such node.
-        DaemonError: the node did not come back.
-    """
-    folder = folder.absolute().resolve()
-    now = status(folder)
-    if node not in now.daemons:
-        raise UserError(f"The sandbox in {folder} has no {node!r}, only {', '.join(now.nodes)}.")
-    if now.daemons[node] is not None:
-        return
-    started_at = time.time()
-    daemons.start_slurmd(folder, node)
-
-    def is_back() -> bool:
-        # The state alone may be that of the slurmd before, which the controller has not missed.
-        if daemons.registered_at(folder, node) < int(started_at):
-            return False
-        return daemons.node_states(folder).get(node) in ("idle", "mixed", "allocated")
-
-    if not wait_until(is_back, within_s=_BACK_WITHIN_S):
-        raise daemons.DaemonError(folder, node, f"{node} did not come back")
-
-
 def _start(folder: Path, nodes: list[str]) -> None:
-    daemons.start_munged(folder)
-    daemons.start_slurmctld(folder)
-    for node in nodes:
-        daemons.start_slurmd(folder, node)
+    for daemon in ("munged", "slurmctld", *nodes):
+        daemons.start(folder, daemon)
     idle = dict.fromkeys(nodes, "idle")
     if not wait_until(lambda: daemons.node_states(folder) == idle, within_s=_IDLE_WITHIN_S):
         states = daemons.node_states(folder)
@@ -197,15 +150,14 @@ def _end_all(folder: Path) -> bool:
         jobs = daemons.ask(folder, "squeue", "--noheader", "--format=%A")
         if jobs and jobs.split():
             daemons.ask(folder, "scancel", "--quiet", *jobs.split())
-            wait_until(lambda: not _of_jobs(folder), within_s=_TERM_WITHIN_S)
+            wait_until(
+                lambda: not any(process.is_of_job for process in find_processes(folder)),
+                within_s=_TERM_WITHIN_S,
+            )
     if rest := end(lambda: find_processes(folder), term_within_s=_TERM_WITHIN_S):
         names = ", ".join(f"{process.name} ({process.pid})" for process in rest)
         raise UserError(f"These processes of the sandbox in {folder} do not end: {names}.")
     return True
-
-
-def _of_jobs(folder: Path) -> list[Process]:
-    return [process for process in find_processes(folder) if process.is_of_job]
 
 
 def _refuse_if_up(folder: Path) -> None:

@@ -1,10 +1,10 @@
 """What a sandbox's files say: `slurm.conf` and the script that Slurm runs before each task.
 
-Pure functions of a frozen dataclass; nothing here touches the disk.
+Pure functions; nothing here touches the disk.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from samestep.errors import UserError
@@ -24,52 +24,44 @@ TASK_PROLOG = """\
 """Slurm sets the variables that a task prolog prints in the environment of the task."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sandbox:
-    """One machine that plays several nodes."""
-
-    folder: Path
-    """Holds all files of the sandbox; absolute."""
-
-    user: str
-    """The name of the user whose processes all daemons and jobs are."""
-
-    host: str
-    """This machine's own name, without its domain: Slurm's daemons compare it with theirs."""
-
-    controller_port: int
-    """Where slurmctld listens."""
-
-    node_ports: tuple[int, ...]
-    """Where the slurmd of each node listens: as many ports as there are nodes."""
-
-    cpus: int
-    """CPUs that each node claims to have, whatever the machine has."""
-
-    memory_mib: int = 8192
-    """Memory that each node claims to have, MiB; nothing enforces it."""
-
-
 def node_names(count: int) -> list[str]:
     """Return node1 … nodeN."""
     return [f"node{number}" for number in range(1, count + 1)]
 
 
-def slurm_conf(sandbox: Sandbox) -> str:
-    """Return the text of `slurm.conf`."""
-    folder = sandbox.folder
+def slurm_conf(
+    folder: Path,
+    *,
+    user: str,
+    host: str,
+    controller_port: int,
+    node_ports: Sequence[int],
+    cpus: int,
+    memory_mib: int = 8192,
+) -> str:
+    """Return the text of `slurm.conf` for one machine that plays several nodes.
+
+    Args:
+        folder: holds all files of the sandbox; absolute.
+        user: the name of the user whose processes all daemons and jobs are.
+        host: this machine's own name, without its domain: Slurm's daemons compare it with theirs.
+        controller_port: where slurmctld listens.
+        node_ports: where the slurmd of each node listens: as many ports as there are nodes.
+        cpus: CPUs that each node claims to have, whatever the machine has.
+        memory_mib: memory that each node claims to have, MiB; nothing enforces it.
+    """
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={sandbox.host} NodeAddr=127.0.0.1 Port={port} "
-        f"CPUs={sandbox.cpus} RealMemory={sandbox.memory_mib}"
-        for name, port in zip(node_names(len(sandbox.node_ports)), sandbox.node_ports, strict=True)
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+        f"CPUs={cpus} RealMemory={memory_mib}"
+        for name, port in zip(node_names(len(node_ports)), node_ports, strict=True)
     )
     return f"""\
 {HEADER}
 ClusterName=sandbox
-SlurmctldHost={sandbox.host}(127.0.0.1)
-SlurmctldPort={sandbox.controller_port}
-SlurmUser={sandbox.user}
-SlurmdUser={sandbox.user}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
 
 # Slurm holds a requeued job back for as long as a credential lives: 120 s if not said.
 AuthType=auth/munge

@@ -7,14 +7,16 @@ sandbox's folder in its environment, slurmstepd inherits it, and Slurm gives eac
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 MARK, MARK_DAEMON = "SAMESTEP_SANDBOX", "SAMESTEP_SANDBOX_DAEMON"
 
-_PROC = Path("/proc")
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _POLL_S = 0.05
 
@@ -48,20 +50,18 @@ def find_processes(folder: Path) -> list[Process]:
 
     Zombies do not count. A folder that is gone is fine: processes keep its name.
     """
-    everyone = dict(_everyone())
-    spared = set(_ancestors(os.getpid(), everyone))
-    found = {pid: part for pid, one in everyone.items() if (part := one.part_of(folder))}
-    # What a job started with a clean environment is known by its parents alone.
-    for pid in everyone:
-        line = _ancestors(pid, everyone)
-        part = next((found[ancestor] for ancestor in line if ancestor in found), None)
+    # Another user's environment is not ours to read: it is None.
+    looks = psutil.process_iter(["name", "ppid", "status", "environ"])
+    everyone = {one.pid: one.info for one in looks if one.info["status"] != psutil.STATUS_ZOMBIE}
+    spared = _with_ancestors(os.getpid(), everyone)
+    parts = {pid: _part_of(folder, info["environ"] or {}) for pid, info in everyone.items()}
+    found = []
+    for pid in sorted(everyone.keys() - spared.keys()):
+        # What a job started with a clean environment is known by its parents alone.
+        part = next((parts[one] for one in _with_ancestors(pid, everyone) if parts[one]), None)
         if part is not None:
-            found[pid] = part
-    return [
-        Process(pid=pid, name=everyone[pid].name, part=part)
-        for pid, part in sorted(found.items())
-        if pid not in spared
-    ]
+            found.append(Process(pid=pid, name=everyone[pid]["name"], part=part))
+    return found
 
 
 def end(find: Callable[[], list[Process]], *, term_within_s: float) -> list[Process]:
@@ -70,25 +70,19 @@ def end(find: Callable[[], list[Process]], *, term_within_s: float) -> list[Proc
     Returns:
         Those that are there after all of it: none, unless the kernel cannot end them.
     """
-    for process in find():
-        _send(process, signal.SIGTERM)
+    send(find(), signal.SIGTERM)
     if wait_until(lambda: not find(), within_s=term_within_s):
         return []
-
-    def killed() -> bool:
-        rest = find()
-        for process in rest:
-            _send(process, signal.SIGKILL)
-        return not rest
-
-    wait_until(killed, within_s=10)
+    wait_until(lambda: not send(find(), signal.SIGKILL), within_s=10)
     return find()
 
 
-def kill(processes: list[Process]) -> None:
-    """Send SIGKILL to processes that were found just now."""
+def send(processes: list[Process], number: signal.Signals) -> list[Process]:
+    """Send a signal to processes that were found just now, and return them."""
     for process in processes:
-        _send(process, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
+    return processes
 
 
 def wait_until(condition: Callable[[], bool], *, within_s: float) -> bool:
@@ -101,51 +95,21 @@ def wait_until(condition: Callable[[], bool], *, within_s: float) -> bool:
     return True
 
 
-def _send(process: Process, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(process.pid, number)
+def _part_of(folder: Path, environment: dict[str, str]) -> str | None:
+    """Return the part of the sandbox that a process' own environment names."""
+    if environment.get(MARK) == str(folder):
+        return environment.get(MARK_DAEMON)
+    # A shell of salloc's has SLURM_CONF too, but is the user's own: it is no task.
+    is_task = "SLURM_TASK_PID" in environment
+    if is_task and environment.get("SLURM_CONF") == f"{folder}/slurm.conf":
+        return environment.get("SLURMD_NODENAME", "slurmctld")
+    return None
 
 
-@dataclass(frozen=True)
-class _Seen:
-    name: str
-    parent: int
-    environment: dict[str, str]
-
-    def part_of(self, folder: Path) -> str | None:
-        """Return the part of the sandbox that the process' own environment names."""
-        if self.environment.get(MARK) == str(folder):
-            return self.environment.get(MARK_DAEMON)
-        # A shell of salloc's has SLURM_CONF too, but is the user's own: it is no task.
-        is_task = "SLURM_TASK_PID" in self.environment
-        if is_task and self.environment.get("SLURM_CONF") == f"{folder}/slurm.conf":
-            return self.environment.get("SLURMD_NODENAME", "slurmctld")
-        return None
-
-
-def _everyone() -> Iterator[tuple[int, _Seen]]:
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        # It may end while we look, and another user's environment is not ours to read.
-        with suppress(OSError):
-            # pid (name) state parent …: the name itself may hold spaces and brackets.
-            head, _, tail = (entry / "stat").read_text(errors="replace").rpartition(")")
-            state, parent, *_ = tail.split()
-            if state in "ZX":
-                continue
-            environment = {}
-            with suppress(PermissionError):
-                lines = (entry / "environ").read_bytes().split(b"\0")
-                pairs = (os.fsdecode(line).partition("=") for line in lines)
-                environment = {name: value for name, _, value in pairs if name}
-            yield int(entry.name), _Seen(head.partition("(")[2], int(parent), environment)
-
-
-def _ancestors(pid: int, everyone: dict[int, _Seen]) -> list[int]:
+def _with_ancestors(pid: int, everyone: dict[int, dict[str, Any]]) -> dict[int, None]:
     """Return a process' own id, its parent's, and so on, up to one whose parent is unknown."""
-    line = []
+    line: dict[int, None] = {}
     while pid in everyone and pid not in line:
-        line.append(pid)
-        pid = everyone[pid].parent
+        line[pid] = None
+        pid = everyone[pid]["ppid"]
     return line

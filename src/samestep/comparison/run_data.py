@@ -1,0 +1,198 @@
+"""Read a run as far as it can be read: it may be running, killed, or damaged."""
+
+import hashlib
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from samestep.errors import UserError
+from samestep.run.directory import is_written
+from samestep.run.files import read_object
+from samestep.run.records import Record, as_uninterrupted
+
+_Count = Annotated[int, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+_SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
+_SIZES = ("world_size", "num_samples", "global_batch_size", "steps_per_epoch")
+# Without these a record says nothing. A record of any other event is whatever it says.
+_FIELDS: dict[str, list[Any]] = {
+    "start": [*((name, _Positive) for name in _SIZES), ("resumed", bool), ("format", int, 1)],
+    "step": [
+        *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), ("loss", float)),
+        ("grad_norm", float | None, None),
+    ],
+    "epoch": [
+        *(("epoch", _Positive), ("step", _Count), ("samples", _Count)),
+        *(("train_seconds", _Seconds), ("loss", float), ("phases", dict[str, float] | None, None)),
+    ],
+    "evaluation": [("step", _Count), _SECONDS_IF_ANY],
+    "checkpoint": [("step", _Count), ("path", str), _SECONDS_IF_ANY],
+    "resume": [("step", _Count), ("checkpoint", str)],
+    "compile": [("seconds", _Seconds)],
+}
+_FORMS = {event: msgspec.defstruct(event, fields) for event, fields in _FIELDS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """What a run's directory tells."""
+
+    path: Path
+    recipe: str
+    """Its name; empty if nothing tells."""
+    status: str
+    """How it ended, or that it has not."""
+    records: tuple[Record, ...] = ()
+    """As one uninterrupted run would have written them."""
+    plan: Record = field(default_factory=dict)
+    """The latest `start` record; empty if there is none."""
+    settings: Mapping[str, object] | None = None
+    """Settings and the recipe's options; None if the file cannot be read."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """Of where it ran: ranks, device, versions, and what its own recipe file was."""
+    problems: tuple[str, ...] = ()
+    """What is not there, or cannot be read; a sentence each."""
+
+    def of(self, event: str) -> list[Record]:
+        """Return the records of one kind."""
+        return [record for record in self.records if record["event"] == event]
+
+
+def read_run(path: Path) -> RunData:
+    """Return what a run's directory tells.
+
+    Raises:
+        UserError: there is no run here at all.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is no directory; name the directories of runs, like runs/ID.")
+    if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
+        raise UserError(
+            f"{path} holds no run: neither events.jsonl nor settings.toml is in it. Name the "
+            "directories of runs, like runs/ID."
+        )
+    problems: list[str] = []
+    records = _records(path / "events.jsonl", problems)
+    starts = [record for record in records if record["event"] == "start"]
+    result = read_object(path / "result.json")
+    table = _settings(path / "settings.toml", problems)
+    if not starts:
+        problems.append("no start record: what follows from its settings is not known")
+    sizes = dict.fromkeys(start["world_size"] for start in starts)
+    if len(sizes) > 1:
+        problems.append(f"it ran on {', then '.join(map(str, sizes))} ranks: its figures mix them")
+    settings = None if table is None else _flat(table)
+    plan = starts[-1] if starts else {}
+    name = plan.get("recipe") or result.get("recipe") or (table or {}).get("recipe") or ""
+    return RunData(
+        path=path,
+        recipe=Path(str(name)).stem,
+        status=_status(path, records, result, problems),
+        records=tuple(records),
+        plan=plan,
+        settings=settings,
+        facts=_facts(path, plan, problems),
+        problems=tuple(problems),
+    )
+
+
+def _records(file: Path, problems: list[str]) -> list[Record]:
+    """Return every record that can be read, those that were superseded left out."""
+    try:
+        *lines, torn = file.read_bytes().split(b"\n")
+    except OSError:
+        problems.append("events.jsonl is missing: nothing is known of its training")
+        return []
+    if torn:
+        problems.append("the last line of events.jsonl is half-written, and left out")
+    found, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        record = _record(line)
+        if record is None:
+            damaged.append(number)
+        else:
+            found.append(record)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+        plural = "s" if len(damaged) > 1 else ""
+        problems.append(f"events.jsonl is damaged in line{plural} {shown}, left out")
+    if not found:
+        problems.append("events.jsonl holds no record yet")
+    return as_uninterrupted(found, file.parent)
+
+
+def _record(line: bytes) -> Record | None:
+    """Return the record of a line, or None if it is none that a run writes."""
+    try:
+        record: Any = msgspec.json.decode(line)
+        event = record.get("event") if isinstance(record, dict) else None
+        if not isinstance(event, str):
+            return None
+        if event in _FORMS:
+            msgspec.convert(record, _FORMS[event])
+    except msgspec.MsgspecError:
+        return None
+    return dict(record)
+
+
+def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        problems.append("settings.toml is missing: its settings are not known")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        problems.append("settings.toml is damaged: its settings are not known")
+    return None
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, object]:
+    """Return settings and options beside each other, as the command line has them."""
+    options = table.get("options")
+    own = {key: value for key, value in table.items() if key not in ("recipe", "options")}
+    return {**own, **(options if isinstance(options, dict) else {})}
+
+
+def _facts(path: Path, plan: Record, problems: list[str]) -> dict[str, object]:
+    environment = read_object(path / "environment.json")
+    if not environment:
+        problems.append("environment.json is missing or damaged: versions and machine not known")
+    # The sizes are in settings.toml too; where that is gone, the plan still has them.
+    derived = ("num_samples", "parameters", "batch_size", "global_batch_size", "accumulate")
+    where = ("world_size", "num_nodes", "device", "backend", "threads")
+    facts: dict[str, object] = {name: plan[name] for name in (*derived, *where) if name in plan}
+    facts |= {name: environment[name] for name in ("host", "cores_usable") if name in environment}
+    versions = environment.get("versions")
+    facts |= versions if isinstance(versions, dict) else {}
+    kept = path / "recipe.py"
+    if kept.is_file():
+        facts["recipe.py"] = f"sha256 {hashlib.sha256(kept.read_bytes()).hexdigest()[:8]}…"
+    return facts
+
+
+def _status(path: Path, records: list[Record], result: dict[str, Any], problems: list[str]) -> str:
+    """Say how the latest attempt ended. An earlier one's result does not speak for it."""
+    if is_written(path):
+        return "running"
+    last = records[-1] if records else {}
+    if last.get("event") == "stop":
+        if not result:
+            problems.append("result.json is missing or damaged: the test set's figures not known")
+        status = result.get("status", "ended")
+        return f"{status} ({last.get('reason', 'no reason given')})"
+    if result.get("status") == "failed":
+        return f"failed ({result.get('reason', 'no reason given')})"
+    try:
+        age = time.time() - (path / "events.jsonl").stat().st_mtime
+    except OSError:
+        return "not begun"
+    since = f"{age:.0f} s" if age < 120 else f"{age / 60:.0f} min" if age < 7200 else "hours"
+    return f"no end recorded, last written {since} ago: killed, or running on another machine"

@@ -1,0 +1,61 @@
+"""What differs in the settings of some runs, and where they ran."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from samestep.comparison.run_data import RunData
+from samestep.settings import MAY_CHANGE
+
+# Derived, or of where and how fast: the training is the same without them.
+_SAME_TRAINING = MAY_CHANGE | {
+    *("batch_size", "accumulate", "engine", "world_size", "num_nodes", "host", "cores_usable"),
+    *("samestep", "python", "torch", "cuda", "sync_batchnorm", "monitor", "mode", "precision"),
+}
+# The plan has these as the settings do. Of the same name, but something else, are `num_samples` (an
+# option of spiral) and `device` (what was asked for).
+_SIZES = ("batch_size", "global_batch_size", "accumulate")
+UNKNOWN, UNSET = "?", "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingDifference:
+    """One setting, or fact, that is not the same in all runs."""
+
+    name: str
+    values: tuple[str, ...]
+    """One a run: `?` where the run does not tell, `–` where it is not set."""
+    decides: bool
+    """Whether it makes another training of it."""
+
+
+def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
+    """Return what differs: settings first, then where the runs ran; each in its usual order."""
+    names: dict[str, Literal["setting", "fact"]] = {}
+    for run in runs:
+        names |= dict.fromkeys(run.settings or {}, "setting")
+    for run in runs:
+        names |= {name: "fact" for name in run.facts if name not in names}
+    found = []
+    for name, kind in names.items():
+        values = tuple(_value(run, name, kind) for run in runs)
+        if len({value for value in values if value != UNKNOWN}) > 1:
+            decides = name not in _SAME_TRAINING
+            found.append(SettingDifference(name=name, values=values, decides=decides))
+    return found
+
+
+def _value(run: RunData, name: str, kind: str) -> str:
+    if run.settings is not None and name in run.settings:
+        return _shown(run.settings[name])
+    if name in run.facts and (kind == "fact" or (run.settings is None and name in _SIZES)):
+        return _shown(run.facts[name])
+    return UNSET if kind == "setting" and run.settings is not None else UNKNOWN
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,189 @@
+"""The comparison for people: text tables; two or three runs fit a terminal of 80 columns."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from samestep.comparison.curves import TRAIN_LOSS
+from samestep.comparison.same_training import reasons_of, sentence
+from samestep.comparison.side_by_side import Comparison
+from samestep.screen.words import count, short, wrapped
+
+_LABEL, _LEAST, _WIDTH = 22, 12, 80
+Row = tuple[str, Sequence[str]]
+T = TypeVar("T")
+
+
+def lines(found: Comparison) -> Iterator[str]:
+    """Yield the lines of the whole comparison."""
+    yield from _header(found)
+    yield from _settings(found)
+    yield from _alike(found)
+    yield from _throughput(found)
+    yield from _phases(found)
+    yield from _curves(found)
+    yield from _target(found)
+    if found.notes:
+        yield ""
+    for note in found.notes:
+        yield from wrapped(f"note: {note}", "      ")
+
+
+def _header(found: Comparison) -> Iterator[str]:
+    for name, run in zip(found.names, found.runs, strict=True):
+        plan = run.plan
+        where = "?"
+        if plan:
+            ranks = plan["world_size"]
+            where = f"{count(ranks, 'rank')} on {plan.get('device', '?')}"
+        steps = max((r["step"] for r in run.records if "step" in r), default=0)
+        yield f"{name}  {run.path}"
+        head = f"   {run.recipe or 'recipe unknown'}, {where}, {steps:,} steps, {run.status}"
+        yield from wrapped(head, "   ")
+        for problem in run.problems:
+            yield from wrapped(f"   ! {problem}", "     ")
+
+
+def _settings(found: Comparison) -> Iterator[str]:
+    if not found.differences:
+        yield from ("", "settings  no difference is recorded")
+        return
+    marked = [d for d in found.differences if d.decides]
+    most = max(_LEAST, (_WIDTH - _LABEL) // len(found.runs) - 2)
+    rows = [
+        (("* " if d.decides else "  ") + d.name, [_cut(value, most) for value in d.values])
+        for d in found.differences
+    ]
+    yield from _table("settings that differ", found.names, rows)
+    if marked:
+        yield "  * makes it another training"
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text without its middle if it is too long: what differs is often at its end."""
+    head = (most - 1) // 3
+    return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+
+
+def _alike(found: Comparison) -> Iterator[str]:
+    yield from ("", "the same training?")
+    for place, result in enumerate(found.alike, start=1):
+        deciding = [
+            d.name for d in found.differences if d.decides and d.values[0] != d.values[place]
+        ]
+        reasons = reasons_of(
+            found.runs[0], found.runs[place], deciding, compared=result.verdict != "unknown"
+        )
+        text = sentence(result, found.names[place], found.names[0], reasons)
+        yield from wrapped(f"  {text}", "  ")
+
+
+def _throughput(found: Comparison) -> Iterator[str]:
+    speeds = found.throughput
+    if not any(speeds):
+        yield from ("", "throughput  not enough is recorded yet")
+        return
+    first = next(speed for speed in speeds if speed).samples_per_s
+    ranks = [run.plan.get("world_size") for run in found.runs]
+    rows = [
+        _row("samples/s", speeds, lambda s: short(s.samples_per_s)),
+        _row("  lowest–highest", speeds, lambda s: f"{short(s.lowest)}–{short(s.highest)}"),
+        _row("  against the first", speeds, lambda s: f"{s.samples_per_s / first:.2f} x"),
+    ]
+    if len(set(ranks)) > 1:
+        each = [
+            s.samples_per_s / n if s and n else None for s, n in zip(speeds, ranks, strict=True)
+        ]
+        rows.append(_row("samples/s per rank", each, short))
+    rows += [
+        _row("µs per sample", speeds, lambda s: f"{s.us_per_sample:,.2f}"),
+        _row("steps/s", speeds, lambda s: short(s.steps_per_s)),
+        _row("ms per step", speeds, lambda s: f"{s.ms_per_step:,.3f}"),
+        _row("over", speeds, lambda s: s.basis),
+    ]
+    yield from _table("throughput", found.names, rows)
+
+
+def _row(
+    name: str, values: Iterable[T | None], shown: Callable[[T], str], missing: str = "–"
+) -> Row:
+    return f"  {name}", [missing if value is None else shown(value) for value in values]
+
+
+def _phases(found: Comparison) -> Iterator[str]:
+    if any(found.phases):
+        rows = [
+            _row(name, [one and one.get(name) for one in found.phases], "{:,.3f}".format)
+            for name in _keys(found.phases)
+        ]
+        rows.append(_row("together", found.phases, lambda one: f"{sum(one.values()):,.3f}"))
+        yield from _table("ms of a step, rank 0", found.names, rows)
+    if any(found.pauses):
+        rows = [
+            _row(kind, [one.get(kind) for one in found.pauses], lambda p: f"{p[0]} in {p[1]:.3g} s")
+            for kind in _keys(found.pauses)
+        ]
+        yield from _table("between the steps", found.names, rows)
+
+
+def _keys(tables: Iterable[Mapping[str, object] | None]) -> Iterable[str]:
+    """Return the keys of all tables, each once, in their order."""
+    return dict.fromkeys(key for table in tables for key in table or ())
+
+
+def _curves(found: Comparison) -> Iterator[str]:
+    what = metric_name(found)
+    if found.by_samples is None and found.by_seconds is None:
+        yield from ("", f"{what}  no places that all runs cover")
+    for curve, by, form in (
+        (found.by_samples, "samples trained", ",.0f"),
+        (found.by_seconds, "seconds of training", ",.3g"),
+    ):
+        if curve is None:
+            continue
+        how = "as recorded" if curve.recorded else "on the line between two records"
+        yield ""
+        yield from wrapped(f"{what}, by {by}, {how}", "  ")
+        rows = [
+            _row(format(place, form), values, "{:.4f}".format)
+            for place, values in zip(curve.places, curve.values, strict=True)
+        ]
+        yield from _rows(found.names, f"  {curve.along}", rows)
+
+
+def metric_name(found: Comparison) -> str:
+    """Return what the curves show, in words."""
+    if found.metric != TRAIN_LOSS:
+        return f"validation {found.metric}"
+    by_epoch = all(len(run.of("epoch")) > 1 for run in found.runs)
+    return "training loss, mean of an epoch" if by_epoch else "training loss of single steps"
+
+
+def _target(found: Comparison) -> Iterator[str]:
+    if found.target is None:
+        return
+    sign = "≤" if found.smaller else "≥"
+    goals, pick = found.reached, min if found.smaller else max
+    best = [pick((point.value for point in curve), default=None) for curve in found.curves]
+    pauses = [goal and goal.with_pauses for goal in goals]
+    rows = [
+        _row("step", goals, lambda goal: f"{goal.step:,}", "not"),
+        _row("samples", goals, lambda goal: f"{goal.samples:,.0f}", "reached"),
+        _row("seconds of training", goals, lambda goal: f"{goal.seconds:.3g}", ""),
+        _row("and of pauses", pauses, "{:.3g}".format, ""),
+        _row("best of the run", best, "{:.4f}".format),
+    ]
+    yield from ("", f"{metric_name(found)} {sign} {found.target:g}, first seen at a record")
+    yield from _rows(found.names, "", rows)
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    yield ""
+    yield from _rows(names, title, rows)
+
+
+def _rows(names: Sequence[str], corner: str, rows: Sequence[Row]) -> Iterator[str]:
+    label = max(_LABEL, len(corner), *(len(name) for name, _ in rows))
+    widths = [max(_LEAST, *(len(cells[place]) for _, cells in rows)) for place in range(len(names))]
+    for name, cells in [(corner, names), *rows]:
+        shown = "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+        yield f"{name:<{label}}  {shown}"

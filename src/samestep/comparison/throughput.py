@@ -1,0 +1,133 @@
+"""What the runs cost: throughput, where a step's time went, time to a metric."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.comparison.curves import Point
+from samestep.comparison.run_data import RunData
+from samestep.run.phase_names import IN_ORDER
+from samestep.run.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """How fast a run trained, over its epochs but the first, in which everything warms up."""
+
+    samples_per_s: float
+    """All samples of these epochs by all their seconds, so that the phases add up to it."""
+    lowest: float
+    highest: float
+    steps_per_s: float
+    basis: str
+    """What it was measured over."""
+
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds of a step."""
+        return 1000 / self.steps_per_s
+
+    @property
+    def us_per_sample(self) -> float:
+        """Microseconds of a sample."""
+        return 1e6 / self.samples_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetReached:
+    """Where a metric first was at its target, as far as evaluations tell."""
+
+    step: int
+    samples: float
+    seconds: float
+    """Of training steps."""
+    with_pauses: float | None
+    """With the evaluations, checkpoints and compiling until then, if the records tell."""
+
+
+def measured_epochs(run: RunData) -> list[Record]:
+    """Return the epochs to measure by, each with its `num_steps`: all but the first, if it can."""
+    found, before = [], 0
+    for record in run.of("epoch"):
+        steps = record["step"] - before
+        if steps > 0 and record["train_seconds"] > 0:
+            found.append({**record, "num_steps": steps})
+            before = record["step"]
+    return found[1:] if len(found) > 1 else found
+
+
+def throughput(run: RunData) -> Throughput | None:
+    """Return how fast a run trained, or None if too little is recorded."""
+    epochs = measured_epochs(run)
+    if epochs:
+        rates = [r["samples"] / r["train_seconds"] for r in epochs]
+        first, last = epochs[0]["epoch"], epochs[-1]["epoch"]
+        seconds = sum(r["train_seconds"] for r in epochs)
+        return Throughput(
+            samples_per_s=sum(r["samples"] for r in epochs) / seconds,
+            lowest=min(rates),
+            highest=max(rates),
+            steps_per_s=sum(r["num_steps"] for r in epochs) / seconds,
+            basis=f"epoch {first}" if first == last else f"epochs {first}–{last}",
+        )
+    steps = run.of("step")
+    if len(steps) < 2 or steps[-1]["seconds"] <= steps[0]["seconds"]:
+        return None
+    seconds = steps[-1]["seconds"] - steps[0]["seconds"]
+    rate = (steps[-1]["samples"] - steps[0]["samples"]) / seconds
+    return Throughput(
+        samples_per_s=rate,
+        lowest=rate,
+        highest=rate,
+        steps_per_s=(steps[-1]["step"] - steps[0]["step"]) / seconds,
+        basis=f"steps {steps[0]['step']}–{steps[-1]['step']}",
+    )
+
+
+def phases(run: RunData) -> dict[str, float] | None:
+    """Return the milliseconds of a step in each phase, on rank 0, or None if not recorded."""
+    epochs = [r for r in measured_epochs(run) if isinstance(r.get("phases"), dict)]
+    if not epochs:
+        return None
+    steps = sum(r["num_steps"] for r in epochs)
+    names = [name for name in IN_ORDER if any(name in r["phases"] for r in epochs)]
+    return {name: 1000 * sum(r["phases"].get(name, 0.0) for r in epochs) / steps for name in names}
+
+
+def pauses(run: RunData) -> dict[str, tuple[int, float]]:
+    """Return for evaluations, checkpoints and compiling how many there were and their seconds."""
+    found = {}
+    for event in ("evaluation", "checkpoint", "compile"):
+        seconds = [r["seconds"] for r in run.of(event) if isinstance(r.get("seconds"), int | float)]
+        if seconds:
+            found[event] = (len(seconds), sum(seconds))
+    return found
+
+
+def reached(
+    run: RunData, curve: Sequence[Point], target: float, *, smaller: bool
+) -> TargetReached | None:
+    """Return where a curve first was at a target, at a recorded value; None if it never was."""
+    for point in curve:
+        if point.value <= target if smaller else point.value >= target:
+            return TargetReached(
+                step=point.step,
+                samples=point.samples,
+                seconds=point.seconds,
+                with_pauses=_with_pauses(run, point),
+            )
+    return None
+
+
+def _with_pauses(run: RunData, point: Point) -> float | None:
+    """Add what lay between the steps, up to and with the evaluation that told."""
+    stopped = [r for r in run.records if r["event"] in ("evaluation", "checkpoint", "compile")]
+    # The checkpoint after an evaluation has its step, but was not needed to know.
+    before = [
+        r
+        for r in stopped
+        if r.get("step", 0) < point.step
+        or (r.get("step") == point.step and r["event"] == "evaluation" and r.get("split") != "test")
+    ]
+    if not all(isinstance(r.get("seconds"), int | float) for r in before):
+        return None
+    return point.seconds + float(sum(r["seconds"] for r in before))

@@ -1,0 +1,60 @@
+"""The comparison for programs: one JSON object."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from samestep.comparison.curves import Aligned
+from samestep.comparison.side_by_side import Comparison
+
+
+def to_json(found: Comparison) -> str:
+    """Return everything as one JSON object; lists have an entry a run, in the order given."""
+    return json.dumps(
+        {
+            "runs": [
+                {
+                    "name": name,
+                    "run_dir": str(run.path),
+                    "recipe": run.recipe,
+                    "status": run.status,
+                    "problems": list(run.problems),
+                    "world_size": run.plan.get("world_size"),
+                    "global_batch_size": run.plan.get("global_batch_size"),
+                }
+                for name, run in zip(found.names, found.runs, strict=True)
+            ],
+            "settings": {
+                d.name: {"values": list(d.values), "another_training": d.decides}
+                for d in found.differences
+            },
+            "same_training": [
+                {"run": name, "against": found.names[0], **asdict(result)}
+                for name, result in zip(found.names[1:], found.alike, strict=True)
+            ],
+            "throughput": [
+                {**asdict(s), "ms_per_step": s.ms_per_step, "us_per_sample": s.us_per_sample}
+                if s
+                else None
+                for s in found.throughput
+            ],
+            "phases_ms_per_step": found.phases,
+            "pauses": [
+                {k: {"count": count, "seconds": seconds} for k, (count, seconds) in one.items()}
+                for one in found.pauses
+            ],
+            "metric": found.metric,
+            "by_samples": _aligned(found.by_samples),
+            "by_seconds": _aligned(found.by_seconds),
+            "target": found.target,
+            "reached": [asdict(goal) if goal else None for goal in found.reached],
+            "notes": found.notes,
+        },
+        indent=2,
+    )
+
+
+def _aligned(curve: Aligned | None) -> dict[str, Any] | None:
+    if curve is None:
+        return None
+    return {"places": curve.places, "values": curve.values, "as_recorded": curve.recorded}

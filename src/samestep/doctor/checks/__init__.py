@@ -1,1 +1,0 @@
-"""Whether it is well: pure functions of the facts, each one row of the table."""

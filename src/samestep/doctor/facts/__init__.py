@@ -1,1 +1,0 @@
-"""What is so here: read once, as frozen dataclasses that travel between ranks as JSON."""

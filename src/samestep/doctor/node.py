@@ -1,0 +1,319 @@
+"""One machine as one process sees it: versions, GPUs, cores, memory for workers, limits."""
+
+import csv
+import hashlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch as pytorch
+
+import samestep as package
+from samestep.doctor.facts import Gpu, Machine
+from samestep.doctor.findings import Check, Finding, graded, green, red, size_name, yellow
+from samestep.doctor.timeouts import value_within
+from samestep.machine import quota_cores, usable_cores
+from samestep.run.environment import versions
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]
+
+_NVIDIA_SMI_S = 10.0
+_RESOLVE_S = 1.5
+_TRACKER = "api.wandb.ai"  # a name that resolves wherever trackers can be reached
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+
+SMALL_SHM_BYTES = 1 << 30
+"""A few workers with batches of images fill less than this."""
+DOCKER_SHM_BYTES = 64 << 20
+"""What a container gets by default: one batch of images can be more."""
+FEW_FILES, TOO_FEW_FILES = 1024, 256
+"""1,024 is the default of most systems, and enough for some ten workers."""
+FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 512
+"""Every thread counts, and each rank of PyTorch has tens of them."""
+MUCH_USED_FRACTION = 0.1
+"""More than this of a GPU's memory is taken by a program, not by the driver."""
+
+
+def read_machine(
+    recipe: Path | None = None,
+    *,
+    look_outside: bool = True,
+    environment: Mapping[str, str] = os.environ,
+) -> Machine:
+    """Read the facts of this machine; a few seconds at most."""
+    found = versions()
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108
+    return Machine(
+        host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
+        python=found["python"],
+        torch=str(found["torch"]),  # torch's own kind of string
+        samestep=found["samestep"],
+        code=hash_of_code(),
+        recipe=hash_of_recipe(recipe),
+        cuda=found.get("cuda", ""),
+        nccl=_nccl(),
+        driver=_driver(),
+        gpus=_gpus(),
+        num_gpus_in_node=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        machine_cores=os.cpu_count() or 1,
+        cores=tuple(sorted(usable_cores())),
+        quota_cores=quota_cores(),
+        shm_bytes=shm.total if shm else None,
+        shm_free_bytes=shm.free if shm else 0,
+        open_files=_limit("RLIMIT_NOFILE"),
+        processes=_limit("RLIMIT_NPROC"),
+        locked_bytes=_limit("RLIMIT_MEMLOCK"),
+        has_rdma=any(Path("/sys/class/infiniband").glob("*")),
+        offline=_offline() if look_outside else None,
+    )
+
+
+def hash_of_code() -> str:
+    """Return a hash of samestep's own source files, by which two nodes' copies are compared."""
+    root = Path(package.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def hash_of_recipe(recipe: Path | None) -> str:
+    """Return a hash of a recipe file, "missing", or nothing if none was named."""
+    if recipe is None:
+        return ""
+    try:
+        return hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "missing"
+
+
+def _limit(name: str) -> int | None:
+    if resource is None or not hasattr(resource, name):
+        return None
+    soft, _hard = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _nccl() -> str:
+    if not pytorch.cuda.is_available():
+        return ""
+    from torch.cuda import nccl  # noqa: PLC0415 - fails to import in builds without CUDA
+
+    try:
+        return ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]
+    except AttributeError:
+        return ""  # on Windows torch has CUDA without NCCL
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
+    return match[0] if match else "unknown"
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """Ask torch which GPUs there are, and nvidia-smi how much of them others use.
+
+    Torch could say that too, but only by opening each GPU, which takes memory on all of them.
+    """
+    if not pytorch.cuda.is_available():
+        return ()
+    used = _used_bytes()
+    found = map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count()))
+    return tuple(
+        Gpu(
+            name=gpu.name,
+            uuid=str(gpu.uuid),
+            memory_bytes=gpu.total_memory,
+            used_bytes=used.get(str(gpu.uuid), 0),
+        )
+        for gpu in found
+    )
+
+
+def _used_bytes() -> dict[str, int]:
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
+        )
+        rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+        return {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in rows}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}  # no nvidia-smi, or a GPU that does not tell
+
+
+def _offline() -> str:
+    """Say why nothing outside can be reached, in less than two seconds."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy")):
+        return ""  # names are resolved by the proxy
+    if Path("/proc/net/route").is_file() and not _has_default_route():
+        return "no route leads out of this machine"
+    if not value_within(
+        _RESOLVE_S, lambda: bool(socket.getaddrinfo(_TRACKER, 443)), otherwise=False
+    ):
+        return f"{_TRACKER} does not resolve"
+    return ""
+
+
+def _has_default_route() -> bool:
+    tables = {"/proc/net/route": 1, "/proc/net/ipv6_route": 0}
+    rows = [
+        (line.split()[column], line.split()[-1])
+        for path, column in tables.items()
+        if Path(path).is_file()
+        for line in Path(path).read_text().splitlines()
+    ]
+    return any(set(target) == {"0"} and interface != "lo" for target, interface in rows)
+
+
+def python(machine: Machine) -> Finding:
+    """Whether samestep runs on this Python."""
+    advice = "Make an environment with Python 3.11 or newer."
+    return graded(machine.python, advice, red_if=_version(machine.python) < OLDEST_PYTHON)
+
+
+def torch(machine: Machine) -> Finding:
+    """Whether samestep runs on this PyTorch."""
+    advice = "Install PyTorch 2.11 or newer: pip install --upgrade torch."
+    return graded(machine.torch, advice, red_if=_version(machine.torch) < OLDEST_TORCH)
+
+
+def samestep(machine: Machine) -> Finding:
+    """Which samestep this is."""
+    return green(f"{machine.samestep}, source {machine.code}")
+
+
+def cuda(machine: Machine) -> Finding:
+    """Whether PyTorch, the driver and the GPUs go together."""
+    if machine.num_gpus_in_node and not machine.cuda:
+        return yellow(
+            f"{machine.num_gpus_in_node} NVIDIA GPUs, but this PyTorch is built without CUDA",
+            "To use them, install a CUDA build: https://pytorch.org/get-started/locally.",
+        )
+    if machine.driver and machine.cuda and not machine.gpus:
+        return red(
+            f"no GPU can be used: driver {machine.driver}, PyTorch for CUDA {machine.cuda}",
+            "Run nvidia-smi. If it fails, no GPU was given to this process (--gpus-per-node) or "
+            "CUDA_VISIBLE_DEVICES hides them; else the driver is too old for this CUDA: install "
+            "a PyTorch built for an older one.",
+        )
+    if not machine.gpus:
+        return green("none: training is on the CPU")
+    return green(f"CUDA {machine.cuda}, driver {machine.driver}, NCCL {machine.nccl}")
+
+
+def gpus(machine: Machine) -> Finding | None:
+    """Which GPUs there are, and whether others use them."""
+    if not machine.gpus:
+        return None
+    kinds = {gpu.name: gpu for gpu in machine.gpus}
+    shown = ", ".join(
+        f"{sum(g.name == name for g in machine.gpus)} × {name} ({gpu.memory_bytes / 2**30:.0f} GiB)"
+        for name, gpu in kinds.items()
+    )
+    if len(kinds) > 1:
+        return yellow(shown, "Every step waits for the slowest; use GPUs of one kind.")
+    used = [g.used_bytes / g.memory_bytes for g in machine.gpus]
+    if max(used) > MUCH_USED_FRACTION:
+        return yellow(
+            f"{shown}; {max(used):.0%} of GPU {used.index(max(used))} is in use",
+            "See with nvidia-smi whose it is: another program shares this GPU.",
+        )
+    return green(shown)
+
+
+def cores(machine: Machine) -> Finding:
+    """How many cores this process may really use, whatever the machine has."""
+    allowed, quota = len(machine.cores), machine.quota_cores
+    limits = f"affinity {allowed}" + (f", quota {quota:.3g}" if quota is not None else "")
+    usable = min(allowed, quota or allowed)
+    found = f"{usable:.3g} of the machine's {machine.machine_cores} ({limits})"
+    if quota is not None and quota < 1:
+        return red(
+            f"{found}: less than one",
+            "Every step waits for the scheduler; give the container or job more CPU.",
+        )
+    if quota is not None and quota < allowed:
+        return yellow(
+            f"{found}: PyTorch counts {allowed}",
+            f"Threads beyond the quota are stopped in turn: train with --threads {int(quota)}.",
+        )
+    return green(found)
+
+
+def shared_memory(machine: Machine) -> Finding | None:
+    """Loader workers, and NCCL within a node, pass data through /dev/shm."""
+    if machine.shm_bytes is None:
+        return None
+    found = (
+        f"/dev/shm has {size_name(machine.shm_free_bytes)} free of {size_name(machine.shm_bytes)}"  # noqa: S108
+    )
+    advice = "Give the container more: docker run --shm-size=8g, or --ipc=host."
+    if machine.shm_bytes > SMALL_SHM_BYTES:
+        advice = "Something fills it: see ls -l /dev/shm, and remove what died."
+    free = machine.shm_free_bytes
+    return graded(found, advice, red_if=free <= DOCKER_SHM_BYTES, yellow_if=free < SMALL_SHM_BYTES)
+
+
+def open_files(machine: Machine) -> Finding:
+    """Each loader worker and each connection takes several file descriptors."""
+    advice = "Raise it before training: ulimit -n 65536 (in the job script)."
+    return _at_most(machine.open_files, FEW_FILES, TOO_FEW_FILES, advice)
+
+
+def processes(machine: Machine) -> Finding:
+    """Ranks, workers and their threads are processes to this limit."""
+    advice = "Raise it: ulimit -u 65536; where that is refused, ask the administrators."
+    return _at_most(machine.processes, FEW_PROCESSES, TOO_FEW_PROCESSES, advice)
+
+
+def locked_memory(machine: Machine) -> Finding:
+    """Cards that read memory by themselves need it locked; nothing else here does."""
+    most = machine.locked_bytes
+    shown = "no limit" if most is None else f"{size_name(most)} at most"
+    return graded(
+        f"{shown} ({'' if machine.has_rdma else 'no '}InfiniBand here)",
+        "NCCL cannot register its buffers: ulimit -l unlimited, or in slurmd's unit "
+        "LimitMEMLOCK=infinity.",
+        red_if=machine.has_rdma and most is not None,
+    )
+
+
+def internet(machine: Machine) -> Finding | None:
+    """Whether trackers and downloads can reach the world; one rank of each node tries."""
+    if machine.offline is None:
+        return None
+    return graded(
+        f"offline: {machine.offline}" if machine.offline else "names outside resolve",
+        "Trackers must work offline (WANDB_MODE=offline); fetch data sets where there is a "
+        "network: samestep data get.",
+        yellow_if=bool(machine.offline),
+    )
+
+
+def _at_most(most: int | None, few: int, too_few: int, advice: str) -> Finding:
+    if most is None:
+        return green("no limit")
+    return graded(f"{most:,} at most", advice, red_if=most < too_few, yellow_if=most < few)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+CHECKS: list[Check[Machine]] = [
+    *(python, torch, samestep, cuda, gpus, cores, shared_memory),
+    *(open_files, processes, locked_memory, internet),
+]

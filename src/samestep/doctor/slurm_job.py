@@ -1,0 +1,277 @@
+"""What Slurm, or another launcher, made of this rank: its variables, its job, the rows on them."""
+
+import os
+import re
+from collections.abc import Mapping
+
+from samestep.doctor.facts import RankFacts, SlurmJob, SlurmTask
+from samestep.doctor.findings import Check, Finding, green, red, yellow
+from samestep.doctor.timeouts import value_within
+from samestep.errors import UserError
+from samestep.ranks.launch import (
+    MAX_SRUN_STEP,
+    NODE_LISTS,
+    STEP_ID,
+    TASKS_ON_NODES,
+    binds_gpus,
+    expand_node_list,
+)
+from samestep.screen.words import count
+from samestep.slurm.options import read_time
+from samestep.slurm.programs import call
+
+_CONTROLLER_S = 10.0
+_BATCH_STEP = "4294967291"
+_SIGNAL = re.compile(r"^#SBATCH\s+(?:--signal[=\s]\s*)(\S+)", re.MULTILINE)
+_END_OF_OPTIONS = re.compile(r"^\s*[^#\s]", re.MULTILINE)
+SHORT_NOTICE_S = 60
+"""A signal that comes later than this leaves little time to write a checkpoint."""
+
+
+def read_slurm(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
+    """Read a process's place in its job; None outside of Slurm."""
+    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
+    if not job:
+        return None
+    step = next((environment[name] for name in STEP_ID if environment.get(name)), "")
+    in_step = step.isdecimal() and int(step) <= MAX_SRUN_STEP
+    return SlurmTask(
+        job=job,
+        in_step=in_step,
+        in_script=step == _BATCH_STEP or (not step and bool(environment.get("SLURM_PROCID"))),
+        num_tasks=_number(environment, "SLURM_STEP_NUM_TASKS" if in_step else "SLURM_NTASKS"),
+        job_nodes=_number(environment, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+        hosts=_hosts(environment),
+        tasks_per_node=_number(environment, "SLURM_NTASKS_PER_NODE"),
+        most_step_tasks_on_node=_most(environment.get("SLURM_STEP_TASKS_PER_NODE", "")),
+        gpus_on_node=_number(environment, "SLURM_GPUS_ON_NODE"),
+        gpu_bind=_gpu_bind(environment),
+    )
+
+
+def read_job(slurm: SlurmTask) -> SlurmJob | None:
+    """Ask Slurm's controller about the job; None if it does not answer in time."""
+    text = value_within(_CONTROLLER_S, lambda: call("scontrol", "show", "job", "-o", slurm.job), "")
+    fields = dict(re.findall(r"(\w+)=(\S*)", text))
+    if "TimeLimit" not in fields:
+        return None
+    is_batch = fields.get("BatchFlag", "0") != "0"
+    script = ""
+    if is_batch:
+        arguments = ("write", "batch_script", slurm.job, "-")
+        script = value_within(_CONTROLLER_S, lambda: call("scontrol", *arguments), "")
+    signal = signal_of(script) if script else None
+    return SlurmJob(
+        is_batch=is_batch,
+        requeue=fields.get("Requeue") == "1",
+        time_limit=fields["TimeLimit"],
+        signal=signal,
+        traps_signal=traps(script, signal) if signal else False,
+    )
+
+
+def signal_of(script: str) -> str:
+    """Return what --signal a batch script asks for; Slurm itself does not show it."""
+    command = _END_OF_OPTIONS.search(script)  # below the first command, options do not count
+    match = _SIGNAL.search(script[: command.start()] if command else script)
+    return match[1] if match else ""
+
+
+def traps(script: str, signal: str) -> bool:
+    """Whether a script has a trap for the signal that its --signal asks for."""
+    name = signal.partition("@")[0].rpartition(":")[2].removeprefix("SIG")
+    return bool(re.search(rf"^\s*trap\s.*\b(?:SIG)?{re.escape(name)}\b", script, re.MULTILINE))
+
+
+def _hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
+    listed = next((environment[name] for name in NODE_LISTS if environment.get(name)), "")
+    try:
+        return tuple(expand_node_list(listed))
+    except UserError:
+        return ()
+
+
+def _gpu_bind(environment: Mapping[str, str]) -> str:
+    if not binds_gpus(environment):
+        return ""
+    options = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND")
+    named = next((name for name in options if environment.get(f"SLURM_{name}")), "GPU_BIND_TYPE")
+    value = environment[f"SLURM_{named}"]
+    return f"--{named.removesuffix('_TYPE').lower().replace('_', '-')}={value}"
+
+
+def _number(environment: Mapping[str, str], *names: str) -> int | None:
+    value = next((environment[name] for name in names if environment.get(name)), "")
+    return int(value) if value.isdecimal() else None
+
+
+def _most(tasks: str) -> int | None:
+    """Return the largest count in Slurm's short form: `4(x2),3` is 4, 4, 3."""
+    return max((int(count) for count, _ in re.findall(TASKS_ON_NODES, tasks)), default=None)
+
+
+def launcher(rank: RankFacts) -> Finding:
+    """Who started how many ranks."""
+    launch = rank.launch
+    if launch.launcher == "none":
+        return green("none: one process")
+    nodes = f"{launch.num_nodes} nodes" if launch.num_nodes > 1 else "one node"
+    return green(f"{launch.launcher}: {launch.world_size} ranks on {nodes}")
+
+
+def slurm_start(rank: RankFacts) -> Finding | None:
+    """Whether the tasks of the job were started: by srun, not by the shell alone."""
+    slurm, launch = rank.slurm, rank.launch
+    if slurm is None:
+        return None
+    tasks = slurm.num_tasks or 1
+    if launch.launcher == "none" and not slurm.in_step and tasks > 1:
+        where = "the sbatch script" if slurm.in_script else "a shell of the job"
+        finding = red if slurm.in_script else yellow
+        return finding(
+            f"{where}: one process, though job {slurm.job} has {tasks} tasks",
+            "Put srun before the command: srun samestep … starts one rank for each task.",
+        )
+    if launch.launcher == "none" and launch.note:
+        return green(f"a shell of job {slurm.job}: one process")
+    return green(f"job {slurm.job}, started by {launch.launcher}")
+
+
+def torchrun_in_srun(rank: RankFacts) -> Finding | None:
+    """Each torchrun starts its own ranks: srun must start one torchrun for each node."""
+    slurm, launch = rank.slurm, rank.launch
+    if slurm is None or not rank.elastic:
+        return None
+    most = slurm.most_step_tasks_on_node or 1
+    if slurm.in_step and most > 1:
+        return red(
+            f"srun started {most} torchruns on a node, each with "
+            f"{count(launch.local_world_size, 'rank')}",
+            "Use srun samestep … without torchrun, or srun --ntasks-per-node=1 torchrun ….",
+        )
+    return green("one torchrun on each node")
+
+
+def tasks(rank: RankFacts) -> Finding | None:
+    """Whether there are as many tasks as nodes times tasks per node."""
+    slurm = rank.slurm
+    if slurm is None or slurm.num_tasks is None:
+        return None
+    nodes, each = slurm.job_nodes or 1, slurm.tasks_per_node
+    # Inside a step the number of tasks is the step's own, which srun may have been told; torchrun
+    # needs one on each node, however many the job asked for.
+    if each and slurm.num_tasks < nodes * each and not rank.elastic:
+        return red(
+            f"{slurm.num_tasks} tasks, but {nodes} nodes × {each} tasks per node = {nodes * each}",
+            f"Give --ntasks={nodes * each}, or leave --ntasks out and give --nodes and "
+            "--ntasks-per-node alone.",
+        )
+    if slurm.in_step and rank.launch.num_nodes < nodes:
+        return yellow(
+            f"this step uses {rank.launch.num_nodes} of the job's {nodes} nodes",
+            f"To check them all: srun --nodes={nodes} samestep doctor.",
+        )
+    return green(f"{slurm.num_tasks} on {nodes} nodes" if nodes > 1 else f"{slurm.num_tasks}")
+
+
+def gpu_binding(rank: RankFacts) -> Finding | None:
+    """A rank takes the GPU of its local rank's number, or the only one that Slurm lets it see."""
+    slurm, launch, machine = rank.slurm, rank.launch, rank.machine
+    if slurm is None:
+        return None
+    seen, ranks = len(machine.gpus), launch.local_world_size
+    if slurm.gpus_on_node and not seen:
+        return red(
+            f"the job has {slurm.gpus_on_node} GPUs on this node, PyTorch sees none",
+            "Ask for them in the step too (srun --gpus-per-node=N); see the row cuda.",
+        )
+    see_all = (
+        "Let every rank see all GPUs of its node: --gpus-per-node=N --gpu-bind=none in place of "
+        "--gpus-per-task or --gpu-bind."
+    )
+    if seen == 1 < ranks and slurm.gpu_bind and launch.launcher == "srun":
+        return yellow(
+            f"each rank sees one GPU alone ({slurm.gpu_bind})",
+            f"Training works, but NCCL may not copy from GPU to GPU. {see_all}",
+        )
+    if seen and seen < ranks:
+        bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
+        return red(f"{count(seen, 'GPU')} visible for {ranks} ranks of a node{bound}", see_all)
+    if seen > ranks:
+        return yellow(
+            f"{seen} GPUs for {ranks} ranks of a node",
+            f"The others stand idle: --ntasks-per-node={seen} uses them.",
+        )
+    return green(f"{seen} GPUs for {ranks} ranks of a node") if seen else None
+
+
+def stop_signal(rank: RankFacts) -> Finding | None:
+    """Whether the job is told before its time is up, so that it can save."""
+    job = rank.job
+    if job is None or not job.is_batch or job.signal is None:
+        return None
+    add = "Add #SBATCH --signal=USR1@120: samestep saves and stops when it comes."
+    if not job.signal:
+        return yellow("no --signal in the script: SIGTERM comes at the time limit", add)
+    name, _, notice = job.signal.partition("@")
+    to, _, name = name.rpartition(":")
+    if "B" in to and not job.traps_signal:
+        return yellow(
+            f"--signal={job.signal} goes to the script alone, which has no trap for it",
+            "Write --signal=USR1@120, without B: it goes to all ranks; or pass it on to them by a "
+            "trap in the script.",
+        )
+    if notice.isdecimal() and int(notice) < SHORT_NOTICE_S:
+        return yellow(f"{name} {notice} s before the limit", add)
+    by = ", to the script's trap" if "B" in to else ""
+    return green(f"{name} {notice or 60} s before the time limit{by}")
+
+
+def requeue(rank: RankFacts) -> Finding | None:
+    """Whether the job starts again by itself after a preemption or a node's failure."""
+    job = rank.job
+    if job is None or not job.is_batch:
+        return None
+    if not job.requeue:
+        return yellow(
+            "off: a failed node or a preemption ends the job",
+            "Add #SBATCH --requeue, and train with --run-dir DIR --resume.",
+        )
+    return green("on; train with --run-dir DIR --resume")
+
+
+def controller(rank: RankFacts) -> Finding | None:
+    """Whether the settings of the job could be seen at all."""
+    slurm = rank.slurm
+    if slurm is None or rank.launch.rank != 0 or rank.job is not None:
+        return None
+    return yellow(
+        "scontrol does not tell of this job: time limit, signal and requeue are unknown",
+        "Try scontrol show job $SLURM_JOB_ID here; in a container, mount Slurm's programs, its "
+        "configuration and munge's socket.",
+    )
+
+
+def time_limit(rank: RankFacts) -> Finding | None:
+    """Whether an epoch fits into the job."""
+    job, folder = rank.job, rank.folder
+    if job is None:
+        return None
+    limit = read_time(job.time_limit)
+    if limit is None:
+        return green("none")
+    if folder is None or folder.epoch_s is None:
+        return green(f"{job.time_limit} (--run-dir RUN compares it with a run's epochs)")
+    found = f"{job.time_limit}; an epoch takes {folder.epoch_s:,.0f} s"
+    if folder.epoch_s > limit:
+        return yellow(
+            f"{found}: longer",
+            "samestep resumes inside an epoch, but save on the way: --checkpoint-every-minutes 10.",
+        )
+    return green(f"{found}: {limit / max(folder.epoch_s, 1e-9):,.0f} of them fit")
+
+
+CHECKS: list[Check[RankFacts]] = [
+    *(launcher, slurm_start, torchrun_in_srun, tasks, gpu_binding),
+    *(stop_signal, requeue, controller, time_limit),
+]

@@ -1,0 +1,154 @@
+"""Build what a training needs: data, model, optimizer. Nothing is written, nothing has begun."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from samestep.data.batches import open_source
+from samestep.data.blocks import Lap, untimed
+from samestep.data.recipe_splits import load_splits
+from samestep.data.source import Source
+from samestep.errors import UserError
+from samestep.execution.request import Request
+from samestep.machine import usable_cores
+from samestep.ranks.world import World
+from samestep.recipe import Splits
+from samestep.settings import Settings
+from samestep.training.compiled import make_step, what_compiles
+from samestep.training.memory import keep_freed_memory
+from samestep.training.optimizer import make_optimizer
+from samestep.training.parallel import wrap
+from samestep.training.phases import make_phases
+from samestep.training.plan import make_plan
+from samestep.training.precision import check_precision, data_dtype, make_scaler
+from samestep.training.prepare import prepare
+from samestep.training.snapshot import seed_alike, seed_rank
+from samestep.training.step import Trainee
+from samestep.training.stopping import Watch
+from samestep.training.threads import choose_threads
+from samestep.training.work import State, Work
+
+
+@dataclass(frozen=True)
+class Built:
+    """A training that is about to begin."""
+
+    work: Work
+    state: State
+    splits: Splits
+    threads: int
+    """CPU threads of this rank."""
+
+
+def build(
+    request: Request, world: World, wrap_model: Callable[[nn.Module, World], nn.Module] = wrap
+) -> Built:
+    """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
+
+    Args:
+        request: the recipe, its completed options, and the settings.
+        world: this rank among the others.
+        wrap_model: puts the model on all ranks.
+
+    Raises:
+        UserError: on every rank, for anything the user can mend.
+    """
+    settings, recipe = request.settings, request.recipe
+    check_precision(settings.precision, world.device)
+    seed_alike(settings.seed)
+    splits = load_splits(recipe, request.options, world)
+    phases = make_phases(world.device)
+    train = _source(splits.train, request, world, phases.lap)
+    num_samples = _agree_on_size(train, world)
+    plan = world.on_every(
+        lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
+    )
+    seed_alike(settings.seed)
+    dtype = data_dtype(settings.precision)
+    model = world.on_every(
+        lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
+    )
+    seed_rank(settings.seed, world.rank)
+    threads = _share_cores(settings, model, world)
+    keep_freed_memory(world.device)
+    compiles = what_compiles(settings, world, model)
+    # Compile first, then wrap: DDP breaks a graph that starts outside it.
+    forward: nn.Module = model
+    if compiles == "model":
+        forward = cast("nn.Module", torch.compile(model, dynamic=False))
+    trainee = Trainee(
+        model=model,
+        wrapped=wrap_model(forward, world),
+        optimizer=make_optimizer(model.parameters(), settings, plan.lr, world.device),
+        scaler=make_scaler(settings.precision, world.device),
+        loss=recipe.loss,
+    )
+    per_block = train.steps_per_block(plan.global_batch_size)
+    validation = splits.validation
+    work = Work(
+        settings=settings,
+        plan=plan,
+        world=world,
+        trainee=trainee,
+        step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
+        train=train,
+        validation=None if validation is None else _source(validation, request, world),
+        metrics=recipe.metrics,
+        phases=phases,
+        classes=splits.classes,
+    )
+    return Built(work, State(watch=_watch(request, splits)), splits, threads)
+
+
+def _source(data: Any, request: Request, world: World, lap: Lap = untimed) -> Source:
+    settings, recipe = request.settings, request.recipe
+    return open_source(
+        data,
+        world,
+        seed=settings.seed,
+        dtype=data_dtype(settings.precision),
+        num_workers=settings.num_workers,
+        transform=recipe.transform,
+        augment=recipe.augment,
+        lap=lap,
+    )
+
+
+def _share_cores(settings: Settings, model: nn.Module, world: World) -> int:
+    """Set the number of threads of this rank, among those with the same cores; return it."""
+    cores = usable_cores()
+    neighbours = world.gather((world.node, cores)).count((world.node, cores))
+    threads = choose_threads(settings.threads, model, len(cores), neighbours)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _agree_on_size(source: Source, world: World) -> int:
+    """Return the number of training samples, once all ranks have the same."""
+    sizes = world.gather(source.num_samples)
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
+            "samestep shares it out.",
+            on_all_ranks=True,
+        )
+    return sizes[0]
+
+
+def _watch(request: Request, splits: Splits) -> Watch:
+    settings = request.settings
+    names = ["loss", *request.recipe.metrics]
+    if splits.validation is None:
+        for name in ("patience", "monitor"):
+            if getattr(settings, name) is not None:
+                raise UserError(f"--{name} needs validation data, and the recipe has none.")
+    metric = settings.monitor or ("accuracy" if "accuracy" in names else "loss")
+    if metric not in names:
+        raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
+    mode = settings.mode
+    if mode == "auto":
+        mode = "min" if metric == "loss" else "max"
+    return Watch(metric=metric, mode=mode)

@@ -1,0 +1,74 @@
+"""Open a checkpoint of a run as a model: the one way from a run directory to weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.errors import UserError
+from samestep.execution.request import draft
+from samestep.ranks.world import Device, choose_device
+from samestep.recipe import Recipe
+from samestep.run import checkpoints
+from samestep.run.directory import is_run
+from samestep.run.index import Entry, find_checkpoint
+from samestep.settings import Settings
+from samestep.training.precision import check_precision, data_dtype
+from samestep.training.prepare import to_channels_last
+from samestep.training.snapshot import check_recipe, load_model, seed_alike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A checkpoint as a model, and what the run says of it."""
+
+    model: nn.Module
+    """In eval mode, on the device, in the precision of the run."""
+    recipe: Recipe
+    options: Any
+    settings: Settings
+    entry: Entry
+    content: dict[str, Any]
+    """All that the checkpoint holds."""
+    device: torch.device
+    dtype: torch.dtype
+
+
+def open_checkpoint(path: Path, name: str = "best", *, device: Device = "auto") -> Opened:
+    """Return a checkpoint of a run as a model.
+
+    Args:
+        path: the run's directory.
+        name: "best", "last", or a file name in its checkpoints/.
+        device: where to compute.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or it does not fit the recipe.
+    """
+    if not is_run(path):
+        raise UserError(f"{path} holds no run: there is no settings.toml in it.")
+    start = draft(str(path.resolve()))  # a run may be called like a recipe
+    recipe, options, settings = start.recipe, start.options(), start.settings()
+    entry = find_checkpoint(path / "checkpoints", name)
+    content = checkpoints.load(path / "checkpoints", entry)
+    check_recipe(content, recipe.name)
+    target = choose_device(device, 0)
+    check_precision(settings.precision, target)
+    dtype = data_dtype(settings.precision)
+    seed_alike(settings.seed)
+    model = recipe.build_model(options).to(device=target, dtype=dtype).eval()
+    load_model(model, content)
+    if settings.channels_last:
+        to_channels_last(model)
+    return Opened(
+        model=model,
+        recipe=recipe,
+        options=options,
+        settings=settings,
+        entry=entry,
+        content=content,
+        device=target,
+        dtype=dtype,
+    )

@@ -1,0 +1,150 @@
+"""Hand a job in: check it against the cluster, write its script into the run directory, sbatch."""
+
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from samestep.errors import UserError
+from samestep.run.files import cannot_write, write_text
+from samestep.slurm.options import JobOptions, refuse_secret_flags
+from samestep.slurm.partitions import check_partitions
+from samestep.slurm.programs import ProgramError, call
+from samestep.slurm.queue import my_jobs
+from samestep.slurm.script import JobScript, sbatch_options, script_text
+from samestep.slurm.workload import Workload
+
+# What sbatch's refusals speak of → the directive that they mean.
+_MEANS = (
+    (r"partition", "partition"),
+    (r"account", "account"),
+    (r"qos", "qos"),
+    (r"time limit|time specification", "time"),
+    (r"node count|more processors|too many nodes", "nodes"),
+    (r"memory", "mem"),
+    (r"dependency", "dependency"),
+    (r"gres|gpu|tres", "gpus-per-node"),
+    (r"cpu count|cpus", "cpus-per-task"),
+    (r"node configuration", "ntasks-per-node"),
+)
+
+_PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
+# Of one run there is one job; and who submits does not wait for its end.
+_NOT_FOR_A_RUN = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
+
+
+def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScript:
+    """Return the job that runs a workload with these options, from this interpreter.
+
+    Raises:
+        UserError: the environment is none, or the command holds a secret.
+    """
+    refuse_secret_flags(workload.command)
+    venv = options.venv
+    if venv is not None and not (Path(venv) / "bin" / "activate").is_file():
+        raise UserError(f"--venv {venv}: there is no bin/activate in it. Name the environment.")
+    in_venv = sys.prefix != sys.base_prefix
+    if venv is None and not options.conda and not options.container and in_venv:
+        venv = sys.prefix
+    size = f"{options.nodes} node{'s' * (options.nodes > 1)} × {options.ranks_per_node}"
+    return JobScript(
+        options=options,
+        name=options.job_name or workload.name,
+        title=f"{workload.name}, {workload.kind}: {size} rank{'s' * (options.ranks_per_node > 1)}.",
+        run=str(workload.run),
+        folder=str(folder.absolute()),
+        command=workload.command,
+        kind=workload.kind,
+        python=sys.executable,
+        venv=venv and str(Path(venv).absolute()),
+    )
+
+
+def submit(job: JobScript) -> tuple[int, Path]:
+    """Hand a job in; return its number and the script, which lies in the run directory.
+
+    Raises:
+        UserError: there is no Slurm, the job is impossible on it, or it was refused.
+    """
+    text = script_text(job)
+    named = (_PARTITION.match(option) for option in job.options.sbatch)
+    partitions = [job.options.partition, *(match[1] for match in named if match)]
+    check_partitions(
+        job.options, next(filter(None, partitions), os.environ.get("SBATCH_PARTITION"))
+    )
+    run = Path(job.run)
+    known = run.exists()
+    if known:
+        _refuse_beside_another(run, job.options)
+    script = run / "job.sbatch"
+    make_folder(run)
+    write_text(script, text)
+    # Slurm takes the shell's SBATCH_* over what the script says, and options that are typed over
+    # both: what was asked for this job has to win.
+    words = [
+        f"--{name}" + ("" if value is None else f"={value}")
+        for name, value in sbatch_options(job).items()
+    ]
+    words += [word for option in job.options.sbatch for word in shlex.split(option)]
+    try:
+        answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
+    except ProgramError as error:
+        if not known:
+            script.unlink()
+            run.rmdir()
+        raise _refused(error, text) from error
+    return int(answer.strip().split(";")[0]), script
+
+
+def _refuse_beside_another(run: Path, options: JobOptions) -> None:
+    """Refuse a second job on a run, unless it comes after those that have not ended."""
+    after = {int(re.split("[:_]", text)[0]) for text in options.after}
+    going = [job for job in my_jobs(run) if not job.ended]
+    if {job.job for job in going} <= after:
+        return
+    first = min(going, key=lambda job: job.job in after)
+    wait = " ".join(f"--after {job.job}:any" for job in going)
+    raise UserError(
+        f"Job {first.job} of this run has not ended ({first.state}), and two jobs would write to "
+        f"{run} at once. Stop it first (samestep slurm cancel {first.job}), or let the new job "
+        f"wait for it: {wait}."
+    )
+
+
+def make_folder(run: Path) -> None:
+    """Make the run directory: Slurm opens the job's log in it."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(run, error) from error
+
+
+def _refused(error: ProgramError, script: str) -> UserError:
+    """Return sbatch's own words with the line of the script that they mean."""
+    lines = script.splitlines()
+    for pattern, directive in _MEANS:
+        if re.search(pattern, error.said, re.IGNORECASE):
+            found = [
+                (n, line)
+                for n, line in enumerate(lines, 1)
+                if line.startswith(f"#SBATCH --{directive}=")
+            ]
+            if found:
+                number, line = found[0]
+                return UserError(f"sbatch refused the job:\n{error.said}\nLine {number}: {line}")
+    return UserError(
+        f"sbatch refused the job:\n{error.said}\nThe directives are the #SBATCH lines that "
+        "`samestep slurm submit … --dry-run` prints."
+    )
+
+
+def with_home_expanded(options: JobOptions) -> JobOptions:
+    """Return options with `~` in their paths written out."""
+    changes = {
+        name: os.path.expanduser(value)  # noqa: PTH111 - a string, perhaps with %j
+        for name in ("venv", "container", "output")
+        if (value := getattr(options, name))
+    }
+    return dataclasses.replace(options, **changes)

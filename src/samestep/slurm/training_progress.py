@@ -1,0 +1,79 @@
+"""How far a run has come, read from its directory."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.run.files import read_object
+from samestep.run.records import Record, read_records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The training state of a run."""
+
+    step: int = 0
+    total_steps: int = 0
+    epoch: int = 0
+    epochs: int = 0
+    loss: float | None = None
+    checkpoint_step: int | None = None
+    """Step of the newest announced checkpoint."""
+    eta_s: float | None = None
+    """Seconds of training that are left at the latest speed."""
+    starts: int = 0
+    """How often the training began or went on."""
+    status: str = ""
+    """From result.json: completed, stopped or failed; empty while it runs."""
+    why: str = ""
+    damage: str = ""
+    """Why nothing can be told, where the records cannot be read."""
+
+
+def read_progress(run: Path) -> Progress | None:
+    """Return a run's progress, or None if it has not begun."""
+    result = read_object(run / "result.json")
+    ended = Progress(status=result.get("status", ""), why=result.get("reason", ""))
+    try:
+        return _progress(run, list(read_records(run)), result)
+    except UserError:
+        return ended if result else None
+    except (LookupError, TypeError, ValueError):  # no JSON, or not what a run writes
+        return replace(ended, damage=f"unknown: a line inside {run / 'events.jsonl'} is damaged")
+
+
+def _progress(run: Path, records: list[Record], result: dict[str, Any]) -> Progress | None:
+    starts = [r for r in records if r["event"] == "start"]
+    if not starts:
+        return None
+    plan = starts[-1]
+    steps = [r for r in records if r["event"] == "step"]
+    saved = [r for r in records if r["event"] == "checkpoint"]
+    moved = [r for r in records if r["event"] in ("step", "epoch", "checkpoint", "stop")]
+    step = max((r["step"] for r in moved), default=0)
+    eta = None
+    if steps and steps[-1].get("samples_per_s"):
+        left = plan["total_steps"] - step
+        eta = left * plan["global_batch_size"] / steps[-1]["samples_per_s"]
+    return Progress(
+        step=step,
+        total_steps=plan["total_steps"],
+        epoch=min(step // plan["steps_per_epoch"] + 1, plan["epochs"]),
+        epochs=plan["epochs"],
+        loss=steps[-1]["loss"] if steps else None,
+        checkpoint_step=saved[-1]["step"] if saved else None,
+        eta_s=eta,
+        starts=len(starts),
+        # What an earlier start left does not speak for one that runs now.
+        status=result.get("status", "") if _is_last(run, records, result) else "",
+        why=str(result.get("reason", "")),
+    )
+
+
+def _is_last(run: Path, records: list[Record], result: dict[str, Any]) -> bool:
+    """Whether the result speaks of the latest start: after a stop, or after a kill without one."""
+    if records[-1]["event"] == "stop":
+        return True
+    written = (run / "result.json").stat().st_mtime if result.get("status") == "failed" else 0.0
+    return written > (run / "events.jsonl").stat().st_mtime

@@ -1,0 +1,254 @@
+"""The work of a tracker's process: follow a run directory, and hand over what is new, once."""
+
+import importlib
+import importlib.util
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from samestep.errors import UserError
+from samestep.run.files import Held, hold, read_object
+from samestep.run.records import first_start
+from samestep.tracking.access import why_unreachable
+from samestep.tracking.choice import PACKAGES
+from samestep.tracking.contract import Scalar, Server, Started, TrackedResult, TrackedRun
+from samestep.tracking.deliveries import FOLDER, read_deliveries, write_deliveries
+from samestep.tracking.machine_samples import MachineSampler
+from samestep.tracking.messages import Instructions, Reports, TrackerOrder
+from samestep.tracking.record_stream import RecordStream, scalars
+from samestep.tracking.time_limits import TimeLimits
+
+HYPERPARAMETERS = "hyperparameters"
+"""In settings.toml: the table of those of a script of the user's own, in place of our settings."""
+
+# How often a run that goes on is looked at; its records wait in their file meanwhile.
+_LOOK_EVERY_S = 0.5
+# Of environment.json; the variables and the command stay in the run directory.
+_FACTS = (
+    *("host", "platform", "processor", "cores", "cores_usable", "versions", "world_size"),
+    *("num_nodes", "launcher", "device", "backend", "threads"),
+)
+_SIZES = ("parameters", "num_samples", "global_batch_size", "steps_per_epoch", "total_steps")
+
+
+def load_tracker(source: str) -> ModuleType:
+    """Import a tracker: one of samestep's, a file or a module.
+
+    Raises:
+        Exception: whatever importing it raises.
+    """
+    if source in PACKAGES:
+        return importlib.import_module(f"samestep.tracking.{source}")
+    if not source.endswith(".py"):
+        sys.path.append(str(Path.cwd()))
+        return importlib.import_module(source)
+    path = Path(source).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.append(str(path.parent))  # the file may import its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+def follow_run(
+    order: TrackerOrder, instructions: Instructions, reports: Reports, limits: TimeLimits
+) -> None:
+    """Send a run to its tracker, while it goes on if it does, until its end.
+
+    Raises:
+        Exception: whatever the tracker raises; the records stay where they are.
+    """
+    machine = MachineSampler(order.pid) if order.live else None
+    with limits.within(order.timeout_s, "importing it"):
+        module = load_tracker(order.tracker)
+    why = None
+    if order.tracker in PACKAGES and hasattr(module, "find_server"):
+        with limits.within(order.timeout_s, "looking for its server"):
+            why = why_offline(module, order, reports)
+    path = instructions.go()
+    if path is None:
+        return
+    (path / FOLDER).mkdir(exist_ok=True)
+    reports.log_to(path / FOLDER / f"{order.name}.log")
+    if why is not None and not order.live:
+        raise UserError(f"{why}, and nothing was sent")
+    with _lock(path / FOLDER / f"{order.name}.lock", order.timeout_s):
+        offline = order.offline or why is not None
+        run = _FollowedRun(order, path, module, limits, offline=offline)
+        run.start(reports.scrub)
+        reports.tell(link=run.delivery.link, offline=offline, why=why)
+        run.follow(instructions, machine)
+        reports.tell(done=True, offline=offline)
+
+
+def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> str | None:
+    """Return why the client cannot go online although it may, in its own words."""
+    try:
+        server: Server = module.find_server()
+    except Exception as error:  # whatever it makes of its configuration
+        return None if order.offline else " ".join(str(error).split()).rstrip(".")
+    reports.hide(server.secrets)
+    if order.offline or server.address is None:
+        return None
+    return why_unreachable(server.address)
+
+
+def _lock(path: Path, patience_s: float) -> BinaryIO:
+    """Hold a tracker's deliveries; the process of a killed attempt may still be closing."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return hold(path)
+        except Held as owner:
+            if time.monotonic() > deadline:
+                raise UserError(f"{owner} is still sending this run") from None
+        time.sleep(0.2)  # a lock that another process holds gives no event
+
+
+class _FollowedRun:
+    """A run and what one place, a service or files of its own, has of it."""
+
+    def __init__(
+        self,
+        order: TrackerOrder,
+        path: Path,
+        module: ModuleType,
+        limits: TimeLimits,
+        *,
+        offline: bool,
+    ) -> None:
+        self._order, self._path, self._module, self._limits = order, path, module, limits
+        self._offline = offline
+        self._folder = path / FOLDER / order.name
+        self._folder.mkdir(exist_ok=True)
+        self._deliveries = read_deliveries(path, order.name)
+        self.delivery = self._deliveries.to(offline=offline)
+        self._counts_at_end = offline and getattr(module, "COUNTS_AT_END", False)
+        self._records = RecordStream(path, with_checkpoints=order.checkpoints)
+        self._client: Any = None
+
+    def start(self, scrub: Callable[[str], str]) -> None:
+        """Open the run at the tracker, and find out what it has."""
+        delivery = self.delivery
+        if self._counts_at_end:
+            self._remove_unfinished()
+        self._write()  # its id is settled before anybody hears of it
+        with self._limits.within(self._order.timeout_s, "starting"):
+            started: Started = self._module.start(self._tracked_run())
+        if not isinstance(started, Started):
+            raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
+        self._client = started.client
+        delivery.run = started.run or self._deliveries.id
+        link = started.link or (self._shown_folder() if self._offline else None)
+        delivery.link = None if link is None else scrub(link)
+        delivery.finished = False
+        if started.lines is not None:
+            delivery.lines = started.lines
+        self._write()
+
+    def follow(self, instructions: Instructions, machine: MachineSampler | None) -> None:
+        """Hand over what is there and what comes, then close the run."""
+        left_s = instructions.end(0.0)
+        while left_s is None:
+            self._hand_over()
+            if machine is not None:
+                machine.sample(self._path, self._records.step)
+            left_s = instructions.end(_LOOK_EVERY_S)
+        self._limits.all_within(left_s, "sending what was left")
+        self._hand_over()
+        if machine is not None:
+            machine.sample(self._path, self._records.step, last=True)
+            self._hand_over()
+        with self._limits.within(max(left_s, self._order.timeout_s), "closing"):
+            self._module.finish(self._client, self._result())
+        delivery = self.delivery
+        delivery.lines, delivery.system_lines = self._records.lines, self._records.system_lines
+        delivery.finished, delivery.checkpoints = True, self._order.checkpoints
+        if self._counts_at_end:
+            files = self._folder.rglob("*")
+            delivery.files = sorted(str(file.relative_to(self._folder)) for file in files)
+        self._write()
+
+    def _hand_over(self) -> None:
+        """Give the tracker what it does not have, and note what it has."""
+        delivery, records = self.delivery, self._records
+        for new in records.read(delivery.lines, delivery.system_lines):
+            if new:
+                with self._limits.within(self._order.timeout_s, "taking records"):
+                    self._module.record(self._client, new)
+            if self._counts_at_end:
+                continue
+            before = (delivery.lines, delivery.system_lines)
+            delivery.lines = max(delivery.lines, records.lines)
+            delivery.system_lines = max(delivery.system_lines, records.system_lines)
+            if new or before != (delivery.lines, delivery.system_lines):
+                self._write()
+
+    def _write(self) -> None:
+        write_deliveries(self._path, self._order.name, self._deliveries)
+
+    def _shown_folder(self) -> str:
+        near = self._folder.is_relative_to(Path.cwd())
+        return os.path.relpath(self._folder) if near else str(self._folder)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what an attempt that was killed left of its files: all of it is written again."""
+        for file in sorted(self._folder.rglob("*"), reverse=True):
+            if str(file.relative_to(self._folder)) in self.delivery.files:
+                continue
+            if file.is_symlink() or not file.is_dir():
+                file.unlink(missing_ok=True)
+            elif not any(file.iterdir()):
+                file.rmdir()
+
+    def _tracked_run(self) -> TrackedRun:
+        order, path = self._order, self._path
+        try:
+            settings = tomllib.loads((path / "settings.toml").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            settings = {}  # said by whoever gave the order
+        own = settings.get(HYPERPARAMETERS)  # of a script that is not samestep's
+        environment, start = read_object(path / "environment.json"), first_start(path)
+        facts = {key: environment[key] for key in _FACTS if key in environment}
+        facts |= {key: start[key] for key in _SIZES if key in start}
+        return TrackedRun(
+            path=path,
+            folder=self._folder,
+            id=self._deliveries.id,
+            known=self.delivery.run,
+            offline=self._offline,
+            project=order.project,
+            name=order.run_name or path.resolve().name,
+            workspace=order.workspace,
+            tags=order.tags,
+            settings=scalars(own if isinstance(own, dict) else settings),
+            facts=scalars(facts),
+            started_at=start.get("time", time.time()),
+            timeout_s=order.timeout_s,
+            pid=order.pid if order.live else None,
+        )
+
+    def _result(self) -> TrackedResult:
+        """Return how the run ended: result.json counts only if this execution came to write it."""
+        if self._records.last.get("event") != "stop":
+            return TrackedResult(status="killed", values={})
+        table = read_object(self._path / "result.json")
+        known = ("completed", "stopped", "failed")
+        status: Any = table.get("status") if table.get("status") in known else "killed"
+        return TrackedResult(status=status, values=_final(table))
+
+
+def _final(table: dict[str, Any]) -> dict[str, Scalar]:
+    dropped = ("recipe", "versions", "device", "backend", "world_size", "global_batch_size")
+    test = table.get("test")
+    if isinstance(test, dict):
+        table = {**table, "test": {k: v for k, v in test.items() if k != "confusion"}}
+    return scalars({key: value for key, value in table.items() if key not in dropped})

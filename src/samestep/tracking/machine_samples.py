@@ -1,0 +1,88 @@
+"""What the machine of rank 0 does while it trains: sampled into the run directory, for trackers."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+
+from samestep.run.files import Held, hold
+from samestep.tracking.record_stream import SYSTEM
+
+_EVERY_S = 15.0
+_FIRST_S = 1.0
+_GPU = {
+    "utilization_percent": "utilization.gpu",
+    "memory_used_mib": "memory.used",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+}
+
+
+class MachineSampler:
+    """Append a sample to system.jsonl now and then; of several trackers' processes, one does."""
+
+    def __init__(self, pid: int) -> None:
+        self._held: BinaryIO | None = None
+        self._due = time.monotonic() + _FIRST_S
+        self._taken = False
+        self._nvidia_smi = shutil.which("nvidia-smi")
+        psutil.cpu_percent()  # counts from here
+        self._training: psutil.Process | None = None
+        with contextlib.suppress(psutil.Error):
+            self._training = psutil.Process(pid)
+            self._training.cpu_percent()
+
+    def sample(self, run: Path, step: int, *, last: bool = False) -> None:
+        """Take a sample if one is due, or, at the end, if none was."""
+        due = not self._taken if last else time.monotonic() >= self._due
+        if not due or not self._is_ours(run / SYSTEM):
+            return
+        self._due, self._taken = time.monotonic() + _EVERY_S, True
+        line = json.dumps({"event": "system", "time": time.time(), "step": step, **self._measure()})
+        with contextlib.suppress(OSError), (run / SYSTEM).open("ab") as file:
+            file.write(line.encode() + b"\n")
+
+    def _is_ours(self, path: Path) -> bool:
+        if self._held is None:
+            with contextlib.suppress(Held, OSError):
+                self._held = hold(path.with_suffix(".lock"))
+        return self._held is not None
+
+    def _measure(self) -> dict[str, Any]:
+        memory = psutil.virtual_memory()
+        found: dict[str, Any] = {
+            "cpu_percent": psutil.cpu_percent(),
+            "memory_percent": memory.percent,
+            "memory_used_gib": (memory.total - memory.available) / 2**30,
+        }
+        with contextlib.suppress(psutil.Error):
+            if self._training is not None:
+                found["process_cpu_percent"] = self._training.cpu_percent()
+                found["process_memory_gib"] = self._training.memory_info().rss / 2**30
+        if self._nvidia_smi:
+            found |= _gpus(self._nvidia_smi)
+        return found
+
+
+def _gpus(nvidia_smi: str) -> dict[str, Any]:
+    """Return what the driver's own tool says of each GPU; what it does not know is left out."""
+    query = [nvidia_smi, f"--query-gpu={','.join(_GPU.values())}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {f"gpu{place}": parse_gpu(line) for place, line in enumerate(done.stdout.splitlines())}
+
+
+def parse_gpu(line: str) -> dict[str, float]:
+    """Return the numbers of one line of nvidia-smi: `37, 5120, 210.5, 61`, or `[N/A]` for some."""
+    found = {}
+    for name, text in zip(_GPU, line.split(","), strict=False):
+        with contextlib.suppress(ValueError):
+            found[name] = float(text)
+    return found

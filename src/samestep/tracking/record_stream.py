@@ -1,0 +1,208 @@
+"""The records of a run as a tracker takes them, read from events.jsonl as it grows.
+
+A resumed run repeats the steps after its checkpoint, bit for bit. Trackers only go forward, so of
+every series each step counts once: as it was first written. `metrics`, whose names are the user's
+own, are as many series as there are sets of names.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.run.records import Record, check_format
+from samestep.tracking.contract import Scalar, TrackedRecord
+
+SYSTEM = Path("tracking", "system.jsonl")
+"""In a run directory: what was measured of the machine, while the run was tracked."""
+
+_CHUNK_BYTES = 1 << 20
+_EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics")
+_NO_VALUES = {"event", "split", "step", "epoch", "time"}
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "", by: str = "/") -> dict[str, Any]:
+    """Return a table without nesting: {"a": {"b": 1}} becomes {"a/b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}{by}", by)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def scalars(table: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return what a tracker shows of settings or facts: flat; a list as its text."""
+    flat = flatten(table, by=".")
+    return {
+        key: value if isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in flat.items()
+        if value is not None
+    }
+
+
+def _numbers(record: Record, prefix: str) -> dict[str, float]:
+    flat = flatten({k: v for k, v in record.items() if k not in _NO_VALUES}, prefix)
+    return {k: v for k, v in flat.items() if type(v) in (int, float)}
+
+
+class _Lines:
+    """The whole lines of a file that grows, as JSON objects with their numbers from 0."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self.num_read = 0
+        self.damaged: list[int] = []
+        self.torn = False
+        """Whether it ended in half a line when it was last read."""
+
+    def read(self) -> Iterator[list[tuple[int, Record]]]:
+        """Yield what is new, a chunk at a time."""
+        self.torn = False
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
+                    if not lines[-1].endswith(b"\n"):
+                        self.torn = True  # it is being written, or was torn off by a kill
+                        lines.pop()  # and is read from its beginning next time
+                    chunk = [
+                        (n, r)
+                        for n, text in enumerate(lines, self.num_read)
+                        if (r := self._parse(n, text)) is not None
+                    ]
+                    self._offset += sum(map(len, lines))
+                    self.num_read += len(lines)
+                    yield chunk
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
+    def _parse(self, number: int, text: bytes) -> Record | None:
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("event"), str):
+            return record
+        self.damaged.append(number + 1)
+        return None
+
+
+class RecordStream:
+    """What a run has to tell a tracker, from the beginning, as it comes in."""
+
+    def __init__(self, run: Path, *, with_checkpoints: bool = False) -> None:
+        self._run, self._with_checkpoints = run, with_checkpoints
+        self._events, self._system = _Lines(run / "events.jsonl"), _Lines(run / SYSTEM)
+        self._reached: dict[tuple[str, ...], int] = {}
+        self._clock = _Clock()
+        self.last: Record = {}
+        """The newest record."""
+
+    @property
+    def lines(self) -> int:
+        """How many lines of events.jsonl were read."""
+        return self._events.num_read
+
+    @property
+    def system_lines(self) -> int:
+        """How many lines of system.jsonl were read."""
+        return self._system.num_read
+
+    @property
+    def damaged(self) -> list[int]:
+        """The lines of events.jsonl, from 1, that are no records."""
+        return sorted(self._events.damaged)
+
+    @property
+    def torn(self) -> bool:
+        """Whether events.jsonl ended in half a line when it was last read."""
+        return self._events.torn
+
+    @property
+    def step(self) -> int:
+        """The furthest step that was told of."""
+        return max(self._reached.values(), default=0)
+
+    def read(self, after: int = 0, system_after: int = 0) -> Iterator[list[TrackedRecord]]:
+        """Yield what is new, in pieces, without the lines that a tracker has already."""
+        for chunk in self._events.read():
+            entries = [entry for line, record in chunk if (entry := self._read(line, record))]
+            yield [entry for entry in entries if entry.line >= after]
+        for chunk in self._system.read():
+            yield [_system_entry(record) for line, record in chunk if line >= system_after]
+
+    def _read(self, line: int, record: Record) -> TrackedRecord | None:
+        try:
+            return self._entry(line, record)
+        except (KeyError, TypeError, AttributeError):
+            self._events.damaged.append(line + 1)  # JSON, but no record of ours
+            return None
+
+    def _entry(self, line: int, record: Record) -> TrackedRecord | None:
+        check_format(record, self._run)
+        self.last = record
+        now = self._clock.at(record)
+        event: Any = record["event"] if record["event"] != "evaluation" else record["split"]
+        names = sorted(record["values"]) if event == "metrics" else ()
+        if event not in _EVENTS or record["step"] <= self._reached.get((event, *names), -1):
+            return None
+        self._reached[event, *names] = record["step"]
+        if event == "checkpoint" and not self._with_checkpoints:
+            return None
+        return TrackedRecord(
+            event=event,
+            axis="epoch" if event == "epoch" else "step",
+            step=record["step"],
+            epoch=record.get("epoch"),
+            time=now,
+            values=_values(event, record),
+            line=line,
+            file=self._run / record["path"] if event == "checkpoint" else None,
+        )
+
+
+def _values(event: str, record: Record) -> dict[str, float]:
+    if event == "metrics":
+        return {name: v for name, v in record["values"].items() if type(v) in (int, float)}
+    return _numbers(record, "train/" if event == "step" else f"{event}/")
+
+
+def _system_entry(record: Record) -> TrackedRecord:
+    return TrackedRecord(
+        event="system",
+        axis="step",
+        step=record.get("step", 0),
+        epoch=None,
+        time=record.get("time", 0.0),
+        values=_numbers(record, "system/"),
+        line=-1,
+    )
+
+
+class _Clock:
+    """When a record was written, as far as the run tells: its `seconds` count steps alone."""
+
+    def __init__(self) -> None:
+        self._started = self._origin = self._now = 0.0
+        self._marks: list[tuple[int, float]] = []
+
+    def at(self, record: Record) -> float:
+        event = record.get("event")
+        if event == "start":
+            self._started = self._origin = record.get("time", 0.0)
+            if not record.get("resumed"):
+                self._marks = []
+        if event == "resume":
+            while self._marks and self._marks[-1][0] > record["step"]:
+                self._marks.pop()
+            self._origin = self._started - (self._marks[-1][1] if self._marks else 0.0)
+        seconds = record.get("seconds")
+        if event == "step" and seconds is not None:
+            self._marks.append((record["step"], seconds))
+            self._now = max(self._now, self._origin + seconds)
+        if event == "metrics":
+            self._now = max(self._now, record["time"])
+        self._now = max(self._now, self._started)
+        return self._now

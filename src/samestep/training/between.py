@@ -1,0 +1,168 @@
+"""What happens between the steps of a training: evaluations, checkpoints, and the end."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from signal import Signals
+from typing import Any
+
+import torch
+
+from samestep.data.source import Source
+from samestep.errors import UserError
+from samestep.run.records import Record
+from samestep.training.evaluation import Evaluable, evaluate, evaluation_batch
+from samestep.training.meter import Meter, epoch_record
+from samestep.training.parallel import share_buffers
+from samestep.training.plan import learning_rate
+from samestep.training.stopping import Agreement, Minutes
+from samestep.training.window import KEPT, REMEDIES
+from samestep.training.work import State, Work, close_epoch, epoch_is_full
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """What a training has that a rehearsal does not."""
+
+    agreement: Agreement
+    """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
+    minutes: Minutes
+    save: Callable[[str, float | None], Record]
+    """(file name, monitored metric) → its `checkpoint` record, once it is announced."""
+
+
+def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iterator[Record]:
+    """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
+    settings, position = work.settings, state.position
+    agreed = between.agreement.after(position.step)
+    evaluates = _due(settings.eval_every_steps, position.step)
+    saves = _due(settings.checkpoint_every_steps, position.step) or agreed.wished
+    if epoch_is_full(work, state) or position.step >= work.plan.total_steps:
+        evaluates = saves = False  # the end of the epoch does it anyway
+    if not (evaluates or saves or agreed.signum):
+        return
+    meter.settle()
+    metric = None
+    if evaluates and work.validation is not None:
+        record, metric = evaluate_now(work, state, work.validation)
+        yield record
+        stop_early(work, state)
+    if saves or agreed.signum or state.stop_reason:
+        yield save_now(work, state, between, metric)
+    if agreed.signum:
+        state.signum, state.stop_reason = agreed.signum, Signals(agreed.signum).name
+    meter.resume()
+
+
+def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]:
+    """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
+    settings, position = work.settings, state.position
+    number, last = position.epoch + 1, position.step >= work.plan.total_steps
+    yield epoch_record(work, state)
+    evaluates = last or _due(settings.eval_every_epochs, number)
+    saves = last or _due(settings.checkpoint_every_epochs, number)
+    metric = None
+    if work.validation is not None and (
+        evaluates or _due(settings.eval_every_steps, position.step)
+    ):
+        record, metric = evaluate_now(work, state, work.validation)
+        yield record
+        stop_early(work, state)
+    if epoch_is_full(work, state):
+        close_epoch(work, state)
+    if saves or state.stop_reason or _due(settings.checkpoint_every_steps, position.step):
+        yield save_now(work, state, between, metric)
+
+
+def _due(every: int | None, count: int) -> bool:
+    return every is not None and count % every == 0
+
+
+def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, float]:
+    """Evaluate where the training stands; return the record and the monitored metric.
+
+    Raises:
+        UserError: the loss is NaN or infinite.
+    """
+    started = time.perf_counter()
+    share_buffers(work.trainee.model, work.world)
+    return judge(work, state, evaluate_work(work, source), time.perf_counter() - started)
+
+
+def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what `evaluate` does, with the model and the settings of a training."""
+    return evaluate(
+        work.trainee.model,
+        source,
+        work.trainee.loss,
+        work.metrics,
+        world=work.world,
+        batch_size=evaluation_batch(work.plan.batch_size),
+        precision=work.settings.precision,
+        classes=classes,
+    )
+
+
+def judge(
+    work: Work, state: State, values: dict[str, float], seconds: float
+) -> tuple[Record, float]:
+    """Take note of a validation's values; return their record and the monitored metric.
+
+    Raises:
+        UserError: the loss is NaN or infinite.
+    """
+    if not math.isfinite(values["loss"]):
+        raise _diverged(work, state, "The validation loss is NaN or infinite")
+    epoch, metric = state.position.epoch + 1, values[state.watch.metric]
+    state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
+    record = {
+        "event": "evaluation",
+        "split": "validation",
+        "epoch": epoch,
+        "step": state.position.step,
+        **values,
+        "seconds": seconds,
+    }
+    return record, metric
+
+
+def stop_early(work: Work, state: State) -> None:
+    """Stop where --patience has run out."""
+    patience = work.settings.patience
+    if patience is not None and state.watch.evaluations_since >= patience:
+        state.stop_reason = "early stopping"
+
+
+def save_now(work: Work, state: State, between: Between, metric: float | None) -> Record:
+    """Save where the training stands; return the record of it."""
+    check_weights(work, state)
+    between.minutes.restart()
+    return between.save(checkpoint_name(state), metric)
+
+
+def checkpoint_name(state: State) -> str:
+    """Return the name of a checkpoint of where the training stands."""
+    position = state.position
+    if position.step_in_epoch:
+        return f"checkpoint_step_{position.step}.pt"
+    return f"checkpoint_epoch_{position.epoch}.pt"
+
+
+def check_weights(work: Work, state: State) -> None:
+    """Check that what is to be saved is finite.
+
+    Raises:
+        UserError: it is not; a gradient can overflow in a step whose own loss was still finite.
+    """
+    checks = [p.detach().isfinite().all() for p in work.trainee.model.parameters()]
+    if checks and not bool(torch.stack(checks).all()):
+        raise _diverged(work, state, "A weight is NaN or infinite")
+
+
+def _diverged(work: Work, state: State, what: str) -> UserError:
+    step = state.position.step
+    lr = learning_rate(work.plan, work.settings, step - 1)
+    return UserError(
+        f"{what} after step {step} (learning rate {lr:.3g}). {KEPT} {REMEDIES}", on_all_ranks=True
+    )

@@ -1,0 +1,176 @@
+"""What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from samestep.data.keyed_random import mix
+from samestep.errors import UserError
+from samestep.run.checkpoints import FORMAT
+from samestep.training.clock import Position
+from samestep.training.optimizer import set_lr
+from samestep.training.plan import learning_rate
+from samestep.training.prepare import match_layouts
+from samestep.training.stopping import Watch
+from samestep.training.work import State, Work
+
+
+def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
+    """Return what a checkpoint holds. All ranks call it; each adds what only it knows."""
+    scaler = work.trainee.scaler
+    plan = work.plan
+    next_lr = learning_rate(plan, work.settings, state.position.step)
+    set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
+    ranks = work.world.gather({"rng": _rng_state(), "loss_sum": state.loss_sum})
+    return {
+        "format": FORMAT,
+        "recipe": recipe,
+        "classes": list(work.classes),
+        "model": work.trainee.model.state_dict(),
+        "optimizer": work.trainee.optimizer.state_dict(),
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "schedule": {
+            "schedule": work.settings.schedule,
+            "warmup_steps": work.settings.warmup_steps,
+            "total_steps": plan.total_steps,
+            "next_lr": next_lr,
+        },
+        "rng": [rank["rng"] for rank in ranks],
+        "position": asdict(state.position),
+        "loss_sums": [rank["loss_sum"] for rank in ranks],
+        "watch": asdict(state.watch),
+        "order": {
+            "seed": work.settings.seed,
+            "num_samples": plan.num_samples,
+            "global_batch_size": plan.global_batch_size,
+            "drop_last": work.settings.drop_last,
+        },
+    }
+
+
+def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
+    """Bring a new training to where a checkpoint stands, on this number of ranks.
+
+    Raises:
+        UserError: the checkpoint is of another recipe, model or data.
+    """
+    check_recipe(saved, recipe)
+    check_classes(saved, work.classes)
+    order, plan = saved["order"], work.plan
+    for name, now in (
+        ("num_samples", plan.num_samples),
+        ("global_batch_size", plan.global_batch_size),
+        ("seed", work.settings.seed),
+        ("drop_last", work.settings.drop_last),
+    ):
+        if order[name] != now:
+            raise UserError(
+                f"The checkpoint was trained with {name} = {order[name]}, now it is {now}: the "
+                "order of samples would change within the run. Start a new run instead."
+            )
+    load_model(work.trainee.model, saved)
+    work.trainee.optimizer.load_state_dict(saved["optimizer"])
+    match_layouts(work.trainee.optimizer)
+    if work.trainee.scaler is not None and saved["scaler"] is not None:
+        work.trainee.scaler.load_state_dict(saved["scaler"])
+    state.position = Position(**saved["position"])
+    state.watch = Watch(**saved["watch"])
+    world = work.world
+    if len(saved["rng"]) == world.world_size:
+        _set_rng_state(saved["rng"][world.rank])
+        state.loss_sum = saved["loss_sums"][world.rank]
+    else:
+        seed_rank(mix(work.settings.seed, state.position.step), world.rank)
+        # Only the sum over the ranks counts, so one of them takes it all.
+        state.loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
+
+
+def check_recipe(state: dict[str, Any], recipe: str) -> None:
+    """Check that a checkpoint is of a recipe.
+
+    Raises:
+        UserError: it is of another.
+    """
+    if state["recipe"] != recipe:
+        raise UserError(f"The checkpoint is of recipe {state['recipe']!r}, not of {recipe!r}.")
+
+
+def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
+    """Check that a checkpoint's outputs mean the classes that the data has now.
+
+    Raises:
+        UserError: they mean others, or the same in another order.
+    """
+    saved = state.get("classes") or []
+    if saved and classes and saved != list(classes):
+        differing = [
+            f"number {place} is {one!r} there and {other!r} here"
+            for place, (one, other) in enumerate(zip_longest(saved, classes))
+            if one != other
+        ]
+        raise UserError(
+            f"The checkpoint was trained on other classes than the data has: {differing[0]} "
+            f"({len(saved)} there, {len(classes)} here, {len(differing)} of them differ). Name "
+            "the folder of the data that it was trained on."
+        )
+
+
+def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load a checkpoint's weights into a model.
+
+    Raises:
+        UserError: names or shapes differ; the first few are said.
+    """
+    saved, own = state["model"], model.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in saved]
+    wrong += [f"{name} is not in the model" for name in saved if name not in own]
+    wrong += [
+        f"{name} has shape {tuple(saved[name].shape)}, the model {tuple(own[name].shape)}"
+        for name in own
+        if name in saved and saved[name].shape != own[name].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(
+            f"The checkpoint does not fit the model: {'; '.join(wrong[:3])}{more}. "
+            "Use the model options of the run that wrote it."
+        )
+    model.load_state_dict(saved)
+
+
+def seed_alike(seed: int) -> None:
+    """Seed every global generator the same on all ranks: for making the data and the model."""
+    torch.manual_seed(seed)
+    _seed_others(seed)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
+    _seed_others(mix(seed, rank))
+
+
+def _seed_others(drawn: int) -> None:
+    random.seed(drawn)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(drawn & 0xFFFFFFFF)
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))

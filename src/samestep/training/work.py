@@ -1,0 +1,103 @@
+"""What is trained, frozen, and where it stands: all that a loop is given."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from samestep.data.blocks import Block
+from samestep.data.source import Source
+from samestep.ranks.world import World
+from samestep.settings import Settings
+from samestep.training.clock import Position
+from samestep.training.phases import Phases
+from samestep.training.plan import Plan
+from samestep.training.step import StepResult, Trainee
+from samestep.training.stopping import Watch
+
+ENDLESS = 2**40
+"""Steps of a training that ends when whoever iterates over it has seen enough."""
+
+
+class Step(Protocol):
+    """What takes optimizer steps: one by one, or several in one compiled graph."""
+
+    steps_per_call: int
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take the steps of a block.
+
+        Args:
+            block: the samples of this rank.
+            step: steps taken before these in the run.
+            lrs: the learning rate of each step.
+            want_norm: whether the gradient norm is needed also where nothing is clipped.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained and how; nothing in here changes but the weights."""
+
+    settings: Settings
+    plan: Plan
+    world: World
+    trainee: Trainee
+    step: Step
+    train: Source
+    validation: Source | None
+    metrics: Mapping[str, Callable[[Any, Any], Tensor]]
+    phases: Phases
+    """Where this rank's time goes; the source and the step take part in the count."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, if the data has them."""
+
+    def endless(self) -> "Work":
+        """Return the same work without an end: for `rehearse`."""
+        return replace(self, plan=replace(self.plan, total_steps=ENDLESS))
+
+
+@dataclass(kw_only=True)
+class State:
+    """Where a training stands, on this rank."""
+
+    watch: Watch
+    position: Position = field(default_factory=Position)
+    loss_sum: float = 0.0
+    """This rank's part of the sum of the sample losses of the running epoch."""
+    stop_reason: str = ""
+    """Why the training ended; empty while it goes on."""
+    signum: int = 0
+    """The signal that stopped it, or 0."""
+
+
+class Taken(NamedTuple):
+    """One optimizer step that was taken, or several of one compiled graph."""
+
+    first_step: int
+    """Steps taken before these in the run."""
+    size: int
+    """Samples of each step over all ranks."""
+    lrs: Sequence[float]
+    """The learning rate of each step."""
+    logged: Sequence[int]
+    """Those of the steps that are recorded, counted from 1."""
+    result: StepResult
+    block: Block | None = None
+    """The samples of this rank; None where another engine has read them."""
+
+
+def epoch_is_full(work: Work, state: State) -> bool:
+    """Whether all steps of the running epoch are taken."""
+    return state.position.step_in_epoch == work.plan.steps_per_epoch
+
+
+def close_epoch(work: Work, state: State) -> None:
+    """Count an epoch that is trained and evaluated; the next one begins."""
+    position = state.position
+    position.epoch, position.step_in_epoch = position.epoch + 1, 0
+    position.epoch_started_s = position.seconds
+    position.phases = {}
+    work.phases.clear()
+    state.loss_sum = 0.0

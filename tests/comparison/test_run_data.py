@@ -1,0 +1,155 @@
+"""A run is read as far as it goes: running, killed, damaged; and what is not there is said."""
+
+import subprocess
+import sys
+
+import pytest
+
+from samestep.comparison.run_data import read_run
+from samestep.errors import UserError
+from tests.comparison.made_runs import lines_of, write_run
+
+HOLD = """
+import sys
+from pathlib import Path
+from samestep.run.directory import Run
+run = Run(Path(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run")
+
+
+def test_a_whole_run_has_nothing_to_complain_of(run):
+    found = read_run(run)
+    assert found.problems == ()
+    assert found.status == "completed (finished)"
+    assert found.recipe == "toy"
+    assert len(found.of("step")) == 18
+
+
+def test_of_a_half_written_last_line_the_rest_is_used(run):
+    text = (run / "events.jsonl").read_text()
+    (run / "events.jsonl").write_text(text + '{"event": "step", "step": 19, "lo')
+    found = read_run(run)
+    (problem,) = found.problems
+    assert "events.jsonl" in problem
+    assert len(found.of("step")) == 18
+
+
+EPOCH = (
+    '{"event": "epoch", "epoch": 1, "step": 3, "samples": 3, "train_seconds": 1, "loss": 1,'
+    ' "phases": {"data": 0.5}}'
+)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "\x00\x00\x00",
+        "[1, 2]",
+        '{"event": "step", "step": 3}',
+        '{"event": "step", "ste',
+        "7",
+        "{}",
+        '{"event": "evaluation", "step": null}',
+        '{"event": "resume", "step": 4}',
+        '{"event": "step", "step": 3, "samples": 30, "seconds": 1.5, "loss": NaN}',
+        EPOCH.replace("1", "2.5", 1),
+        EPOCH.replace("0.5", '"x"'),
+        '{"event": "start", "world_size": 1, "num_samples": 60, "steps_per_epoch": 0}',
+    ],
+)
+def test_a_damaged_line_inside_is_left_out_and_named(run, damage):
+    lines = lines_of(run)
+    lines[3] = damage + "\n"
+    (run / "events.jsonl").write_text("".join(lines))
+    found = read_run(run)
+    (problem,) = found.problems
+    assert "events.jsonl" in problem
+    assert "line 4," in problem
+    assert [record["step"] for record in found.of("step")] == [1, 2, *range(4, 19)]
+
+
+def test_without_its_settings_a_run_still_tells_its_batch(run):
+    (run / "settings.toml").unlink()
+    found = read_run(run)
+    (problem,) = found.problems
+    assert problem.startswith("settings.toml")
+    assert found.settings is None
+    assert found.facts["global_batch_size"] == 10
+
+
+@pytest.mark.parametrize("name", ["settings.toml", "environment.json", "result.json"])
+def test_a_file_cut_in_half_is_named(run, name):
+    content = (run / name).read_bytes()
+    (run / name).write_bytes(content[: len(content) // 2] + b"\xff")
+    (problem,) = read_run(run).problems
+    assert problem.startswith(f"{name} is ")
+    assert "damaged" in problem
+
+
+def test_a_run_that_has_written_nothing_yet_is_a_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "settings.toml").write_text('recipe = "spiral"\n')
+    found = read_run(tmp_path / "run")
+    assert found.recipe == "spiral"
+    assert found.status == "not begun"
+    assert found.problems[0].startswith("events.jsonl")
+
+
+def test_a_running_run_is_told_by_its_lock_and_reading_does_not_take_it(tmp_path):
+    run = write_run(tmp_path / "run", finished=False)
+    assert "no end recorded, last written" in read_run(run).status
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout.readline() == "open\n"
+        assert read_run(run).status == "running"
+        holder.stdin.close()
+    assert holder.returncode == 0
+    again = subprocess.run(
+        [sys.executable, "-c", HOLD, str(run)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    assert again.returncode == 0
+
+
+def test_what_an_earlier_attempt_ended_with_does_not_speak_for_one_that_was_killed(run):
+    start = lines_of(run)[0].replace('"resumed": false', '"resumed": true')
+    resume = '{"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"}\n'
+    with (run / "events.jsonl").open("a") as file:
+        file.write(start + resume)
+    found = read_run(run)
+    assert "no end recorded" in found.status
+    assert [record["step"] for record in found.of("step")] == list(range(1, 13))
+
+
+def test_a_run_on_two_sizes_says_that_its_figures_mix_them(run):
+    lines = lines_of(run)
+    lines.insert(
+        -1,
+        lines[0]
+        .replace('"world_size": 1', '"world_size": 2')
+        .replace('"resumed": false', '"resumed": true'),
+    )
+    (run / "events.jsonl").write_text("".join(lines))
+    (problem,) = read_run(run).problems
+    assert "1, then 2 ranks" in problem
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty", "file"])
+def test_what_is_no_run_is_refused(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="runs/ID"):
+        read_run(tmp_path / name)

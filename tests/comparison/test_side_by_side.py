@@ -1,0 +1,244 @@
+"""What is said of runs side by side, on runs whose every number is known."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.comparison.curves import Point, between, by_samples, by_seconds, samples_at
+from samestep.comparison.run_data import read_run
+from samestep.comparison.same_training import compare_losses
+from samestep.comparison.side_by_side import compare_runs
+from samestep.comparison.text_report import lines
+from samestep.comparison.throughput import phases, throughput
+from samestep.errors import UserError
+from tests.comparison.made_runs import SAMPLES, write_run
+
+
+def test_settings_that_differ_are_named_and_those_that_decide_the_training_marked(tmp_path):
+    one = write_run(tmp_path / "one", seed=1, num_workers=0, hidden=[8, 8])
+    other = write_run(tmp_path / "other", seed=2, num_workers=4, hidden=[8, 16], clip_norm=1.0)
+    found = {d.name: (d.values, d.decides) for d in compare_runs([one, other]).differences}
+    assert found == {
+        "seed": (("1", "2"), True),
+        "num_workers": (("0", "4"), False),
+        "hidden": (("8 8", "8 16"), True),
+        "clip_norm": (("–", "1"), True),
+    }
+
+
+def test_a_run_without_settings_differs_in_nothing_that_is_not_known(tmp_path):
+    one, other = write_run(tmp_path / "one", seed=1), write_run(tmp_path / "other", ranks=2)
+    (other / "settings.toml").unlink()
+    found = {d.name: d.values for d in compare_runs([one, other]).differences}
+    assert found == {"world_size": ("1", "2"), "batch_size": ("10", "5")}
+
+
+def changed(step_from, by):
+    return lambda step: 1 / step + (by if step >= step_from else 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict", "largest", "first"),
+    [
+        (changed(1, 0.0), "equal", 0.0, None),
+        (changed(4, 1e-7), "rounding", 1e-7, None),
+        (changed(7, 0.01), "apart", 0.01, 7),
+        (changed(1, 0.2), "apart", 0.2, 1),
+        # Where the loss has fallen to nothing, rounding has not: its sums are as large as before.
+        (lambda step: 1 / step if step < 9 else 1e-7, "apart", 1 / 9 - 1e-7, 9),
+    ],
+)
+def test_the_same_training_is_told_from_another(tmp_path, loss, verdict, largest, first):
+    one, other = (
+        read_run(write_run(tmp_path / "one")),
+        read_run(write_run(tmp_path / "other", ranks=2, loss=loss)),
+    )
+    found = compare_losses(one, other)
+    assert found.verdict == verdict
+    assert found.largest == pytest.approx(largest, abs=1e-12)
+    assert found.first_apart == first
+    assert found.steps == 18
+
+
+def test_what_is_large_beside_a_small_loss_is_no_rounding(tmp_path):
+    one = write_run(tmp_path / "one", loss=lambda _: 1e-6)
+    other = write_run(tmp_path / "other", loss=lambda _: 9e-6)
+    assert compare_losses(read_run(one), read_run(other)).verdict == "apart"
+
+
+def test_of_runs_that_cannot_be_compared_no_reason_is_made_up(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", epochs=0)
+    text = " ".join("\n".join(lines(compare_runs([one, other]))).split())
+    assert "--log-every" in text
+    assert "samestep verify" not in text
+
+
+def test_a_setting_is_not_held_against_a_fact_of_the_same_name(tmp_path):
+    one = write_run(tmp_path / "one", num_samples=10_000)  # an option; 60 are trained
+    other = write_run(tmp_path / "other", num_samples=10_000)
+    (other / "settings.toml").unlink()
+    assert compare_runs([one, other]).differences == []
+
+
+def test_long_values_are_cut_where_they_are_alike(tmp_path):
+    paths = [f"/a/very/long/way/to/the/data/of/the/group/{end}" for end in ("first", "second")]
+    runs = [write_run(tmp_path / path[-5:], data_dir=path) for path in paths]
+    shown = [line for line in lines(compare_runs(runs)) if not line.startswith(("A  ", "B  "))]
+    assert max(map(len, shown)) <= 80
+    (row,) = [line for line in shown if "data_dir" in line]
+    assert "group/first" in row
+    assert "group/second" in row
+
+
+def test_equal_steps_of_other_batches_are_not_compared(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "two", global_batch=20)
+    found = compare_runs([one, other])
+    assert found.alike[0].verdict == "unknown"
+    assert found.alike[0].why.startswith("20 samples a step against 10,")
+    assert "(global batches of 10, 20 samples)" in found.notes[0]
+
+
+def test_throughput_and_phases_leave_the_first_epoch_out_and_agree(tmp_path):
+    run = read_run(write_run(tmp_path / "run", step_s=0.5))
+    speed = throughput(run)
+    assert speed.basis == "epochs 2–3"
+    assert (speed.samples_per_s, speed.steps_per_s) == (20, 2)
+    assert (speed.ms_per_step, speed.us_per_sample) == (500, 50_000)
+    spent = phases(run)
+    assert spent["forward"] == pytest.approx(150)
+    assert sum(spent.values()) == pytest.approx(speed.ms_per_step)
+
+
+def test_a_run_in_its_first_epoch_is_measured_by_its_steps(tmp_path):
+    run = write_run(tmp_path / "run", epochs=1, phases=None)
+    text = [
+        line
+        for line in (run / "events.jsonl").read_text().splitlines(keepends=True)
+        if '"step"' in line.split(",")[0]
+    ]
+    (run / "events.jsonl").write_text("".join(text[:4]))
+    speed = throughput(read_run(run))
+    assert speed.basis == "steps 1–4"
+    assert speed.samples_per_s == pytest.approx(10 / 1.5)
+    assert phases(read_run(run)) is None
+
+
+def test_the_time_to_a_metric_is_that_of_the_record_that_first_shows_it(tmp_path):
+    slow, fast = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", step_s=0.25)
+    never = write_run(tmp_path / "never", accuracy=lambda _: 0.1)
+    found = compare_runs([slow, fast, never], "accuracy", 0.6)
+    one, other, none = found.reached
+    assert (one.step, one.samples, one.seconds) == (12, 120, 12.0)
+    assert one.with_pauses == pytest.approx(12 + 2 * 0.25 + 0.125)  # the checkpoint came after
+    assert (other.samples, other.seconds) == (120, 6.0)
+    assert none is None
+
+
+def test_a_loss_has_to_fall_to_its_target(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
+    assert compare_runs([one, other], "loss", 0.09).reached[0].step == 12
+    assert compare_runs([one, other], "train_loss", 0.09).reached[0].step == 12
+
+
+def test_runs_evaluated_at_the_same_samples_are_shown_as_recorded(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "b", global_batch=20, epochs=2)
+    curve = compare_runs([one, other]).by_samples
+    assert curve.recorded
+    assert curve.places == (60, 120)
+    assert curve.values == ((0.5, 0.5), (pytest.approx(2 / 3), pytest.approx(2 / 3)))
+
+
+def test_between_two_records_a_value_lies_on_their_line_and_never_beyond_them():
+    one = [Point(0, 10, 1.0, 1.0), Point(0, 30, 3.0, 0.0)]
+    other = [Point(0, 20, 10.0, 5.0), Point(0, 40, 40.0, 5.0)]
+    curve = by_samples([one, other])
+    assert not curve.recorded
+    assert (curve.places[0], curve.places[-1]) == (20, 30)
+    assert curve.values[0] == (0.5, 5.0)
+    times = by_seconds([one, other])
+    assert (times.places[0], times.places[-1]) == (1.0, 40.0)
+    assert times.values[0] == (1.0, None)
+    assert times.values[-1] == (None, 5.0)
+    assert by_samples([one, [Point(0, 31, 1.0, 1.0), Point(0, 35, 1.0, 1.0)]]) is None
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.integers(0, 1000), st.floats(-1e3, 1e3), min_size=1, max_size=8))
+def test_a_line_through_marks_goes_through_each_of_them(table):
+    marks = sorted((float(x), y) for x, y in table.items())
+    for x, y in marks:
+        assert between(marks, x) == y
+    for (x0, y0), (x1, y1) in itertools.pairwise(marks):
+        middle = between(marks, (x0 + x1) / 2)
+        assert min(y0, y1) - 1e-9 <= middle <= max(y0, y1) + 1e-9
+
+
+@pytest.mark.parametrize("global_batch", [7, 10, 60, 100])
+def test_the_samples_of_a_step_are_those_the_run_counted(tmp_path, global_batch):
+    run = read_run(write_run(tmp_path / "run", global_batch=global_batch))
+    assert run.plan["num_samples"] == SAMPLES
+    for record in run.of("step"):
+        if record["step"] % run.plan["steps_per_epoch"]:
+            assert samples_at(run, record["step"]) == record["samples"]
+    assert [samples_at(run, r["step"]) for r in run.of("epoch")] == [60, 120, 180]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_killed_run_is_compared_as_far_as_it_came(tmp_path, finished):
+    whole, cut = write_run(tmp_path / "whole"), write_run(tmp_path / "cut", finished=finished)
+    for name in ("result.json", "settings.toml", "environment.json"):
+        (cut / name).unlink(missing_ok=True)
+    text = (cut / "events.jsonl").read_text()
+    (cut / "events.jsonl").write_text(text[: int(len(text) * 0.6)])
+    found = compare_runs([whole, cut])
+    assert found.alike[0].verdict == "equal"
+    assert 0 < found.alike[0].steps < 18
+    shown = "\n".join(lines(found))
+    assert len(found.runs[1].problems) == 3
+    assert [p.split()[0] for p in found.runs[1].problems[1:]] == [
+        "settings.toml",
+        "environment.json",
+    ]
+    for problem in found.runs[1].problems:
+        assert f"! {problem.split(':')[0]}" in shown
+    assert found.runs[1].status.startswith("no end recorded")
+
+
+def test_two_runs_of_which_nothing_is_recorded_are_still_shown(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.toml").write_text(f'recipe = "toy"\nlr = {len(name)}.0\n')
+    shown = "\n".join(lines(compare_runs([tmp_path / "one", tmp_path / "other"])))
+    assert shown.count("! events.jsonl") == 2
+    assert "lr " in shown
+    assert "\nthroughput  " in shown
+
+
+MISTAKES = {
+    "no run": ([], {}, "samestep compare runs/ID runs/ID"),
+    "one run": (["one"], {}, "samestep compare runs/ID runs/ID"),
+    "twice": (["one", "../runs/one"], {}, "runs/one "),
+    "nothing in common": (["one", "alien"], {}, "alien is of recipe martian.*--any-recipe"),
+    "no such metric": (["one", "two"], {"metric": "bleu"}, "'bleu'.*accuracy, train_loss"),
+    "not there": (["one", "gone"], {}, "gone "),
+    "too many": ([str(n) for n in range(27)], {}, "27 .* 26"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_with_what_to_do(tmp_path, name, monkeypatch):
+    names, more, words = MISTAKES[name]
+    runs = tmp_path / "runs"
+    for run in ("one", "two"):
+        write_run(runs / run)
+    write_run(runs / "alien", recipe="martian")
+    monkeypatch.chdir(runs)
+    with pytest.raises(UserError, match=words):
+        compare_runs([runs / name for name in names], **more)
+
+
+def test_runs_of_two_recipes_are_compared_when_insisted_on(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", recipe="martian")
+    assert "recipe martian" in compare_runs([one, other], any_recipe=True).notes[0]

@@ -1,0 +1,112 @@
+"""How checks are run, named and merged; what the handbook says of each."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from samestep.doctor import node, rendezvous, run_directory, slurm_job
+from samestep.doctor.diagnosis import SIDE_BY_SIDE
+from samestep.doctor.findings import (
+    Finding,
+    graded,
+    green,
+    merge,
+    named,
+    red,
+    run_checks,
+    worst,
+    yellow,
+)
+from tests.doctor import test_between_ranks, test_node, test_slurm_job
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+
+
+def shared_memory(facts: int) -> Finding:
+    return green(f"{facts} bytes")
+
+
+def breaks(facts: int) -> Finding:
+    raise KeyError(facts)
+
+
+def has_nothing_to_look_at(facts: int) -> None:
+    return None
+
+
+def test_a_finding_has_the_name_of_its_function():
+    (finding,) = run_checks([shared_memory], 7)
+    assert (finding.name, finding.found) == ("shared memory", "7 bytes")
+
+
+def test_a_check_that_breaks_is_a_yellow_row_and_the_others_still_run():
+    findings = run_checks([breaks, has_nothing_to_look_at, shared_memory], 7)
+    assert [(f.name, f.status) for f in findings] == [
+        ("breaks", "yellow"),
+        ("shared memory", "green"),
+    ]
+    assert "KeyError: 7" in findings[0].found
+    assert "report" in findings[0].advice
+
+
+def test_a_problem_without_advice_is_a_mistake_of_ours():
+    for make in (red, yellow):
+        with pytest.raises(AssertionError):
+            make("slow", "")
+
+
+def test_a_graded_finding_is_as_bad_as_its_worst_condition():
+    assert graded("a", "b", red_if=True, yellow_if=True) == red("a", "b")
+    assert graded("a", "b", yellow_if=True) == yellow("a", "b")
+    assert graded("a", "b") == green("a")
+
+
+def test_the_worst_status_is_the_whole_tables():
+    assert worst([]) == "green"
+    assert worst([green("a"), yellow("b", "c"), green("d")]) == "yellow"
+    assert worst([yellow("b", "c"), red("b", "c"), green("d")]) == "red"
+
+
+def test_merging_keeps_the_worst_of_each_check_and_says_who_has_it():
+    fine, slow = named("disk", green("fine")), named("disk", red("full", "empty it"))
+    merged = merge([("rank 0 on a", [fine]), ("rank 1 on a", [slow]), ("rank 2 on b", [slow])])
+    assert merged == [Finding("red", "rank 1 on a and 1 more: full", "empty it", "disk")]
+
+
+def test_merging_names_nobody_where_all_are_the_same():
+    slow = named("disk", yellow("slow", "wait"))
+    for finding in (slow, named("disk", green("fine"))):
+        assert merge([("rank 0 on a", [finding]), ("rank 1 on b", [finding])]) == [finding]
+
+
+def test_merging_counts_only_those_that_looked():
+    slow = named("disk", yellow("slow", "wait"))
+    assert merge([("rank 0 on a", [slow]), ("rank 1 on a", [])]) == [slow]
+
+
+CHECKS = {
+    "node": node.CHECKS,
+    "slurm_job": slurm_job.CHECKS,
+    "side by side": SIDE_BY_SIDE,
+    "run_directory": run_directory.CHECKS,
+    "rendezvous": rendezvous.CHECKS,
+}
+
+
+def test_every_row_stands_in_the_handbook():
+    explained = set(re.findall(r"[a-z ]+", PAGE.read_text().split("| row |")[1].split("## ")[0]))
+    names = {check.__name__.replace("_", " ") for checks in CHECKS.values() for check in checks}
+    assert names <= {words.strip() for words in explained}
+
+
+@pytest.mark.parametrize(
+    ("rows", "faults", "only_tell"),
+    [
+        ("node", test_node.FAULTS, {node.samestep}),
+        ("slurm_job", test_slurm_job.FAULTS, {slurm_job.launcher}),
+        ("side by side", test_between_ranks.FAULTS, set()),
+    ],
+)
+def test_every_check_has_a_planted_fault(rows, faults, only_tell):
+    assert {case[0] for case in faults.values()} == set(CHECKS[rows]) - only_tell

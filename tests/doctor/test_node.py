@@ -1,0 +1,139 @@
+"""Facts and checks of one machine."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from samestep.doctor import node as checks
+from samestep.doctor.findings import run_checks, worst
+from samestep.doctor.timeouts import call_within, still_waiting, value_within
+from tests.doctor.situations import GIB, H100, MACHINE, gpus, says
+
+WITH_GPUS = replace(
+    MACHINE, cuda="12.8", driver="570.1", nccl="2.27.3", gpus=gpus(4), num_gpus_in_node=4
+)
+
+
+@pytest.mark.parametrize("machine", [MACHINE, WITH_GPUS], ids=["cpu", "gpus"])
+def test_a_healthy_machine_is_all_green(machine):
+    assert worst(run_checks(checks.CHECKS, machine)) == "green"
+
+
+# check → (what is changed, status, what it says)
+FAULTS = {
+    "old python": (checks.python, {"python": "3.9.2"}, "red", "3.11"),
+    "old torch": (checks.torch, {"torch": "2.3.0+cu118"}, "red", "pip install"),
+    "build without CUDA": (checks.cuda, {"cuda": ""}, "yellow", "without CUDA"),
+    "no usable GPU": (checks.cuda, {"gpus": ()}, "red", "570.1", "12.8"),
+    "two kinds of GPU": (
+        checks.gpus,
+        {"gpus": (H100, replace(H100, name="A100"))},
+        "yellow",
+        "1 × A100",
+    ),
+    "GPU in use": (
+        checks.gpus,
+        {"gpus": (H100, replace(H100, used_bytes=20 * GIB))},
+        "yellow",
+        "25%",
+        "GPU 1",
+    ),
+    "quota below affinity": (checks.cores, {"quota_cores": 2.5}, "yellow", "--threads 2"),
+    "less than a core": (checks.cores, {"quota_cores": 0.5}, "red", "0.5"),
+    "container's shared memory": (
+        checks.shared_memory,
+        {"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
+        "red",
+        "--shm-size",
+    ),
+    "little shared memory": (
+        checks.shared_memory,
+        {"shm_bytes": GIB // 2, "shm_free_bytes": GIB // 2},
+        "yellow",
+        "512 MiB free",
+    ),
+    "shared memory that is full": (
+        checks.shared_memory,
+        {"shm_free_bytes": 1 << 20},
+        "red",
+        "/dev/shm",
+    ),
+    "few files": (checks.open_files, {"open_files": 512}, "yellow", "ulimit -n"),
+    "very few files": (checks.open_files, {"open_files": 64}, "red", "ulimit -n"),
+    "few processes": (checks.processes, {"processes": 1024}, "yellow", "ulimit -u"),
+    "very few processes": (checks.processes, {"processes": 100}, "red", "ulimit -u"),
+    "InfiniBand without locked memory": (
+        checks.locked_memory,
+        {"has_rdma": True, "locked_bytes": 8 << 20},
+        "red",
+        "ulimit -l",
+    ),
+    "offline": (checks.internet, {"offline": "no route"}, "yellow", "WANDB_MODE=offline"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_planted_fault_is_found_and_comes_with_advice(fault):
+    check, changes, status, *names = FAULTS[fault]
+    says(check(replace(WITH_GPUS, **changes)), status, *names)
+
+
+def test_locked_memory_matters_only_where_cards_read_memory():
+    says(checks.locked_memory(replace(MACHINE, locked_bytes=8 << 20)), "green", "no InfiniBand")
+    says(checks.locked_memory(replace(MACHINE, has_rdma=True)), "green", "no limit")
+
+
+def test_what_is_not_here_gets_no_row():
+    assert checks.shared_memory(replace(MACHINE, shm_bytes=None)) is None
+    assert checks.gpus(MACHINE) is None
+    assert checks.internet(replace(MACHINE, offline=None)) is None
+
+
+def test_the_facts_of_this_machine_are_read_and_pass_for_what_they_are():
+    machine = checks.read_machine()
+    assert machine.python == ".".join(map(str, sys.version_info[:3]))
+    assert machine.host == socket.gethostname()
+    assert checks.read_machine(environment={"SLURMD_NODENAME": "node7"}).host == "node7"
+    if hasattr(os, "sched_getaffinity"):
+        assert set(machine.cores) == os.sched_getaffinity(0)
+    assert not any(
+        f.found.startswith("this check broke") for f in run_checks(checks.CHECKS, machine)
+    )
+
+
+def test_a_recipe_file_is_known_by_its_content(tmp_path):
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("a = 1")
+    other.write_text("a = 2")
+    assert checks.hash_of_recipe(None) == ""
+    assert checks.hash_of_recipe(tmp_path / "none.py") == "missing"
+    assert checks.hash_of_recipe(one) != checks.hash_of_recipe(other)
+
+
+def test_what_does_not_answer_is_given_up_in_time():
+    answer = threading.Event()
+    started = time.monotonic()
+    assert value_within(0.05, answer.wait, otherwise=False) is False
+    with pytest.raises(TimeoutError, match=r"0\.05 s"):
+        call_within(0.05, answer.wait)
+    assert time.monotonic() - started < 5
+    assert still_waiting()
+    answer.set()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name.startswith("samestep"):
+            thread.join()
+    assert not still_waiting()
+
+
+def test_what_fails_is_told_or_replaced():
+    def fail() -> str:
+        raise OSError("no such host")
+
+    assert value_within(1.0, fail, otherwise="nothing") == "nothing"
+    with pytest.raises(OSError, match="host"):
+        call_within(1.0, fail)

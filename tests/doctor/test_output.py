@@ -1,0 +1,91 @@
+"""What is shown: a table that fits a terminal, an object for programs."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from samestep.doctor import slurm_job
+from samestep.doctor.diagnosis import SIDE_BY_SIDE, Diagnosis
+from samestep.doctor.facts import AllReduce
+from samestep.doctor.findings import green, named, red, run_checks, yellow
+from samestep.doctor.measurements import (
+    ALL_REDUCE_BYTES,
+    MEASURED_ROUNDS,
+    bus_bandwidth,
+    rounds_within,
+)
+from samestep.doctor.output import print_table, to_json
+from tests.doctor.situations import MEASURED, allocation, four, in_job
+
+
+def printed(diagnosis: Diagnosis, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_table(diagnosis, console)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+DIAGNOSIS = Diagnosis(
+    findings=(
+        named("cores", green("2 of 2")),
+        named("shared memory", yellow("little of it", "Give the container more of it. " * 4)),
+        named("master address", red("node1 [does] not resolve", "Set MASTER_ADDR. " * 6)),
+    ),
+    all_reduce=MEASURED.all_reduce,
+    ranks=tuple(four()),
+)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_and_says_all_and_the_worst_comes_last(width):
+    lines = printed(DIAGNOSIS, width)
+    assert max(map(len, lines)) <= width
+    assert lines[0].split() == ["green", "cores", "2", "of", "2"]
+    assert any("node1 [does] not resolve" in line for line in lines)
+    assert any(line.lstrip().startswith("→ Set MASTER_ADDR.") for line in lines)
+    assert any(line.split() == ["256", "MiB", "20,000", "10.0000"] for line in lines)
+    assert lines[-1] == "1 red: master address"
+
+
+def test_every_row_of_a_healthy_allocation_fits_without_many_lines():
+    healthy = allocation()
+    findings = (*run_checks(slurm_job.CHECKS, in_job()), *run_checks(SIDE_BY_SIDE, healthy))
+    lines = printed(Diagnosis(findings=findings), 80)
+    assert len(lines) <= 2 * len(findings)
+    assert f" {len(findings)} " in lines[-1]
+
+
+def test_the_object_for_programs_holds_the_same():
+    table = json.loads(to_json(DIAGNOSIS))
+    assert table["status"] == "red"
+    assert [row["status"] for row in table["checks"]] == ["green", "yellow", "red"]
+    assert table["all_reduce"][0] == {"bytes": 32, "latency_us": 40.0, "bus_gb_s": 0.001}
+    assert [rank["host"] for rank in table["ranks"]] == ["node1", "node1", "node2", "node2"]
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    # doc/PERFORMANCE.md: for all-reduce, bus bandwidth = algorithm bandwidth × 2 (n - 1) / n.
+    assert bus_bandwidth(10**9, 1.0, 2) == 1.0
+    assert bus_bandwidth(10**9, 1.0, 8) == 1.75
+    assert bus_bandwidth(10**9, 0.5, 4) == 3.0
+
+
+def test_a_size_is_timed_as_often_as_there_is_time_and_not_begun_where_there_is_none():
+    assert rounds_within(0.0, 20.0) == MEASURED_ROUNDS  # nothing is known of the first yet
+    assert rounds_within(0.25, 20.0) == 3
+    assert rounds_within(5.0, 20.0) == 1
+    assert rounds_within(5.0, 10.1) == 1
+    assert rounds_within(5.0, 9.9) == 0
+    assert rounds_within(0.0, -1.0) == 0
+
+
+def test_sizes_grow_from_32_bytes_to_256_mib():
+    assert (ALL_REDUCE_BYTES[0], ALL_REDUCE_BYTES[-1]) == (32, 256 * 2**20)
+    assert list(ALL_REDUCE_BYTES) == sorted(ALL_REDUCE_BYTES)
+
+
+def test_small_bandwidths_keep_their_column():
+    tiny = AllReduce(bytes=32, latency_us=1e6, bus_gb_s=3e-9)
+    assert "0.0000" in "\n".join(printed(replace(DIAGNOSIS, all_reduce=(tiny,)), 80))

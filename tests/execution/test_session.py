@@ -1,0 +1,113 @@
+"""One execution of a run as a function call: its records, its end by a signal, its failure."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep import read_records
+from tests import tiny
+from tests.command_line import read_json
+from tests.processes import run_ranks
+
+FLAGS = ("--epochs", "2", "--threads", "1")
+NAN_LATER = tiny.RECIPE.replace(
+    "    return nn.functional.cross_entropy(outputs, targets)",
+    "    seen.append(1)\n"
+    "    if len(seen) == 15:\n"
+    '        raise KeyError("lost")\n'
+    "    return nn.functional.cross_entropy(outputs, targets)",
+).replace("\nrecipe = ", "\nseen = []\nrecipe = ")
+
+
+def execute(target: str, flags: tuple[str, ...], stop_at: int | None = None) -> dict[str, Any]:
+    """Call run_session alone; a signal comes in when the record of step `stop_at` is shown."""
+    import time
+
+    from samestep.commands.train import parse
+    from samestep.execution.session import run_session
+    from samestep.ranks.world import World
+    from samestep.training.stopping import Received
+
+    _, request = parse(target, list(flags))
+    received, shown, begun = Received(), [], []
+
+    def show(record):
+        shown.append(record)
+        if record["event"] == "step" and record["step"] == stop_at:
+            received.signum = signal.SIGUSR1
+
+    told: dict[str, Any] = {"shown": shown, "begun": begun}
+    try:
+        told["outcome"] = run_session(
+            request,
+            World(),
+            received=received,
+            show=show,
+            begin=lambda path: begun.append((str(path), len(shown))),
+            started_at=time.time(),
+        )
+    except Exception as error:
+        told["error"] = type(error).__name__
+    return told
+
+
+def session(target: Path, *flags: str, folder: Path, stop_at: int | None = None) -> dict[str, Any]:
+    output = folder / f"output-{len(list(folder.iterdir()))}"
+    (told,) = run_ranks(execute, 1, output, str(target), flags, stop_at)
+    return told
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return tiny.write_recipe(tmp_path)
+
+
+def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_first(
+    recipe, tmp_path
+):
+    run = tmp_path / "run"
+    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+    assert told["begun"] == [(str(run), 0)]
+    shown = [record for record in told["shown"] if record["event"] != "progress"]
+    assert shown == list(read_records(run))
+    assert [shown[0]["event"], shown[-1]["event"]] == ["start", "stop"]
+    assert (told["outcome"].path, told["outcome"].signum) == (run, 0)
+    assert read_json(run / "result.json")["status"] == "completed"
+
+
+def test_a_run_that_a_signal_stopped_goes_on_from_the_exact_step(recipe, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path, stop_at=7)
+    assert told["outcome"].signum == signal.SIGUSR1
+    stopped_at = told["shown"][-1]["step"]
+    assert 7 <= stopped_at <= 8
+    assert read_json(run / "result.json")["status"] == "stopped"
+    told = session(run, "--resume", folder=tmp_path)
+    (resumed,) = (r for r in told["shown"] if r["event"] == "resume")
+    assert resumed["step"] == stopped_at
+    session(recipe, "--run-dir", str(whole), *FLAGS, folder=tmp_path)
+    tiny.assert_same_training(run, whole, tolerance=0)
+
+
+def test_a_run_that_failed_says_why_and_keeps_its_checkpoints(tmp_path):
+    recipe, run = tiny.write_recipe(tmp_path, NAN_LATER), tmp_path / "run"
+    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+    assert told["error"] == "KeyError"
+    result = read_json(run / "result.json")
+    assert result["status"] == "failed"
+    assert "lost" in result["reason"]
+    *_, last = tiny.all_records(run)
+    assert (last["event"], last["reason"]) == ("stop", result["reason"])
+    assert tiny.newest_announced(run) > 0
+
+
+def test_a_run_directory_that_is_taken_is_left_as_it_was(recipe, tmp_path):
+    run = tmp_path / "run"
+    session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+    before = tiny.files(run)
+    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+    assert told["error"] == "UserError"
+    assert told["shown"] == told["begun"] == []
+    assert tiny.files(run) == before

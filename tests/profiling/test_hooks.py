@@ -1,0 +1,203 @@
+"""What the hooks make of a script's calls into PyTorch: phases, steps, epochs, profilers."""
+
+import io
+from itertools import groupby
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from samestep.profiling.hooks import Hooks
+from samestep.profiling.trace_events import COLLATE
+
+DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))
+STEP = ["data", "forward", "backward", "optimizer"]
+
+
+class Laps(list):
+    """A lap timer that keeps only the names of the phases, in order."""
+
+    def lap(self, phase):
+        self.append(phase)
+
+    def seen(self):
+        """Return the names in turn, without `other` and repetitions, and forget them."""
+        names = [name for name, _ in groupby(name for name in self if name != "other")]
+        self.clear()
+        return names
+
+
+class Script:
+    """A training loop as a user would write it, watched by hooks."""
+
+    def __init__(self, *, several=False):
+        self.hooks = Hooks(Laps(), several=several)
+        self.epochs, self.steps, self.profilers = [], [], []
+        self.hooks.on_epoch = self.epochs.append
+        self.hooks.on_step = self.steps.append
+        self.hooks.on_profiler = lambda: self.profilers.append(len(self.steps))
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, x=DATA.tensors[0], y=DATA.tensors[1]):
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def evaluate(self, loader):
+        self.model.eval()
+        with torch.no_grad():
+            for x, _ in loader:
+                self.model(x)
+        self.model.train()
+
+
+@pytest.fixture
+def script():
+    one = Script()
+    with one.hooks.installed():
+        yield one
+
+
+@pytest.fixture
+def laps(script):
+    return script.hooks.phases
+
+
+def test_a_step_is_data_forward_backward_and_optimizer(script, laps):
+    for x, y in DataLoader(DATA, batch_size=6):
+        script.step(x, y)
+    assert laps.seen() == [*STEP, *STEP, "data"]  # at last the end of its iterator
+    assert script.steps == [1, 2]
+
+
+def test_of_several_ranks_the_wait_after_backward_is_the_all_reduce():
+    script = Script(several=True)
+    with script.hooks.installed():
+        script.step()
+    assert script.hooks.phases.seen() == ["forward", "backward", "all_reduce", "optimizer"]
+
+
+def test_a_part_that_is_computed_again_in_backward_is_backward(script, laps):
+    x = torch.zeros(12, 4, requires_grad=True)
+    checkpoint(script.model, x, use_reentrant=True).sum().backward()
+    assert laps.seen() == ["forward", "backward"]
+
+
+def test_saving_is_the_checkpoint_and_what_lies_before_it_is_not(script, laps):
+    torch.save({}, io.BytesIO())
+    assert laps == ["other", "checkpoint"]
+
+
+def test_from_eval_to_train_all_is_evaluation_with_the_data_that_it_reads(script, laps):
+    script.step()
+    laps.clear()
+    script.evaluate(DataLoader(DATA, batch_size=12))
+    assert set(laps.seen()) == {"evaluation"}
+    script.step()
+    assert laps.seen() == ["forward", "backward", "optimizer"]
+
+
+def test_a_model_that_trains_with_a_frozen_part_in_eval_mode_is_not_evaluated(script, laps):
+    script.model.eval()
+    script.step()
+    laps.clear()
+    for x, y in DataLoader(DATA, batch_size=12):
+        script.step(x, y)
+    assert laps.seen() == [*STEP, "data"]
+
+
+@pytest.mark.parametrize("how", ["by position", "by name"])
+def test_what_an_optimizer_does_around_its_closure_is_its_own(script, laps, how):
+    optimizer = torch.optim.LBFGS(script.model.parameters(), max_iter=1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = script.model(DATA.tensors[0]).square().mean()
+        loss.backward()
+        return loss
+
+    if how == "by position":
+        optimizer.step(closure)
+    else:
+        optimizer.step(closure=closure)
+    assert laps.seen() == ["optimizer", "forward", "backward", "optimizer"]
+
+
+def test_only_the_first_optimizers_steps_count(script):
+    other = torch.optim.SGD(script.model.parameters(), lr=0.1)
+    script.step()
+    other.step()
+    script.step()
+    assert script.steps == [1, 2]
+    assert script.hooks.optimizer is script.optimizer
+
+
+LOADER = DataLoader(DATA, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LOADER,
+        lambda: DataLoader(DATA, batch_size=4),
+        lambda: DataLoader(TensorDataset(*DATA.tensors), batch_size=4),
+    ],
+    ids=["the same loader", "a new one", "a new one of new data"],
+)
+def test_an_epoch_begins_when_the_training_begins_to_read(script, make):
+    for _ in range(3):
+        for x, y in make():
+            script.step(x, y)
+        script.evaluate(DataLoader(DATA, batch_size=4))
+    assert script.epochs == [1, 2, 3]
+    assert len(script.steps) == 9
+    assert script.hooks.batches == 9
+
+
+def test_an_evaluation_on_the_training_data_without_eval_begins_no_epoch(script):
+    for _ in range(2):
+        for x, y in DataLoader(DATA, batch_size=4):
+            script.step(x, y)
+        with torch.no_grad():
+            for x, _ in DataLoader(DATA, batch_size=4):
+                script.model(x)
+    assert script.epochs == [1, 2]
+
+
+def test_without_a_loader_there_are_steps_and_no_epochs(script):
+    for _ in range(3):
+        script.step()
+    assert (script.steps, script.epochs, script.hooks.loader) == ([1, 2, 3], [], None)
+
+
+def test_the_start_of_workers_is_told_from_reading(script, laps):
+    for x, y in DataLoader(DATA, batch_size=6, num_workers=1):
+        script.step(x, y)
+    assert laps.seen() == ["workers", *STEP[1:], *STEP, "data"]
+
+
+def test_a_trace_shows_where_samples_are_put_together(script):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        list(DataLoader(DATA, batch_size=4))
+    assert [event.name for event in profiler.events()].count(COLLATE) == 3
+
+
+def test_a_profiler_that_the_script_starts_is_told_of(script):
+    script.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        script.step()
+    assert script.profilers == [1]
+
+
+def test_pytorch_is_as_before_once_the_hooks_are_taken_off():
+    places = [(DataLoader, "__iter__"), (torch.autograd, "backward"), (torch, "save")]
+    before = [getattr(place, name) for place, name in places]
+    script = Script()
+    with pytest.raises(KeyError), script.hooks.installed():
+        raise KeyError
+    assert [getattr(place, name) for place, name in places] == before
+    script.step()
+    assert script.steps == []

@@ -1,0 +1,243 @@
+"""The stages of a profile on a clock that a test sets: what is measured, what traced, when it ends.
+
+Each fake training takes steps of known length; a step that is traced takes ten times as long.
+"""
+
+from itertools import count
+
+import pytest
+
+from samestep.profiling.stages import Stages
+from samestep.profiling.time_account import TimeAccount
+
+STEP_S, SLOW_DOWN = 0.125, 10
+
+
+class Clock:
+    """Time that passes when it is told to, all of it in the phase `forward`."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def lap(self, phase):
+        pass
+
+    def running(self):
+        return {"forward": self.seconds}
+
+
+class FakeTracer:
+    """A profiler that takes a second to start and two to stop."""
+
+    def __init__(self, clock):
+        self.clock, self.steps, self.runs = clock, 0, False
+
+    def start(self):
+        self.runs = True
+        self.clock.seconds += 1
+
+    def step(self):
+        self.steps += self.runs
+
+    def stop(self):
+        if self.runs:
+            self.clock.seconds += 2
+        self.runs = False
+
+
+class Training:
+    """Steps in epochs, told to stages after each; `profiles` are steps with an own profiler on."""
+
+    def __init__(self, *, per_epoch=None, profiles=(), agree=lambda answer: answer(), **wishes):
+        self.clock = Clock()
+        self.per_epoch, self.profiles = per_epoch, profiles
+        self.profiler_is_on = False
+        self.asked = []
+        account = TimeAccount(lambda: self.clock, now=lambda: self.clock.seconds, cores=dict)
+        self.stages = Stages(
+            account,
+            lambda answer: self.asked.append(self.taken) or agree(answer),
+            new_tracer=FakeTracer,
+            own_profiler_runs=lambda: self.profiler_is_on,
+            **wishes,
+        )
+        self.taken = 0
+        self.traced = []
+
+    def run(self, steps=10_000):
+        """Train until the stages are done, or so many steps; return whether they are done."""
+        for step in range(steps):
+            if self.per_epoch and step % self.per_epoch == 0:
+                if step:
+                    self.clock.seconds += 0.5  # what lies between two epochs
+                if self.stages.epoch_begins(step // self.per_epoch + 1):
+                    return True
+            if step in self.profiles and not self.profiler_is_on:
+                self.profiler_is_on = True
+                self.stages.script_profiles()
+            elif step not in self.profiles:
+                self.profiler_is_on = False
+            is_traced = self.stages.tracer is not None and self.stages.tracer.runs
+            self.traced += [step] * is_traced
+            slow = is_traced or self.profiler_is_on
+            self.clock.seconds += STEP_S * (SLOW_DOWN if slow else 1)
+            self.taken += 1
+            if self.stages.at(self.taken):
+                return True
+        return False
+
+    @property
+    def seconds_per_step(self):
+        return self.stages.span.seconds / self.stages.span.steps
+
+
+def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that():
+    training = Training(seconds=3.0)
+    assert training.run()
+    span, tracer = training.stages.span, training.stages.tracer
+    assert span.seconds >= 3.0
+    assert span.steps == pytest.approx(span.seconds / STEP_S)
+    assert span.phases == {"forward": pytest.approx(span.seconds)}
+    assert training.traced[0] >= 0.5 / STEP_S + span.steps
+    assert len(training.traced) == tracer.steps == 5  # half a second of them are fewer
+    assert not tracer.runs
+    assert training.stages.done
+
+
+def test_no_step_of_the_warm_up_counts():
+    training = Training()
+    training.clock.seconds = 0.4  # most of the warm-up was the start of the program
+    assert training.run()
+    assert training.seconds_per_step == pytest.approx(STEP_S)
+    assert training.stages.span.steps == training.traced[0] - 4  # 4 is the first decision
+
+
+def test_of_short_steps_more_are_traced_than_of_long_ones():
+    training = Training(seconds=0.5)
+    training.run(steps=4)
+    for step in count(5):
+        training.clock.seconds += 0.001
+        if training.stages.at(step):
+            break
+    assert training.stages.tracer.steps == 20
+
+
+def test_a_whole_epoch_is_measured_with_what_lies_between_it_and_the_next():
+    training = Training(per_epoch=10, wants_epochs=lambda: True)
+    assert training.run()
+    assert training.stages.span.steps % 10 == 0
+    assert training.seconds_per_step == pytest.approx(STEP_S + 0.05)
+    assert training.stages.tracer.steps == 5
+
+
+def test_while_it_waits_for_a_long_epochs_end_it_traces_and_counts_none_of_that():
+    training = Training(per_epoch=100, wants_epochs=lambda: True, seconds=3.0)
+    assert training.run()
+    span = training.stages.span
+    assert 0.2 < training.traced[0] / 100 < 0.4, "long before the first epoch's end"
+    assert training.stages.tracer.steps == 5
+    assert span.seconds == pytest.approx(STEP_S * span.steps, rel=0.03)
+
+
+def test_of_an_epoch_without_an_end_what_there_is_after_20_seconds_is_measured():
+    training = Training(per_epoch=10**6, wants_epochs=lambda: True, seconds=1.0)
+    assert training.run()
+    assert 20 < training.clock.seconds < 50
+    assert training.seconds_per_step == pytest.approx(STEP_S)
+
+
+def test_one_epoch_is_traced_from_its_first_step_to_its_last():
+    training = Training(per_epoch=11, epoch=2)
+    assert training.run()
+    assert training.traced == list(range(11, 22))
+    assert training.stages.span.steps == 7  # of the epoch before, since the first decision
+    assert training.seconds_per_step == pytest.approx(STEP_S + 0.5 / 7)
+
+
+def test_the_first_epochs_steps_are_measured_while_they_are_traced_for_there_are_no_others():
+    training = Training(per_epoch=11, epoch=1)
+    assert training.run()
+    assert training.traced == list(range(11))
+    assert training.stages.span.steps == 11
+    # Neither the second in which the profiler starts nor the two in which it stops.
+    assert training.stages.span.seconds == pytest.approx(11 * STEP_S * SLOW_DOWN + 0.5)
+
+
+def test_an_epoch_that_never_begins_leaves_no_trace():
+    training = Training(per_epoch=11, epoch=9)
+    assert not training.run(steps=33)
+    training.stages.end()
+    assert training.stages.tracer is None
+
+
+def test_steps_that_the_script_profiles_itself_are_in_no_number():
+    training = Training(profiles=range(10, 20), seconds=3.0)
+    assert training.run()
+    assert training.stages.profiled_itself
+    assert training.seconds_per_step == pytest.approx(STEP_S)
+    assert training.stages.tracer.steps == 5
+
+
+def test_an_epoch_in_which_the_script_profiled_itself_is_no_whole_one():
+    training = Training(per_epoch=10, wants_epochs=lambda: True, profiles=[12, 13], seconds=4.0)
+    assert training.run()
+    assert training.stages.span.steps % 10 == 0
+    assert training.seconds_per_step == pytest.approx(STEP_S + 0.05)
+
+
+def test_a_profiler_of_the_scripts_own_ends_a_trace_early_and_the_rest_goes_on():
+    training = Training(seconds=1.0)
+    while training.stages.stage != "trace":
+        assert not training.stages.at(training.taken)
+        training.clock.seconds += STEP_S
+        training.taken += 1
+    training.stages.at(training.taken)
+    assert training.stages.tracer.steps == 1
+    training.stages.script_profiles()
+    assert not training.stages.tracer.runs
+    for step in range(training.taken + 1, training.taken + 5):
+        done = training.stages.at(step)
+    assert done
+    assert training.stages.tracer.steps == 1
+
+
+def test_an_epoch_that_the_script_profiles_itself_ends_the_profile_without_a_trace():
+    training = Training(per_epoch=10, epoch=2, profiles=range(8, 30))
+    assert training.run()
+    assert training.stages.tracer is None
+    assert training.taken == 10
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, None), (3, 2), (20, 16)])
+def test_a_training_that_ends_early_is_measured_as_far_as_it_came(steps, measured):
+    """In three steps the warm-up had no end, so all but the first count."""
+    training = Training(seconds=60.0)
+    assert not training.run(steps=steps)
+    training.stages.end()
+    assert training.stages.done
+    assert training.stages.tracer is None
+    span = training.stages.span
+    assert (span and span.steps) == measured
+
+
+def test_a_training_that_ends_in_the_midst_of_the_trace_keeps_what_was_traced():
+    training = Training(seconds=1.0)
+    while not training.traced:
+        training.run(steps=1)
+    training.stages.end()
+    assert training.stages.done
+    assert not training.stages.tracer.runs
+    assert training.seconds_per_step == pytest.approx(STEP_S)
+
+
+def test_rank_0s_answers_move_every_rank_alike():
+    """A rank whose own clock says otherwise follows what rank 0 says."""
+    first = Training(seconds=2.0)
+    answers = []
+    first.stages._agree = lambda answer: answers.append(answer()) or answers[-1]
+    assert first.run()
+    replies = iter(answers)
+    other = Training(seconds=2.0, agree=lambda _answer: next(replies))
+    other.clock.seconds = 100.0
+    assert other.run()
+    assert (other.taken, other.traced) == (first.taken, first.traced)

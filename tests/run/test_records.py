@@ -1,0 +1,59 @@
+"""A run tells the format that it was written in; a newer one is refused by whoever reads it."""
+
+import json
+
+import pytest
+
+from samestep import UserError, read_records
+from samestep.comparison.run_data import read_run
+from samestep.run.directory import Run
+from samestep.run.records import RUN_FORMAT
+from samestep.tracking.send_run import send_run
+from tests.comparison.made_runs import lines_of, write_run
+from tests.tiny import files
+
+READERS = {
+    "read_records": lambda run: list(read_records(run)),
+    "compare": read_run,
+    "resume": lambda run: Run(run).close(),
+    "track": lambda run: send_run(run, {"track": "tests.tracking.own_tracker"}, print),
+}
+
+
+def with_format(run, number):
+    """Write a number into the run's start record."""
+    start, *rest = lines_of(run)
+    start = json.dumps(json.loads(start) | {"format": number}) + "\n"
+    (run / "events.jsonl").write_text("".join([start, *rest]))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_run_of_a_newer_format_is_refused_with_both_numbers_and_left_as_it_is(tmp_path, reader):
+    run = write_run(tmp_path / "run")
+    with_format(run, RUN_FORMAT + 7)
+    before = files(run)
+    with pytest.raises(UserError) as refused:
+        READERS[reader](run)
+    for named in (str(run), f"format {RUN_FORMAT + 7}", f"to {RUN_FORMAT}."):
+        assert named in str(refused.value)
+    after = files(run)
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize("reader", ["read_records", "compare", "resume"])
+def test_a_run_of_this_format_and_one_that_tells_none_are_read(tmp_path, reader):
+    run = write_run(tmp_path / "run")
+    assert not any("format" in json.loads(line) for line in lines_of(run))
+    READERS[reader](run)
+    with_format(run, RUN_FORMAT)
+    READERS[reader](run)
+
+
+def test_a_line_that_a_kill_tore_off_is_cut_away_before_the_next_record(tmp_path):
+    path = tmp_path / "events.jsonl"
+    for torn in ("", '{"event": "st'):
+        path.write_text('{"event": "compile"}\n' + torn)
+        run = Run(tmp_path)
+        run.append({"event": "stop"})
+        run.close()
+        assert path.read_text() == '{"event": "compile"}\n{"event": "stop"}\n'

@@ -1,0 +1,163 @@
+"""Handing a job in: one job a run, flags over the shell, nothing of the job that it came from."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.slurm.options import JobOptions
+from samestep.slurm.submission import make_script, submit
+from samestep.slurm.workload import Workload
+from tests.slurm.fake_slurm import install
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder))
+    return fake
+
+
+def target(run: Path, *words: str) -> Workload:
+    return Workload(name="mine", kind="script", run=run, command=("mine.py", *words))
+
+
+def hand_in(run: Path, **options) -> int:
+    return submit(make_script(target(run), JobOptions(**options), run.parent))[0]
+
+
+# --- one job a run
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_a_run_whose_job_has_not_ended_is_not_submitted_again(slurm, tmp_path, state):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.sbatch").write_text("as it was")
+    slurm.add(3, run, "COMPLETED")
+    slurm.add(5, run, state)
+    slurm.add(6, tmp_path / "other")
+    with pytest.raises(UserError) as error:
+        hand_in(run)
+    for name in (f"({state})", "cancel 5", "--after 5:any"):
+        assert name in str(error.value)
+    assert (run / "job.sbatch").read_text() == "as it was"
+    assert not [call for call in slurm.calls if call.startswith("sbatch")]
+
+
+def test_a_job_that_comes_after_all_unfinished_jobs_of_its_run_is_taken(slurm, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    slurm.add(5, run)
+    slurm.add(6, run, "PENDING")
+    assert hand_in(run, after=("5:any", "6:notok")) == 77
+    with pytest.raises(UserError, match="Job 6 "):
+        hand_in(run, after=("5",))
+
+
+def test_a_run_is_known_by_another_path_too(slurm, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    slurm.add(5, tmp_path / "link")
+    with pytest.raises(UserError, match="Job 5 "):
+        hand_in(tmp_path / "run")
+
+
+def test_a_run_whose_jobs_have_ended_goes_on(slurm, tmp_path):
+    (tmp_path / "run").mkdir()
+    slurm.add(5, tmp_path / "run", "TIMEOUT")
+    assert hand_in(tmp_path / "run") == 77
+
+
+# --- the shell that submits
+
+
+def test_a_job_inherits_nothing_of_the_job_it_is_submitted_from(slurm, tmp_path, monkeypatch):
+    names = {
+        *("SLURM_MEM_PER_CPU", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_JOB_ID"),
+        *("SLURM_PROCID", "SLURMD_NODENAME", "SRUN_DEBUG", "PMI_RANK", "PMIX_RANK", "RANK"),
+        *("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    }
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    hand_in(tmp_path / "run")
+    assert not names & slurm.shell.keys()
+
+
+def test_the_cluster_and_the_users_own_variables_reach_the_job(slurm, tmp_path, monkeypatch):
+    kept = {"SLURM_CONF": "/c", "SLURM_CLUSTERS": "n", "MY_RANK": "1", "WANDB_API_KEY": "k"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    hand_in(tmp_path / "run")
+    assert kept.items() <= slurm.shell.items()
+
+
+def test_what_the_script_asks_for_is_typed_too_and_so_wins_over_the_variables_of_sbatch(
+    slurm, tmp_path, monkeypatch
+):
+    kept = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "physics", "SBATCH_TIMELIMIT": "5"}
+    for name, value in (kept | {"SBATCH_ARRAY_INX": "1-2", "SBATCH_WAIT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    run = tmp_path / "run"
+    hand_in(run, time="10", mem="1G", after=("4",), sbatch=("-C a100", '--comment="a b"'))
+    call = next(call for call in slurm.calls if call.startswith("sbatch "))
+    script = (run / "job.sbatch").read_text()
+    for flag in ("--time=10", "--mem=1G", "--job-name=mine", "--open-mode=append", "--requeue"):
+        assert f" {flag} " in call
+        assert f"#SBATCH {flag}\n" in script
+    assert call.endswith(
+        f" --dependency=afterok:4 --kill-on-invalid-dep=yes --requeue -C a100 "
+        f"--comment=a b {run}/job.sbatch"
+    )
+    assert {k: v for k, v in slurm.shell.items() if k.startswith("SBATCH_")} == kept
+
+
+def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
+    slurm, tmp_path, monkeypatch
+):
+    (slurm.folder / "partitions").write_text("a|1|4|infinite|(null)\nb|9|4|infinite|(null)\n")
+    hand_in(tmp_path / "one", nodes=2)
+    monkeypatch.setenv("SBATCH_PARTITION", "a")
+    with pytest.raises(UserError, match="--nodes 2: partition a "):
+        hand_in(tmp_path / "two", nodes=2)
+    hand_in(tmp_path / "three", nodes=2, partition="b")
+    hand_in(tmp_path / "four", nodes=2, sbatch=("-p b",))
+
+
+# --- secrets
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--api-key", "hunter2"),
+        ("--wandb.api_key=hunter2",),
+        ("--hf-token", "hunter2"),
+        ("--password", "123"),
+        ("--x", "1", "--auth", "hunter2"),
+    ],
+)
+def test_a_secret_among_the_arguments_is_refused_and_not_repeated(tmp_path, words):
+    with pytest.raises(
+        UserError, match=words[-2] if len(words) > 1 else words[0].split("=")[0]
+    ) as error:
+        make_script(target(tmp_path, *words), JobOptions(), tmp_path)
+    assert "hunter2" not in str(error.value)
+    assert "123" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-tokens", "512"),
+        ("--num-key-value-heads=8",),
+        ("--use-auth-token", "True"),
+        ("--token", "--verbose"),
+        ("--tokenizer", "gpt2"),
+        ("--keyboard=us",),
+        ("--auth",),
+    ],
+)
+def test_an_argument_that_only_sounds_like_a_secret_is_taken(tmp_path, words):
+    make_script(target(tmp_path, *words), JobOptions(), tmp_path)

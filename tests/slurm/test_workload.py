@@ -1,0 +1,140 @@
+"""A recipe, a recipe file, a run directory or any script: each becomes the right command."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.slurm.workload import Workload, find_workload
+
+RECIPES = ["mnist", "spiral"]
+RECIPE = "from samestep import Recipe\n\nrecipe = Recipe()\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def find(text: str, *arguments: str) -> Workload:
+    return find_workload(text, list(arguments), RECIPES)
+
+
+def test_a_recipes_name_becomes_a_training_in_a_new_run_directory(here):
+    found = find("spiral", "--epochs", "5")
+    assert (found.name, found.kind) == ("spiral", "recipe")
+    assert found.run.parent == here / "runs"
+    assert found.run.name.startswith("spiral-")
+    assert found.command == (
+        "-m",
+        "samestep",
+        "train",
+        "spiral",
+        "--epochs",
+        "5",
+        "--run-dir",
+        str(found.run),
+        "--resume",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        RECIPE,
+        RECIPE.replace("recipe =", "recipe: Recipe ="),
+        "import samestep\nrecipe = samestep.Recipe()\n",
+    ],
+)
+def test_a_file_that_assigns_recipe_and_imports_samestep_is_trained(here, text):
+    Path("mine.py").write_text(text)
+    found = find("mine.py")
+    assert (found.name, found.kind) == ("mine", "recipe")
+    assert found.command[:4] == ("-m", "samestep", "train", str(here / "mine.py"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print(1)\n",
+        "recipe = 'soup'\n",
+        "import samestep\n",
+        "import samesteps\nrecipe = 1\n",
+        "import samestep\ndef f():\n    recipe = 1\n",
+    ],
+)
+def test_any_other_file_is_a_script_with_its_arguments_as_they_are(here, text):
+    Path("mine.py").write_text(text)
+    found = find("mine.py", "--nproc", "2", "--run-dir", "x", "--resume")
+    assert (found.name, found.kind) == ("mine", "script")
+    words = ("--nproc", "2", "--run-dir", "x", "--resume")
+    assert found.command == (str(here / "mine.py"), *words)
+
+
+def test_a_file_is_told_apart_without_running_it(here):
+    Path("mine.py").write_text(RECIPE + "raise SystemExit('it ran')\n")
+    assert find("mine.py").kind == "recipe"
+
+
+def test_a_run_directory_goes_on_in_place(here):
+    run = here / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "settings.toml").touch()
+    found = find("runs/one", "--epochs", "9")
+    assert (found.name, found.kind, found.run) == ("one", "recipe", run)
+    assert found.command == ("-m", "samestep", "train", str(run), "--epochs", "9", "--resume")
+
+
+def test_a_recipes_name_wins_over_a_run_directory_of_this_name(here):
+    (here / "spiral").mkdir()
+    (here / "spiral" / "settings.toml").touch()
+    found = find("spiral")
+    assert found.run.parent == here / "runs"
+    assert found.command[3] == "spiral"
+
+
+@pytest.mark.parametrize(
+    "words", [("--run-dir", "mine"), ("--run-dir=mine",), ("--run_dir", "mine")]
+)
+def test_a_run_directory_among_the_arguments_is_the_jobs(here, words):
+    found = find("spiral", *words, "--epochs", "2")
+    assert found.run == here / "mine"
+    assert found.command[4:] == ("--epochs", "2", "--run-dir", str(here / "mine"), "--resume")
+
+
+@pytest.mark.parametrize("words", [("--run-dir",), ("--run-dir=",), ("--run-dir", "")])
+def test_a_run_directory_that_is_left_out_is_asked_for(words):
+    with pytest.raises(UserError, match="--run-dir"):
+        find("spiral", *words)
+
+
+def test_resume_is_there_once():
+    assert find("spiral", "--resume").command.count("--resume") == 1
+
+
+@pytest.mark.parametrize("words", [("--nproc", "2"), ("--nproc=2",)])
+def test_nproc_is_refused_with_the_flags_that_a_job_has(words):
+    with pytest.raises(UserError, match="--ntasks-per-node"):
+        find("spiral", *words)
+
+
+def test_a_file_that_does_not_exist_is_refused_with_what_there_is():
+    with pytest.raises(UserError, match=r"nowhere\.py.*mnist, spiral"):
+        find("nowhere.py")
+
+
+def test_a_run_that_has_not_begun_says_how_its_job_is_handed_in_again(here):
+    (here / "my run").mkdir()
+    with pytest.raises(UserError, match=r"my run is .*settings\.toml"):
+        find("my run")
+    (here / "my run" / "job.sbatch").touch()
+    with pytest.raises(UserError, match=r"settings\.toml.* sbatch 'my run/job.sbatch'"):
+        find("my run")
+
+
+@pytest.mark.parametrize("content", [b"def :\n", b"x = '\xff'\n", b"x\0"])
+def test_a_file_that_is_no_python_is_refused(content):
+    Path("mine.py").write_bytes(content)
+    with pytest.raises(UserError, match=r"mine\.py"):
+        find("mine.py")

@@ -1,0 +1,97 @@
+"""Runs that earlier versions wrote go on, are evaluated and compared as if they were new."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep import read_records
+from tests.command_line import refusal, run
+from tests.tiny import all_records, read_index, sha256
+
+KEPT = Path(__file__).parent / "kept"
+
+# Run, step it stopped at, ranks it goes on with, and the loss of the steps of epochs 5 and 6 that
+# follow. The version that wrote the runs, resumed in the same way, gave these losses.
+GOES_ON = [
+    ("format-1-native", 28, 3, [0.6031066881758826, 0.5988509676286152]),
+    ("format-1-lightning", 30, 2, [0.6040927384580884, 0.6021996736526489]),
+]
+NAMES = [name for name, *_ in GOES_ON]
+
+
+@pytest.fixture
+def copy(tmp_path, request) -> Path:
+    return Path(shutil.copytree(KEPT / request.param, tmp_path / request.param))
+
+
+@pytest.mark.parametrize(
+    ("copy", "step", "world_size", "losses"), GOES_ON, indirect=["copy"], ids=NAMES
+)
+def test_a_kept_run_goes_on_from_its_step_on_another_number_of_ranks(
+    copy, step, world_size, losses, tmp_path
+):
+    before = (copy / "events.jsonl").read_bytes()
+    run(
+        *("train", str(copy), "--resume", "--epochs", "6", "--max-steps", "42"),
+        world_size=world_size,
+        folder=tmp_path / "output",
+    )
+    assert (copy / "events.jsonl").read_bytes().startswith(before)
+    written = all_records(copy)[before.count(b"\n") :]
+    (resumed,) = (r for r in written if r["event"] == "resume")
+    assert (resumed["step"], resumed["problems"]) == (step, [])
+    epochs = [r for r in written if r["event"] == "epoch"]
+    assert [r["step"] for r in epochs] == [35, 42]
+    told = [r["step"] for r in read_records(copy) if r["event"] == "epoch"]
+    assert told == sorted({7, 14, 21, 28, step, 35, 42})
+    assert [r["loss"] for r in epochs] == pytest.approx(losses, rel=1e-4)
+    result = json.loads((copy / "result.json").read_text())
+    assert (result["steps"], result["world_size"]) == (42, world_size)
+    assert read_index(copy)["last"]["step"] == 42
+
+
+@pytest.mark.parametrize("copy", NAMES, indirect=True)
+@pytest.mark.parametrize("checkpoint", ["last", "best"])
+def test_a_checkpoint_of_a_kept_run_is_evaluated_as_it_was(copy, checkpoint, tmp_path):
+    ranks = run(
+        *("evaluate", str(copy), "--split", "validation", "--checkpoint", checkpoint, "--json"),
+        folder=tmp_path / "output",
+    )
+    measured = json.loads(ranks.printed(0))
+    entry = read_index(copy)[checkpoint]
+    (recorded,) = (
+        r
+        for r in read_records(copy)
+        if (r["event"], r.get("split"), r.get("step"))
+        == ("evaluation", "validation", entry["step"])
+    )
+    for key in ("loss", "accuracy"):
+        assert measured[key] == pytest.approx(recorded[key], rel=1e-5)
+
+
+def test_kept_runs_are_compared(tmp_path):
+    ranks = run(
+        *("compare", *(str(KEPT / name) for name in NAMES), "--json"), folder=tmp_path / "output"
+    )
+    table = json.loads(ranks.printed(0))
+    assert [(Path(r["run_dir"]).name, r["problems"]) for r in table["runs"]] == [
+        (name, []) for name in NAMES
+    ]
+
+
+@pytest.mark.parametrize("copy", NAMES[:1], indirect=True)
+def test_a_checkpoint_of_a_newer_format_is_refused_and_both_formats_are_named(copy, tmp_path):
+    index = copy / "checkpoints" / "index.json"
+    for path in (copy / "checkpoints").glob("*.pt"):
+        was = sha256(path)
+        torch.save({**torch.load(path, weights_only=True), "format": 99}, path)
+        index.write_text(index.read_text().replace(was, sha256(path)))
+    said = refusal(
+        *("train", str(copy), "--resume", "--epochs", "6", "--max-steps", "42"),
+        folder=tmp_path / "output",
+    )
+    assert "format 99" in said
+    assert "format 1." in said

@@ -1,0 +1,127 @@
+"""What the clients themselves say of keys and servers, asked in a process of their own.
+
+A client reads its configuration once, so each question is put in a fork of one that imported it.
+"""
+
+import base64
+import importlib
+import importlib.util
+import json
+import os
+
+import pytest
+
+from samestep.tracking.contract import Server
+from tests.processes import run_ranks
+
+MISSING = [p for p in ("comet_ml", "mlflow", "wandb") if importlib.util.find_spec(p) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.xdist_group("trackers"),
+    pytest.mark.filterwarnings("ignore"),
+]
+KEY = "0123456789abcdef" * 3
+COMET_KEY = KEY[:25]
+COMET_SERVER = base64.b64encode(json.dumps({"baseUrl": "https://comet.here"}).encode()).decode()
+
+
+def ask(tracker, folder, questions):
+    """Return what a client answers to (files, environment): its server's address or its refusal."""
+    (answers,) = run_ranks(_ask, 1, folder / "rank", tracker, folder, questions)
+    return answers
+
+
+def _ask(tracker, folder, questions):
+    module = importlib.import_module(f"samestep.tracking.{tracker}")
+    os.environ["WANDB_SILENT"] = "true"  # as a tracker's process has it
+    forks = [_fork(module, folder / str(n), *question) for n, question in enumerate(questions)]
+    answers = []
+    for child, reading in forks:
+        with os.fdopen(reading, "rb") as answer:
+            answers.append(json.loads(answer.read()))
+        os.waitpid(child, 0)
+    return answers
+
+
+def _fork(module, home, files, environment):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, reading
+    home.mkdir()
+    os.chdir(home)
+    for name, text in files.items():
+        (home / name).write_text(text)
+        (home / name).chmod(0o600)
+    os.environ.update({"HOME": str(home)} | environment)
+    try:
+        server = module.find_server()
+        assert isinstance(server, Server)
+        answer = {"address": server.address, "secrets": server.secrets, "shown": repr(server)}
+    except Exception as error:
+        answer = {"refused": str(error)}
+    os.write(writing, json.dumps(answer).encode())
+    os._exit(0)
+
+
+def test_wandb_says_itself_whether_it_has_a_key_and_for_which_server(tmp_path):
+    server = {"WANDB_BASE_URL": "http://w.example"}
+    netrc = f"machine w.example\n  login user\n  password {KEY}\n"
+    of_another, malformed, offline, found = ask(
+        "wandb",
+        tmp_path,
+        [
+            ({".netrc": netrc.replace("w.example", "other.example")}, server),
+            ({}, {"WANDB_API_KEY": "short-key"}),
+            ({}, {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}),
+            ({".netrc": netrc}, server),
+        ],
+    )
+    assert "wandb login" in of_another["refused"]
+    assert "WANDB_API_KEY" in malformed["refused"]
+    assert "short-key" not in malformed["refused"]
+    assert "WANDB_MODE" in offline["refused"]
+    assert KEY not in of_another["refused"] + offline["refused"]
+    assert (found["address"], found["secrets"]) == ("http://w.example", [KEY])
+    assert KEY not in found["shown"]
+
+
+def test_comet_says_itself_whether_it_has_a_key_and_for_which_server(tmp_path):
+    kept = f"[comet]\napi_key={COMET_KEY}\nurl_override=http://kept.example/\n"
+    none, malformed, offline, by_key, by_login, by_dotenv, in_key = ask(
+        "comet",
+        tmp_path,
+        [
+            ({}, {}),
+            ({}, {"COMET_API_KEY": "<your key>"}),
+            ({}, {"COMET_API_KEY": COMET_KEY, "COMET_START_ONLINE": "0"}),
+            ({}, {"COMET_API_KEY": COMET_KEY}),
+            ({".comet.config": kept}, {}),
+            ({".comet.config": kept, ".env": "COMET_URL_OVERRIDE=http://dotenv.example/\n"}, {}),
+            ({}, {"COMET_API_KEY": f"{COMET_KEY}*{COMET_SERVER}"}),
+        ],
+    )
+    assert "COMET_API_KEY" in none["refused"]
+    assert "COMET_API_KEY" in malformed["refused"]
+    assert "<your key>" not in malformed["refused"]
+    assert "COMET_START_ONLINE" in offline["refused"]
+    assert by_key["address"] == "https://www.comet.com/clientlib/"
+    assert by_login["address"] == "http://kept.example/"
+    assert by_dotenv["address"] == "http://dotenv.example/"
+    assert in_key["address"] == "https://comet.here/clientlib/"
+    for found in (by_key, by_login, by_dotenv, in_key):
+        assert COMET_KEY in found["secrets"]
+        assert COMET_KEY not in found["shown"]
+
+
+def test_mlflow_has_a_server_where_its_variable_names_one(tmp_path):
+    answers = ask(
+        "mlflow",
+        tmp_path,
+        [
+            ({}, {"MLFLOW_TRACKING_URI": "http://m:5000"}),
+            ({}, {"MLFLOW_TRACKING_URI": "sqlite:////srv/mlflow.db"}),
+        ],
+    )
+    assert [answer["address"] for answer in answers] == ["http://m:5000", None]

@@ -1,0 +1,191 @@
+"""What of events.jsonl a tracker is given: each step of each series once, whatever was repeated."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.run.records import read_records
+from samestep.tracking.record_stream import RecordStream, flatten, scalars
+
+
+def all_of(entries, after=0):
+    return [entry for piece in entries.read(after) for entry in piece]
+
+
+def write(run: Path, records, torn=""):
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (run / "events.jsonl").write_text(lines + torn)
+
+
+def execution(first, last, checkpoint, *, resumed):
+    """Return the records of one execution: steps of a deterministic training, one checkpoint."""
+    records = [{"event": "start", "time": 100.0 * first, "resumed": resumed}]
+    if resumed:
+        records.append({"event": "resume", "step": first, "checkpoint": f"c{first}.pt"})
+    for step in range(first + 1, last + 1):
+        records.append(
+            {"event": "step", "step": step, "epoch": 1, "loss": 1 / step, "seconds": float(step)}
+        )
+        if step % 3 == 0:
+            records.append(
+                {
+                    "event": "evaluation",
+                    "split": "validation",
+                    "step": step,
+                    "epoch": 1,
+                    "loss": 2 / step,
+                }
+            )
+        if step == checkpoint:
+            records.append({"event": "checkpoint", "step": step, "path": f"checkpoints/c{step}.pt"})
+    return records
+
+
+@st.composite
+def executions(draw):
+    """Draw a run of several executions, each killed at some step after its checkpoint."""
+    records, first = [], 0
+    for number in range(draw(st.integers(1, 4))):
+        checkpoint = first + draw(st.integers(1, 5))
+        last = checkpoint + draw(st.integers(0, 5))
+        records += execution(first, last, checkpoint, resumed=number > 0)
+        first = checkpoint
+    return records
+
+
+@settings(max_examples=60, deadline=None)
+@given(executions(), st.integers(0, 60), st.data())
+def test_each_step_of_each_series_comes_once_in_order_also_to_one_who_has_a_part(
+    records, have, data
+):
+    with TemporaryDirectory() as folder:
+        run = Path(folder)
+        write(run, records)
+        entries = all_of(RecordStream(run))
+        for event in ("step", "validation"):
+            steps = [entry.step for entry in entries if entry.event == event]
+            assert steps == sorted(set(steps))
+        # With what is still to be repeated, it is what one uninterrupted run would have told.
+        kept = {(r["step"], r["loss"]) for r in read_records(run) if r["event"] == "step"}
+        got = {(e.step, e.values["train/loss"]) for e in entries if e.event == "step"}
+        assert kept <= got
+        assert [e.time for e in entries] == sorted(e.time for e in entries)
+        # One who has the first lines already gets the others, and nothing twice.
+        rest = all_of(RecordStream(run), after=have)
+        assert [e.line for e in rest] == [e.line for e in entries if e.line >= have]
+        # Read while it grows, it is the same.
+        cut = data.draw(st.integers(0, len(records)))
+        write(run, records[:cut], torn='{"event": "st')
+        grows = RecordStream(run)
+        first = all_of(grows)
+        write(run, records)
+        assert first + all_of(grows) == entries
+
+
+def test_nested_numbers_are_flattened_and_nothing_but_numbers_is_sent(tmp_path):
+    record = {
+        "event": "step",
+        "step": 4,
+        "epoch": 1,
+        "loss": None,
+        "lr": 0.5,
+        "note": "x",
+        "phases": {"data": 0.25, "ranks": {"0": 1}},
+        "done": True,
+        "rows": [1, 2],
+    }
+    write(tmp_path, [record])
+    (entry,) = all_of(RecordStream(tmp_path))
+    assert entry.values == {"train/lr": 0.5, "train/phases/data": 0.25, "train/phases/ranks/0": 1}
+    assert (entry.axis, entry.at) == ("step", 4)
+
+
+def test_an_epoch_stands_at_its_epoch_and_an_evaluation_at_its_step(tmp_path):
+    write(
+        tmp_path,
+        [
+            {"event": "epoch", "step": 30, "epoch": 3, "loss": 1.0},
+            {
+                "event": "evaluation",
+                "split": "test",
+                "step": 30,
+                "epoch": 3,
+                "per_class": {"cat": 0.5, "dog": None},
+            },
+        ],
+    )
+    epoch, test = all_of(RecordStream(tmp_path))
+    assert (epoch.at, epoch.values) == (3, {"epoch/loss": 1.0})
+    assert (test.at, test.values) == (30, {"test/per_class/cat": 0.5})
+
+
+def metrics(step, time, /, **values):
+    return {"event": "metrics", "step": step, "epoch": 1, "time": time, "values": values}
+
+
+def test_metrics_keep_their_own_names_and_each_step_counts_once_for_each_set_of_them(tmp_path):
+    write(
+        tmp_path,
+        [
+            {"event": "start", "time": 100.0, "resumed": False},
+            metrics(4, 101.0, step=7, loss=0.5, odd=None),
+            metrics(4, 102.0, **{"val/loss": 2}),
+            metrics(5, 103.0, step=8, loss=0.25, odd=1.0),
+            {"event": "start", "time": 50.0, "resumed": True},  # another node's clock
+            metrics(4, 51.0, **{"val/loss": 3}),
+            metrics(5, 52.0, loss=0.25, step=8, odd=1.0),
+            metrics(6, 53.0, **{"val/loss": 4}),
+            {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": [1]},
+            {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": "no"},
+            {"event": "metrics", "step": 7, "epoch": 1, "values": {"loss": 1}},
+        ],
+    )
+    entries = RecordStream(tmp_path)
+    found = [(e.event, e.axis, e.at, e.epoch, e.time, e.values) for e in all_of(entries)]
+    assert found == [
+        ("metrics", "step", 4, 1, 101.0, {"step": 7, "loss": 0.5}),
+        ("metrics", "step", 4, 1, 102.0, {"val/loss": 2}),
+        ("metrics", "step", 5, 1, 103.0, {"step": 8, "loss": 0.25, "odd": 1.0}),
+        ("metrics", "step", 6, 1, 103.0, {"val/loss": 4}),
+    ]
+    assert entries.damaged == [9, 10, 11]
+
+
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
+    write(tmp_path, execution(0, 2, 1, resumed=False))
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
+    lines[1:1] = [b'{"event": "step", "st\n', b"\xff\n", b"[]\n", b'{"event": "step"}\n']
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
+    entries = RecordStream(tmp_path)
+    assert [entry.step for entry in all_of(entries)] == [1, 2]
+    assert entries.damaged == [2, 3, 4, 5]
+
+
+def test_settings_become_flat_names_with_plain_values():
+    table = {"lr": 0.5, "drop_last": True, "options": {"dims": [4, 2]}, "none": None}
+    assert scalars(table) == {"lr": 0.5, "drop_last": True, "options.dims": "[4, 2]"}
+    assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a/b/c": 1, "d": 2}
+
+
+def test_a_line_that_is_completed_while_the_file_is_read_counts_once_and_whole(tmp_path):
+    records = execution(0, 9, 99, resumed=False)
+    lines = [json.dumps(record) + "\n" for record in records]
+    whole, rest = "".join(lines[:4]) + lines[4][:9], lines[4][9:] + "".join(lines[5:])
+    path = tmp_path / "events.jsonl"
+    path.write_text(whole)
+    entries, found = RecordStream(tmp_path), []
+    for piece in entries.read():
+        found += piece
+        with path.open("a") as file:  # the training writes on, before the next look
+            file.write(rest)
+            rest = ""
+    assert not rest
+    assert entries.torn
+    found += all_of(entries)
+    assert [entry.line for entry in found] == list(range(1, len(lines)))
+    assert entries.lines == len(lines)
+    assert entries.damaged == []
+    assert not entries.torn

@@ -1,0 +1,74 @@
+"""Losses are read back together: exact means and sums, and a loss that is NaN stops every rank."""
+
+import math
+
+import pytest
+import torch
+
+from samestep.errors import UserError
+from samestep.ranks.world import World, find_world, join, leave
+from samestep.training.window import Window
+from tests.processes import run_ranks
+
+
+def losses(*values: float) -> list[torch.Tensor]:
+    return [torch.tensor(value) for value in values]
+
+
+def test_reading_gives_the_wanted_steps_and_the_sum_of_all_samples():
+    window = Window(World())
+    window.add(10, losses(1.0, 2.0), 4)
+    window.add(12, losses(4.0), 3)
+    assert window.read([11, 13], 0.1, 100.0) == ([1.0, 4.0], 100.0 + 4 * 1.0 + 4 * 2.0 + 3 * 4.0)
+    assert window.read([], 0.1, 7.0) == ([], 7.0), "it is empty once it was read"
+
+
+def test_the_next_window_counts_from_its_own_first_step():
+    window = Window(World())
+    window.add(0, losses(1.0, 2.0), 1)
+    window.read([], 0.1, 0.0)
+    window.add(2, losses(5.0), 1)
+    assert window.read([3], 0.1, 0.0) == ([5.0], 5.0)
+
+
+def test_it_is_full_before_it_grows_without_end():
+    window = Window(World())
+    added = 0
+    while not window.full:
+        window.add(added, losses(*[0.0] * 64), 1)
+        added += 64
+        assert added < 100_000
+    window.read([], 0.1, 0.0)
+    assert not window.full
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_first_bad_step_is_named_with_the_learning_rate(bad):
+    window = Window(World())
+    window.add(20, losses(1.0, bad, 1.0, bad), 4)
+    with pytest.raises(UserError, match=r"step 22 .*0\.03") as error:
+        window.read([21], 0.03, 0.0)
+    assert error.value.on_all_ranks
+
+
+def read_on_two_ranks():
+    world, launch = find_world("cpu")
+    join(world, launch, timeout_s=60)
+    window = Window(world)
+    window.add(0, losses(1.0 + world.rank, 10.0), 2)
+    read = window.read([1, 2], 0.1, 0.0)
+    window.add(2, losses(1.0, math.nan if world.rank else 1.0), 2)
+    try:
+        window.read([], 0.1, 0.0)
+    except UserError as error:
+        message = str(error)
+    leave(world)
+    return read, message
+
+
+def test_ranks_add_up_their_parts_and_all_stop_where_one_meets_a_nan(tmp_path):
+    (one, message), (other, same) = run_ranks(read_on_two_ranks, 2, tmp_path)
+    assert one == ([3.0, 20.0], 2 * 1.0 + 2 * 10.0)
+    assert other == ([3.0, 20.0], 2 * 2.0 + 2 * 10.0)
+    assert message == same
+    assert "step 4 " in message

@@ -1,0 +1,128 @@
+"""Try a wheel as a user gets it: install it into a fresh environment, train and evaluate there.
+
+Torch and the packages it needs are linked from this environment, since they take minutes to
+install. pip installs everything else from what the wheel says it needs, so a requirement that the
+wheel does not name is missed here.
+
+    python tools/smoke.py dist/samestep-VERSION-py3-none-any.whl
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+SOURCE = Path(__file__).parent.parent / "src"
+STEPS = "3"
+
+
+def main() -> None:
+    """Try the wheel that the command line names; a failure ends with a traceback."""
+    wheel = Path(sys.argv[1]).resolve()
+    version = wheel.name.split("-")[1]
+    check_content(wheel)
+    with tempfile.TemporaryDirectory() as place:
+        fresh = Fresh(Path(place).resolve())
+        fresh.python("-m", "pip", "install", "--quiet", "-c", fresh.link("torch"), str(wheel))
+        fresh.python("-m", "pip", "check")
+        imported = fresh.python("-c", "import samestep; print(samestep.__file__)")
+        expect(str(fresh.packages / "samestep"), imported)
+        expect(version, fresh.samestep("--version"))
+        expect("train", fresh.samestep("--help"))
+        fresh.samestep("train", "spiral", "--max-steps", STEPS, "--run-dir", "run")
+        expect("accuracy", fresh.samestep("evaluate", "run"))
+    print(f"{wheel.name}: installed into a fresh environment, trained and evaluated")
+
+
+def check_content(wheel: Path) -> None:
+    """Compare the wheel with the source: every file of the package, the licence, nothing else."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    ours = {
+        str(path.relative_to(SOURCE))
+        for path in (SOURCE / "samestep").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    different = {name for name in names if ".dist-info/" not in name} ^ ours
+    if different:
+        raise SystemExit(f"the wheel and {SOURCE} differ in {sorted(different)}")
+    if not any(re.fullmatch(r"samestep-.*\.dist-info/licenses/LICENSE", name) for name in names):
+        raise SystemExit("the wheel has no LICENSE")
+    expect("samestep/py.typed", "\n".join(names))
+
+
+class Fresh:
+    """A virtual environment of its own, and a working directory outside of the source."""
+
+    def __init__(self, place: Path) -> None:
+        self.home = place / "venv"
+        venv.create(self.home, with_pip=True)
+        paths = {"base": str(self.home), "platbase": str(self.home)}
+        self.packages = Path(sysconfig.get_path("purelib", "venv", paths))
+        self.work = place / "work"
+        self.work.mkdir()
+
+    def link(self, name: str) -> str:
+        """Link a package and all that it needs; return pip's constraints that hold them."""
+        held = {}
+        for found in needed(name, {}):
+            held[found.name] = found.version
+            for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+                link = self.packages / top
+                if not link.exists():
+                    link.symlink_to(Path(str(found.locate_file(top))))
+        constraints = self.work / "constraints.txt"
+        constraints.write_text("".join(f"{name}=={held[name]}\n" for name in held))
+        return str(constraints)
+
+    def python(self, *arguments: str) -> str:
+        """Run the environment's Python; return what it printed."""
+        return self._run("python", *arguments)
+
+    def samestep(self, *arguments: str) -> str:
+        """Run the environment's `samestep`; return what it printed."""
+        return self._run("samestep", *arguments)
+
+    def _run(self, program: str, *arguments: str) -> str:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        command = [str(self.home / "bin" / program), *arguments]
+        done = subprocess.run(
+            command,
+            cwd=self.work,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+
+def needed(name: str, seen: dict[str, Distribution]) -> Iterator[Distribution]:
+    """Yield an installed package and the installed packages that it needs, each once."""
+    if name not in seen:
+        seen[name] = distribution(name)
+        yield seen[name]
+        for requirement in map(Requirement, seen[name].requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                yield from needed(requirement.name, seen)
+
+
+def expect(part: str, text: str) -> None:
+    """End with a message if a text lacks a part."""
+    if part not in text:
+        raise SystemExit(f"{part!r} is missing in:\n{text}")
+
+
+if __name__ == "__main__":
+    main()
