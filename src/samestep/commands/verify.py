@@ -23,10 +23,11 @@ from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import abandon, find_world, join, leave
 from samestep.recipe import Accepted, nearest, recipe_names
 from samestep.settings import Settings, flag_name
+from samestep.verification.exchange import StartInstructions, read_json
+from samestep.verification.in_parent import INSTRUCTIONS_FILE, instructions_of_this_rank, verify
 from samestep.verification.on_rank import run_start
-from samestep.verification.procedure import ORDER_FILE, order_of_this_rank, read_order, verify
-from samestep.verification.report import as_json, show
-from samestep.verification.writes import watch_writes
+from samestep.verification.result_output import as_json, show
+from samestep.verification.rows.one_writer import watch_output
 
 _EXAMPLES = """\
 examples:
@@ -65,9 +66,9 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb: 0 the same, 1 different, 2 a mistake in the command or the recipe."""
-    order = order_of_this_rank()
-    if order is not None:
-        return _rank(arguments, order)
+    instructions = instructions_of_this_rank()
+    if instructions is not None:
+        return _rank(arguments, instructions)
     return run_as_rank(lambda _log: _verify(arguments))
 
 
@@ -88,7 +89,7 @@ def _verify(arguments: list[str]) -> int:
 
     def launch(num_ranks: int, path: Path) -> Ended:
         with _as_before():
-            os.environ[ORDER_FILE] = str(path)
+            os.environ[INSTRUCTIONS_FILE] = str(path)
             return run_ranks(num_ranks, ["verify", *arguments, "--device", device], started_at)
 
     with _telling() as tell:
@@ -207,21 +208,22 @@ def _telling() -> Iterator[Any]:
 
 def _rank(arguments: list[str], path: Path) -> int:
     """Run as one rank of a start; nothing of it reaches the screen."""
-    rank, order, folder = rank_of(), read_order(path), path.parent
-    log = folder / f"start-{order.start.place}-rank-{rank}.log"
+    folder, instructions = path.parent, read_json(path, StartInstructions)
+    assert instructions is not None
+    log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"
     with log.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     # Every rank needs it; to bring it in makes caches, which is not the recipe's doing.
     import torch._dynamo  # noqa: F401, PLC0415
 
-    writes = watch_writes(folder)
+    output = watch_output(folder)
     die_with_parent()
     try:
         _, request = _parse(arguments[0], arguments[1:])
         world, launch = find_world(request.settings.device, request.settings.backend)
         join(world, launch, _TIMEOUT_S)
-        run_start(request, order, folder, world, writes)
+        run_start(request, instructions, folder, world, output)
         leave(world)
     except Exception as error:
         code = report(error)

@@ -11,7 +11,7 @@ from samestep.run.records import Record
 from samestep.training.evaluation import evaluate
 from samestep.training.loop import Job, evaluation_batch
 from samestep.training.step import EagerStep, StepResult
-from samestep.verification.digest import gradients_of, sample_marks, weights_of
+from samestep.verification.fingerprints import gradients_of, sample_marks, weights_of
 from samestep.verification.trace import Trace
 
 

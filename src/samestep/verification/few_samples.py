@@ -14,7 +14,7 @@ from samestep.recipe import Splits
 _MOST_BROKEN = 100
 
 
-class Some(Dataset[Any]):
+class FewSamples(Dataset[Any]):
     """Some samples of a data set."""
 
     def __init__(self, dataset: Any, places: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class Some(Dataset[Any]):
         return self._dataset[self._places[index]]
 
 
-class SomeBatches(Some):
+class FewSamplesInBatches(FewSamples):
     """Some samples of a data set that reads a whole batch at a time."""
 
     def read_batch(self, indices: list[int]) -> Any:
@@ -74,7 +74,7 @@ def _some(data: Any, count: int, *, lenient: bool) -> Any:
     if not hasattr(data, "__getitem__"):
         return data
     places = _readable(data, count) if lenient else _spread(total, count)
-    return (SomeBatches if hasattr(data, "read_batch") else Some)(data, places)
+    return (FewSamplesInBatches if hasattr(data, "read_batch") else FewSamples)(data, places)
 
 
 def _spread(total: int, count: int) -> list[int]:
