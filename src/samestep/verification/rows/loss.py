@@ -1,6 +1,7 @@
 """Loss: the loss of a batch is the mean of its parts' losses by their numbers of samples."""
 
 import contextlib
+import sys
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,9 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
         for s, n in ((0, rows - last), (rows - last, last))
     ]
     mean = sum(loss * samples for loss, samples in losses) / rows
-    return relative(whole, mean), relative(whole, sum(loss for loss, _ in losses))
+    total = sum(loss for loss, _ in losses)
+    most = sys.float_info.max  # JSON has no infinity
+    return min(relative(whole, mean), most), min(relative(whole, total), most)
 
 
 def _explain(evidence: Evidence) -> Cause | None:
