@@ -10,7 +10,7 @@ from samestep.execution.request import Request
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.verification.evidence import Check, Evidence
-from samestep.verification.in_parent import INSTRUCTIONS_FILE, Verification, gather, judged
+from samestep.verification.in_parent import INSTRUCTIONS_FILE, Verification, gather, judge_evidence
 from tests.processes import start_ranks
 
 
@@ -24,7 +24,7 @@ class Gathered:
     def judged(
         self, accept: tuple[Accepted, ...] = (), tolerance: float | None = None
     ) -> Verification:
-        return judged(self.request, self.evidence, accept=accept, tolerance=tolerance)
+        return judge_evidence(self.request, self.evidence, accept=accept, tolerance=tolerance)
 
 
 def gathered(

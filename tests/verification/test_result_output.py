@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).with_name("table.txt")
 
 def verification(evidence, **changes) -> Verification:
     """Return a verification of some evidence."""
-    known = {"recipe": "spiral", "sizes": (1, 2), "facts": evidence.facts, "device": "cpu"}
+    known = {"recipe": "spiral", "sizes": (1, 2), "facts": evidence.facts}
     more = {"precisions": ("fp64", "fp32"), "checks": judge(evidence), "seconds": 3.0, "notes": ()}
     return Verification(**{**known, **more, **changes})
 

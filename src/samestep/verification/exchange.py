@@ -67,8 +67,6 @@ class RecipeFacts:
     """Why this is not float64."""
     lightning: bool = False
     """Whether Lightning is there and can take these settings."""
-    problem: str = ""
-    """Why the experiments were not possible, if they were not."""
     present: frozenset[Kind] = frozenset()
     """What the recipe has of those things that differ on other numbers of ranks by themselves."""
     found: Found = field(default_factory=dict)

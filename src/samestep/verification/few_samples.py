@@ -1,12 +1,11 @@
 """A recipe's data cut down to a few samples, spread evenly over it, read as in training."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from samestep.errors import UserError
 from samestep.recipe import Splits
@@ -14,25 +13,13 @@ from samestep.recipe import Splits
 _MOST_BROKEN = 100
 
 
-class FewSamples(Dataset[Any]):
-    """Some samples of a data set."""
-
-    def __init__(self, dataset: Any, places: Sequence[int]) -> None:
-        self._dataset, self._places = dataset, list(places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._places[index]]
-
-
-class FewSamplesInBatches(FewSamples):
+class _FewInBatches(Subset[Any]):
     """Some samples of a data set that reads a whole batch at a time."""
 
     def read_batch(self, indices: list[int]) -> Any:
         """Return a batch, as the data set does."""
-        return self._dataset.read_batch([self._places[index] for index in indices])
+        dataset: Any = self.dataset
+        return dataset.read_batch([self.indices[index] for index in indices])
 
 
 def num_samples(data: Any) -> int:
@@ -74,7 +61,7 @@ def _some(data: Any, count: int, *, lenient: bool) -> Any:
     if not hasattr(data, "__getitem__"):
         return data
     places = _readable(data, count) if lenient else _spread(total, count)
-    return (FewSamplesInBatches if hasattr(data, "read_batch") else FewSamples)(data, places)
+    return (_FewInBatches if hasattr(data, "read_batch") else Subset)(data, places)
 
 
 def _spread(total: int, count: int) -> list[int]:

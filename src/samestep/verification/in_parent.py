@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +43,6 @@ class Verification:
     sizes: tuple[int, ...]
     facts: RecipeFacts
     precisions: tuple[str, ...]
-    device: str
     checks: list[Check]
     seconds: float
     notes: tuple[str, ...]
@@ -53,41 +51,6 @@ class Verification:
     def same(self) -> bool:
         """Whether nothing differs that was not accepted."""
         return all(check.passed for check in self.checks)
-
-
-def verify(
-    request: Request,
-    sizes: Sequence[int],
-    launch: Launch,
-    *,
-    batch: int | None = None,
-    accept: Sequence[Accepted] = (),
-    tolerance: float | None = None,
-    lightning: bool = True,
-    tell: Callable[[str], None] = lambda _text: None,
-    notes: tuple[str, ...] = (),
-) -> Verification:
-    """Return whether a recipe trains the same on one process and on these numbers of ranks.
-
-    Args:
-        request: the recipe, its options and settings.
-        sizes: numbers of ranks; one process is always among them.
-        launch: starts ranks, and waits for their end.
-        batch: the global batch, if not the smallest that will do.
-        accept: what may differ by intent, beside what the recipe accepts.
-        tolerance: largest relative difference of losses; else everything is compared, to rounding.
-        lightning: whether Lightning's Trainer is compared too, if it is installed.
-        tell: called with what is being done.
-        notes: what the user should know about how it was done.
-
-    Raises:
-        UserError: the recipe cannot be trained in one process, or has too few samples.
-        KeyboardInterrupt: the ranks were stopped by a signal.
-    """
-    began = time.perf_counter()
-    evidence = gather(request, sizes, launch, batch=batch, lightning=lightning, tell=tell)
-    found = judged(request, evidence, accept=accept, tolerance=tolerance)
-    return replace(found, notes=(*notes, *found.notes), seconds=time.perf_counter() - began)
 
 
 def gather(
@@ -99,13 +62,26 @@ def gather(
     lightning: bool = True,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> Evidence:
-    """Start ranks, one size after the other, and read back what they left: see `verify`."""
+    """Start ranks, one size after the other, and read back what they left.
+
+    Args:
+        request: the recipe, its options and settings.
+        sizes: numbers of ranks; one process is always among them.
+        launch: starts ranks, and waits for their end.
+        batch: the global batch, if not the smallest that will do.
+        lightning: whether Lightning's Trainer is compared too, if it is installed.
+        tell: called with what is being done.
+
+    Raises:
+        UserError: the recipe cannot be trained in one process, or has too few samples.
+        KeyboardInterrupt: the ranks were stopped by a signal.
+    """
     starts = plan_starts(sizes)
     lightning = lightning and importlib.util.find_spec("lightning") is not None
     everything = tuple(sorted({1, *sizes}))
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
+    ended: dict[int, str] = {}
     try:
-        ended: dict[int, str] = {}
         for start in starts:
             tell(f"{count(start.world_size, 'rank')} ({start.place + 1} of {len(starts)} starts)")
             instructions = StartInstructions(
@@ -123,28 +99,38 @@ def gather(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def judged(
+def judge_evidence(
     request: Request,
     evidence: Evidence,
     *,
     accept: Sequence[Accepted] = (),
     tolerance: float | None = None,
+    notes: Sequence[str] = (),
+    seconds: float = 0.0,
 ) -> Verification:
-    """Return the answer that the evidence gives: see `verify`."""
+    """Return whether the recipe trains the same, by what its ranks left.
+
+    Args:
+        request: the recipe, its options and settings.
+        evidence: what the ranks left.
+        accept: what may differ by intent, beside what the recipe accepts.
+        tolerance: largest relative difference of losses; else everything is compared, to rounding.
+        notes: what the user should know about how it was done.
+        seconds: what it took.
+    """
     accepts = frozenset({*request.recipe.accepts, *accept})
     evidence = replace(evidence, accepts=accepts, tolerance=tolerance)
-    notes: tuple[str, ...] = ()
     if tolerance is not None:
-        notes = (f"With --tolerance {tolerance:g} trainings are compared by their losses.",)
+        note = f"With --tolerance {tolerance:g} trainings are compared by their losses."
+        notes = (*notes, note)
     return Verification(
         recipe=request.recipe.name,
         sizes=tuple(sorted({start.world_size for start in evidence.starts})),
         facts=evidence.facts,
         precisions=tuple(dict.fromkeys((evidence.facts.exact, evidence.chosen))),
-        device=request.settings.device,
         checks=judge(evidence),
-        seconds=0.0,
-        notes=notes,
+        seconds=seconds,
+        notes=tuple(notes),
     )
 
 

@@ -143,7 +143,7 @@ class _Start:
         self._facts = facts
         self._cut_down(facts)
         exact, why, problem = exact_precision(self._tested(), self._chosen)
-        facts = replace(facts, exact=exact, inexact=why, problem=problem)
+        facts = replace(facts, exact=exact, inexact=why)
         if not problem:
             self._facts = facts
             facts = look(self._tested(), facts)

@@ -1,16 +1,14 @@
 """One writer: no two ranks write the same file, and rank 0 alone prints."""
 
-import io
 import os
 import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO, cast
 
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow
 from samestep.verification.exchange import decoded
@@ -112,7 +110,7 @@ def watch_output(folder: Path) -> RecipeOutput:
             found.written.setdefault(path, line)
 
     sys.addaudithook(audit)
-    sys.stdout = _WatchedStream(sys.stdout, found.printed)
+    sys.stdout = cast("TextIO", _WatchedStream(sys.stdout, found.printed))
     return found
 
 
@@ -140,25 +138,17 @@ def _writes_where_told(file: str) -> bool:
     return file.startswith(_PYTHON)
 
 
-class _WatchedStream(io.TextIOBase):
+class _WatchedStream:
     """Pass text on, and note which of the user's lines printed it."""
 
-    def __init__(self, inner: Any, printed: dict[str, str]) -> None:
+    def __init__(self, inner: TextIO, printed: dict[str, str]) -> None:
         self._inner, self._printed = inner, printed
 
     def write(self, text: str) -> int:
         line = users_line(sys._getframe(1))  # noqa: SLF001
         if line and text.strip():
             self._printed.setdefault(line, text.strip()[:60])
-        count: int = self._inner.write(text)
-        return count
+        return self._inner.write(text)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return getattr(self._inner, name)  # type: ignore[no-any-return]
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def fileno(self) -> int:
-        number: int = self._inner.fileno()
-        return number
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
