@@ -28,7 +28,7 @@ from samestep.verification.rows import (
     stop_and_resume,
     unused_parameters,
 )
-from samestep.verification.short_trainings import MAIN, ShortTraining
+from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
 
 ROWS: tuple[TableRow, ...] = (
     one_process.ROW,
@@ -62,11 +62,12 @@ def plan_trainings(start: Start, facts: RecipeFacts, chosen: Precision) -> list[
         facts: what is known about the recipe.
         chosen: the precision of the user's settings.
     """
-    planned = [t for row in ROWS if row.trainings for t in row.trainings(start, facts, chosen)]
+    planned = PlannedStart(start, facts, chosen)
+    trainings = [t for row in ROWS if row.trainings for t in row.trainings(planned)]
     if start.closing:
-        return [training for training in planned if training.resumes is not None]
+        return [training for training in trainings if training.resumes is not None]
     return sorted(
-        planned,
+        trainings,
         key=lambda t: (t.lightning, t.precision != facts.exact, t.halves or t.resumes is not None),
     )
 

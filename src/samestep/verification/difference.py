@@ -1,7 +1,7 @@
 """How far two trainings are from each other: the largest difference, and where it begins."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -111,8 +111,3 @@ def evaluations_apart(one: Mapping[str, float], other: Mapping[str, float]) -> t
     """Return the largest relative difference of two evaluations, and of which value."""
     found = [(relative(one[name], other.get(name, math.nan)), name) for name in one]
     return max(found, default=(0.0, ""))
-
-
-def same_samples(one: Sequence[str], shares: Sequence[Sequence[str]]) -> bool:
-    """Whether the shares of some ranks, one after the other, are the samples of one process."""
-    return [mark for share in shares for mark in share] == list(one)

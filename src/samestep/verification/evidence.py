@@ -11,7 +11,7 @@ from samestep.settings import Precision
 from samestep.verification.difference import ROUNDING, TrainingDifference, difference, worst
 from samestep.verification.exchange import RankFailure, RankReport, RecipeFacts, Start, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.short_trainings import MAIN, ShortTraining
+from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
 from samestep.verification.trace import Trace
 
 T = TypeVar("T")
@@ -82,11 +82,6 @@ class Evidence:
     def reference(self) -> Trace:
         """The training of one process: only the first row is judged without it."""
         return self.traces[0, MAIN][0]
-
-    @property
-    def status_of_cause(self) -> Status:
-        """A cause that was found is a note where, by the user's tolerance, the losses decide."""
-        return "different" if self.tolerance is None else "note"
 
     @property
     def several(self) -> list[Start]:
@@ -170,8 +165,8 @@ class TableRow:
     name: str
     answer: Callable[[Evidence], Check | list[Check]]
     """Judges the evidence. A difference whose check names no cause is explained by other rows."""
-    trainings: Callable[[Start, RecipeFacts, Precision], Iterable[ShortTraining]] | None = None
-    """What each start trains for this row; the precision is that of the user's settings."""
+    trainings: Callable[[PlannedStart], list[ShortTraining]] | None = None
+    """What each start trains for this row."""
     look: Callable[[RecipeUnderTest], Any] | None = None
     """An experiment of the first process; `Evidence.found` returns its result, unless None."""
     look_on_rank: Callable[[RecipeUnderTest, World], Any] | None = None
@@ -197,6 +192,24 @@ def measured(
         found.first_parameter,
         found.what,
     )
+
+
+def cause_check(
+    evidence: Evidence,
+    compared: str,
+    cause: Cause | None,
+    difference: float | None = None,
+    *,
+    first_step: int | None = None,
+    first_parameter: str | None = None,
+) -> Check:
+    """Return the check of a row whose experiment found its cause, or found none."""
+    # Where losses decide, by the user's tolerance, a cause is no more than a note.
+    found: Status = "different" if evidence.tolerance is None else "note"
+    status = found if cause else "same"
+    tolerance = None if difference is None else evidence.exact
+    cause = cause or Cause()
+    return Check(status, compared, difference, tolerance, cause, first_step, first_parameter)
 
 
 def failed_start(evidence: Evidence, compared: str, place: int) -> Check:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from samestep.settings import Precision, Settings
 from samestep.verification.exchange import RecipeFacts, Start
@@ -46,6 +47,15 @@ class ShortTraining:
     """Whether it ends where others stop and resume."""
     evaluates: bool = False
     lightning: bool = False
+
+
+class PlannedStart(NamedTuple):
+    """What decides which short trainings a start runs."""
+
+    start: Start
+    facts: RecipeFacts
+    chosen: Precision
+    """The precision of the user's settings."""
 
 
 def settings_of(

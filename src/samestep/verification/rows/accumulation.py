@@ -1,17 +1,14 @@
 """Accumulation: a rank that takes its share in two micro-steps trains the same."""
 
-from collections.abc import Iterator
-
-from samestep.settings import Precision
 from samestep.verification.evidence import Check, Evidence, TableRow, training_check
-from samestep.verification.exchange import RecipeFacts, Start
-from samestep.verification.short_trainings import ShortTraining
+from samestep.verification.short_trainings import PlannedStart, ShortTraining
 
 _TRAINING = "accumulated"
 
 
-def _trainings(_start: Start, facts: RecipeFacts, _chosen: Precision) -> Iterator[ShortTraining]:
-    yield ShortTraining(name=_TRAINING, precision=facts.exact, halves=True, short=True)
+def _trainings(planned: PlannedStart) -> list[ShortTraining]:
+    precision = planned.facts.exact
+    return [ShortTraining(name=_TRAINING, precision=precision, halves=True, short=True)]
 
 
 def _answer(evidence: Evidence) -> Check:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.fingerprints import sample_marks
 from samestep.verification.recipe_under_test import RecipeUnderTest
 
@@ -83,10 +83,7 @@ def _explain(evidence: Evidence) -> Cause | None:
 
 
 def _answer(evidence: Evidence) -> Check:
-    compared = "a sample read again, in other batches"
-    cause = _explain(evidence)
-    status = evidence.status_of_cause if cause else "same"
-    return Check(status, compared, cause=cause or Cause())
+    return cause_check(evidence, "a sample read again, in other batches", _explain(evidence))
 
 
 ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)

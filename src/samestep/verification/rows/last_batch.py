@@ -2,7 +2,7 @@
 
 from samestep.data.blocks import narrow
 from samestep.screen.words import count
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure
 from samestep.verification.recipe_under_test import RecipeUnderTest, first_line, held_model
 from samestep.verification.rows import loss
@@ -52,23 +52,17 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
 
 def _answer(evidence: Evidence) -> Check:
     size, fails = evidence.facts.size, evidence.found(NAME, dict[int, str]) or {}
+    parts, bent = evidence.found(loss.NAME, loss.LossOfParts), _bent(evidence)
+    bent_in_full_batches = parts is not None and parts.full > evidence.exact
     if size.uneven_step is None:
         return Check("skipped", "--drop-last leaves none")
     compared = f"{count(size.rest, 'sample')} in step {size.uneven_step}"
     if size.rest in fails:
         cause = _cause(size.rest, f"it fails: {fails[size.rest]}")
-        return Check(evidence.status_of_cause, compared, cause=cause)
-    parts, bent = evidence.found(loss.NAME, loss.LossOfParts), _bent(evidence)
-    bent_in_full_batches = parts is not None and parts.full > evidence.exact
+        return cause_check(evidence, compared, cause)
     if parts and bent and not bent_in_full_batches:
-        return Check(
-            evidence.status_of_cause,
-            compared,
-            parts.uneven,
-            evidence.exact,
-            bent,
-            first_step=size.uneven_step,
-        )
+        step = size.uneven_step
+        return cause_check(evidence, compared, bent, parts.uneven, first_step=step)
     if 1 in fails:
         advice = "Choose sizes that never leave one sample, or --drop-last."
         cause = Cause(CAUSE, f"It fails: {fails[1]}.", advice)
@@ -76,8 +70,8 @@ def _answer(evidence: Evidence) -> Check:
     # A loss that is no mean in a full batch says nothing about this one.
     if bent_in_full_batches:
         return Check("skipped", "the loss is bent in full batches too")
-    measured = (parts.uneven, evidence.exact) if parts else ()
-    return Check("same", f"{compared}, and 1 alone", *measured)
+    uneven = parts.uneven if parts else None
+    return cause_check(evidence, f"{compared}, and 1 alone", None, uneven)
 
 
 ROW = TableRow(

@@ -4,26 +4,25 @@ BatchNorm, draws from torch, and draws from Python and NumPy would hide every ot
 All trainings hold them still but these, so a difference here has this one cause.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from samestep.recipe import Accepted
-from samestep.settings import Precision
 from samestep.verification.evidence import NOT_REACHED, Cause, Check, Evidence, measured
-from samestep.verification.exchange import RecipeFacts, Start
 from samestep.verification.randomness import Kind
-from samestep.verification.short_trainings import MAIN, ShortTraining
+from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
 
 
-def left_free(kind: Kind) -> Callable[[Start, RecipeFacts, Precision], Iterator[ShortTraining]]:
+def left_free(kind: Kind) -> Callable[[PlannedStart], list[ShortTraining]]:
     """Return the short trainings that leave one kind as it is, if the recipe has any of it."""
 
-    def trainings(start: Start, facts: RecipeFacts, _chosen: Precision) -> Iterator[ShortTraining]:
+    def trainings(planned: PlannedStart) -> list[ShortTraining]:
+        precision = planned.facts.exact
+        training = ShortTraining(
+            name=_training(kind), precision=precision, free=frozenset({kind}), short=True
+        )
         # One process and the fewest ranks are enough.
-        if start.place <= 1 and kind in facts.present:
-            yield ShortTraining(
-                name=_training(kind), precision=facts.exact, free=frozenset({kind}), short=True
-            )
+        return [training] if planned.start.place <= 1 and kind in planned.facts.present else []
 
     return trainings
 

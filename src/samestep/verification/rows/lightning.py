@@ -1,19 +1,17 @@
 """PyTorch Lightning's Trainer takes the same steps, on one process and on the fewest ranks."""
 
-from collections.abc import Iterator
-
-from samestep.settings import Precision
 from samestep.verification.difference import TrainingDifference, evaluations_apart, worst
 from samestep.verification.evidence import Check, Evidence, TableRow, training_check
-from samestep.verification.exchange import RecipeFacts, Start
-from samestep.verification.short_trainings import ShortTraining
+from samestep.verification.exchange import Start
+from samestep.verification.short_trainings import PlannedStart, ShortTraining
 
 _NAME = "lightning"
 
 
-def _trainings(start: Start, facts: RecipeFacts, _chosen: Precision) -> Iterator[ShortTraining]:
-    if start.place <= 1 and facts.lightning:
-        yield ShortTraining(name=_NAME, precision=facts.exact, evaluates=True, lightning=True)
+def _trainings(planned: PlannedStart) -> list[ShortTraining]:
+    precision = planned.facts.exact
+    training = ShortTraining(name=_NAME, precision=precision, evaluates=True, lightning=True)
+    return [training] if planned.start.place <= 1 and planned.facts.lightning else []
 
 
 def _answer(evidence: Evidence) -> Check:

@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep.data.blocks import narrow
 from samestep.verification.difference import relative
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import RecipeUnderTest
 
 NAME = "loss"
@@ -84,10 +84,8 @@ def _explain(evidence: Evidence) -> Cause | None:
 def _answer(evidence: Evidence) -> Check:
     found = evidence.found(NAME, LossOfParts)
     if found is None:
-        return Check("skipped", "outputs are not one a sample")
-    compared, cause = "of a batch, and of its parts", _explain(evidence)
-    status = evidence.status_of_cause if cause else "same"
-    return Check(status, compared, found.full, evidence.exact, cause or Cause())
+        return Check("skipped", "outputs are not one per sample")
+    return cause_check(evidence, "of a batch, and of its parts", _explain(evidence), found.full)
 
 
 ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)

@@ -1,17 +1,14 @@
 """The precision of the user's settings, where it is not the one that decides: losses alone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.settings import Precision
 from samestep.verification.evidence import OWN_PRECISION, Check, Evidence, TableRow, training_check
-from samestep.verification.exchange import RecipeFacts, Start
-from samestep.verification.short_trainings import ShortTraining
+from samestep.verification.short_trainings import PlannedStart, ShortTraining
 
 
-def _trainings(_start: Start, facts: RecipeFacts, chosen: Precision) -> Iterator[ShortTraining]:
-    if chosen != facts.exact:
-        yield ShortTraining(name=OWN_PRECISION, precision=chosen)
+def _trainings(planned: PlannedStart) -> list[ShortTraining]:
+    training = ShortTraining(name=OWN_PRECISION, precision=planned.chosen)
+    return [training] if planned.chosen != planned.facts.exact else []
 
 
 def _answer(evidence: Evidence) -> list[Check]:

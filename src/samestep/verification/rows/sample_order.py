@@ -4,8 +4,7 @@ import re
 from dataclasses import replace
 
 from samestep.ranks.world import World
-from samestep.verification.difference import same_samples
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure
 from samestep.verification.fingerprints import sample_marks
 from samestep.verification.recipe_under_test import RecipeUnderTest
@@ -43,7 +42,7 @@ def _explain_failure(_evidence: Evidence, failure: RankFailure) -> Cause | None:
 
 def _answer(evidence: Evidence) -> Check:
     if _explain(evidence):
-        return Check(evidence.status_of_cause, "the same data in every process", cause=CAUSE)
+        return cause_check(evidence, "the same data in every process", CAUSE)
     if changing_part(evidence):
         return Check("skipped", "samples change when they are read")
     if evidence.not_compared():
@@ -52,8 +51,8 @@ def _answer(evidence: Evidence) -> Check:
     for start in evidence.several:
         traces = evidence.traces.get((start.place, MAIN), [])
         for step, marks in evidence.reference.samples.items() if traces else ():
-            if not same_samples(marks, [trace.samples.get(step, []) for trace in traces]):
-                return Check(evidence.status_of_cause, compared, cause=CAUSE, first_step=step)
+            if [mark for trace in traces for mark in trace.samples.get(step, [])] != marks:
+                return cause_check(evidence, compared, CAUSE, first_step=step)
     return Check("same", compared)
 
 

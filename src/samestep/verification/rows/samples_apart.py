@@ -1,7 +1,7 @@
 """Samples apart: the model's output for a sample does not depend on the rest of the batch."""
 
 from samestep.data.blocks import narrow
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.module_outputs import (
     ModuleDifference,
     first_difference,
@@ -42,12 +42,9 @@ def _explain(evidence: Evidence) -> Cause | None:
 
 
 def _answer(evidence: Evidence) -> Check:
-    compared = "outputs, with others in the batch"
     found, cause = evidence.found(NAME, ModuleDifference), _explain(evidence)
-    if found and cause:
-        status = evidence.status_of_cause
-        return Check(status, compared, found.difference, evidence.exact, cause)
-    return Check("same", compared)
+    difference = found.difference if found and cause else None
+    return cause_check(evidence, "outputs, with others in the batch", cause, difference)
 
 
 ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)

@@ -1,18 +1,17 @@
 """Several ranks train as one process does, and hold the same weights; a row for each number."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.settings import Precision
 from samestep.verification.difference import TrainingDifference, difference, worst
 from samestep.verification.evidence import Check, Evidence, TableRow, failed_start, measured
-from samestep.verification.exchange import RecipeFacts, Start
-from samestep.verification.short_trainings import MAIN, ShortTraining
+from samestep.verification.exchange import Start
+from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
 from samestep.verification.trace import Trace
 
 
-def _trainings(_start: Start, facts: RecipeFacts, _chosen: Precision) -> Iterator[ShortTraining]:
-    yield ShortTraining(name=MAIN, precision=facts.exact, saves=True, evaluates=True)
+def _trainings(planned: PlannedStart) -> list[ShortTraining]:
+    precision = planned.facts.exact
+    return [ShortTraining(name=MAIN, precision=precision, saves=True, evaluates=True)]
 
 
 def _answer(evidence: Evidence) -> list[Check]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.module_outputs import (
     ModuleDifference,
     Outputs,
@@ -70,19 +70,14 @@ def _explain(evidence: Evidence) -> Cause | None:
 
 
 def _answer(evidence: Evidence) -> Check:
-    compared = "a second forward gives the same"
-    found, cause = evidence.found(NAME, OutsideState), _explain(evidence)
-    if found and found.remembers and cause:
-        return Check(
-            evidence.status_of_cause, compared, found.remembers.difference, evidence.exact, cause
-        )
-    if found and found.own_generators:
+    found = evidence.found(NAME, OutsideState)
+    if found and not found.remembers and found.own_generators:
         compared = "no generator that goes on by itself"
-        cause = _own_generator(found.own_generators)
-        return Check(evidence.status_of_cause, compared, cause=cause)
-    if found and found.generators:
+        return cause_check(evidence, compared, _own_generator(found.own_generators))
+    if found and not found.remembers and found.generators:
         return answer(evidence, "state", "draws as they are", _generators(found.generators))
-    return Check("same", compared)
+    difference = found.remembers.difference if found and found.remembers else None
+    return cause_check(evidence, "a second forward gives the same", _explain(evidence), difference)
 
 
 def _own_generator(lines: list[str]) -> Cause:

@@ -1,18 +1,15 @@
 """Stop and resume: each start resumes the checkpoint of the one before, on its own ranks."""
 
-from collections.abc import Iterator
-
-from samestep.settings import Precision
 from samestep.verification.evidence import Check, Evidence, TableRow, failed_start, training_check
-from samestep.verification.exchange import RecipeFacts, Start
-from samestep.verification.short_trainings import ShortTraining
+from samestep.verification.short_trainings import PlannedStart, ShortTraining
 
 _TRAINING = "resumed"
 
 
-def _trainings(start: Start, facts: RecipeFacts, _chosen: Precision) -> Iterator[ShortTraining]:
-    if start.resumes is not None:
-        yield ShortTraining(name=_TRAINING, precision=facts.exact, resumes=start.resumes)
+def _trainings(planned: PlannedStart) -> list[ShortTraining]:
+    resumes, precision = planned.start.resumes, planned.facts.exact
+    training = ShortTraining(name=_TRAINING, precision=precision, resumes=resumes)
+    return [] if resumes is None else [training]
 
 
 def _answer(evidence: Evidence) -> Check:

@@ -2,7 +2,7 @@
 
 import re
 
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure, RecipeFacts, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
 
@@ -43,11 +43,12 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
 
 def _answer(evidence: Evidence) -> Check:
     names = unused_parameters(evidence.facts)
-    compared = "every parameter gets a gradient"
-    if names:
-        status = evidence.status_of_cause
-        return Check(status, compared, cause=_cause(names), first_parameter=names[0])
-    return Check("same", compared)
+    return cause_check(
+        evidence,
+        "every parameter gets a gradient",
+        _cause(names) if names else None,
+        first_parameter=names[0] if names else None,
+    )
 
 
 ROW = TableRow(name=NAME, look=_look, answer=_answer, explain_failure=_explain_failure)
