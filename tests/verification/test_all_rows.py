@@ -1,10 +1,13 @@
 """The rows of the table on made-up evidence: what they call the same, and the cause they name."""
 
 import copy
+import importlib
+import pkgutil
 from dataclasses import replace
 
 import pytest
 
+from samestep.verification import rows
 from samestep.verification.all_rows import ROWS, UNKNOWN, plan_trainings
 from samestep.verification.evidence import OWN_PRECISION
 from samestep.verification.exchange import RankFailure, encoded
@@ -67,8 +70,12 @@ def test_an_undisturbed_training_is_the_same_in_every_row():
     assert found["stop and resume"].compared.endswith(": ranks 1→2, 2→3, 3→1")
 
 
-def test_every_row_has_a_name_of_its_own():
-    assert len({row.name for row in ROWS}) == len(ROWS)
+def test_every_file_of_a_row_is_in_the_table_with_a_name_of_its_own():
+    names = [f"{rows.__name__}.{found.name}" for found in pkgutil.iter_modules(rows.__path__)]
+    modules = [importlib.import_module(name) for name in names]
+    defined = {module.ROW.name for module in modules if hasattr(module, "ROW")}
+    assert len(defined) == len(modules) - 1, "left_free alone is shared by rows, and is none"
+    assert sorted(row.name for row in ROWS) == sorted(defined)
 
 
 def test_one_size_alone_skips_what_needs_several_ranks():

@@ -84,12 +84,10 @@ def test_a_sum_of_losses_is_told_from_a_weighted_mean(tmp_path):
 
 def test_a_batch_size_that_is_built_in_fails_with_the_incomplete_batch_and_with_one(tmp_path):
     tested = recipe_under_test(planted.write(tmp_path, planted.FIXED_SHAPE))
-    block = tested.batch()
-    assert block.rows % 4 == 1, "no batch of this recipe has a multiple of four samples"
     few = replace(tested, size=replace(tested.size, global_batch=8, rest=5))
     found = decoded(look(few, undisturbed().facts).found, last_batch.NAME, dict[int, str])
     assert set(found) == {5, 1}
-    assert "reshape" in found[5] or "shape" in found[5]
+    assert found[5].startswith("RuntimeError: ")
 
 
 def test_the_line_that_draws_and_the_module_are_named(tmp_path):

@@ -104,7 +104,7 @@ def folder_of(folder: Path, place: int, rank: int) -> Path:
 
 def run_of(folder: Path, place: int, training: str) -> Path:
     """Return the run directory of a short training."""
-    return folder / f"start-{place}" / "runs" / training.replace(": ", "-").replace(" ", "-")
+    return folder / f"start-{place}" / "runs" / training.replace(" ", "-")
 
 
 def write_json(path: Path, value: Any) -> None:
