@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# One worker runs them all: the process that they look at imports torch.
+pytestmark = pytest.mark.xdist_group("one_writer")
+
 # What a line does → the file that is its doing, if one is.
 WRITES = {
     "open('opened.txt', 'w').close()": "opened.txt",
