@@ -31,14 +31,11 @@ def sample_marks(*trees: Any) -> list[str]:
 def values_of(tensor: Tensor) -> Tensor:
     """Return a tensor's norm, followed by some or all of its values, in float64 on the CPU."""
     flat = tensor.detach().reshape(-1)
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64 if _has_float64(flat) else None)
+    dtype = None if flat.device.type == "mps" else torch.float64  # Apple GPUs have no float64
+    norm = torch.linalg.vector_norm(flat, dtype=dtype)
     if len(flat) > _VALUES:
         flat = flat[torch.linspace(0, len(flat) - 1, _VALUES).long().to(flat.device)]
     return torch.cat([norm.reshape(1).cpu().double(), flat.cpu().double()])
-
-
-def _has_float64(tensor: Tensor) -> bool:
-    return tensor.device.type != "mps"
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ _EVALUATED = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class TrainingSize:
     """What is taken of the training data, and how far the training goes."""
 
     num_samples: int
@@ -44,7 +44,7 @@ class Cut:
         return None if self.drop_last else self.full + 1
 
 
-def choose_cut(
+def choose_training_size(
     num_samples: int,
     num_evaluated: int,
     sizes: Sequence[int],
@@ -52,7 +52,7 @@ def choose_cut(
     batch: int | None = None,
     drop_last: bool = False,
     heavy: bool = False,
-) -> Cut:
+) -> TrainingSize:
     """Return the smallest training that shows what may differ on these numbers of ranks.
 
     Its batch is one that at least one of them does not divide, and neither do they its last one.
@@ -77,7 +77,7 @@ def choose_cut(
             continue
         needed = full * global_batch + rest
         if needed <= num_samples:
-            return Cut(
+            return TrainingSize(
                 num_samples=needed,
                 global_batch=global_batch,
                 rest=rest,

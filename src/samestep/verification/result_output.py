@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.screen.words import count, ranks
-from samestep.verification.checks_of_ranks import ONE_WRITER
 from samestep.verification.evidence import Check
-from samestep.verification.procedure import Report
+from samestep.verification.in_parent import Verification
+from samestep.verification.rows import one_writer
 
 _COLOURS = {
     "same": "green",
@@ -24,17 +24,17 @@ _COLOURS = {
 _INDENT = 11
 
 
-def show(report: Report, console: Console) -> None:
+def show(found: Verification, console: Console) -> None:
     """Print what was run, the table, and one sentence."""
-    facts, cut = report.facts, report.facts.cut
+    facts, size = found.facts, found.facts.size
     ran = (
-        f"{cut.steps} steps of {count(cut.global_batch, 'sample')} (the last of an epoch: "
-        f"{cut.rest}), {cut.num_samples} of {count(facts.num_samples, 'training sample')}, "
-        f"on {ranks(report.sizes)}, {' and '.join(report.precisions)}"
+        f"{size.steps} steps of {count(size.global_batch, 'sample')} (the last of an epoch: "
+        f"{size.rest}), {size.num_samples} of {count(facts.num_samples, 'training sample')}, "
+        f"on {ranks(found.sizes)}, {' and '.join(found.precisions)}"
     )
-    console.print(Text(f"verified   {report.recipe}", style="bold"))
+    console.print(Text(f"verified   {found.recipe}", style="bold"))
     console.print(_block("ran", ran))
-    notes = list(report.notes)
+    notes = list(found.notes)
     if facts.inexact:
         notes.append(
             f"float64 is not possible here ({facts.inexact}), so losses alone "
@@ -45,12 +45,12 @@ def show(report: Report, console: Console) -> None:
     if facts.present:
         console.print(_block("held still", held_words(facts.present)))
     console.print()
-    console.print(_table(report.checks))
-    for checks in _by_cause(report.checks):
+    console.print(_table(found.checks))
+    for checks in _by_cause(found.checks):
         console.print()
         _explain(checks, console)
     console.print()
-    console.print(_sentence(report))
+    console.print(_sentence(found))
 
 
 def held_words(present: frozenset[str]) -> str:
@@ -64,22 +64,22 @@ def held_words(present: frozenset[str]) -> str:
     return f"{named}, except in the rows of their names"
 
 
-def as_json(report: Report) -> str:
+def as_json(found: Verification) -> str:
     """Return everything as one JSON object."""
-    facts, cut = report.facts, report.facts.cut
+    facts, size = found.facts, found.facts.size
     table = {
-        "recipe": report.recipe,
-        "same": report.same,
-        "world_sizes": list(report.sizes),
-        "precisions": list(report.precisions),
-        "steps": cut.steps,
-        "global_batch_size": cut.global_batch,
-        "last_batch_size": None if cut.drop_last else cut.rest,
-        "training_samples": cut.num_samples,
+        "recipe": found.recipe,
+        "same": found.same,
+        "world_sizes": list(found.sizes),
+        "precisions": list(found.precisions),
+        "steps": size.steps,
+        "global_batch_size": size.global_batch,
+        "last_batch_size": None if size.drop_last else size.rest,
+        "training_samples": size.num_samples,
         "held_still": sorted(facts.present),
-        "notes": list(report.notes),
-        "seconds": report.seconds,
-        "checks": [_object(check) for check in report.checks],
+        "notes": list(found.notes),
+        "seconds": found.seconds,
+        "checks": [_object(check) for check in found.checks],
     }
     return json.dumps(table, indent=2)
 
@@ -92,13 +92,13 @@ def _object(check: Check) -> dict[str, Any]:
         "status": check.status,
         "compared": check.compared,
         "tolerance": check.tolerance,
-        # JSON has no infinity: a difference without measure is none.
+        # JSON has no infinity: a difference that cannot be measured is null.
         "difference": largest if largest is None or math.isfinite(largest) else None,
         "first_step": check.first_step,
         "first_parameter": check.first_parameter,
-        "cause": check.cause,
-        "why": check.why,
-        "advice": check.advice,
+        "cause": check.cause.name,
+        "why": check.cause.why,
+        "advice": check.cause.advice,
     }
 
 
@@ -139,8 +139,8 @@ def _by_cause(checks: list[Check]) -> list[list[Check]]:
     """Return the rows that have something to say, those that say the same together."""
     groups: dict[tuple[object, ...], list[Check]] = {}
     for check in checks:
-        if check.why:
-            groups.setdefault((check.cause, check.why, check.status), []).append(check)
+        if check.cause.why:
+            groups.setdefault((check.cause, check.status), []).append(check)
     return list(groups.values())
 
 
@@ -149,30 +149,30 @@ def _explain(checks: list[Check], console: Console) -> None:
     check = checks[0]
     where = [f"from step {check.first_step}"] if check.first_step else []
     where += [f"first in {check.first_parameter}"] if check.first_parameter else []
-    head = Text(check.cause or "failure", style=_COLOURS[check.status])
+    head = Text(check.cause.name or "failure", style=_COLOURS[check.status])
     head.append(f"  {', '.join(c.name for c in checks)}", style="not bold default")
     if where:
         head.append(f": {', '.join(where)}", style="not bold default")
     console.print(head)
-    console.print(Padding(Text(check.why), (0, 0, 0, 2)))
-    if check.advice:
+    console.print(Padding(Text(check.cause.why), (0, 0, 0, 2)))
+    if check.cause.advice:
         advice = Table.grid(padding=(0, 1, 0, 0))
-        advice.add_row(Text("→", style=_COLOURS[check.status]), Text(check.advice))
+        advice.add_row(Text("→", style=_COLOURS[check.status]), Text(check.cause.advice))
         console.print(Padding(advice, (0, 0, 0, 2)))
 
 
-def _sentence(report: Report) -> Text:
-    seconds = f"{report.seconds:.0f} s"
-    accepted = [check.name for check in report.checks if check.status == "accepted"]
-    if report.same and accepted:
+def _sentence(found: Verification) -> Text:
+    seconds = f"{found.seconds:.0f} s"
+    accepted = [check.name for check in found.checks if check.status == "accepted"]
+    if found.same and accepted:
         return Text(
             f"The same training, but for {' and '.join(accepted)}: known and accepted. ({seconds})",
             style="green",
         )
-    if report.same:
+    if found.same:
         return Text(f"The same training. ({seconds})", style="green")
-    different = [check for check in report.checks if not check.passed]
-    causes = dict.fromkeys(check.cause or check.name for check in different)
-    if {check.name for check in different} == {ONE_WRITER}:
+    different = [check for check in found.checks if not check.passed]
+    causes = dict.fromkeys(check.cause.name or check.name for check in different)
+    if {check.name for check in different} == {one_writer.NAME}:
         return Text(f"The same training, but {'; '.join(causes)}. ({seconds})", style="bold red")
     return Text(f"Not the same training: {'; '.join(causes)}. ({seconds})", style="bold red")

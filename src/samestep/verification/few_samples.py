@@ -14,7 +14,7 @@ from samestep.recipe import Splits
 _MOST_BROKEN = 100
 
 
-class SomeBatches(Subset[Any]):
+class _FewInBatches(Subset[Any]):
     """Some samples of a data set that reads a whole batch at a time."""
 
     def read_batch(self, indices: list[int]) -> Any:
@@ -56,7 +56,7 @@ def _some(data: Any, count: int) -> Any:
         return data
     # Samples that cannot be read are left out only where a run would leave them out, too.
     places = _readable(data, count) if isinstance(data, PreparedOnRanks) else _spread(total, count)
-    return (SomeBatches if hasattr(data, "read_batch") else Subset)(data, places)
+    return (_FewInBatches if hasattr(data, "read_batch") else Subset)(data, places)
 
 
 def _spread(total: int, count: int) -> list[int]:

@@ -1,18 +1,21 @@
-"""What a recipe's own code prints, and writes to disk, on one rank."""
+"""One writer: no two ranks write the same file, and rank 0 alone prints."""
 
-import io
 import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO, cast
 
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.exchange import decoded
 from samestep.verification.randomness import is_users, place_of, users_line
 
+NAME = "one writer"
+_COMPARED = "what other ranks than 0 print, write"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
 # What only one rank can succeed at (a folder that is made or removed, a file that must be new) is
 # no file that several write; where it is no mistake to come second, all try.
@@ -30,8 +33,8 @@ _TOLD_TO = (
 
 
 @dataclass
-class Writes:
-    """Of one rank."""
+class RecipeOutput:
+    """What the user's lines printed and wrote on one rank."""
 
     printed: dict[str, str] = field(default_factory=dict)
     """The user's line → the beginning of what it printed."""
@@ -39,9 +42,57 @@ class Writes:
     """File → the user's line that opened it for writing, renamed or removed it."""
 
 
-def watch_writes(folder: Path) -> Writes:
+def _answer(evidence: Evidence) -> Check:
+    if not evidence.several:
+        return Check("skipped", evidence.not_compared())
+    written = _written_by_several(evidence)
+    if written:
+        path, line = next(iter(written.items()))
+        more = len(written) - 1
+        also = f" and {more} more file{'s' * (more > 1)}" if more else ""
+        cause = Cause(
+            "every rank writes",
+            f"{line} writes {path}{also} on every rank, all at once.",
+            "A recipe's code runs on every rank: write the file before training, or put the rank "
+            'into its name: os.environ.get("RANK", "0").',
+        )
+        return Check("different", _COMPARED, cause=cause)
+    others = [one for start in evidence.several for one in _outputs(evidence, start.place)[1:]]
+    printed = {line: text for output in others for line, text in output.printed.items()}
+    if printed:
+        line, text = next(iter(printed.items()))
+        cause = Cause(
+            "every rank prints",
+            f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others "
+            "in rank-N.log.",
+        )
+        return Check("note", _COMPARED, cause=cause)
+    return Check("same", _COMPARED)
+
+
+def _outputs(evidence: Evidence, place: int) -> list[RecipeOutput]:
+    """Return the output of each rank of a start."""
+    found = [decoded(r.found, NAME, RecipeOutput) for r in evidence.reports.get(place, [])]
+    return [output or RecipeOutput() for output in found]
+
+
+def _written_by_several(evidence: Evidence) -> dict[str, str]:
+    """Return the files that two ranks of one start wrote, each with the user's line."""
+    written: dict[str, str] = {}
+    for place in evidence.reports:
+        outputs = _outputs(evidence, place)
+        writers = Counter(path for output in outputs for path in output.written)
+        lines = {path: line for output in outputs for path, line in output.written.items()}
+        written |= {path: lines[path] for path, times in writers.items() if times > 1}
+    return written
+
+
+ROW = TableRow(name=NAME, answer=_answer)
+
+
+def watch_output(folder: Path) -> RecipeOutput:
     """Watch this process from here to its end; what happens below a folder is ours."""
-    found = Writes()
+    found = RecipeOutput()
     own = str(folder)
 
     def audit(event: str, details: tuple[Any, ...]) -> None:
@@ -59,7 +110,7 @@ def watch_writes(folder: Path) -> Writes:
             found.written.setdefault(path, line)
 
     sys.addaudithook(audit)
-    sys.stdout = _Told(sys.stdout, found.printed)
+    sys.stdout = cast("TextIO", _WatchedStream(sys.stdout, found.printed))
     return found
 
 
@@ -87,25 +138,17 @@ def _writes_where_told(file: str) -> bool:
     return file.startswith(_PYTHON)
 
 
-class _Told(io.TextIOBase):
+class _WatchedStream:
     """Pass text on, and note which of the user's lines printed it."""
 
-    def __init__(self, inner: Any, printed: dict[str, str]) -> None:
+    def __init__(self, inner: TextIO, printed: dict[str, str]) -> None:
         self._inner, self._printed = inner, printed
 
     def write(self, text: str) -> int:
         line = users_line(sys._getframe(1))  # noqa: SLF001
         if line and text.strip():
             self._printed.setdefault(line, text.strip()[:60])
-        count: int = self._inner.write(text)
-        return count
+        return self._inner.write(text)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return getattr(self._inner, name)  # type: ignore[no-any-return]
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def fileno(self) -> int:
-        number: int = self._inner.fileno()
-        return number
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

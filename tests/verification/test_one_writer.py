@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# One worker runs them all: the process that they look at imports torch.
+pytestmark = pytest.mark.xdist_group("one_writer")
+
 # What a line does → the file that is its doing, if one is.
 WRITES = {
     "open('opened.txt', 'w').close()": "opened.txt",
@@ -25,13 +28,15 @@ WRITES = {
 SCRIPT = """
 import os, pathlib, sys, tempfile
 import numpy, torch
-from samestep.verification import randomness, writes
+from samestep.verification import randomness
+from samestep.verification.rows import one_writer
 python, library = (str(pathlib.Path(name).absolute()) + os.sep for name in ("python", "library"))
-writes._PYTHON, writes._LIBRARIES = (*writes._PYTHON, python), (*writes._LIBRARIES, library)
+one_writer._PYTHON += (python,)
+one_writer._LIBRARIES += (library,)
 randomness._NOT_THE_USERS = (*randomness._NOT_THE_USERS, python, library)
 sys.path += [python, library]
 import cached
-found = writes.watch_writes(pathlib.Path("elsewhere").absolute())
+found = one_writer.watch_output(pathlib.Path("elsewhere").absolute())
 """
 REPORT = """
 for path, line in found.written.items():
