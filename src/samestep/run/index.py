@@ -102,11 +102,6 @@ def read_index(folder: Path) -> Index:
 
 
 def _to_json(index: Index) -> str:
-    table = {
-        "last": asdict(index.last) if index.last else None,
-        "best": asdict(index.best) if index.best else None,
-        "monitor": index.monitor,
-        "mode": index.mode,
-        "checkpoints": [asdict(entry) for entry in index.checkpoints],
-    }
-    return json.dumps(table, indent=2) + "\n"
+    table: dict[str, object] = {"last": index.last, "best": index.best}
+    table |= {"monitor": index.monitor, "mode": index.mode, "checkpoints": index.checkpoints}
+    return json.dumps(table, indent=2, default=asdict) + "\n"
