@@ -105,7 +105,6 @@ def test_two_jobs_at_once_on_the_same_nodes_do_not_collide(sandbox, tmp_path, lo
         job.wait_for_step(1)
     assert {sandbox.state(job.job) for job in jobs} == {"RUNNING"}
     set_pace(tmp_path, None)
-    set_pace(tmp_path, None)
     for job in jobs:
         job.wait("COMPLETED")
         assert [loss for _, loss in job.losses()] == pytest.approx([v for _, v in local], rel=1e-5)
