@@ -45,7 +45,7 @@ def test_a_launcher_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path, launch
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("2 ranks") == 1
+    assert done.stdout.count("2 ranks, cpu") == 1
     assert len(re.findall(r"^epoch 1 ", done.stdout, re.MULTILINE)) == 1
     result = read_json(tmp_path / "run" / "result.json")
     assert (result["status"], result["world_size"], result["backend"]) == ("completed", 2, "gloo")
