@@ -1,16 +1,13 @@
 """Names, addresses and interfaces of this host, and by which of them other hosts are reached."""
 
-import array
 import ipaddress
 import socket
-import struct
 import time
-from pathlib import Path
 
 from samestep.errors import UserError
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _TRIES = 5
+_ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737): its route is the route out
 
 
 def resolve(name: str) -> str:
@@ -31,7 +28,7 @@ def resolve_master(name: str) -> str:
         try:
             return _first_address(name)
         except OSError as error:
-            if left == 0 or getattr(error, "errno", None) != socket.EAI_AGAIN:
+            if left == 0 or error.errno != socket.EAI_AGAIN:
                 raise UserError(
                     f"The master address {name} does not resolve on {socket.gethostname()} "
                     f"({error.strerror or error}). Set MASTER_ADDR on every rank to an address or "
@@ -43,7 +40,7 @@ def resolve_master(name: str) -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether an address never leaves its host."""
-    return bool(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return bool(address) and _without_scope(address).is_loopback
 
 
 def address_towards(address: str) -> str:
@@ -57,48 +54,35 @@ def address_towards(address: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with an address (Linux; elsewhere nothing)."""
+    """Return the name of the interface with an address; empty if none has it."""
+    import psutil  # noqa: PLC0415 - one node needs no interface
+
     if is_loopback(address):
         return "lo"
-    if ":" in address:
-        return _interface_of_ipv6(address)
-    try:
-        import fcntl  # noqa: PLC0415 - absent on Windows
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for _, name in socket.if_nameindex():
-                request = array.array("b", struct.pack("256s", name.encode()[:15]))
-                try:
-                    fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                except OSError:
-                    continue  # it has no IPv4 address
-                if socket.inet_ntoa(request.tobytes()[20:24]) == address:
-                    return name
-    except (ImportError, OSError):
-        pass
+    wanted = _without_scope(address)
+    for name, owned in psutil.net_if_addrs().items():
+        for one in owned:
+            is_ip = one.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and _without_scope(one.address) == wanted:
+                return name
     return ""
 
 
 def interface_towards(master: str, own: str) -> str:
     """Return the interface to name to Gloo; empty where its own choice will do.
 
-    Gloo tells the other hosts the address that this host's own name leads to, and on Debian that is
-    127.0.1.1. The interface on the way to rank 0's host is one that they can reach.
+    Gloo tells the other hosts the address of this host's own name, which on Debian is 127.0.1.1.
+    The interface that reaches rank 0's host is one that the others can reach.
 
     Args:
         master: the address on which rank 0 listens.
-        own: the address that this host's own name leads to; empty if it leads nowhere.
+        own: the address of this host's own name; empty if it has none.
     """
     if own and not is_loopback(own):
         return ""
-    if is_loopback(master):  # this is rank 0's host, and its own name leads nowhere either
-        master = _ELSEWHERE
-    towards = address_towards(master)
+    # A master on the loopback: this is rank 0's host, and its own name leads nowhere either.
+    towards = address_towards(_ELSEWHERE if is_loopback(master) else master)
     return "" if is_loopback(towards) or not towards else interface_of(towards)
-
-
-_ELSEWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737): the way there is the way out."""
 
 
 def udp_socket(address: str) -> socket.socket:
@@ -111,10 +95,5 @@ def _first_address(name: str) -> str:
     return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def _interface_of_ipv6(address: str) -> str:
-    wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
-    try:
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    except OSError:
-        return ""
-    return next((row[5] for row in rows if row[0] == wanted), "")
+def _without_scope(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])

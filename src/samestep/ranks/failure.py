@@ -24,8 +24,7 @@ PARENT = "SAMESTEP_PARENT"
 JOB_RUN = "SAMESTEP_RUN_DIR"
 """Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
 MISTAKE = ".mistake"
-"""In that directory: what a rank of the latest start had to say of a mistake. The launchers end the
-others in ways that hide the exit code."""
+"""In that directory: a rank's message of a user's mistake, as launchers hide its exit code."""
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
 
@@ -51,45 +50,40 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         error: a `UserError`, or anything that was not foreseen.
         log: where this rank's output goes; it gets the traceback of the latter.
     """
-    rank = log.rank if log else 0
-    path = log.path if log else None
+    rank, path = (log.rank, log.path) if log else (0, None)
     code = 2 if isinstance(error, UserError) else 1
     message = str(error) if code == 2 else _describe(error, path)
     if path is not None:
         # On a full disk the log takes nothing more; the message must reach the user all the same.
         with contextlib.suppress(OSError), path.open("a") as file:
             file.write("".join(traceback.format_exception(error)) if code == 1 else message + "\n")
-    if code == 2 and not (rank and getattr(error, "on_all_ranks", False)):
-        _leave_for_job(f"[rank {rank}] {message}" if rank else message)
-    if is_lost_peer(error):
+    told_by_rank_0 = rank != 0 and getattr(error, "on_all_ranks", False)
+    if code == 2 and not told_by_rank_0 and (run := os.environ.get(JOB_RUN)):
+        with contextlib.suppress(OSError):
+            Path(run, MISTAKE).write_text(_with_rank(rank, message))
+    lost_peer = is_lost_peer(error)
+    if lost_peer:
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
         time.sleep(_GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
     if os.environ.get(PARENT):
         leave_for_parent(message, code)
         return code
-    if rank != 0 and not is_lost_peer(error):
-        time.sleep(_GRACE_S)
-        if getattr(error, "on_all_ranks", False):
-            return code
-    print_error(f"[rank {rank}] {message}" if rank else message, log.terminal if log else 2)
+    if not lost_peer:
+        let_rank_0_speak(rank)
+    if not told_by_rank_0:
+        print_error(_with_rank(rank, message), log.terminal if log else 2)
     return code
 
 
-def let_rank_0_speak(rank: int) -> None:
-    """Wait on the other ranks, before an end that is the same on all, until rank 0 has told of it.
+def _with_rank(rank: int, message: str) -> str:
+    return f"[rank {rank}] {message}" if rank else message
 
-    A launcher ends all ranks with the first that ends.
-    """
+
+def let_rank_0_speak(rank: int) -> None:
+    """Wait on every rank but 0: a launcher ends all ranks with the first that ends."""
     if rank != 0:
         time.sleep(_GRACE_S)
-
-
-def _leave_for_job(message: str) -> None:
-    folder = os.environ.get(JOB_RUN)
-    if folder:
-        with contextlib.suppress(OSError):
-            Path(folder, MISTAKE).write_text(message)
 
 
 def print_error(message: str, descriptor: int = 2) -> None:
@@ -103,32 +97,24 @@ def _describe(error: BaseException, log: Path | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and "<" not in f.filename]
     where = f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown place"
-    text = f"{type(error).__name__}: {error}\n  at {where}"
-    if log is None:
-        return text + "\n" + "".join(traceback.format_exception(error))
-    return f"{text}\n  The traceback is in {log}"
+    trace = f"  The traceback is in {log}" if log else "".join(traceback.format_exception(error))
+    return f"{type(error).__name__}: {error}\n  at {where}\n{trace}"
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
     """Whether an error is what a rank meets when another one is gone."""
-    name = type(error).__name__
-    return name.startswith("Dist") or (
-        isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
-    )
+    if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+        return True
+    return type(error).__name__.startswith("Dist")
 
 
 def leave_for_parent(message: str, code: int) -> None:
     """Leave a message and an exit code where the elastic agent looks for a rank's failure."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        table = {
-            "message": {
-                "message": message,
-                "errorCode": code,
-                "extraInfo": {"timestamp": str(int(time.time()))},
-            }
-        }
-        Path(path).write_text(json.dumps(table))
+        when = {"timestamp": str(int(time.time()))}
+        failure = {"message": message, "errorCode": code, "extraInfo": when}
+        Path(path).write_text(json.dumps({"message": failure}))
 
 
 def die_with_parent() -> None:
@@ -137,7 +123,6 @@ def die_with_parent() -> None:
     Otherwise killing the command would leave ranks that go on training unseen.
     """
     if os.environ.get(PARENT) and sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
             os._exit(1)

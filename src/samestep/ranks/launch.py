@@ -13,6 +13,7 @@ from typing import Literal
 from samestep.errors import UserError
 
 Environment = Mapping[str, str]
+Launcher = Literal["torchrun", "srun", "openmpi", "pmi", "none"]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # PyTorch's own, where no job is named from which to derive one
@@ -49,7 +50,7 @@ TASKS_ON_NODES = r"([0-9]+)(?:\(x([0-9]+)\))?"
 class Launch:
     """One process's place among those that were started together."""
 
-    launcher: Literal["torchrun", "srun", "openmpi", "pmi", "none"] = "none"
+    launcher: Launcher = "none"
     """What started this process; `none` means that it runs alone."""
     rank: int = 0
     """The number of this process among all."""
@@ -75,11 +76,8 @@ def detect_launch(environment: Environment) -> Launch:
     """Find out from the launchers' variables which rank of how many this process is."""
     # Slurm is last because mpirun starts its daemons with srun: on all nodes but the first, its
     # ranks inherit the variables of a step whose tasks are those daemons.
-    for detect in (_torchrun, _open_mpi, _pmi, _slurm):
-        launch = detect(environment)
-        if launch is not None:
-            return launch
-    return Launch()
+    found = (detect(environment) for detect in (_torchrun, _mpi, _slurm))
+    return next(filter(None, found), Launch())
 
 
 def binds_gpus(environment: Environment) -> bool:
@@ -130,29 +128,24 @@ def _torchrun(environment: Environment) -> Launch | None:
             "unset RANK and WORLD_SIZE."
         )
     launch = _read_ranks(environment, "torchrun", TORCHRUN)
-    if environment.get("GROUP_RANK") and environment.get("GROUP_WORLD_SIZE"):
-        num_nodes = _number(environment, "GROUP_WORLD_SIZE", at_least=1)
-        node = _number(environment, "GROUP_RANK", at_most=num_nodes - 1)
-        launch = replace(launch, node=node, num_nodes=num_nodes)
-    else:
-        launch = _fill_nodes_in_turn(launch)
-    return _with_master(environment, launch)
+    if not environment.get("GROUP_RANK") or not environment.get("GROUP_WORLD_SIZE"):
+        return _with_master(environment, _fill_nodes_in_turn(launch))
+    num_nodes = _number(environment, "GROUP_WORLD_SIZE", at_least=1)
+    node = _number(environment, "GROUP_RANK", at_most=num_nodes - 1)
+    return _with_master(environment, replace(launch, node=node, num_nodes=num_nodes))
 
 
-def _open_mpi(environment: Environment) -> Launch | None:
+def _mpi(environment: Environment) -> Launch | None:
+    launcher: Launcher = "openmpi"
     if not environment.get("OMPI_COMM_WORLD_RANK"):
-        return None
-    launch = _fill_nodes_in_turn(_read_ranks(environment, "openmpi", OPEN_MPI))
-    return _with_master(environment, launch, job=_first(environment, MPI_JOB_IDS))
-
-
-def _pmi(environment: Environment) -> Launch | None:
-    if not environment.get("PMI_RANK"):
-        return None
-    if not environment.get("MPI_LOCALRANKID") and _first(environment, STEP_ID):
-        return None  # `srun --mpi=pmi2` sets PMI_* as well, but no local rank
-    launch = _fill_nodes_in_turn(_read_ranks(environment, "pmi", PMI))
-    return _with_master(environment, launch, job=_first(environment, MPI_JOB_IDS))
+        launcher = "pmi"
+        # `srun --mpi=pmi2` sets PMI_* as well, but no local rank
+        by_srun = not environment.get("MPI_LOCALRANKID") and _first(environment, STEP_ID)
+        if by_srun or not environment.get("PMI_RANK"):
+            return None
+    launch = _read_ranks(environment, launcher, OPEN_MPI if launcher == "openmpi" else PMI)
+    job = _first(environment, MPI_JOB_IDS)
+    return _with_master(environment, _fill_nodes_in_turn(launch), job=job)
 
 
 def _slurm(environment: Environment) -> Launch | None:
@@ -161,11 +154,10 @@ def _slurm(environment: Environment) -> Launch | None:
         return None
     shell = _shell_in_allocation(environment)
     if shell is not None:
-        note = (
-            f"This is {shell} of Slurm job {job}, so one process is used; to start one for each "
-            "task, type `srun samestep train …` (with --ntasks=N for N of them)."
+        return Launch(
+            note=f"This is {shell} of Slurm job {job}, so samestep uses one process. To start one "
+            "per task, type `srun samestep train …` (with --ntasks=N for N of them)."
         )
-        return Launch(note=note)
     world_size = _number(environment, *NUM_TASKS, at_least=1)
     num_nodes = _number(environment, *NUM_NODES, at_least=1)
     node = _number(environment, "SLURM_NODEID", at_most=num_nodes - 1)
@@ -213,11 +205,7 @@ def _tasks_on_node(environment: Environment, node: int) -> int:
     return counts[node]
 
 
-def _read_ranks(
-    environment: Environment,
-    launcher: Literal["torchrun", "openmpi", "pmi"],
-    names: tuple[str, ...],
-) -> Launch:
+def _read_ranks(environment: Environment, launcher: Launcher, names: tuple[str, ...]) -> Launch:
     rank_name, world_size_name, local_rank_name, local_world_size_name = names
     world_size = _number(environment, world_size_name, at_least=1)
     rank = _number(environment, rank_name, at_most=world_size - 1)

@@ -10,12 +10,11 @@ The same script then runs alone, under torchrun, under srun and under mpirun.
 import warnings
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from samestep.ranks.world import Backend, Device, World, find_world, join, leave
 
-_current: World | None = None
+_current = World()  # before setup, or without it, a process is alone
 
 
 def setup_distributed(
@@ -41,15 +40,14 @@ def setup_distributed(
     world, launch = find_world(device, backend)
     join(world, launch, timeout_s)
     _current = world
-    if world.is_main:
-        for note in world.notes:
-            warnings.warn(note, stacklevel=2)
+    for note in world.notes if world.is_main else ():
+        warnings.warn(note, stacklevel=2)
     return world.rank, world.local_rank, world.world_size
 
 
 def is_main_process() -> bool:
     """Whether this is rank 0, which alone prints, logs and writes shared files."""
-    return _world().is_main
+    return _current.is_main
 
 
 def reduce_tensor(tensor: Tensor, op: Literal["sum", "mean", "max"] = "mean") -> Tensor:
@@ -62,25 +60,18 @@ def reduce_tensor(tensor: Tensor, op: Literal["sum", "mean", "max"] = "mean") ->
         tensor: any shape, the same on every rank; it is not changed.
         op: what to compute.
     """
-    world = _world()
     if op == "mean":
-        return world.reduce(tensor) / world.world_size
-    return world.reduce(tensor, op)
+        return _current.reduce(tensor) / _current.world_size
+    return _current.reduce(tensor, op)
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    _world().barrier()
+    _current.barrier()
 
 
 def cleanup() -> None:
     """Leave the other ranks, after success. Delete a DDP model first."""
     global _current  # noqa: PLW0603
-    if _current is not None:
-        leave(_current)
-        _current = None
-
-
-def _world() -> World:
-    # Before setup, or without it, a process is alone.
-    return _current if _current is not None else World(device=torch.device("cpu"))
+    leave(_current)
+    _current = World()

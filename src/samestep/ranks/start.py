@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep.ranks.failure import PARENT, STARTED_AT, print_error
 from samestep.ranks.startup import held_warning
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # schedulers send the last ahead of the time limit
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,7 @@ def run_ranks(num_ranks: int, arguments: list[str], started_at: float) -> Ended:
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             local_addr="127.0.0.1",
-            # SIGUSR1 is what schedulers send ahead of the time limit.
-            signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
+            signals_to_handle=",".join(_SIGNALS),
         )
         try:
             elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
@@ -77,14 +78,18 @@ def run_ranks(num_ranks: int, arguments: list[str], started_at: float) -> Ended:
 
 def _first_failure(error: ChildFailedError) -> Ended:
     """Return the first failure, as a user is told of it."""
-    rank, failure = min(error.failures.items(), key=lambda item: _order(item[1]))
+    # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
+    rank, failure = min(
+        error.failures.items(),
+        key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
+    )
     if failure.exitcode > 128:
         return Ended(failure.exitcode)  # stopped as it was asked to: nothing failed
-    table = failure.error_file_data.get("message") if failure.error_file_data else None
-    if isinstance(table, dict) and "errorCode" in table:
-        unforeseen = int(table["errorCode"]) == 1  # a mistake is the same on every rank
-        prefix = f"[rank {rank}] " if rank and unforeseen else ""
-        return Ended(int(table["errorCode"]), prefix + table["message"])
+    left = (failure.error_file_data or {}).get("message")
+    if isinstance(left, dict) and "errorCode" in left:
+        code = int(left["errorCode"])
+        prefix = f"[rank {rank}] " if rank and code == 1 else ""  # 2 is the same on every rank
+        return Ended(code, prefix + left["message"])
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
@@ -93,13 +98,9 @@ def _first_failure(error: ChildFailedError) -> Ended:
             f"Rank {rank} was killed by {name}{hint}; the other ranks were stopped. Every "
             "announced checkpoint is whole: go on with samestep train RUN --resume.",
         )
-    code = 2 if failure.exitcode == 2 else 1
-    return Ended(code, f"Rank {rank} ended with exit code {failure.exitcode}.")
-
-
-def _order(failure: ProcessFailure) -> tuple[bool, int]:
-    # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
-    return failure.exitcode == -signal.SIGTERM, failure.timestamp
+    return Ended(
+        2 if failure.exitcode == 2 else 1, f"Rank {rank} ended with exit code {failure.exitcode}."
+    )
 
 
 @contextlib.contextmanager
@@ -108,10 +109,10 @@ def own_signals() -> Iterator[None]:
 
     The agent keeps them, and would raise its own exception where nobody expects it.
     """
-    names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    kept = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    handlers = [signal.getsignal(number) for number in kept]
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in zip(kept, handlers, strict=True):
+            signal.signal(number, handler)

@@ -11,7 +11,6 @@ So collections wait until a rank joins the others; what exists by then is never 
 import contextlib
 import gc
 import signal
-from types import FrameType
 
 _held: list[int] = []
 _usual = gc.get_threshold()
@@ -22,16 +21,12 @@ def hold_warning() -> None:
     """Keep SIGUSR1 for the training, where there is such a signal."""
     if hasattr(signal, "SIGUSR1"):
         with contextlib.suppress(ValueError):  # not the main thread: nothing is ours to hold
-            signal.signal(signal.SIGUSR1, _hold)
+            signal.signal(signal.SIGUSR1, lambda signum, _frame: _held.append(signum))
 
 
 def held_warning() -> int:
     """Return the signal that came meanwhile, or 0."""
     return _held[-1] if _held else 0
-
-
-def _hold(signum: int, _frame: FrameType | None) -> None:
-    _held.append(signum)
 
 
 def postpone_collections() -> None:

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,18 +33,11 @@ Backend = Literal["auto", "nccl", "gloo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """One rank's view of all ranks of a run."""
+class World(Launch):
+    """One rank's place among all ranks of a run, its device, and the collectives."""
 
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node: int = 0
-    num_nodes: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
-    launcher: str = "none"
     notes: tuple[str, ...] = ()
     """What the user should know of how this world was found, a sentence each."""
 
@@ -91,11 +84,8 @@ class World:
     def exchange(self, tensor: Tensor, partner: int) -> Tensor:
         """Return the tensor that another rank gives for this one; both call it, same shape."""
         received = torch.empty_like(tensor)
-        operations = [
-            dist.P2POp(dist.isend, tensor, partner),
-            dist.P2POp(dist.irecv, received, partner),
-        ]
-        for work in dist.batch_isend_irecv(operations):
+        operations = ((dist.isend, tensor), (dist.irecv, received))
+        for work in dist.batch_isend_irecv([dist.P2POp(*each, partner) for each in operations]):
             work.wait()
         return received
 
@@ -113,31 +103,28 @@ class World:
         A mistake that only rank 0 can see (a full disk, a directory it may not write) thereby
         ends all ranks in the same way instead of leaving the others in a collective.
         """
-        outcome: tuple[Any, str | None] = (None, None)
-        if self.is_main:
-            try:
-                outcome = (function(), None)
-            except UserError as error:
-                outcome = (None, str(error))
-        value, message = self.broadcast(outcome)
+        value, message = self.broadcast(_try(function) if self.is_main else (None, None))
         if message is not None:
             raise UserError(message, on_all_ranks=True)
-        return value  # type: ignore[no-any-return]
+        return cast("T", value)
 
     def on_every(self, function: Callable[[], T]) -> T:
         """Call a function on every rank; a `UserError` on any of them is raised on all."""
-        value: T | None = None
-        message = None
-        try:
-            value = function()
-        except UserError as error:
-            message = str(error)
+        value, message = _try(function)
         failures = [(rank, text) for rank, text in enumerate(self.gather(message)) if text]
         if failures:
             rank, text = failures[0]
             alone = len(failures) < self.world_size
             raise UserError(f"[rank {rank}] {text}" if alone else text, on_all_ranks=True)
-        return value  # type: ignore[return-value]
+        return cast("T", value)
+
+
+def _try(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what a function returns, or the message of its `UserError`."""
+    try:
+        return function(), None
+    except UserError as error:
+        return None, str(error)
 
 
 def choose_device(
@@ -160,16 +147,11 @@ def choose_device(
     Raises:
         UserError: the device asked for is absent, or the node has fewer GPUs than ranks.
     """
-    num_gpus = (
-        (torch.cuda.device_count() if torch.cuda.is_available() else 0) if cuda is None else cuda
-    )
+    if cuda is None:
+        cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_mps = torch.backends.mps.is_available() if mps is None else mps
-    if wanted == "cuda" and not num_gpus:
-        built = (
-            "this PyTorch is built without CUDA"
-            if torch.version.cuda is None
-            else "none is visible"
-        )
+    if wanted == "cuda" and not cuda:
+        built = "none is visible" if torch.version.cuda else "this PyTorch is built without CUDA"
         raise UserError(
             f"--device cuda: there is no CUDA device here ({built}; CUDA_VISIBLE_DEVICES="
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). Use --device auto or cpu, or "
@@ -177,12 +159,12 @@ def choose_device(
         )
     if wanted == "mps" and not has_mps:
         raise UserError("--device mps: there is no Apple GPU here. Use --device auto or cpu.")
-    if wanted == "cuda" or (wanted == "auto" and num_gpus):
-        if one_each and num_gpus == 1:
+    if wanted == "cuda" or (wanted == "auto" and cuda):
+        if one_each and cuda == 1:
             return torch.device("cuda", 0)
-        if local_rank >= num_gpus:
+        if local_rank >= cuda:
             raise UserError(
-                f"Local rank {local_rank} has no GPU: {num_gpus} visible on this node. Start as "
+                f"Local rank {local_rank} has no GPU: {cuda} visible on this node. Start as "
                 "many ranks as GPUs (--nproc, --ntasks-per-node), or use --device cpu."
             )
         return torch.device("cuda", local_rank)
@@ -220,19 +202,8 @@ def find_world(
         if device == "auto":  # and Gloo cannot reduce what lies on it
             notes.append("The ranks train on the CPU; --device mps insists.")
             chosen = torch.device("cpu")
-    world = World(
-        rank=launch.rank,
-        local_rank=launch.local_rank,
-        world_size=launch.world_size,
-        local_world_size=launch.local_world_size,
-        node=launch.node,
-        num_nodes=launch.num_nodes,
-        device=chosen,
-        backend=connects if launch.world_size > 1 else "none",
-        launcher=launch.launcher,
-        notes=tuple(notes),
-    )
-    return world, launch
+    connects = connects if launch.world_size > 1 else "none"
+    return World(**vars(launch), device=chosen, backend=connects, notes=tuple(notes)), launch
 
 
 def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
