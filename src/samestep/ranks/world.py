@@ -84,8 +84,11 @@ class World(Launch):
     def exchange(self, tensor: Tensor, partner: int) -> Tensor:
         """Return the tensor that another rank gives for this one; both call it, same shape."""
         received = torch.empty_like(tensor)
-        operations = ((dist.isend, tensor), (dist.irecv, received))
-        for work in dist.batch_isend_irecv([dist.P2POp(*each, partner) for each in operations]):
+        operations = [
+            dist.P2POp(dist.isend, tensor, partner),
+            dist.P2POp(dist.irecv, received, partner),
+        ]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
         return received
 
