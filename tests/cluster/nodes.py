@@ -41,7 +41,7 @@ def start_node(folder: Path, node: str) -> None:
     if now.daemons[node] is not None:
         return
     started_at = time.time()
-    daemons.start_slurmd(folder, node)
+    daemons.start(folder, node)
 
     def is_back() -> bool:
         # The state alone may be that of the slurmd before, which the controller has not missed.

@@ -1,5 +1,6 @@
 """Doctor inside a real Slurm: well where the job is, red where it was started wrongly."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_a_healthy_job_has_no_red_row_and_tells_of_its_nodes_and_settings(sandbo
     assert "00:10:00" in rows["time limit"]["found"]
     told = {name: rows[name]["status"] for name in ("requeue", "stop signal", "time limit")}
     assert set(told.values()) == {"green"}, told
-    assert rows["stop signal"]["found"].endswith("to the script's trap")
+    assert rows["stop signal"]["found"].endswith("trap")
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -89,7 +90,7 @@ def test_a_torchrun_for_each_task_is_red(sandbox, tmp_path):
     assert done.returncode == 1
     # Two worlds of one rank each: two tables, which is the fault itself.
     assert done.stdout.count('"torchrun in srun"') == 2
-    assert done.stdout.count("srun started 2 torchruns on a node, each with 1 rank") == 2
+    assert len(re.findall(r"2 torchruns .* 1 rank\b", done.stdout)) == 2
 
 
 def test_a_master_that_does_not_resolve_is_red_on_all_nodes_without_waiting(sandbox, tmp_path):

@@ -98,7 +98,7 @@ def test_lightnings_trainer_takes_the_same_steps_on_two_nodes(sandbox, tmp_path,
 
 def test_two_jobs_at_once_on_the_same_nodes_do_not_collide(sandbox, tmp_path, local):
     write_recipe(tmp_path)
-    set_pace(tmp_path, 0.1)
+    set_pace(tmp_path, 1)  # so that the first still runs when the second has begun
     size = ("--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1")
     jobs = [submit(sandbox, tmp_path, "tiny.py", *size) for _ in range(2)]
     for job in jobs:

@@ -36,7 +36,8 @@ def test_of_a_half_written_last_line_the_rest_is_used(run):
     text = (run / "events.jsonl").read_text()
     (run / "events.jsonl").write_text(text + '{"event": "step", "step": 19, "lo')
     found = read_run(run)
-    assert found.problems == ("the last line of events.jsonl is half-written, and left out",)
+    (problem,) = found.problems
+    assert "events.jsonl" in problem
     assert len(found.of("step")) == 18
 
 
@@ -68,31 +69,28 @@ def test_a_damaged_line_inside_is_left_out_and_named(run, damage):
     lines[3] = damage + "\n"
     (run / "events.jsonl").write_text("".join(lines))
     found = read_run(run)
-    assert found.problems == ("events.jsonl is damaged in line 4, left out",)
+    (problem,) = found.problems
+    assert "events.jsonl" in problem
+    assert "line 4," in problem
     assert [record["step"] for record in found.of("step")] == [1, 2, *range(4, 19)]
 
 
 def test_without_its_settings_a_run_still_tells_its_batch(run):
     (run / "settings.toml").unlink()
     found = read_run(run)
-    assert found.problems == ("settings.toml is missing: its settings are not known",)
+    (problem,) = found.problems
+    assert problem.startswith("settings.toml")
     assert found.settings is None
     assert found.facts["global_batch_size"] == 10
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("settings.toml", "settings.toml is damaged"),
-        ("environment.json", "environment.json is"),
-        ("result.json", "result.json is missing or damaged"),
-    ],
-)
-def test_a_file_cut_in_half_is_named(run, name, words):
+@pytest.mark.parametrize("name", ["settings.toml", "environment.json", "result.json"])
+def test_a_file_cut_in_half_is_named(run, name):
     content = (run / name).read_bytes()
     (run / name).write_bytes(content[: len(content) // 2] + b"\xff")
     (problem,) = read_run(run).problems
-    assert problem.startswith(words)
+    assert problem.startswith(f"{name} is ")
+    assert "damaged" in problem
 
 
 def test_a_run_that_has_written_nothing_yet_is_a_run(tmp_path):
@@ -101,7 +99,7 @@ def test_a_run_that_has_written_nothing_yet_is_a_run(tmp_path):
     found = read_run(tmp_path / "run")
     assert found.recipe == "spiral"
     assert found.status == "not begun"
-    assert "events.jsonl is missing" in found.problems[0]
+    assert found.problems[0].startswith("events.jsonl")
 
 
 def test_a_running_run_is_told_by_its_lock_and_reading_does_not_take_it(tmp_path):
@@ -145,7 +143,8 @@ def test_a_run_on_two_sizes_says_that_its_figures_mix_them(run):
         .replace('"resumed": false', '"resumed": true'),
     )
     (run / "events.jsonl").write_text("".join(lines))
-    assert read_run(run).problems == ("it ran on 1, then 2 ranks: its figures mix them",)
+    (problem,) = read_run(run).problems
+    assert "1, then 2 ranks" in problem
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "file"])

@@ -138,11 +138,11 @@ def test_ranks_together_read_the_order_from_any_step_on(kind, given, world_size)
 
 
 def _with_workers():
-    """Read with 0 and 2 workers as ranks of 1, 2 and 3; return what all ranks read together."""
+    """Read as ranks of 1 to 3 without workers, of 1 and 2 with; return what all ranks read."""
     data = samples(23)
     taken = {}
-    for workers in (0, 2):
-        for world_size in WORLD_SIZES:
+    for workers, world_sizes in ((0, WORLD_SIZES), (2, (1, 2))):
+        for world_size in world_sizes:
             ranks = [
                 source(Listed(*data), rank, world_size, num_workers=workers)
                 for rank in range(world_size)

@@ -159,7 +159,7 @@ def spoil(folder, what):
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("class missing", "train/cats"),
+        ("class missing", "train/cat, "),
         ("class too many", "train/lion"),
         ("empty class", "train/cat has no images"),
         ("empty file", "0003.jpg: it is empty"),

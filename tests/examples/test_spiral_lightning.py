@@ -257,6 +257,7 @@ def test_to_evaluate_each_sample_is_given_out_once(world_size, modules):
     assert sorted(index for share in shares for index in share) == list(range(11))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("comet_ml") is None, reason="not installed: comet_ml")
 @pytest.mark.xdist_group("trackers")
 def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):

@@ -140,10 +140,7 @@ def test_its_ranks_are_two_processes_that_end_with_equal_weights(notebook):
     for ranks in starts:
         assert set(ranks) == {"0", "1"}
         assert ranks["0"] != ranks["1"]
-    assert text.count("weights equal on all ranks: yes") == text.count(
-        "weights equal on all ranks:"
-    )
-    assert "weights equal on all ranks after the last step: True" in text
+    assert set(re.findall(r"weights equal [^:]*: (\w+)", text)) == {"yes", "True"}
 
 
 @pytest.mark.slow
@@ -201,7 +198,7 @@ def test_the_outputs_that_are_kept_are_whole_and_tell_nothing_of_a_machine():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     check_complete(notebook)
     text = printed(notebook)
-    assert "CIFAR-10's binary version, from CIFAR10_DIR.\n50,000 training images" in text
+    assert "from CIFAR10_DIR.\n50,000 " in text
     assert ".ckpt, 10,000 test images\n" in text
     assert len(pairs_of_ranks(text)) == 4
     assert NOTEBOOK.stat().st_size < 400_000

@@ -29,6 +29,7 @@ REAL_CLIENTS = (
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
     pytest.mark.timeout(300),
+    pytest.mark.slow,  # tests/tracking has the clients on runs of samestep's own
 )
 PLANTED = "hunter2" * 6
 # Without a key of anybody.
@@ -200,34 +201,23 @@ def untracked(tmp_path_factory):
     return value
 
 
-# --- the trackers' own clients, and one of the user's own, on two ranks
+# --- what arrives, at a tracker of the user's own and at the real clients, from two ranks
 
 
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tracked")
-    trackers = ("comet", "wandb", "mlflow", TRACKER)
-    more = {"project": "odd ones", "tags": ("a", "b"), "workspace": "us"}
-    values, run, said = fits(folder, trackers, {"MY_API_KEY": PLANTED}, more, world_size=2)
-    return values, run, said
+MORE = {"project": "odd ones", "tags": ("a", "b"), "workspace": "us"}
 
 
-def with_real_clients(test):
-    """Mark a test that needs the clients, and the one run that they all share."""
-    for mark in REAL_CLIENTS:
-        test = mark(test)
-    return test
-
-
-@with_real_clients
-def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tracked):
-    (first, second), run, said = tracked
+def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tmp_path):
+    trackers = (TRACKER,)
+    values, run, said = fits(tmp_path, trackers, {"MY_API_KEY": PLANTED}, MORE, world_size=2)
+    first, second = values
     assert [path.name for path in run.parent.iterdir() if path.is_dir()] == [run.name]
     assert run.name.startswith("tracked-")
     assert len(first.logged) == 2 * (6 + 2) + 1
     assert arrived(run) == expected(first.logged)
     assert not (first.imported + second.imported), "the training imports no tracker"
     assert said[1] == "", "the other ranks are silent"
+    assert said[0].count("own_tracker https://tracker.example/the-run") == 1
     (start,), (finish,) = what(run, "start"), what(run, "finish")
     assert (start["project"], start["name"], start["tags"]) == ("odd ones", "mine", ["a", "b"])
     assert start["workspace"] == "us"
@@ -237,6 +227,34 @@ def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tracke
     assert finish["status"] == "completed"
     times = [line["time"] for line in what(run, "metrics")]
     assert times == sorted(times)
+    assert_no_secret(run, said[0])
+
+
+def assert_no_secret(run, said):
+    """Check that the planted key is nowhere, though it was logged as a hyperparameter."""
+    assert tomllib.loads((run / "settings.toml").read_text())["hyperparameters"]["api_key"] == "…"
+    assert PLANTED not in said
+    for path in (p for p in run.rglob("*") if p.is_file()):
+        contents = [path.read_bytes()]
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                contents += [archive.read(name) for name in archive.namelist()]
+        assert not [c for c in contents if PLANTED.encode() in c], path
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tracked")
+    trackers = ("comet", "wandb", "mlflow")
+    values, run, said = fits(folder, trackers, {"MY_API_KEY": PLANTED}, MORE, world_size=2)
+    return values, run, said
+
+
+def with_real_clients(test):
+    """Mark a test that needs the clients, and the one run that they all share."""
+    for mark in REAL_CLIENTS:
+        test = mark(test)
+    return test
 
 
 @with_real_clients
@@ -267,26 +285,13 @@ def test_it_says_what_the_screen_of_a_training_says(tracked):
     _, run, (said, _) = tracked
     shown = run.relative_to(run.parent.parent.parent)
     for client, key in (("comet", "COMET_API_KEY"), ("wandb", "WANDB_API_KEY")):
-        assert said.count(f"note    {key} is not set") == 1
+        assert len(re.findall(f"^note .*{key}", said, re.MULTILINE)) == 1
         assert said.count(f"{client:<7} offline: {shown}/tracking/{client}\n") == 1
-    assert said.count("own_tracker https://tracker.example/the-run") == 1
+    assert_no_secret(run, said)
     assert f"unsent  comet and wandb; with a network: samestep track {shown} --to comet,wandb" in (
         said
     )
     assert "warning" not in said
-
-
-@with_real_clients
-def test_no_key_is_in_any_file_not_even_one_that_was_logged_as_a_hyperparameter(tracked):
-    _, run, (said, _) = tracked
-    assert tomllib.loads((run / "settings.toml").read_text())["hyperparameters"]["api_key"] == "…"
-    assert PLANTED not in said
-    for path in (p for p in run.rglob("*") if p.is_file()):
-        contents = [path.read_bytes()]
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                contents += [archive.read(name) for name in archive.namelist()]
-        assert not [c for c in contents if PLANTED.encode() in c], path
 
 
 @with_real_clients
@@ -299,7 +304,6 @@ def test_it_is_sent_later_once_to_a_tracker_that_it_did_not_have(tracked, tmp_pa
     assert [p.exitcode for p in done.processes] == [0], done.output()
     again = run_samestep(*later, folder=tmp_path / "second")
     assert [p.exitcode for p in again.processes] == [2]
-    assert "tensorboard has all of" in again.output()
     reader = readers.tensorboard(copy)
     for name, must in series(first.logged).items():
         found = [(e.step, np.float32(e.value)) for e in reader.Scalars(name)]
@@ -309,7 +313,8 @@ def test_it_is_sent_later_once_to_a_tracker_that_it_did_not_have(tracked, tmp_pa
 # --- a tracker that misbehaves
 
 
-FAULTS = ("import:raise", "start:hang", "record:raise", "record:hang", "record:kill", "finish:hang")
+# The others of test_following.py differ for the tracker's process alone.
+FAULTS = ("start:hang", "record:raise", "record:kill", "finish:hang")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -323,11 +328,10 @@ def test_whatever_a_tracker_does_the_training_is_the_same_and_it_is_warned_of_on
     assert value.weights == untracked.weights
     assert said.count("warning own_tracker failed: ") == 1, said
     shown = run.relative_to(tmp_path)
-    assert f"The records are whole; send them with: samestep track {shown} --to {TRACKER}" in said
+    assert f"samestep track {shown} --to {TRACKER}" in said
     assert "Traceback" not in said
     send(run, tmp_path)
     assert arrived(run) == expected(value.logged), "once, whatever came of the first time"
-    assert "has all of" in send(run, tmp_path, code=2)
 
 
 def test_the_training_does_not_wait_for_a_tracker_to_start(tmp_path):
@@ -339,7 +343,7 @@ def test_the_training_does_not_wait_for_a_tracker_to_start(tmp_path):
 def test_a_disk_that_is_full_is_warned_of_once_and_does_not_end_the_training(tmp_path, untracked):
     (value,), run, (said,) = fits(tmp_path, TRACKER, {}, faults=("full disk",))
     assert value.weights == untracked.weights
-    assert said.count("warning TrackerLogger: The disk is full.") == 1
+    assert said.count("warning TrackerLogger: ") == 1
     assert what(run, "finish")[0]["status"] == "completed"
 
 
@@ -353,8 +357,8 @@ def test_a_fit_that_fails_leaves_a_failed_run_and_its_own_error(tmp_path, world_
     )
     assert set(ranks.wait()) == {1}
     for rank in range(world_size):
-        assert "has no attribute 'no_such_thing'" in ranks.printed(rank)
-        assert "During handling" not in ranks.printed(rank)
+        assert "'no_such_thing'" in ranks.printed(rank)
+        assert ranks.printed(rank).count("Traceback") == 1
     (run,) = (path for path in (tmp_path / "runs" / "mine").iterdir() if path.is_dir())
     assert read_json(run / "result.json") == {"status": "failed", "steps": 3}
     tiny.until(lambda: bool(what(run, "finish")))
@@ -439,9 +443,9 @@ def test_a_script_that_ends_without_a_word_is_none_that_was_completed(tmp_path):
 
 
 REFUSED = {
-    "comt": "There is no tracker 'comt'. Did you mean 'comet'?",
-    "comet,comet": "TrackerLogger: comet,comet names comet twice",
-    "nowhere.py": "TrackerLogger: nowhere.py: it cannot be read",
+    "comt": "'comet'",
+    "comet,comet": "TrackerLogger: comet,comet",
+    "nowhere.py": "TrackerLogger: nowhere.py",
 }
 
 
@@ -458,7 +462,7 @@ def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(
         monkeypatch.setattr(rank_zero_only, "rank", rank)
         with pytest.raises(UserError, match=re.escape(REFUSED[trackers])):
             TrackerLogger(trackers)
-    for wrong, words in (({"project": "a/b"}, "project 'a/b'"), ({"timeout_s": 0}, "timeout is 0")):
+    for wrong, words in (({"project": "a/b"}, "project 'a/b'"), ({"timeout_s": 0}, "timeout")):
         with pytest.raises(UserError, match=f"TrackerLogger: {words}"):
             TrackerLogger("none", **wrong)
     assert not list(tmp_path.iterdir())
@@ -468,16 +472,21 @@ def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     from samestep import TrackerLogger, UserError
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"comet needs the package .* 'samestep\[comet\]'"):
+    with pytest.raises(UserError, match=r"comet_ml.*'samestep\[comet\]'"):
         TrackerLogger("comet")
 
 
 def test_a_run_of_a_logger_is_nothing_to_resume(tmp_path):
-    _, run = script(tmp_path, "none")
-    ranks = run_samestep("train", str(run), "--resume", folder=tmp_path / "out")
+    from samestep import TrackerLogger
+
+    logger = TrackerLogger("none", save_dir=tmp_path)
+    logger.log_metrics({"loss": 1.0})
+    logger.finalize("success")
+    logger.close()
+    ranks = run_samestep("train", logger.log_dir, "--resume", folder=tmp_path / "out")
     assert [p.exitcode for p in ranks.processes] == [2]
-    assert "names no recipe: what is in" in ranks.output()
-    assert read_json(run / "result.json")["status"] == "completed"
+    assert f"{logger.log_dir}/settings.toml" in ranks.output().replace("\n", "")
+    assert read_json(Path(logger.log_dir) / "result.json")["status"] == "completed"
 
 
 def test_two_that_would_write_one_directory_are_refused_until_the_first_is_closed(tmp_path):
@@ -485,7 +494,7 @@ def test_two_that_would_write_one_directory_are_refused_until_the_first_is_close
 
     one, other = (TrackerLogger("none", save_dir=tmp_path, version="same") for _ in range(2))
     one.log_metrics({"loss": 1.0}, step=1)
-    with pytest.raises(UserError, match=r"another one writes .*same already; close\(\) it first"):
+    with pytest.raises(UserError, match=r"same.* close\(\)"):
         other.log_metrics({"loss": 2.0}, step=1)
     one.close()
     other.log_metrics({"loss": 3.0}, step=2)
@@ -507,8 +516,8 @@ def test_a_second_training_whose_steps_no_tracker_takes_is_warned_of_once(tmp_pa
         logger.finalize("success")
     logger.close()
     (line,) = said
-    assert "step 0 after one that ended at step 2" in line
-    assert "Give each training a TrackerLogger of its own" in line
+    assert re.findall(r"step (\d+)", line) == ["0", "2"]
+    assert "TrackerLogger" in line
 
 
 def test_a_single_tag_is_one_tag_and_names_stay_below_the_folder(tmp_path):
@@ -521,7 +530,7 @@ def test_a_single_tag_is_one_tag_and_names_stay_below_the_folder(tmp_path):
     (start,) = what(Path(logger.log_dir), "start")
     assert start["tags"] == ["first"]
     for wrong in ({"name": "../up"}, {"name": "/abs"}, {"version": "a/../../b"}):
-        with pytest.raises(UserError, match="leads out of"):
+        with pytest.raises(UserError, match=re.escape(repr(*wrong.values()))):
             TrackerLogger("none", save_dir=tmp_path, **wrong)
 
 

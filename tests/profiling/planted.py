@@ -140,8 +140,8 @@ class Situation:
     script: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
     nproc: int = 1
-    told_elsewhere: bool = False
-    """Whether other tests hold what `make test` would see of it; the benchmark profiles all."""
+    slow: bool = False
+    """Whether it is left to `make test-all`: a quicker test holds most of what it would show."""
 
     def write(self, folder: Path) -> Path:
         """Write its file and return its path."""
@@ -177,16 +177,14 @@ _LAYER = "nn.Linear(16, 16)"
 _FROM_DISK = (("train", "Samples()"), ("sample", "0.001"))
 
 SITUATIONS = [
-    Situation(
-        "a data set that sleeps", "input-bound", "itself", recipe=_FROM_DISK, told_elsewhere=True
-    ),
+    Situation("a data set that sleeps", "input-bound", "itself", recipe=_FROM_DISK, slow=True),
     Situation(
         "a data set that sleeps, with a worker",
         "input-bound",
         "1 worker",
         recipe=_FROM_DISK,
         flags=("--num-workers", "1"),
-        told_elsewhere=True,
+        slow=True,
     ),
     Situation(
         "a tiny model",
@@ -223,7 +221,7 @@ SITUATIONS = [
         "for its data",
         nproc=2,
         recipe=(("train", "Samples()"), ("sample", "0.001 if RANK == 1 else 0")),
-        told_elsewhere=True,
+        slow=True,
     ),
     Situation("a tiny model on two ranks", "communication-bound", "latency", nproc=2),
     Situation(
@@ -272,14 +270,14 @@ SITUATIONS = [
         "input-bound",
         "puts samples",
         script=(("samples", "8192"), ("batch", "4096"), ("width", "16"), ("depth", "0")),
-        told_elsewhere=True,
+        slow=True,
     ),
     Situation(
         "slow saving in a script",
         "checkpoint-bound",
         "more rarely",
         script=(("save", "0.02"), ("after_step", "torch.save({'s': SlowToSave()}, os.devnull)")),
-        told_elsewhere=True,
+        slow=True,
     ),
     Situation(
         "much logging in a script",

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from samestep.profiling.events import COLLATE
 from samestep.profiling.hooks import Hooks
+from samestep.profiling.trace_events import COLLATE
 
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))
 STEP = ["data", "forward", "backward", "optimizer"]

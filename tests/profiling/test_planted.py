@@ -5,10 +5,14 @@ import pytest
 from tests.processes import samestep
 from tests.profiling.planted import SITUATIONS, read
 
-PROFILED = [one for one in SITUATIONS if not one.told_elsewhere]
 
-
-@pytest.mark.parametrize("situation", PROFILED, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "situation",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else [])
+        for one in SITUATIONS
+    ],
+)
 def test_the_bottleneck_that_was_planted_is_the_verdict(tmp_path, situation):
     command = situation.command(tmp_path, seconds=0.4)
     ranks = samestep(*command, world_size=situation.nproc, folder=tmp_path / "out")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.profiling.events import phases_of
+from samestep.profiling.trace_events import phases_of
 from samestep.profiling.tracing import read_trace
 from tests.command_line import end_with_first_failure, read_json, refusal, run, start
 
@@ -71,8 +71,9 @@ def test_an_epoch_is_traced_from_its_first_step_to_its_last(here):
 )
 def test_an_epoch_that_never_began_is_one_message(here, text, numbers):
     said = refusal("profile", script(here, text), "--epoch", "99", folder=here.parent / "o")
-    assert "--epoch" in said
-    assert re.findall(r"\b\d+\b", said) == numbers
+    message = said[said.index("samestep: ") :]  # below what the script prints
+    assert "--epoch" in message
+    assert re.findall(r"\b\d+\b", message) == numbers
 
 
 LONG = """
@@ -124,8 +125,8 @@ def test_ranks_that_samestep_starts_tell_of_a_scripts_failure_once(here, text, c
     command = [sys.executable, "-m", "samestep", "profile", script(here, text), "--nproc", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
     assert done.returncode == code, done.stderr
-    assert len(re.findall(r"^samestep: train\.py", done.stderr, re.MULTILINE)) == 1
-    assert done.stderr.count("ValueError: no data folder") == (text == ERROR)
+    assert len(re.findall(r"^samestep: .*train\.py ", done.stderr, re.MULTILINE)) == 1
+    assert ("no data folder" in done.stderr) == (text == ERROR)
 
 
 def test_what_was_measured_until_a_script_failed_is_kept(here):
@@ -162,7 +163,7 @@ began = time.monotonic()
 loader = DataLoader(data, batch_size=1)
 profilers = 0
 epoch = 0
-while time.monotonic() - began < 2.5:
+while time.monotonic() - began < 4:
     epoch += 1
     own = torch.profiler.profile() if epoch {when} else None
     if own is not None:

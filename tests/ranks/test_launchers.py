@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import RECIPE, read_json
+from tests.processes import start_ranks
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 TORCHRUN = [
@@ -43,7 +45,7 @@ def test_a_launcher_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path, launch
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("2 ranks") == 1
+    assert done.stdout.count("2 ranks, cpu") == 1
     assert len(re.findall(r"^epoch 1 ", done.stdout, re.MULTILINE)) == 1
     result = read_json(tmp_path / "run" / "result.json")
     assert (result["status"], result["world_size"], result["backend"]) == ("completed", 2, "gloo")
@@ -163,12 +165,17 @@ def test_a_script_of_ones_own_meets_the_other_ranks_under_torchrun(tmp_path):
 
 def test_the_same_script_runs_alone(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    done = run([sys.executable, "mine.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    ranks = start_ranks(_execute, 1, tmp_path / "output", tmp_path)
+    assert ranks.wait() == [0], ranks.output()
     found = json.loads((tmp_path / "found-0.json").read_text())
     assert found["place"] == [0, 0, 1]
     assert found["main"]
     assert found["sum"] == found["mean"] == found["max"] == [0.0, 1.0]
+
+
+def _execute(folder: Path) -> None:
+    os.chdir(folder)
+    runpy.run_path("mine.py", run_name="__main__")
 
 
 def test_before_setup_a_process_is_alone():

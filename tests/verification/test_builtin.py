@@ -24,52 +24,45 @@ def folder_for(name: str, folder) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "accepted"),
+    ("name", "flags", "sizes", "accepted"),
     [
-        ("spiral", (), {"dropout"}),
-        ("mnist", (), set()),
-        ("mnist", ("--model", "convnet"), {"dropout"}),
-        ("cifar10", (), {"BatchNorm"}),
-        ("images", (), {"BatchNorm"}),
+        ("spiral", (), (1, 2, 3), {"dropout"}),
+        ("mnist", ("--precision", "bf16"), (1, 2, 3), set()),
+        (
+            "mnist",
+            ("--model", "convnet", "--precision", "fp64", "--drop-last"),
+            (1, 2),
+            {"dropout"},
+        ),
+        ("cifar10", (), (1, 2), {"BatchNorm"}),
+        ("images", (), (1, 2), {"BatchNorm"}),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+    ids=["spiral", "mnist", "convnet", "cifar10", "images"],
 )
-def test_it_is_the_same_training_but_for_what_the_recipe_accepts(name, flags, accepted, tmp_path):
+def test_it_is_the_same_training_but_for_what_the_recipe_accepts(
+    name, flags, sizes, accepted, tmp_path
+):
     data = folder_for(name, tmp_path)
-    sizes = (1, 2, 3) if name in ("spiral", "mnist") else (1, 2)  # the others take their time
-    report = verified(name, *data, *flags, folder=tmp_path / "ranks", sizes=sizes)
-    assert report.same, [(c.name, c.why) for c in report.checks if not c.passed]
+    lightning = name == "spiral"
+    report = verified(
+        name, *data, *flags, folder=tmp_path / "ranks", sizes=sizes, lightning=lightning
+    )
+    assert report.same, [(c.name, c.cause.why) for c in report.checks if not c.passed]
     assert {c.name for c in report.checks if c.status == "accepted"} == accepted
     assert {c.status for c in report.checks} <= {"same", "accepted", "skipped"}
     for row in (*(f"{size} ranks" for size in sizes[1:]), "accumulation", "stop and resume"):
         assert check(report, row).difference < ROUNDING["fp64"] / 1000
-
-
-def test_lightnings_trainer_is_among_what_is_the_same(tmp_path):
-    report = verified("spiral", folder=tmp_path, lightning=True)
-    assert check(report, "lightning").status == "same"
-    assert check(report, "lightning").difference < 1e-12
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
-def test_the_precision_of_the_settings_is_compared_too(precision, tmp_path):
-    report = verified("spiral", "--precision", precision, folder=tmp_path)
-    assert report.same
-    assert report.precisions == tuple(dict.fromkeys(("fp64", precision)))
+    chosen = flags[flags.index("--precision") + 1] if "--precision" in flags else "fp32"
+    assert report.precisions == tuple(dict.fromkeys(("fp64", chosen)))
+    assert (check(report, "last batch").status == "skipped") is ("--drop-last" in flags)
+    assert check(report, "lightning").status == ("same" if lightning else "skipped")
+    if lightning:
+        assert check(report, "lightning").difference < 1e-12
 
 
 def test_one_size_alone_compares_accumulation_and_resuming(tmp_path):
     report = verified("spiral", folder=tmp_path, sizes=(1,))
     assert report.same
     assert check(report, "stop and resume").difference < 1e-12
-    assert check(report, "stop and resume").compared == "after step 2: rank 1→1"
-    assert check(report, "accumulation").compared.endswith(": 1 rank")
-    for row in ("dropout", "order", "evaluation", "metrics", "one writer", "one device"):
-        found = check(report, row)
-        assert (found.status, found.difference) == ("skipped", None), row
-
-
-def test_without_the_incomplete_batch_there_is_no_uneven_step(tmp_path):
-    report = verified("spiral", "--drop-last", folder=tmp_path)
-    assert report.same
-    assert check(report, "last batch").status == "skipped"
+    assert check(report, "stop and resume").compared.endswith("1→1")
+    assert check(report, "accumulation").status == "same"

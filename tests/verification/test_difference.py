@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from samestep.verification.difference import (
-    difference,
-    evaluations_apart,
-    relative,
-    same_samples,
-    worst,
-)
+from samestep.verification.difference import difference, evaluations_apart, relative, worst
 from samestep.verification.trace import Trace
 
 
@@ -100,12 +94,6 @@ def test_evaluations_name_the_value_that_differs_most():
         "accuracy",
     )
     assert evaluations_apart({"loss": 1.0}, {})[0] == math.inf
-
-
-def test_shares_have_to_be_the_samples_in_their_order():
-    assert same_samples(["a", "b", "c"], [["a", "b"], ["c"]])
-    assert not same_samples(["a", "b", "c"], [["b", "a"], ["c"]])
-    assert not same_samples(["a", "b", "c"], [["a", "b"], []])
 
 
 def test_the_worst_of_nothing_is_nothing():

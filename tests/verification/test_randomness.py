@@ -34,7 +34,7 @@ def test_random_numbers_of_torch_are_seen_with_their_line_and_held_still(name):
     seen = Seen()
     free = watched(DRAWS[name], seen)
     assert not torch.equal(free(X), free(X))
-    assert any(line.startswith("test_hold.py:") for line in seen.draws.values())
+    assert any(line.startswith("test_randomness.py:") for line in seen.draws.values())
     still = watched(DRAWS[name], Seen(), ALL)
     assert torch.equal(still(X), still(X))
 

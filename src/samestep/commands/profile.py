@@ -31,7 +31,7 @@ from samestep.run.directory import is_run, new_run_path
 
 if TYPE_CHECKING:
     from samestep.profiling.of_script import ScriptFailed
-    from samestep.profiling.profile import Profile
+    from samestep.profiling.profile_result import Profile
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
 # imported.
@@ -169,7 +169,7 @@ def is_recipe_file(path: Path) -> bool:
 
 def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -> int:
     from samestep.commands.target import parse  # noqa: PLC0415 - imports torch
-    from samestep.profiling.apply import check_place  # noqa: PLC0415 - as does the package
+    from samestep.profiling.apply_settings import check_place  # noqa: PLC0415 - as does the package
 
     about = "Profile {}: where the time of its steps goes."
     command, request = parse(target, flags, verb="profile", about=about, kind=Command)
@@ -211,12 +211,12 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
 
 
 def _apply(path: Path, found: "Profile", source: str) -> int:
-    from samestep.profiling.apply import apply  # noqa: PLC0415
+    from samestep.profiling.apply_settings import apply_settings  # noqa: PLC0415
 
     values = {one.setting: one.best for one in found.sweeps if one.sure}
     unsure = [one.setting for one in found.sweeps if not one.sure]
     if values:
-        apply(path, values, source)
+        apply_settings(path, values, source)
         told = ", ".join(f"{key} = {value}" for key, value in values.items())
         sys.stderr.write(f"{path}: {told}\n")
     if unsure:
@@ -327,8 +327,8 @@ def _failed(failure: "ScriptFailed", script: Path, command: ScriptCommand) -> in
 
 
 def _save_and_show(found: "Profile", *, as_json: bool) -> None:
-    from samestep.profiling.profile import save_profile  # noqa: PLC0415
-    from samestep.profiling.report import show  # noqa: PLC0415
+    from samestep.profiling.profile_result import save_profile  # noqa: PLC0415
+    from samestep.profiling.profile_tables import show  # noqa: PLC0415
 
     save_profile(found)
     if as_json:

@@ -26,7 +26,7 @@ from samestep.execution.request import Request
 from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent
 from samestep.ranks.process import run_as_rank
 from samestep.ranks.world import find_world, join, leave
-from samestep.scale import report as shown
+from samestep.scale import scaling_tables as shown
 from samestep.scale.analysis import analyse
 from samestep.scale.study import MeasurementTask, Mode, parse_ranks, plan_study, run_study
 from samestep.settings import Settings, flag_name

@@ -14,25 +14,43 @@ import tyro
 from rich.console import Console
 
 from samestep.commands.help import examples
-from samestep.commands.target import check_named, names_given, parse, refuse_inside_launcher
+from samestep.commands.target import (
+    check_named,
+    general_help,
+    names_given,
+    parse,
+    refuse_inside_launcher,
+)
 from samestep.errors import UserError, did_you_mean
 from samestep.execution.request import Request
 from samestep.ranks.failure import die_with_parent, rank_of, report
 from samestep.ranks.process import run_as_rank
 from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import abandon, find_world, join, leave
-from samestep.recipe import Accepted, recipe_names
+from samestep.recipe import Accepted
 from samestep.settings import Settings, flag_name
+from samestep.verification.exchange import StartInstructions, read_json
+from samestep.verification.in_parent import (
+    INSTRUCTIONS_FILE,
+    gather,
+    instructions_of_this_rank,
+    judge_evidence,
+)
 from samestep.verification.on_rank import run_start
-from samestep.verification.procedure import ORDER_FILE, order_of_this_rank, read_order, verify
-from samestep.verification.report import as_json, show
-from samestep.verification.writes import watch_writes
+from samestep.verification.result_output import as_json, show
+from samestep.verification.rows.one_writer import watch_output
 
 _EXAMPLES = """\
 examples:
   samestep verify spiral
   samestep verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json
 """
+_ABOUT = (
+    "Train a recipe's own model and data for a few steps on one process and on several ranks, and "
+    "compare: losses, gradients, weights, samples, metrics. What differs is named with its likely "
+    "cause. Exit codes: 0 the same training, 1 different (or every rank writes a file), 2 a "
+    "mistake in the command or the recipe."
+)
 # What a verification decides by itself, or has no use for.
 _NO_EFFECT = frozenset(
     {
@@ -65,43 +83,45 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb: 0 the same, 1 different, 2 a mistake in the command or the recipe."""
-    order = order_of_this_rank()
-    if order is not None:
-        return _rank(arguments, order)
+    instructions = instructions_of_this_rank()
+    if instructions is not None:
+        return _rank(arguments, instructions)
     return run_as_rank(lambda _log: _verify(arguments))
 
 
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     if not arguments or arguments[0] in ("-h", "--help"):
-        return _general_help(arguments)
+        sys.stdout.write(general_help("verify", _ABOUT, _EXAMPLES))
+        return 0 if arguments else 2
     target, *flags = arguments
     check_named(target, "verify")
     # What a recipe prints when it is read would stand before the JSON object.
     wants_help = bool({"-h", "--help"} & set(flags))
     with examples(_EXAMPLES), redirect_stdout(sys.stdout if wants_help else sys.stderr):
         command, request = _parse(target, flags)
-    sizes, batch = _parse_sizes(command.world_sizes), _batch(request, flags)
+    sizes, accepted = _parse_sizes(command.world_sizes), _accepted(command.accept)
+    if command.tolerance is not None and not 0 < command.tolerance < float("inf"):
+        raise UserError(f"--tolerance is {command.tolerance}; it must be greater than 0.")
     device, notes = _device(request.settings, max(sizes))
     request = replace(request, settings=replace(request.settings, device=device))
     started_at = time.time()
 
     def launch(num_ranks: int, path: Path) -> Ended:
         with _as_before():
-            os.environ[ORDER_FILE] = str(path)
+            os.environ[INSTRUCTIONS_FILE] = str(path)
             return run_ranks(num_ranks, ["verify", *arguments, "--device", device], started_at)
 
     with _telling() as tell:
-        found = verify(
-            request,
-            sizes,
-            launch,
-            batch=batch,
-            accept=_accepted(command.accept),
-            tolerance=command.tolerance,
-            tell=tell,
-            notes=notes,
-        )
+        evidence = gather(request, sizes, launch, batch=_batch(request, flags), tell=tell)
+    found = judge_evidence(
+        request,
+        evidence,
+        accept=accepted,
+        tolerance=command.tolerance,
+        notes=notes,
+        seconds=time.time() - started_at,
+    )
     if command.json:
         print(as_json(found))  # noqa: T201
     else:
@@ -122,15 +142,7 @@ def _parse(target: str, flags: list[str]) -> tuple[Command, Request]:
             f"--{flag_name(without_effect[0])} has no effect on `samestep verify`, which chooses "
             "its own few steps. Leave it out."
         )
-    _check(command)
     return command, request
-
-
-def _check(command: Command) -> None:
-    _parse_sizes(command.world_sizes)
-    _accepted(command.accept)
-    if command.tolerance is not None and not 0 < command.tolerance < float("inf"):
-        raise UserError(f"--tolerance is {command.tolerance}; it must be greater than 0.")
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
@@ -207,21 +219,22 @@ def _telling() -> Iterator[Any]:
 
 def _rank(arguments: list[str], path: Path) -> int:
     """Run as one rank of a start; nothing of it reaches the screen."""
-    rank, order, folder = rank_of(), read_order(path), path.parent
-    log = folder / f"start-{order.start.place}-rank-{rank}.log"
+    folder, instructions = path.parent, read_json(path, StartInstructions)
+    assert instructions is not None
+    log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"
     with log.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     # Every rank needs it; to bring it in makes caches, which is not the recipe's doing.
     import torch._dynamo  # noqa: F401, PLC0415
 
-    writes = watch_writes(folder)
+    output = watch_output(folder)
     die_with_parent()
     try:
         _, request = _parse(arguments[0], arguments[1:])
         world, launch = find_world(request.settings.device, request.settings.backend)
         join(world, launch, _TIMEOUT_S)
-        run_start(request, order, folder, world, writes)
+        run_start(request, instructions, folder, world, output)
         leave(world)
     except Exception as error:
         code = report(error)
@@ -230,19 +243,3 @@ def _rank(arguments: list[str], path: Path) -> int:
     sys.stdout.flush()
     # All is written; to take PyTorch's modules apart would cost every rank another second.
     os._exit(0)
-
-
-def _general_help(arguments: list[str]) -> int:
-    sys.stdout.write(
-        "usage: samestep verify TARGET [--world-sizes 1,2,3] [--accept WHAT]\n"
-        "                              [--tolerance X] [--json] [flags]\n\n"
-        "Train a recipe's own model and data for a few steps on one process and on\n"
-        "several ranks, and compare: losses, gradients, weights, samples, metrics.\n"
-        "What differs is named with its likely cause.\n\n"
-        f"TARGET is a recipe ({', '.join(recipe_names())}),\n"
-        "a recipe file (my_recipe.py), or the directory of a run.\n"
-        "`samestep verify TARGET --help` shows all its flags.\n\n"
-        "exit codes: 0 the same training, 1 different (or every rank writes a file),\n"
-        "2 a mistake in the command or the recipe\n\n" + _EXAMPLES
-    )
-    return 0 if arguments else 2

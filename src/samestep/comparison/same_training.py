@@ -37,16 +37,16 @@ class SameTraining:
 
 def compare_losses(one: RunData, other: RunData) -> SameTraining:
     """Compare the losses, and gradient norms, of equal steps."""
-    for name, what in (("num_samples", "training samples"), ("global_batch_size", "a step")):
+    for name, what in (
+        ("num_samples", "training samples"),
+        ("global_batch_size", "samples a step"),
+    ):
         mine, its = one.plan.get(name), other.plan.get(name)
         if mine is None or its is None:
             return SameTraining(verdict="unknown", why="one of them has no start record")
         if mine != its:
-            samples = "samples " if name == "global_batch_size" else ""
-            return SameTraining(
-                verdict="unknown",
-                why=f"{its:,} {samples}{what} against {mine:,}, so equal steps are other work",
-            )
+            why = f"{its:,} {what} against {mine:,}, so equal steps are other work"
+            return SameTraining(verdict="unknown", why=why)
     theirs = {record["step"]: record for record in other.of("step")}
     pairs = [(r, theirs[r["step"]]) for r in one.of("step") if r["step"] in theirs]
     if not pairs:

@@ -1,14 +1,16 @@
 """The comparison for people: text tables; two or three runs fit a terminal of 80 columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from samestep.comparison.curves import TRAIN_LOSS, Aligned, Point
+from samestep.comparison.curves import TRAIN_LOSS
 from samestep.comparison.same_training import reasons_of, sentence
 from samestep.comparison.side_by_side import Comparison
 from samestep.screen.words import count, short, wrapped
 
 _LABEL, _LEAST, _WIDTH = 22, 12, 80
 Row = tuple[str, Sequence[str]]
+T = TypeVar("T")
 
 
 def lines(found: Comparison) -> Iterator[str]:
@@ -80,80 +82,72 @@ def _throughput(found: Comparison) -> Iterator[str]:
     if not any(speeds):
         yield from ("", "throughput  not enough is recorded yet")
         return
-    reference = next(speed for speed in speeds if speed)
+    first = next(speed for speed in speeds if speed).samples_per_s
     ranks = [run.plan.get("world_size") for run in found.runs]
-    rows: list[Row] = [
-        ("  samples/s", [short(s.samples_per_s) if s else "–" for s in speeds]),
-        (
-            "    lowest–highest",
-            [f"{short(s.lowest)}–{short(s.highest)}" if s else "–" for s in speeds],
-        ),
-        (
-            "    against the first",
-            [f"{s.samples_per_s / reference.samples_per_s:.2f} x" if s else "–" for s in speeds],
-        ),
+    rows = [
+        _row("samples/s", speeds, lambda s: short(s.samples_per_s)),
+        _row("  lowest–highest", speeds, lambda s: f"{short(s.lowest)}–{short(s.highest)}"),
+        _row("  against the first", speeds, lambda s: f"{s.samples_per_s / first:.2f} x"),
     ]
     if len(set(ranks)) > 1:
         each = [
-            short(s.samples_per_s / n) if s and n else "–"
-            for s, n in zip(speeds, ranks, strict=True)
+            s.samples_per_s / n if s and n else None for s, n in zip(speeds, ranks, strict=True)
         ]
-        rows.append(("  samples/s per rank", each))
+        rows.append(_row("samples/s per rank", each, short))
     rows += [
-        ("  µs per sample", [f"{s.us_per_sample:,.2f}" if s else "–" for s in speeds]),
-        ("  steps/s", [short(s.steps_per_s) if s else "–" for s in speeds]),
-        ("  ms per step", [f"{s.ms_per_step:,.3f}" if s else "–" for s in speeds]),
-        ("  over", [s.basis if s else "–" for s in speeds]),
+        _row("µs per sample", speeds, lambda s: f"{s.us_per_sample:,.2f}"),
+        _row("steps/s", speeds, lambda s: short(s.steps_per_s)),
+        _row("ms per step", speeds, lambda s: f"{s.ms_per_step:,.3f}"),
+        _row("over", speeds, lambda s: s.basis),
     ]
     yield from _table("throughput", found.names, rows)
 
 
+def _row(
+    name: str, values: Iterable[T | None], shown: Callable[[T], str], missing: str = "–"
+) -> Row:
+    return f"  {name}", [missing if value is None else shown(value) for value in values]
+
+
 def _phases(found: Comparison) -> Iterator[str]:
     if any(found.phases):
-        names = dict.fromkeys(name for one in found.phases if one for name in one)
-        rows: list[Row] = [
-            (
-                f"  {name}",
-                [f"{one[name]:,.3f}" if one and name in one else "–" for one in found.phases],
-            )
-            for name in names
+        rows = [
+            _row(name, [one and one.get(name) for one in found.phases], "{:,.3f}".format)
+            for name in _keys(found.phases)
         ]
-        whole = [f"{sum(one.values()):,.3f}" if one else "–" for one in found.phases]
-        yield from _table("ms of a step, rank 0", found.names, [*rows, ("  together", whole)])
-    kinds = dict.fromkeys(kind for one in found.pauses for kind in one)
-    if kinds:
-        pauses = [
-            (f"  {kind}", [_pause(*one[kind]) if kind in one else "–" for one in found.pauses])
-            for kind in kinds
+        rows.append(_row("together", found.phases, lambda one: f"{sum(one.values()):,.3f}"))
+        yield from _table("ms of a step, rank 0", found.names, rows)
+    if any(found.pauses):
+        rows = [
+            _row(kind, [one.get(kind) for one in found.pauses], lambda p: f"{p[0]} in {p[1]:.3g} s")
+            for kind in _keys(found.pauses)
         ]
-        yield from _table("between the steps", found.names, pauses)
+        yield from _table("between the steps", found.names, rows)
 
 
-def _pause(count: int, seconds: float) -> str:
-    return f"{count} in {seconds:.3g} s"
+def _keys(tables: Iterable[Mapping[str, object] | None]) -> Iterable[str]:
+    """Return the keys of all tables, each once, in their order."""
+    return dict.fromkeys(key for table in tables for key in table or ())
 
 
 def _curves(found: Comparison) -> Iterator[str]:
     what = metric_name(found)
     if found.by_samples is None and found.by_seconds is None:
         yield from ("", f"{what}  no places that all runs cover")
-    if found.by_samples is not None:
-        how = "as recorded" if found.by_samples.recorded else "on the line between two records"
-        yield from _curve(found, found.by_samples, f"{what}, by samples trained, {how}")
-    if found.by_seconds is not None:
-        how = "as recorded" if found.by_seconds.recorded else "on the line between two records"
-        yield from _curve(found, found.by_seconds, f"{what}, by seconds of training, {how}")
-
-
-def _curve(found: Comparison, curve: Aligned, title: str) -> Iterator[str]:
-    form = "{:,.0f}" if curve.along == "samples" else "{:,.3g}"
-    rows = [
-        (f"  {form.format(place)}", [f"{v:.4f}" if v is not None else "–" for v in values])
-        for place, values in zip(curve.places, curve.values, strict=True)
-    ]
-    yield ""
-    yield from wrapped(title, "  ")
-    yield from _rows(found.names, f"  {curve.along}", rows)
+    for curve, by, form in (
+        (found.by_samples, "samples trained", ",.0f"),
+        (found.by_seconds, "seconds of training", ",.3g"),
+    ):
+        if curve is None:
+            continue
+        how = "as recorded" if curve.recorded else "on the line between two records"
+        yield ""
+        yield from wrapped(f"{what}, by {by}, {how}", "  ")
+        rows = [
+            _row(format(place, form), values, "{:.4f}".format)
+            for place, values in zip(curve.places, curve.values, strict=True)
+        ]
+        yield from _rows(found.names, f"  {curve.along}", rows)
 
 
 def metric_name(found: Comparison) -> str:
@@ -168,27 +162,18 @@ def _target(found: Comparison) -> Iterator[str]:
     if found.target is None:
         return
     sign = "≤" if found.smaller else "≥"
-    goals = found.reached
-    rows: list[Row] = [
-        ("  step", [f"{g.step:,}" if g else "not" for g in goals]),
-        ("  samples", [f"{g.samples:,.0f}" if g else "reached" for g in goals]),
-        ("  seconds of training", [f"{g.seconds:.3g}" if g else "" for g in goals]),
-        (
-            "  and of pauses",
-            [f"{g.with_pauses:.3g}" if g and g.with_pauses is not None else "" for g in goals],
-        ),
+    goals, pick = found.reached, min if found.smaller else max
+    best = [pick((point.value for point in curve), default=None) for curve in found.curves]
+    pauses = [goal and goal.with_pauses for goal in goals]
+    rows = [
+        _row("step", goals, lambda goal: f"{goal.step:,}", "not"),
+        _row("samples", goals, lambda goal: f"{goal.samples:,.0f}", "reached"),
+        _row("seconds of training", goals, lambda goal: f"{goal.seconds:.3g}", ""),
+        _row("and of pauses", pauses, "{:.3g}".format, ""),
+        _row("best of the run", best, "{:.4f}".format),
     ]
-    best = [_best(curve, smaller=found.smaller) for curve in found.curves]
-    rows.append(("  best of the run", best))
-    title = f"{metric_name(found)} {sign} {found.target:g}, first seen at a record"
-    yield ""
-    yield title
+    yield from ("", f"{metric_name(found)} {sign} {found.target:g}, first seen at a record")
     yield from _rows(found.names, "", rows)
-
-
-def _best(curve: Sequence[Point], *, smaller: bool) -> str:
-    values = [point.value for point in curve]
-    return f"{min(values) if smaller else max(values):.4f}" if values else "–"
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:

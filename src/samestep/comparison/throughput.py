@@ -109,12 +109,9 @@ def reached(
     """Return where a curve first was at a target, at a recorded value; None if it never was."""
     for point in curve:
         if point.value <= target if smaller else point.value >= target:
-            return TargetReached(
-                step=point.step,
-                samples=point.samples,
-                seconds=point.seconds,
-                with_pauses=_with_pauses(run, point),
-            )
+            step, samples, seconds, _ = point
+            pauses = _with_pauses(run, point)
+            return TargetReached(step=step, samples=samples, seconds=seconds, with_pauses=pauses)
     return None
 
 

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from samestep.doctor.facts import Allocation, RankFacts, cores_together
 from samestep.doctor.findings import Check, Finding, green, red, yellow
+from samestep.screen.words import count
 
 
 def nodes(allocation: Allocation) -> Finding | None:
@@ -15,7 +16,7 @@ def nodes(allocation: Allocation) -> Finding | None:
     by_node = allocation.nodes
     sizes = {len(ranks) for ranks in by_node}
     if len(sizes) == 1:
-        each = f"{sizes.pop()} ranks" if len(by_node[0]) > 1 else "1 rank"
+        each = count(sizes.pop(), "rank")
         shown = ", ".join(ranks[0].machine.host for ranks in by_node[:4])
         return green(f"{len(by_node)} × {each}: {shown}{' …' if len(by_node) > 4 else ''}")
     by_size = sorted(by_node, key=len)
@@ -84,8 +85,7 @@ def loader_workers(allocation: Allocation) -> Finding:
     workers = allocation.ranks[0].num_workers
     ranks = max(allocation.hosts.values(), key=lambda ranks: len(ranks) / cores_together(ranks))
     there = cores_together(ranks)
-    plural = "s" if len(ranks) > 1 else ""
-    found = f"{len(ranks)} rank{plural} × (1 + {workers} workers) on {there:.3g} cores"
+    found = f"{count(len(ranks), 'rank')} × (1 + {workers} workers) on {there:.3g} cores"
     if len(ranks) * (1 + workers) <= there:
         return green(found)
     where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""

@@ -104,3 +104,11 @@ def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
             finding = replace(finding, found=f"{who}{more}: {finding.found}")
         merged.append(finding)
     return merged
+
+
+def size_name(num_bytes: int) -> str:
+    """Return a number of bytes with its unit: 32 B, 1 KiB, 256 MiB, 23.5 GiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"

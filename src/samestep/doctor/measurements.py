@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from samestep.doctor.facts import Allocation, AllReduce, Link, cores_together
-from samestep.doctor.findings import Finding, graded, green, red, yellow
+from samestep.doctor.findings import Finding, graded, green, red, size_name, yellow
 from samestep.ranks.world import World
 
 ALL_REDUCE_BYTES = (32, 1 << 10, 1 << 15, 1 << 20, 1 << 24, 1 << 26, 1 << 28)
@@ -252,14 +252,6 @@ def all_reduce(allocation: Allocation) -> Finding | None:
     if best.bus_gb_s < YELLOW_GB_S or first.latency_us > SLOW_LATENCY_US:
         return yellow(f"{found}; a slow network", _CABLE)
     return green(found)
-
-
-def size_name(num_bytes: int) -> str:
-    """Return a number of bytes with its unit: 32 B, 1 KiB, 256 MiB."""
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes // size} {unit}"
-    return f"{num_bytes} B"
 
 
 def speed_name(gb_s: float) -> str:

@@ -14,7 +14,7 @@ import torch as pytorch
 
 import samestep as package
 from samestep.doctor.facts import Gpu, Machine
-from samestep.doctor.findings import Check, Finding, graded, green, red, yellow
+from samestep.doctor.findings import Check, Finding, graded, green, red, size_name, yellow
 from samestep.doctor.timeouts import value_within
 from samestep.machine import quota_cores, usable_cores
 from samestep.run.environment import versions
@@ -257,7 +257,9 @@ def shared_memory(machine: Machine) -> Finding | None:
     """Loader workers, and NCCL within a node, pass data through /dev/shm."""
     if machine.shm_bytes is None:
         return None
-    found = f"/dev/shm has {_size(machine.shm_free_bytes)} free of {_size(machine.shm_bytes)}"  # noqa: S108
+    found = (
+        f"/dev/shm has {size_name(machine.shm_free_bytes)} free of {size_name(machine.shm_bytes)}"  # noqa: S108
+    )
     advice = "Give the container more: docker run --shm-size=8g, or --ipc=host."
     if machine.shm_bytes > SMALL_SHM_BYTES:
         advice = "Something fills it: see ls -l /dev/shm, and remove what died."
@@ -280,7 +282,7 @@ def processes(machine: Machine) -> Finding:
 def locked_memory(machine: Machine) -> Finding:
     """Cards that read memory by themselves need it locked; nothing else here does."""
     most = machine.locked_bytes
-    shown = "no limit" if most is None else f"{_size(most)} at most"
+    shown = "no limit" if most is None else f"{size_name(most)} at most"
     return graded(
         f"{shown} ({'' if machine.has_rdma else 'no '}InfiniBand here)",
         "NCCL cannot register its buffers: ulimit -l unlimited, or in slurmd's unit "
@@ -309,10 +311,6 @@ def _at_most(most: int | None, few: int, too_few: int, advice: str) -> Finding:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 CHECKS: list[Check[Machine]] = [

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from samestep.doctor.diagnosis import Diagnosis
 from samestep.doctor.facts import AllReduce, RankFacts
-from samestep.doctor.findings import Finding, worst
-from samestep.doctor.measurements import size_name
+from samestep.doctor.findings import Finding, size_name, worst
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
 

@@ -16,6 +16,7 @@ from samestep.ranks.launch import (
     binds_gpus,
     expand_node_list,
 )
+from samestep.screen.words import count
 from samestep.slurm.options import read_time
 from samestep.slurm.programs import call
 
@@ -143,9 +144,9 @@ def torchrun_in_srun(rank: RankFacts) -> Finding | None:
         return None
     most = slurm.most_step_tasks_on_node or 1
     if slurm.in_step and most > 1:
-        each = f"{launch.local_world_size} rank{'s' if launch.local_world_size > 1 else ''}"
         return red(
-            f"srun started {most} torchruns on a node, each with {each}",
+            f"srun started {most} torchruns on a node, each with "
+            f"{count(launch.local_world_size, 'rank')}",
             "Use srun samestep … without torchrun, or srun --ntasks-per-node=1 torchrun ….",
         )
     return green("one torchrun on each node")
@@ -194,9 +195,8 @@ def gpu_binding(rank: RankFacts) -> Finding | None:
             f"Training works, but NCCL may not copy from GPU to GPU. {see_all}",
         )
     if seen and seen < ranks:
-        plural = "s" if seen > 1 else ""
         bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
-        return red(f"{seen} GPU{plural} visible for {ranks} ranks of a node{bound}", see_all)
+        return red(f"{count(seen, 'GPU')} visible for {ranks} ranks of a node{bound}", see_all)
     if seen > ranks:
         return yellow(
             f"{seen} GPUs for {ranks} ranks of a node",

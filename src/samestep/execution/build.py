@@ -31,7 +31,7 @@ from samestep.training.threads import choose_threads
 from samestep.training.work import State, Work
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Built:
     """A training that is about to begin."""
 
@@ -67,6 +67,7 @@ def build(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
     )
     seed_alike(settings.seed)
+    dtype = data_dtype(settings.precision)
     model = world.on_every(
         lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
     )
@@ -85,7 +86,8 @@ def build(
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
     )
-    per_block = train_source.steps_per_block(plan.global_batch_size)
+    per_block = train.steps_per_block(plan.global_batch_size)
+    validation = splits.validation
     work = Work(
         settings=settings,
         plan=plan,
@@ -94,14 +96,13 @@ def build(
         step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
         train=train_source,
         validation=None
-        if splits.validation is None
-        else open_split(splits.validation, world, recipe, settings, dtype),
+        if validation is None
+        else open_split(validation, world, recipe, settings, dtype),
         metrics=recipe.metrics,
         phases=phases,
         classes=splits.classes,
     )
-    state = State(watch=_watch(request, splits))
-    return Built(work=work, state=state, splits=splits, threads=threads)
+    return Built(work, State(watch=_watch(request, splits)), splits, threads)
 
 
 def _share_cores(settings: Settings, model: nn.Module, world: World) -> int:

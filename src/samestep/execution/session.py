@@ -90,14 +90,11 @@ def run_session(
         UserError: on every rank, for anything the user can mend.
     """
     path = world.on_main(lambda: choose_path(request))
-    if request.recipe.complete is not None:
-        options = world.on_main(lambda: request.recipe.complete_options(request.options))
-        request = replace(request, options=options)
+    request = _completed(request, world)
     built = build(request, world, engine.wrap)
     work, state = built.work, built.state
-    run = _open(path, world)
+    run, begun = _open(path, world), False
     world.on_every(lambda: _begin(begin, path))
-    begun = False
     try:
         resumed = resume(request, work, state, path)
         write = make_writer(work, state, path)
@@ -105,32 +102,20 @@ def run_session(
         if run is not None:
             describe(run, request, built)
         begun = True
-        emit(_start_record(request, built, path, resumed))
-        newest = None
-        if resumed is not None:
-            name, problems = resumed
-            newest = path / "checkpoints" / name
-            emit(
-                {
-                    "event": "resume",
-                    "step": state.position.step,
-                    "checkpoint": name,
-                    "world_size": world.world_size,
-                    "problems": problems,
-                }
-            )
+        _announce(emit, request, built, path, resumed)
         timed = _Timed(emit, started_at)
-        task = Task(
-            request=request,
-            work=work,
-            state=state,
-            between=_between(request, work, state, received, write),
-            checkpoint=newest,
-            path=path,
-            emit=timed,
-            write=write,
+        engine.drive(
+            Task(
+                request=request,
+                work=work,
+                state=state,
+                between=_between(request, work, state, received, write),
+                checkpoint=path / "checkpoints" / resumed[0] if resumed is not None else None,
+                path=path,
+                emit=timed,
+                write=write,
+            )
         )
-        engine.drive(task)
         return finish_run(request, built, path, run, emit, timed.first_step_s)
     except Exception as error:
         if run is not None and begun:  # what was refused leaves the run as it was
@@ -138,11 +123,17 @@ def run_session(
             leave_why(run, request, work, state)
         raise
     finally:
-        for source in (work.train, work.validation):
-            if source is not None:
-                source.close()
+        work.close()
         if run is not None:
             run.close()
+
+
+def _completed(request: Request, world: World) -> Request:
+    """Return the request with what only the data can tell in its options."""
+    if request.recipe.complete is None:
+        return request
+    options = world.on_main(lambda: request.recipe.complete_options(request.options))
+    return replace(request, options=options)
 
 
 def choose_path(request: Request) -> Path:
@@ -225,6 +216,24 @@ def describe(run: Run, request: Request, built: Built) -> None:
             "threads": built.threads,
         }
     )
+
+
+def _announce(
+    emit: Show, request: Request, built: Built, path: Path, resumed: tuple[str, list[str]] | None
+) -> None:
+    """Emit the `start` record, and `resume` where the run goes on."""
+    emit(_start_record(request, built, path, resumed))
+    if resumed is not None:
+        name, problems = resumed
+        emit(
+            {
+                "event": "resume",
+                "step": built.state.position.step,
+                "checkpoint": name,
+                "world_size": built.work.world.world_size,
+                "problems": problems,
+            }
+        )
 
 
 def _start_record(request: Request, built: Built, path: Path, resumed: object) -> Record:

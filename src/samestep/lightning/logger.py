@@ -87,25 +87,18 @@ class TrackerLogger(Logger):
             UserError: a tracker is unknown or not installed, or a name would be refused.
         """
         super().__init__()
-        listed = trackers if isinstance(trackers, str) else ",".join(trackers)
-        tags = (tags,) if isinstance(tags, str) else tags
         for what, part in (("name", name), ("version", "" if version is None else str(version))):
             if Path(part).is_absolute() or ".." in Path(part).parts:
                 raise UserError(f"TrackerLogger: {what} {part!r} leads out of {save_dir}.")
-        try:
-            self._settings = Settings(
-                track=listed,
-                track_project=project,
-                track_name=name,
-                track_workspace=workspace,
-                track_tags=",".join(tags) or None,
-                track_offline=offline,
-                track_timeout=float(timeout_s),
-            )
-            check_choice(self._settings)
-            check_installed(chosen(listed))  # on every rank: if one alone refused, all would wait
-        except UserError as error:
-            raise UserError(re.sub("--track[- ]", "TrackerLogger: ", str(error))) from None
+        self._settings = _checked(
+            track=trackers if isinstance(trackers, str) else ",".join(trackers),
+            track_project=project,
+            track_name=name,
+            track_workspace=workspace,
+            track_tags=(tags if isinstance(tags, str) else ",".join(tags)) or None,
+            track_offline=offline,
+            track_timeout=float(timeout_s),
+        )
         self._save_dir, self._name, self._say = Path(save_dir), name, say
         self._version = new_run_path("tracked").name if version is None else str(version)
         self._hyperparameters: dict[str, Any] = {}
@@ -272,6 +265,17 @@ class TrackerLogger(Logger):
         if record["event"] == "tracker":
             mark = record["kind"] if record["kind"] in ("note", "warning") else record["tracker"]
             self._say(f"{mark:<7} {record['text']}")
+
+
+def _checked(**settings: Any) -> Settings:
+    """Return settings of trackers that can be followed, or refuse them by the logger's names."""
+    try:
+        found = Settings(**settings)
+        check_choice(found)
+        check_installed(chosen(found.track))  # on every rank: if one alone refused, all would wait
+    except UserError as error:
+        raise UserError(re.sub("--track[- ]", "TrackerLogger: ", str(error))) from None
+    return found
 
 
 def _plain(name: str, value: Any) -> str | int | float | bool:

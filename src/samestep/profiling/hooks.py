@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.profiling.events import COLLATE
+from samestep.profiling.trace_events import COLLATE
 from samestep.training.parallel import tell_end_of_autograd
 from samestep.training.phases import Phases, make_phases
 

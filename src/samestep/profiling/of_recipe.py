@@ -19,7 +19,7 @@ from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
 from samestep.profiling.measured import MeasuredSteps
-from samestep.profiling.profile import Profile, Sweep
+from samestep.profiling.profile_result import Profile, Sweep
 from samestep.profiling.stages import Stages
 from samestep.profiling.sweep import sweep, variant
 from samestep.profiling.time_account import TimeAccount

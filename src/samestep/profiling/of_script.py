@@ -19,7 +19,7 @@ from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
-from samestep.profiling.profile import Profile
+from samestep.profiling.profile_result import Profile
 from samestep.profiling.script_ranks import RankZeroEnded, ScriptRanks
 from samestep.profiling.stages import Stages
 from samestep.profiling.time_account import MeasuredSpan, TimeAccount
@@ -157,8 +157,6 @@ def _run(script: Path, arguments: list[str], *, module: bool) -> None:
             code = stop.code if isinstance(stop.code, int) else 1
             text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
             raise ScriptFailed(code, text) from stop
-    except KeyboardInterrupt:
-        raise
     except Exception as error:
         raise ScriptFailed(1, _as_python_prints(error, script)) from error
     finally:

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from samestep.profiling.events import Event, communicates, multiplies, span
 from samestep.profiling.intervals import Interval, common, length, lengths_in, union, without
-from samestep.profiling.on_host import Split
+from samestep.profiling.on_host import ComputeSplit
+from samestep.profiling.trace_events import Event, communicates, multiplies, span
 
 _WORK = ("kernel", "gpu_memset", "gpu_memcpy")
 _WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy$|hip\w+Synchronize")
@@ -18,8 +18,8 @@ def kernels(events: Sequence[Event]) -> list[Event]:
 
 def split_device(
     events: Sequence[Event], compute: list[Interval], waits: list[Interval], steps: int
-) -> Split:
-    """Split what a GPU did in some steps.
+) -> ComputeSplit:
+    """ComputeSplit what a GPU did in some steps.
 
     Args:
         events: of the trace.
@@ -40,7 +40,7 @@ def split_device(
     waited = lengths_in(idle, syncs)
     drained = [gap for gap, seconds in zip(idle, waited, strict=True) if seconds > 0]
     matmul = length(common(arithmetic, [window]))
-    split = Split(
+    split = ComputeSplit(
         matmul=matmul / steps,
         memory=(length(common(all_of_it, [window])) - matmul) / steps,
         sync=length(drained) / steps,

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from samestep.profiling.events import (
+from samestep.profiling.intervals import Interval, common, lengths_in, union, without
+from samestep.profiling.trace_events import (
     FLOOR,
     READ,
     Event,
-    Where,
+    IntervalIndex,
     calls,
     multiplies,
     of_optimizers,
@@ -22,7 +23,6 @@ from samestep.profiling.events import (
     steps_of,
     works,
 )
-from samestep.profiling.intervals import Interval, common, lengths_in, union, without
 
 _CHAIN = 25
 """So few calls, nested ones too, lie between two reads of numbers in a loop that does no more."""
@@ -33,7 +33,7 @@ _END = "the end"
 
 
 @dataclass
-class Split:
+class ComputeSplit:
     """µs per step of what the steps compute, by what limits it."""
 
     matmul: float = 0.0
@@ -49,20 +49,20 @@ class Split:
         return self.matmul + self.memory + self.launch + self.sync
 
 
-def split_host(events: Sequence[Event], compute: list[Interval]) -> Split:
-    """Split what was computed in some intervals by calls of the host."""
-    host = Where(compute).among(calls(events))
+def split_host(events: Sequence[Event], compute: list[Interval]) -> ComputeSplit:
+    """ComputeSplit what was computed in some intervals by calls of the host."""
+    host = IntervalIndex(compute).among(calls(events))
     every = steps_of(events)
     computed = lengths_in(every, compute)
     steps = [step for step, length in zip(every, computed, strict=True) if length > 0]
     steps = steps or [(compute[0][0], compute[-1][1])]
-    where, number = Where(steps), len(steps)
-    chains = common(union(_chains(host, where, Where(of_optimizers(events)))), compute)
+    where, number = IntervalIndex(steps), len(steps)
+    chains = common(union(_chains(host, where, IntervalIndex(of_optimizers(events)))), compute)
     rest = without(compute, chains)
-    result = Split(sync=median(lengths_in(steps, chains)))
+    result = ComputeSplit(sync=median(lengths_in(steps, chains)))
     least = _NO_WORK_FLOORS * _floor(events)
     beyond, below = _Repeated(number), _Repeated(number)
-    reading = Where(chains)
+    reading = IntervalIndex(chains)
     for event, own in own_times(host):
         if reading.of(event["ts"]) < 0:
             step = where.of(event["ts"])
@@ -111,7 +111,9 @@ def _between(host: Sequence[Event], rest: list[Interval]) -> Iterator[tuple[str,
         yield followed.get(end, _END), begin, end
 
 
-def _chains(host: Sequence[Event], where: Where, optimizers: Where) -> Iterator[Interval]:
+def _chains(
+    host: Sequence[Event], where: IntervalIndex, optimizers: IntervalIndex
+) -> Iterator[Interval]:
     """Yield the time from one read of a number to the next, in loops that read again and again.
 
     What optimizers read for themselves is not the script's to change.
@@ -131,5 +133,5 @@ def _chains(host: Sequence[Event], where: Where, optimizers: Where) -> Iterator[
 def _floor(events: Sequence[Event]) -> float:
     """Return the µs of an operation that does no work, as the trace itself has measured it."""
     ranges = union(span(event) for event in events if event.get("name") == FLOOR)
-    durations = [event["dur"] for event in Where(ranges).among(calls(events))]
+    durations = [event["dur"] for event in IntervalIndex(ranges).among(calls(events))]
     return median(durations) if durations else _DEFAULT_FLOOR_US

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from samestep.data.source import Source
-from samestep.profiling.profile import Row, Sweep
+from samestep.profiling.profile_result import Row, Sweep
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.compiled import make_step, what_compiles

@@ -12,9 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from samestep.errors import UserError
-from samestep.profiling.digest import digest
-from samestep.profiling.events import FLOOR, MARK, phases_of
 from samestep.profiling.measured import Operations
+from samestep.profiling.trace_digest import digest
+from samestep.profiling.trace_events import FLOOR, MARK, phases_of
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 

@@ -122,11 +122,6 @@ def find_checkpoint(folder: Path, name: str) -> Entry:
 
 
 def _to_json(index: Index) -> str:
-    table = {
-        "last": asdict(index.last) if index.last else None,
-        "best": asdict(index.best) if index.best else None,
-        "monitor": index.monitor,
-        "mode": index.mode,
-        "checkpoints": [asdict(entry) for entry in index.checkpoints],
-    }
-    return json.dumps(table, indent=2) + "\n"
+    table: dict[str, object] = {"last": index.last, "best": index.best}
+    table |= {"monitor": index.monitor, "mode": index.mode, "checkpoints": index.checkpoints}
+    return json.dumps(table, indent=2, default=asdict) + "\n"

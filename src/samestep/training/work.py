@@ -53,6 +53,12 @@ class Work:
     classes: tuple[str, ...] = ()
     """Names of the classes, if the data has them."""
 
+    def close(self) -> None:
+        """End what reads the data."""
+        for source in (self.train, self.validation):
+            if source is not None:
+                source.close()
+
     def endless(self) -> "Work":
         """Return the same work without an end: for `rehearse`."""
         return replace(self, plan=replace(self.plan, total_steps=ENDLESS))

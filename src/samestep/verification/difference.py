@@ -1,7 +1,7 @@
 """How far two trainings are from each other: the largest difference, and where it begins."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ ROUNDING: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1
 
 
 @dataclass(frozen=True)
-class Difference:
+class TrainingDifference:
     """Between two trainings."""
 
     largest: float = 0.0
@@ -30,14 +30,14 @@ class Difference:
     """What of that step differs: the loss, the gradient norm, a gradient, a weight."""
 
 
-def worst(differences: Iterable[Difference]) -> Difference:
+def worst(differences: Iterable[TrainingDifference]) -> TrainingDifference:
     """Return the largest of some differences; none of none."""
-    return max(differences, key=lambda d: d.largest, default=Difference())
+    return max(differences, key=lambda d: d.largest, default=TrainingDifference())
 
 
 def difference(
     one: Trace, other: Trace, tolerance: float, *, losses_only: bool = False
-) -> Difference:
+) -> TrainingDifference:
     """Compare two trainings step by step, over the steps that the second one took.
 
     Losses and norms are compared relative to the larger of both; each parameter's gradient relative
@@ -50,7 +50,7 @@ def difference(
         tolerance: what is no difference.
         losses_only: whether the losses alone decide; the first parameter is named all the same.
     """
-    largest, first = 0.0, Difference()
+    largest, first = 0.0, TrainingDifference()
     for step in sorted(other.losses):
         found = _in_step(one, other, step)
         decisive = found[:1] if losses_only else found
@@ -58,8 +58,8 @@ def difference(
         beyond = [(what, name) for what, name, size in found if size > tolerance]
         if first.first_step is None and any(size > tolerance for _, _, size in decisive):
             named = next((name for _, name in beyond if name), None)
-            first = Difference(first_step=step, first_parameter=named, what=beyond[0][0])
-    return Difference(largest, first.first_step, first.first_parameter, first.what)
+            first = TrainingDifference(first_step=step, first_parameter=named, what=beyond[0][0])
+    return TrainingDifference(largest, first.first_step, first.first_parameter, first.what)
 
 
 Found = tuple[str, str, float]
@@ -111,8 +111,3 @@ def evaluations_apart(one: Mapping[str, float], other: Mapping[str, float]) -> t
     """Return the largest relative difference of two evaluations, and of which value."""
     found = [(relative(one[name], other.get(name, math.nan)), name) for name in one]
     return max(found, default=(0.0, ""))
-
-
-def same_samples(one: Sequence[str], shares: Sequence[Sequence[str]]) -> bool:
-    """Whether the shares of some ranks, one after the other, are the samples of one process."""
-    return [mark for share in shares for mark in share] == list(one)

@@ -1,40 +1,58 @@
-"""One row of the table, and the evidence that the rows are made of."""
+"""What the starts left, and the parts of a row: how it looks, answers and explains."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
+from samestep.ranks.world import World
 from samestep.recipe import Accepted
+from samestep.screen.words import ranks
 from samestep.settings import Precision
-from samestep.verification.difference import ROUNDING, Difference, difference
-from samestep.verification.facts import Facts
-from samestep.verification.messages import Failure, Told
-from samestep.verification.situations import MAIN, PRECISION, Start
+from samestep.verification.difference import ROUNDING, TrainingDifference, difference, worst
+from samestep.verification.exchange import RankFailure, RankReport, RecipeFacts, Start, decoded
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
 from samestep.verification.trace import Trace
 
+T = TypeVar("T")
 Status = Literal["same", "accepted", "note", "skipped", "different"]
+OWN_PRECISION = "precision"
+"""The short training in the precision of the user's settings."""
+NOT_REACHED = "the ranks did not come so far"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause."""
+
+    name: str | None = None
+    why: str = ""
+    """What in this recipe is the cause, and how that was found."""
+    advice: str = ""
+    """What to do about it."""
+
+
+@dataclass(frozen=True)
 class Check:
-    """One question, and its answer."""
+    """The answer of one row of the table."""
 
-    name: str
     status: Status
     compared: str
     """What was compared with what, or what was looked at."""
-    tolerance: float | None = None
-    """Largest relative difference that is none."""
     difference: float | None = None
-    """The largest that was met."""
+    """The largest relative difference that was found."""
+    tolerance: float | None = None
+    """The largest one that counts as rounding."""
+    cause: Cause = Cause()
     first_step: int | None = None
     """The first step with a difference beyond the tolerance, counted from 1."""
     first_parameter: str | None = None
-    cause: str | None = None
-    """The likely cause by its name."""
-    why: str = ""
-    """The cause in words: what of this recipe, and how that was found."""
-    advice: str = ""
+    what: str = ""
+    """What differs in that step: the loss, a gradient, the name of a metric."""
+    failure: RankFailure | None = None
+    """How the short training failed, if it did."""
+    name: str = ""
+    """The row's, unless a row of several checks names each."""
 
     @property
     def passed(self) -> bool:
@@ -46,27 +64,27 @@ class Check:
 class Evidence:
     """All that the starts left, read back."""
 
-    facts: Facts
+    facts: RecipeFacts
     starts: Sequence[Start]
     traces: Mapping[tuple[int, str], list[Trace]]
-    """(start, situation) → the trace of each rank; absent where one has none."""
-    told: Mapping[int, list[Told]]
-    """Start → what each of its ranks told."""
+    """(start, short training) → the trace of each rank; absent where one has none."""
+    reports: Mapping[int, list[RankReport]]
+    """Start → the report of each of its ranks."""
     ended: Mapping[int, str]
-    """Start that failed → what was said of it."""
+    """Start that failed → its error message."""
     chosen: Precision
-    accepts: frozenset[Accepted]
+    """The precision of the user's settings."""
+    accepts: frozenset[Accepted] = frozenset()
     tolerance: float | None = None
     """The user's own, for losses."""
 
     @property
-    def reference(self) -> Trace | None:
-        """The training of one process."""
-        found = self.traces.get((0, MAIN))
-        return found[0] if found else None
+    def reference(self) -> Trace:
+        """The training of one process: only the first row is judged without it."""
+        return self.traces[0, MAIN][0]
 
     @property
-    def middle(self) -> list[Start]:
+    def several(self) -> list[Start]:
         """The starts of several ranks."""
         return [start for start in self.starts if start.world_size > 1]
 
@@ -75,33 +93,156 @@ class Evidence:
         """Tolerance of what is compared in the exact precision."""
         return ROUNDING[self.facts.exact]
 
-    def trace(self, place: int, name: str) -> Trace | None:
-        """Return rank 0's trace of a situation, if there is one."""
-        found = self.traces.get((place, name))
-        return found[0] if found else None
+    def trace(self, place: int, training: str) -> Trace | None:
+        """Return rank 0's trace of a short training, if there is one."""
+        return next(iter(self.traces.get((place, training), [])), None)
 
-    def tolerance_of(self, name: str) -> float:
-        """Return the tolerance of a situation's comparison."""
-        own = ROUNDING[self.chosen] if name == PRECISION else self.exact
+    def found(self, row: str, kind: type[T]) -> T | None:
+        """Return what a row's experiment found in the first process, if it found anything."""
+        return decoded(self.facts.found, row, kind)
+
+    def found_on_ranks(self, row: str, kind: type[T]) -> list[T]:
+        """Return what a row's experiment found, for every rank of every start that found any."""
+        found = [decoded(r.found, row, kind) for ranks in self.reports.values() for r in ranks]
+        return [one for one in found if one is not None]
+
+    def tolerance_of(self, training: str) -> float:
+        """Return the tolerance of a short training's comparison."""
+        own = ROUNDING[self.chosen] if training == OWN_PRECISION else self.exact
         return own if self.tolerance is None else self.tolerance
 
-    def losses_only(self, name: str = MAIN) -> bool:
-        """Whether a situation's losses alone decide: without float64, or as the user wants it."""
-        rounded = name == PRECISION or self.facts.exact != "fp64"
+    def losses_only(self, training: str = MAIN) -> bool:
+        """Whether the losses alone decide: without float64, or as the user wants it."""
+        rounded = training == OWN_PRECISION or self.facts.exact != "fp64"
         return rounded or self.tolerance is not None
 
-    def compare(self, one: Trace, other: Trace, name: str = MAIN) -> Difference:
-        """Compare two trainings, by all that was kept of them or by their losses alone."""
-        return difference(one, other, self.tolerance_of(name), losses_only=self.losses_only(name))
+    def compare(
+        self, trace: Trace, training: str = MAIN, *, reference: Trace | None = None
+    ) -> TrainingDifference:
+        """Compare a training with one process, by all that was kept or by the losses alone."""
+        return difference(
+            reference or self.reference,
+            trace,
+            self.tolerance_of(training),
+            losses_only=self.losses_only(training),
+        )
 
-    def uncompared(self) -> str:
+    def compare_starts(self, training: str) -> dict[Start, TrainingDifference]:
+        """Compare a short training of all starts that ran it with that of one process."""
+        return {
+            start: self.compare(trace, training)
+            for start in self.starts
+            if (trace := self.trace(start.place, training))
+        }
+
+    def not_compared(self) -> str:
         """Return why nothing was compared with several ranks, if nothing was."""
-        if not self.middle:
+        if not self.several:
             return "one size of ranks alone"
-        came = any((start.place, MAIN) in self.traces for start in self.middle)
-        return "" if came else "the ranks did not come so far"
+        came = any((start.place, MAIN) in self.traces for start in self.several)
+        return "" if came else NOT_REACHED
 
-    def failure(self, place: int) -> Failure | None:
-        """Return how a start failed, from the rank that caused it."""
-        found = [f for told in self.told.get(place, []) for f in told.failures]
-        return min(found, key=lambda f: f.lost_peer, default=None)
+    def failures(self, *, training: str = "", place: int | None = None) -> list[RankFailure]:
+        """Return the failures of a short training or of a start, causes before their effects."""
+        found = [
+            failure
+            for start, ranks in self.reports.items()
+            for report in ranks
+            for failure in report.failures
+            if training in ("", failure.training) and place in (None, start)
+        ]
+        return sorted(found, key=lambda failure: failure.lost_peer)
+
+    def died(self, place: int) -> bool:
+        """Whether a start ended before one of its ranks could say why."""
+        return place in self.ended and not self.failures(place=place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """A row of the table, with all that belongs to it. Each is defined in a file of its own."""
+
+    name: str
+    answer: Callable[[Evidence], Check | list[Check]]
+    """Judges the evidence. A difference whose check names no cause is explained by other rows."""
+    trainings: Callable[[PlannedStart], list[ShortTraining]] | None = None
+    """What each start trains for this row."""
+    look: Callable[[RecipeUnderTest], Any] | None = None
+    """An experiment of the first process; `Evidence.found` returns its result, unless None."""
+    look_on_rank: Callable[[RecipeUnderTest, World], Any] | None = None
+    """An experiment of every rank of every start: see `Evidence.found_on_ranks`."""
+    explain: Callable[[Evidence], Cause | None] | None = None
+    """Returns this row's cause if it was found, for differences in other rows."""
+    explain_failure: Callable[[Evidence, RankFailure], Cause | None] | None = None
+    """Returns this row's cause if a failure shows it."""
+
+
+def measured(
+    compared: str, found: TrainingDifference, tolerance: float, cause: Cause | None = None
+) -> Check:
+    """Return the check of a measured difference, with its cause if the row knows it itself."""
+    same = found.largest <= tolerance
+    return Check(
+        "same" if same else "different",
+        compared,
+        found.largest,
+        tolerance,
+        Cause() if same or cause is None else cause,
+        found.first_step,
+        found.first_parameter,
+        found.what,
+    )
+
+
+def cause_check(
+    evidence: Evidence,
+    compared: str,
+    cause: Cause | None,
+    difference: float | None = None,
+    *,
+    first_step: int | None = None,
+    first_parameter: str | None = None,
+) -> Check:
+    """Return the check of a row whose experiment found its cause, or found none."""
+    # Where losses decide, by the user's tolerance, a cause is no more than a note.
+    found: Status = "different" if evidence.tolerance is None else "note"
+    status = found if cause else "same"
+    tolerance = None if difference is None else evidence.exact
+    cause = cause or Cause()
+    return Check(status, compared, difference, tolerance, cause, first_step, first_parameter)
+
+
+def failed_start(evidence: Evidence, compared: str, place: int) -> Check:
+    """Return the check of a start that ended before its ranks had trained."""
+    ended = RankFailure(training=MAIN, step=0, message=evidence.ended.get(place, "it ended"))
+    return _failed(compared, next(iter(evidence.failures(place=place)), ended))
+
+
+def training_check(
+    evidence: Evidence,
+    training: str,
+    compared: str,
+    found: Mapping[Start, TrainingDifference],
+    names: Callable[[Iterable[int]], str] = ranks,
+) -> Check:
+    """Return the check of a short training that one or several starts ran.
+
+    Args:
+        evidence: what the starts left.
+        training: its name.
+        compared: what was compared.
+        found: the difference of each start.
+        names: how the sizes of these starts are shown.
+    """
+    failures = evidence.failures(training=training)
+    if failures:
+        return _failed(compared, failures[0])
+    if not found:
+        return Check("skipped", NOT_REACHED)
+    sizes = names(start.world_size for start in found)
+    tolerance = evidence.tolerance_of(training)
+    return measured(f"{compared}: {sizes}", worst(found.values()), tolerance)
+
+
+def _failed(compared: str, failure: RankFailure) -> Check:
+    return Check("different", compared, first_step=failure.step or None, failure=failure)

@@ -13,7 +13,7 @@ from samestep.training.between import checkpoint_name, evaluate_now, evaluate_wo
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter
 from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full
-from samestep.verification.digest import gradients_of, sample_marks, weights_of
+from samestep.verification.fingerprints import gradients_of, sample_marks, weights_of
 from samestep.verification.trace import Trace
 
 

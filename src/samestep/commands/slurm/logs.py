@@ -68,17 +68,14 @@ def _file(rank: int, job: QueuedJob | None, run: Path | None) -> tuple[Path, str
     is_script = not own.is_file() and not (run / "settings.toml").is_file()
     if not is_script or log is None or not log.is_file():
         return own, ""
-    if _starts_torchrun(run / "job.sbatch"):
+    script = run / "job.sbatch"
+    if script.is_file() and "--rdzv-backend=" in script.read_text():  # it starts torchrun
         raise UserError(
             "--rank cannot tell the lines of a script under --launcher torchrun: all ranks of a "
             f"node share a label, the node's. Leave --rank out to see all of {log}, or submit "
             "with --launcher srun."
         )
     return log, str(rank)
-
-
-def _starts_torchrun(script: Path) -> bool:
-    return script.is_file() and "--rdzv-backend=" in script.read_text()
 
 
 def _ranks(run: Path | None) -> str:

@@ -17,7 +17,7 @@ from samestep.slurm.sandbox.folder import (
     remove_files,
     write_files,
 )
-from samestep.slurm.sandbox.processes import Process, end, find_processes, wait_until
+from samestep.slurm.sandbox.processes import end, find_processes, wait_until
 
 NO_PROGRAMS = (
     "A sandbox needs programs that are not here: {names}. On Debian or Ubuntu, "
@@ -130,10 +130,8 @@ def down(folder: Path) -> bool:
 
 
 def _start(folder: Path, nodes: list[str]) -> None:
-    daemons.start_munged(folder)
-    daemons.start_slurmctld(folder)
-    for node in nodes:
-        daemons.start_slurmd(folder, node)
+    for daemon in ("munged", "slurmctld", *nodes):
+        daemons.start(folder, daemon)
     idle = dict.fromkeys(nodes, "idle")
     if not wait_until(lambda: daemons.node_states(folder) == idle, within_s=_IDLE_WITHIN_S):
         states = daemons.node_states(folder)
@@ -152,15 +150,14 @@ def _end_all(folder: Path) -> bool:
         jobs = daemons.ask(folder, "squeue", "--noheader", "--format=%A")
         if jobs and jobs.split():
             daemons.ask(folder, "scancel", "--quiet", *jobs.split())
-            wait_until(lambda: not _of_jobs(folder), within_s=_TERM_WITHIN_S)
+            wait_until(
+                lambda: not any(process.is_of_job for process in find_processes(folder)),
+                within_s=_TERM_WITHIN_S,
+            )
     if rest := end(lambda: find_processes(folder), term_within_s=_TERM_WITHIN_S):
         names = ", ".join(f"{process.name} ({process.pid})" for process in rest)
         raise UserError(f"These processes of the sandbox in {folder} do not end: {names}.")
     return True
-
-
-def _of_jobs(folder: Path) -> list[Process]:
-    return [process for process in find_processes(folder) if process.is_of_job]
 
 
 def _refuse_if_up(folder: Path) -> None:

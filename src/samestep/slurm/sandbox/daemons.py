@@ -44,50 +44,32 @@ def log_file(folder: Path, daemon: str) -> Path:
     return folder / "log" / f"{daemon}.log"
 
 
-def start_munged(folder: Path) -> None:
-    """Start the daemon that signs what users and daemons say to each other; wait till it does.
+def start(folder: Path, daemon: str) -> None:
+    """Start munged, slurmctld, or a node's slurmd, which tells the controller of itself.
 
     Raises:
         DaemonError: it did not come up.
     """
-    at = folder / "munge"
-    # --force: munged wants a folder that nobody else can write to, up to the root of the disk.
-    _start(
-        folder,
-        "munged",
-        "munged",
-        "--force",
-        f"--socket={at}/socket",
-        f"--key-file={at}/key",
-        f"--log-file={log_file(folder, 'munged')}",
-        f"--pid-file={at}/pid",
-        f"--seed-file={at}/seed",
-        "--origin=127.0.0.1",
-    )
-    if not wait_until(lambda: _listens(at / "socket"), within_s=_START_WITHIN_S):
-        raise DaemonError(folder, "munged", "munged does not answer")
+    conf, munge = f"{folder}/slurm.conf", folder / "munge"
+    if daemon not in ("munged", "slurmctld"):
+        _run(folder, daemon, "slurmd", "-N", daemon, "-f", conf)
+        return
+    if daemon == "slurmctld":
+        _run(folder, daemon, "slurmctld", "-f", conf)
+    else:
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
+        options = [f"--{name}={munge}/{file}" for name, file in files.items()]
+        log = f"--log-file={log_file(folder, 'munged')}"
+        # --force: munged wants a folder that nobody else can write to, up to the root of the disk.
+        _run(folder, daemon, "munged", "--force", "--origin=127.0.0.1", log, *options)
 
+    def answers() -> bool:
+        if daemon == "munged":
+            return _listens(munge / "socket")
+        return ask(folder, "scontrol", "ping") is not None
 
-def start_slurmctld(folder: Path) -> None:
-    """Start the controller and wait until it answers.
-
-    Raises:
-        DaemonError: it did not come up.
-    """
-    _start(folder, "slurmctld", "slurmctld", "-f", f"{folder}/slurm.conf")
-    if not wait_until(
-        lambda: ask(folder, "scontrol", "ping") is not None, within_s=_START_WITHIN_S
-    ):
-        raise DaemonError(folder, "slurmctld", "slurmctld does not answer")
-
-
-def start_slurmd(folder: Path, node: str) -> None:
-    """Start the daemon of one node; it tells the controller of itself.
-
-    Raises:
-        DaemonError: it refused to start.
-    """
-    _start(folder, node, "slurmd", "-N", node, "-f", f"{folder}/slurm.conf")
+    if not wait_until(answers, within_s=_START_WITHIN_S):
+        raise DaemonError(folder, daemon, f"{daemon} does not answer")
 
 
 def ask(folder: Path, name: str, *arguments: str) -> str | None:
@@ -149,7 +131,7 @@ def _find(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=_ADMIN_FOLDERS)
 
 
-def _start(folder: Path, daemon: str, name: str, *arguments: str) -> None:
+def _run(folder: Path, daemon: str, name: str, *arguments: str) -> None:
     marks = {MARK: str(folder), MARK_DAEMON: daemon}
     # It goes on in the background by itself; what it says before that belongs in its log.
     with log_file(folder, daemon).open("ab") as log:

@@ -1,0 +1,131 @@
+"""All rows of the table, in its order. A new row is a file in `rows` and its name here."""
+
+from dataclasses import replace
+
+from samestep.ranks.world import World
+from samestep.settings import Precision
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.exchange import Found, RankFailure, RecipeFacts, Start, encoded
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows import (
+    accumulation,
+    augmentation,
+    batchnorm,
+    dropout,
+    evaluation,
+    last_batch,
+    lightning,
+    loss,
+    metrics,
+    one_device,
+    one_process,
+    one_writer,
+    own_precision,
+    sample_order,
+    samples_apart,
+    several_ranks,
+    state,
+    stop_and_resume,
+    unused_parameters,
+)
+from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
+
+ROWS: tuple[TableRow, ...] = (
+    one_process.ROW,
+    several_ranks.ROW,
+    own_precision.ROW,
+    accumulation.ROW,
+    stop_and_resume.ROW,
+    lightning.ROW,
+    batchnorm.ROW,
+    dropout.ROW,
+    sample_order.ROW,
+    augmentation.ROW,
+    loss.ROW,
+    last_batch.ROW,
+    unused_parameters.ROW,
+    state.ROW,
+    samples_apart.ROW,
+    evaluation.ROW,
+    metrics.ROW,
+    one_writer.ROW,
+    one_device.ROW,
+)
+UNKNOWN = "unknown"
+
+
+def plan_trainings(start: Start, facts: RecipeFacts, chosen: Precision) -> list[ShortTraining]:
+    """Return what one start trains, the decisive ones first: a failure on several ranks ends it.
+
+    Args:
+        start: the ranks.
+        facts: what is known about the recipe.
+        chosen: the precision of the user's settings.
+    """
+    planned = PlannedStart(start, facts, chosen)
+    trainings = [t for row in ROWS if row.trainings for t in row.trainings(planned)]
+    if start.closing:
+        return [training for training in trainings if training.resumes is not None]
+    return sorted(
+        trainings,
+        key=lambda t: (t.lightning, t.precision != facts.exact, t.halves or t.resumes is not None),
+    )
+
+
+def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
+    """Return the facts with what the experiments of all rows found in this process."""
+    found = {row.name: row.look(tested) for row in ROWS if row.look}
+    kept = {name: encoded(value) for name, value in found.items() if value is not None}
+    return replace(facts, present=tested.free_step.kinds, found=kept)
+
+
+def look_on_rank(tested: RecipeUnderTest, world: World) -> Found:
+    """Return what the experiments of all rows found on this rank."""
+    found: Found = {}
+    for row in ROWS:
+        if row.look_on_rank:
+            try:
+                found[row.name] = encoded(row.look_on_rank(tested, world))
+            except Exception:  # noqa: S112 - the short trainings say how it fails
+                continue
+    return found
+
+
+def judge(evidence: Evidence) -> list[Check]:
+    """Return the checks of all rows; of the first one alone if one process could not train."""
+    found = []
+    for row in ROWS if evidence.trace(0, MAIN) else ROWS[:1]:
+        answer = row.answer(evidence)
+        checks = answer if isinstance(answer, list) else [answer]
+        found += [replace(check, name=check.name or row.name) for check in checks]
+    return [_explained(evidence, check) for check in found]
+
+
+def _explained(evidence: Evidence, check: Check) -> Check:
+    """Return a check with its cause, if other rows found it."""
+    if check.failure:
+        cause = _cause_of_failure(evidence, check.failure)
+        why = f"It failed: {check.failure.message.rstrip('.')}. {cause.why}".strip()
+        return replace(check, cause=replace(cause, why=why))
+    if check.passed or check.cause.name:
+        return check
+    causes = (row.explain(evidence) for row in ROWS if row.explain)
+    return replace(check, cause=next(filter(None, causes), None) or _unknown(check))
+
+
+def _cause_of_failure(evidence: Evidence, failure: RankFailure) -> Cause:
+    # An error message says more than the step in which it came, by which the last batch is known.
+    rows = sorted(ROWS, key=lambda row: row is last_batch.ROW)
+    causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
+    return next(filter(None, causes), Cause())
+
+
+def _unknown(check: Check) -> Cause:
+    first = [f"step {check.first_step}"] if check.first_step else []
+    first += [part for part in (check.what, check.first_parameter) if part]
+    return Cause(
+        UNKNOWN,
+        f"None of the known causes was found. What differs first: {', '.join(first)}.",
+        "Look for what depends on the rank, on how many samples a rank holds, or on what ran "
+        "before.",
+    )

@@ -1,0 +1,122 @@
+"""What the parent and the ranks leave for each other: files in one temporary folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from samestep.run.files import write_text
+from samestep.settings import Precision
+from samestep.verification.randomness import Kind
+from samestep.verification.training_size import TrainingSize
+
+T = TypeVar("T")
+Found = dict[str, msgspec.Raw]
+"""Row of the table → what its experiment found, as JSON; absent where it found nothing."""
+
+
+def encoded(value: Any) -> msgspec.Raw:
+    """Return a finding as `Found` keeps it."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def decoded(found: Mapping[str, msgspec.Raw], row: str, kind: type[T]) -> T | None:
+    """Return what a row's experiment found, if it found anything."""
+    return msgspec.json.decode(found[row], type=kind) if row in found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Ranks that are started once and run several short trainings."""
+
+    place: int
+    """Its number, counted from 0."""
+    world_size: int
+    resumes: int | None
+    """The earlier start whose checkpoint is resumed here."""
+    closing: bool = False
+    """Whether this start only resumes, and evaluates a checkpoint on one device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartInstructions:
+    """What the ranks of one start are to do."""
+
+    start: Start
+    sizes: tuple[int, ...]
+    batch: int | None
+    """The global batch, if the user named one."""
+    lightning: bool
+    """Whether Lightning is installed and to be compared too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFacts:
+    """What the first process found out about the recipe, before ranks are compared."""
+
+    num_samples: int
+    """Training samples of the recipe."""
+    size: TrainingSize
+    evaluates: str
+    """The split that is evaluated."""
+    exact: Precision = "fp64"
+    """The most exact precision that the model can compute in."""
+    inexact: str = ""
+    """Why this is not float64."""
+    lightning: bool = False
+    """Whether Lightning is there and can take these settings."""
+    present: frozenset[Kind] = frozenset()
+    """What the recipe has of those things that differ on other numbers of ranks by themselves."""
+    found: Found = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """How a short training failed on a rank."""
+
+    training: str
+    """Its name."""
+    step: int
+    """The step that was being taken, counted from 1; 0 before the first."""
+    message: str
+    mistake: bool = False
+    """Whether it is a `UserError`, whose message the user sees as it is."""
+    lost_peer: bool = False
+    """Whether another rank's failure caused it."""
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """What a rank tells about itself, beside its traces."""
+
+    num_samples: int = 0
+    """Training samples that its data has."""
+    found: Found = field(default_factory=dict)
+    failures: list[RankFailure] = field(default_factory=list)
+
+
+def folder_of(folder: Path, place: int, rank: int) -> Path:
+    """Return where a rank of a start keeps its files."""
+    return folder / f"start-{place}" / f"rank-{rank}"
+
+
+def run_of(folder: Path, place: int, training: str) -> Path:
+    """Return the run directory of a short training."""
+    return folder / f"start-{place}" / "runs" / training.replace(" ", "-")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Leave instructions, facts or a report for another process."""
+    write_text(path, msgspec.json.encode(value).decode())
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """Return what another process left, or None if it left nothing."""
+    return msgspec.json.decode(path.read_bytes(), type=kind) if path.is_file() else None
+
+
+def read_report(folder: Path, place: int, rank: int) -> RankReport:
+    """Return a rank's report; an empty one if the rank was killed before it wrote one."""
+    return read_json(folder_of(folder, place, rank) / "report.json", RankReport) or RankReport()

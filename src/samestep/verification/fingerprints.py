@@ -1,0 +1,54 @@
+"""Small marks of large things: of each sample, to follow it over ranks; of each tensor's values."""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.trees import tree_leaves
+
+_VALUES = 1024
+"""Values kept of a tensor: all of a small one, evenly spread ones of a large one."""
+
+
+def sample_marks(*trees: Any) -> list[str]:
+    """Return a mark for each sample of a batch: equal for equal samples, bit by bit.
+
+    Args:
+        trees: inputs, targets: tensors (batch, …), or trees of them.
+    """
+    leaves = [leaf.detach().cpu().contiguous() for tree in trees for leaf in tree_leaves(tree)]
+    marks = []
+    for row in range(len(leaves[0])):
+        digest = hashlib.blake2b(digest_size=8)
+        for leaf in leaves:
+            digest.update(leaf[row].reshape(-1).view(torch.uint8).numpy().tobytes())
+        marks.append(digest.hexdigest())
+    return marks
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's norm, followed by some or all of its values, in float64 on the CPU."""
+    flat = tensor.detach().reshape(-1)
+    dtype = None if flat.device.type == "mps" else torch.float64  # Apple GPUs have no float64
+    norm = torch.linalg.vector_norm(flat, dtype=dtype)
+    if len(flat) > _VALUES:
+        flat = flat[torch.linspace(0, len(flat) - 1, _VALUES).long().to(flat.device)]
+    return torch.cat([norm.reshape(1).cpu().double(), flat.cpu().double()])
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what `values_of` keeps of each parameter and floating-point buffer."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: values_of(t) for name, t in named if t.is_floating_point() and t.numel()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what `values_of` keeps of each parameter's gradient."""
+    named = model.named_parameters()
+    return {
+        name: values_of(p.grad)
+        for name, p in named
+        if p.grad is not None and p.grad.is_floating_point() and p.numel()
+    }

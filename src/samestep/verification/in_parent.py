@@ -1,0 +1,191 @@
+"""What the parent process does: start the ranks, one size after the other, and judge the rest."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from samestep.errors import UserError
+from samestep.execution.request import Request
+from samestep.ranks.start import Ended
+from samestep.recipe import Accepted
+from samestep.screen.words import count
+from samestep.training.window import KEPT
+from samestep.verification.all_rows import judge
+from samestep.verification.evidence import Check, Evidence
+from samestep.verification.exchange import (
+    RecipeFacts,
+    Start,
+    StartInstructions,
+    folder_of,
+    read_json,
+    read_report,
+    write_json,
+)
+from samestep.verification.short_trainings import MAIN, plan_starts
+from samestep.verification.trace import load_trace
+
+INSTRUCTIONS_FILE = "SAMESTEP_VERIFY"
+"""Set, in the ranks that are started here, to the file that says what they do."""
+
+Launch = Callable[[int, Path], Ended]
+"""(number of ranks, file of instructions) → how they ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The answer, and what it rests on."""
+
+    recipe: str
+    sizes: tuple[int, ...]
+    facts: RecipeFacts
+    precisions: tuple[str, ...]
+    checks: list[Check]
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs that was not accepted."""
+        return all(check.passed for check in self.checks)
+
+
+def gather(
+    request: Request,
+    sizes: Sequence[int],
+    launch: Launch,
+    *,
+    batch: int | None = None,
+    lightning: bool = True,
+    tell: Callable[[str], None] = lambda _text: None,
+) -> Evidence:
+    """Start ranks, one size after the other, and read back what they left.
+
+    Args:
+        request: the recipe, its options and settings.
+        sizes: numbers of ranks; one process is always among them.
+        launch: starts ranks, and waits for their end.
+        batch: the global batch, if not the smallest that will do.
+        lightning: whether Lightning's Trainer is compared too, if it is installed.
+        tell: called with what is being done.
+
+    Raises:
+        UserError: the recipe cannot be trained in one process, or has too few samples.
+        KeyboardInterrupt: the ranks were stopped by a signal.
+    """
+    starts = plan_starts(sizes)
+    lightning = lightning and importlib.util.find_spec("lightning") is not None
+    everything = tuple(sorted({1, *sizes}))
+    folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
+    ended: dict[int, str] = {}
+    try:
+        for start in starts:
+            tell(f"{count(start.world_size, 'rank')} ({start.place + 1} of {len(starts)} starts)")
+            instructions = StartInstructions(
+                start=start, sizes=everything, batch=batch, lightning=lightning
+            )
+            failure = _run(instructions, folder, launch)
+            if failure is not None:
+                ended[start.place] = failure
+            if start.place == 0 and not (folder_of(folder, 0, 0) / f"{MAIN}.pt").is_file():
+                break
+            if start.resumes is not None:  # these runs may be large, and have been resumed now
+                shutil.rmtree(folder / f"start-{start.resumes}" / "runs", ignore_errors=True)
+        return _read_evidence(folder, starts, request, ended)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def judge_evidence(
+    request: Request,
+    evidence: Evidence,
+    *,
+    accept: Sequence[Accepted] = (),
+    tolerance: float | None = None,
+    notes: Sequence[str] = (),
+    seconds: float = 0.0,
+) -> Verification:
+    """Return whether the recipe trains the same, by what its ranks left.
+
+    Args:
+        request: the recipe, its options and settings.
+        evidence: what the ranks left.
+        accept: what may differ by intent, beside what the recipe accepts.
+        tolerance: largest relative difference of losses; else everything is compared, to rounding.
+        notes: what the user should know about how it was done.
+        seconds: what it took.
+    """
+    accepts = frozenset({*request.recipe.accepts, *accept})
+    evidence = replace(evidence, accepts=accepts, tolerance=tolerance)
+    if tolerance is not None:
+        note = f"With --tolerance {tolerance:g} trainings are compared by their losses."
+        notes = (*notes, note)
+    return Verification(
+        recipe=request.recipe.name,
+        sizes=tuple(sorted({start.world_size for start in evidence.starts})),
+        facts=evidence.facts,
+        precisions=tuple(dict.fromkeys((evidence.facts.exact, evidence.chosen))),
+        checks=judge(evidence),
+        seconds=seconds,
+        notes=tuple(notes),
+    )
+
+
+def _run(instructions: StartInstructions, folder: Path, launch: Launch) -> str | None:
+    """Run one start; return its error message, if it failed."""
+    start = instructions.start
+    path = folder / f"instructions-{start.place}.json"
+    write_json(path, instructions)
+    ended = launch(start.world_size, path)
+    if ended.code == 0:
+        return None
+    if ended.code > 128:
+        raise KeyboardInterrupt
+    reports = [read_report(folder, start.place, rank) for rank in range(start.world_size)]
+    failures = [failure for report in reports for failure in report.failures]
+    failure = min(failures, key=lambda f: f.lost_peer, default=None)
+    message = failure.message if failure else ended.message.partition("; the other ranks")[0]
+    # Nothing was kept before these few steps.
+    message = message.replace(f"{KEPT} ", "")
+    if start.place == 0 and (failure.mistake if failure else ended.code == 2):
+        raise UserError(message)
+    return message or f"It ended with exit code {ended.code}."
+
+
+def _read_evidence(
+    folder: Path, starts: Sequence[Start], request: Request, ended: dict[int, str]
+) -> Evidence:
+    """Read back what the ranks left.
+
+    Raises:
+        UserError: there is nothing.
+    """
+    facts = read_json(folder / "facts.json", RecipeFacts)
+    if facts is None:
+        raise UserError(ended.get(0, "The first process left nothing."))
+    traces, reports = {}, {}
+    for start in starts:
+        everyone = range(start.world_size)
+        ranks = [folder_of(folder, start.place, rank) for rank in everyone]
+        for name in {path.name for path in ranks[0].glob("*.pt")}:
+            if all((rank / name).is_file() for rank in ranks):
+                key = (start.place, name.removesuffix(".pt"))
+                traces[key] = [load_trace(rank / name) for rank in ranks]
+        reports[start.place] = [read_report(folder, start.place, rank) for rank in everyone]
+    return Evidence(
+        facts=facts,
+        starts=starts,
+        traces=traces,
+        reports=reports,
+        ended=ended,
+        chosen=request.settings.precision,
+    )
+
+
+def instructions_of_this_rank() -> Path | None:
+    """Return the file that says what this rank does, if this process is one."""
+    named = os.environ.get(INSTRUCTIONS_FILE)
+    return Path(named) if named else None

@@ -1,0 +1,194 @@
+"""A recipe with its few samples, on one device: what the experiments ask."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.batches import open_source
+from samestep.data.blocks import Block
+from samestep.data.trees import map_leaves, narrow, tree_leaves
+from samestep.ranks.world import World
+from samestep.recipe import Recipe, Splits
+from samestep.settings import Precision, Settings
+from samestep.training.precision import autocast, data_dtype
+from samestep.training.prepare import prepare
+from samestep.training.snapshot import seed_alike
+from samestep.verification.difference import ROUNDING
+from samestep.verification.randomness import ALL_KINDS, Kind, Seen, batch_norms, hold_model, watched
+from samestep.verification.training_size import TrainingSize
+
+
+class FreeStep(NamedTuple):
+    """A forward and backward with nothing held still."""
+
+    model: nn.Module
+    """With its gradients."""
+    seen: Seen
+    own_generators: list[str]
+    """Lines that draw from a `torch.Generator` of their own, which goes on from step to step."""
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """What the recipe has of those things that differ on other numbers of ranks."""
+        present: dict[Kind, Any] = {
+            "batchnorm": batch_norms(self.model),
+            "dropout": self.seen.draws,
+            "state": self.seen.generators,
+        }
+        return frozenset(kind for kind, found in present.items() if found)
+
+
+class HeldForward(NamedTuple):
+    """A forward with all draws held still."""
+
+    model: nn.Module
+    block: Block
+    outputs: Any
+    """Detached; (samples, …)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeUnderTest:
+    """A recipe with its few samples, on one device."""
+
+    recipe: Recipe
+    options: Any
+    settings: Settings
+    splits: Splits
+    size: TrainingSize
+    world: World
+    """This process alone, whatever others there are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and data."""
+        return data_dtype(self.settings.precision)
+
+    @property
+    def rounding(self) -> float:
+        """Relative difference that is no more than rounding."""
+        return ROUNDING[self.settings.precision]
+
+    @cached_property
+    def free_step(self) -> FreeStep:
+        """One step with nothing held still, watched."""
+        seen, block, model = Seen(), self.batch(), self.build()
+        hold_model(model, seen, frozenset())
+        loss = watched(self.recipe.loss, seen)
+        self._free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
+        stood = dict(seen.own)
+        if stood:  # one that is made or seeded anew in each forward has no state to be saved
+            seen.own.clear()
+            self._free_loss(model, block, loss)
+        return FreeStep(model, seen, [line for line in stood if stood[line] != seen.own.get(line)])
+
+    @cached_property
+    def held_forward(self) -> HeldForward | None:
+        """A forward with all draws held still; None where outputs are not one per sample."""
+        block = self.batch()
+        model = held_model(self, block)
+        outputs = self.forward(model, block.inputs)
+        for leaf in tree_leaves(outputs):
+            if not (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == block.rows):
+                return None
+        return HeldForward(model, block, map_leaves(Tensor.detach, outputs))
+
+    def build(self) -> nn.Module:
+        """Return the model as a run builds it, in training mode."""
+        seed_alike(self.settings.seed)
+        plain = replace(self.settings, sync_batchnorm=False, compile="off")
+        model = prepare(self.recipe.build_model(self.options), plain, self.world, self.dtype)
+        return model.train()
+
+    def batch(
+        self,
+        step: int = 0,
+        *,
+        recipe: Recipe | None = None,
+        seed: int = 0,
+        world: World | None = None,
+    ) -> Block:
+        """Return a step of the first epoch, read anew.
+
+        Args:
+            step: of the epoch, counted from 0.
+            recipe: another one that reads the same data.
+            seed: of the global generators while it is read.
+            world: whose part of the step.
+        """
+        recipe = recipe or self.recipe
+        source = open_source(
+            self.splits.train,
+            world or self.world,
+            seed=self.settings.seed,
+            dtype=self.dtype,
+            num_workers=0,
+            transform=recipe.transform,
+            augment=recipe.augment,
+        )
+        seed_alike(seed)
+        try:
+            blocks = source.blocks(
+                0, step, global_batch=self.size.global_batch, drop_last=self.size.drop_last
+            )
+            return next(single for block in blocks for single in block.singles())
+        finally:
+            source.close()
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the model's outputs in the precision of the settings."""
+        with autocast(self.settings.precision, self.world.device):
+            return model(inputs)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss with all that it draws held still."""
+        with autocast(self.settings.precision, self.world.device):
+            return cast("Tensor", watched(self.recipe.loss, Seen(), ALL_KINDS)(outputs, targets))
+
+    def problem(self) -> str:
+        """Return how a forward and backward fails, or nothing."""
+        try:
+            loss = self._free_loss(self.build(), self.batch(), self.recipe.loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            return first_line(error)
+        return ""
+
+    def _free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
+        with autocast(self.settings.precision, self.world.device):
+            return cast("Tensor", loss(model(block.inputs), block.targets))
+
+
+def held_model(tested: RecipeUnderTest, block: Block) -> nn.Module:
+    """Return the model with all that it draws held still."""
+    model = tested.build()
+    hold_model(model, Seen(), ALL_KINDS, lambda: few_inputs(block))
+    return model
+
+
+def few_inputs(block: Block) -> Any:
+    """Return some inputs for the statistics at which batch normalisation is held."""
+    return narrow(block.inputs, 0, min(4, block.rows))
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precision, str, str]:
+    """Return the precision to compare in, why it is not float64, and why no other works either."""
+
+    def problem_in(precision: Precision) -> str:
+        return replace(tested, settings=replace(tested.settings, precision=precision)).problem()
+
+    mps = tested.world.device.type == "mps"
+    no_float64 = "Apple GPUs have no float64" if mps else problem_in("fp64")
+    if not no_float64:
+        return "fp64", "", ""
+    return chosen, no_float64, no_float64 if chosen == "fp64" else problem_in(chosen)

@@ -1,0 +1,89 @@
+"""Augmentation: a sample that is read again, or in another batch, is the same sample."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from samestep.ranks.world import World
+from samestep.recipe import Recipe
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.fingerprints import sample_marks
+from samestep.verification.recipe_under_test import RecipeUnderTest
+
+NAME = "augmentation"
+CAUSE = "unkeyed augmentation"
+Part = Literal["dataset", "transform", "augment"]
+_READERS: dict[Part, str] = {
+    "dataset": "The data set",
+    "transform": "transform()",
+    "augment": "augment()",
+}
+_ADVICE: dict[Part, str] = {
+    "dataset": "Draw in __getitem__ from torch, random or np.random themselves, not from a "
+    "generator of your own: samestep seeds those by (seed, epoch, sample).",
+    "transform": "transform() must not draw; move what is random to augment() and draw from its "
+    "keys: samestep.uniform(keys, draws).",
+    "augment": "Draw from the keys that augment() is given: samestep.uniform(keys, draws), one "
+    "row per sample.",
+}
+
+
+class Changes(NamedTuple):
+    """What changes a sample when it is read twice."""
+
+    part: Part
+    batchwise: bool
+    """Whether it does so only when the sample is read in another batch."""
+
+
+def _look(tested: RecipeUnderTest) -> Changes | None:
+    """Read the same samples twice, and in another batch."""
+
+    def marks(recipe: Recipe, seed: int = 1, world: World | None = None) -> list[str]:
+        block = tested.batch(recipe=recipe, seed=seed, world=world)
+        return sample_marks(block.inputs, block.targets)
+
+    def same_twice(recipe: Recipe) -> bool:
+        return marks(recipe, 1) == marks(recipe, 2)
+
+    def same_in_parts(recipe: Recipe) -> bool:
+        halves = [replace(tested.world, rank=rank, world_size=2) for rank in range(2)]
+        return [mark for half in halves for mark in marks(recipe, world=half)] == marks(recipe)
+
+    if not same_twice(tested.recipe):
+        return Changes(_changing_part(tested.recipe, same_twice), batchwise=False)
+    if not same_in_parts(tested.recipe):
+        return Changes(_changing_part(tested.recipe, same_in_parts), batchwise=True)
+    return None
+
+
+def _changing_part(recipe: Recipe, is_same: Callable[[Recipe], bool]) -> Part:
+    if not is_same(replace(recipe, augment=None, transform=None)):
+        return "dataset"
+    return "augment" if is_same(replace(recipe, augment=None)) else "transform"
+
+
+def changing_part(evidence: Evidence) -> Part | None:
+    """Return what changes a sample when it is read twice, if anything does."""
+    changes = evidence.found(NAME, Changes)
+    return changes.part if changes else None
+
+
+def _explain(evidence: Evidence) -> Cause | None:
+    changes = evidence.found(NAME, Changes)
+    if changes is None:
+        return None
+    reader = _READERS[changes.part]
+    why = (
+        f"{reader} gives a sample something else when other samples are beside it."
+        if changes.batchwise
+        else f"{reader} gives something else each time the same sample is read in the same epoch."
+    )
+    return Cause(CAUSE, why, _ADVICE[changes.part])
+
+
+def _answer(evidence: Evidence) -> Check:
+    return cause_check(evidence, "a sample read again, in other batches", _explain(evidence))
+
+
+ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)

@@ -1,0 +1,33 @@
+"""BatchNorm: each rank normalises over its own share of the batch."""
+
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.randomness import batch_norms
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows.left_free import answer, left_free
+
+NAME = "BatchNorm"
+CAUSE = "BatchNorm statistics per rank"
+
+
+def _look(tested: RecipeUnderTest) -> list[str]:
+    """Return the names of the batch normalisations."""
+    return list(batch_norms(tested.free_step.model))
+
+
+def _answer(evidence: Evidence) -> Check:
+    names = evidence.found(NAME, list[str])
+    if not names:
+        return Check("same", "the model has none")
+    shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    cause = Cause(
+        CAUSE,
+        f"Layer {shown}: each rank normalises over its own share of the batch; frozen, they make "
+        "no difference.",
+        "GroupNorm needs no batch; --sync-batchnorm works on NVIDIA GPUs; or accept it: --accept "
+        'batchnorm, in the recipe accepts=("batchnorm",).',
+    )
+    compared = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
+    return answer(evidence, "batchnorm", compared, cause, "batchnorm")
+
+
+ROW = TableRow(name=NAME, look=_look, trainings=left_free("batchnorm"), answer=_answer)

@@ -1,0 +1,91 @@
+"""Loss: the loss of a batch is the mean of its parts' losses by their numbers of samples."""
+
+import contextlib
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from samestep.data.trees import narrow
+from samestep.verification.difference import relative
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.recipe_under_test import RecipeUnderTest
+
+NAME = "loss"
+CAUSE = "loss that is not a mean over samples"
+
+
+class LossOfParts(NamedTuple):
+    """How far batches' losses are from what their parts' losses say."""
+
+    full: float
+    """Relative difference from their mean for the full batches."""
+    uneven: float
+    """The same for the incomplete batch."""
+    adds_up: bool
+    """Whether the loss of a full batch is the sum of its parts' losses instead."""
+
+
+def _look(tested: RecipeUnderTest) -> LossOfParts | None:
+    """Compare batches' losses with their parts', which are as small as those of the ranks."""
+    if tested.held_forward is None:
+        return None
+    model, size = tested.held_forward.model, tested.size
+    from_mean, from_sum = zip(
+        *(_parts(tested, model, step) for step in range(size.full)), strict=True
+    )
+    uneven = 0.0
+    if not size.drop_last:
+        with contextlib.suppress(Exception):  # the row of the last batch says that it fails
+            uneven, _ = _parts(tested, model, size.full)
+    full = max(from_mean)
+    return LossOfParts(full, uneven, adds_up=max(from_sum) <= tested.rounding < full)
+
+
+def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
+    """Return how far a loss is from its parts' weighted mean, and how far from their sum."""
+    block = tested.batch(step)
+    with torch.no_grad():
+        outputs = tested.forward(model, block.inputs)
+    rows = block.rows
+    if rows < 2:
+        return 0.0, 0.0
+    last = max(1, rows // max(2, tested.size.ranks))
+    whole = float(tested.loss(outputs, block.targets))
+    losses = [
+        (float(tested.loss(narrow(outputs, s, n), narrow(block.targets, s, n))), n)
+        for s, n in ((0, rows - last), (rows - last, last))
+    ]
+    mean = sum(loss * samples for loss, samples in losses) / rows
+    total = sum(loss for loss, _ in losses)
+    most = sys.float_info.max  # JSON has no infinity
+    return min(relative(whole, mean), most), min(relative(whole, total), most)
+
+
+def _explain(evidence: Evidence) -> Cause | None:
+    found = evidence.found(NAME, LossOfParts)
+    if found is None or found.full <= evidence.exact:
+        return None
+    why = (
+        "The loss of a batch is the sum of its parts' losses: a sum, or divided by a fixed number."
+        if found.adds_up
+        else "The loss of a batch is not the mean of its parts' losses by their numbers of "
+        "samples: it is weighted (class weights, ignored targets), or made over the whole batch."
+    )
+    return Cause(
+        CAUSE,
+        why,
+        "Return a mean in which each of the n samples weighs 1/n. With class weights: "
+        'cross_entropy(…, weight=w, reduction="sum") / len(targets).',
+    )
+
+
+def _answer(evidence: Evidence) -> Check:
+    found = evidence.found(NAME, LossOfParts)
+    if found is None:
+        return Check("skipped", "outputs are not one per sample")
+    return cause_check(evidence, "of a batch, and of its parts", _explain(evidence), found.full)
+
+
+ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)

@@ -1,0 +1,65 @@
+"""One device: a single process loads and evaluates a checkpoint of several ranks."""
+
+from pathlib import Path
+
+from samestep.data.batches import open_source
+from samestep.run import checkpoints
+from samestep.training.evaluation import evaluate
+from samestep.training.snapshot import load_model
+from samestep.verification.difference import TrainingDifference, evaluations_apart
+from samestep.verification.evidence import Check, Evidence, TableRow, measured
+from samestep.verification.randomness import ALL_KINDS, Seen, hold_model
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows import metrics
+from samestep.verification.short_trainings import MAIN
+
+NAME = "one device"
+
+
+def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
+    """Evaluate the newest checkpoint of a run without any other rank."""
+    newest = checkpoints.load_newest(run / "checkpoints")
+    if newest is None or tested.splits.validation is None:
+        return {}
+    model = tested.build()
+    load_model(model, newest[1])
+    hold_model(model, Seen(), ALL_KINDS)
+    source = open_source(
+        tested.splits.validation,
+        tested.world,
+        seed=tested.settings.seed,
+        dtype=tested.dtype,
+        num_workers=0,
+        transform=tested.recipe.transform,
+    )
+    try:
+        values = evaluate(
+            model,
+            source,
+            tested.loss,
+            tested.recipe.metrics,
+            world=tested.world,
+            batch_size=256,
+            precision=tested.settings.precision,
+        )
+    finally:
+        source.close()
+    return {name: value for name, value in values.items() if isinstance(value, float)}
+
+
+def _answer(evidence: Evidence) -> Check:
+    if not evidence.several:
+        return Check("skipped", evidence.not_compared())
+    largest, stop = evidence.starts[-2], evidence.facts.size.stop
+    trace = evidence.trace(largest.place, MAIN)
+    loaded = next(filter(None, evidence.found_on_ranks(NAME, dict[str, float])), None)
+    if trace is None or loaded is None or stop not in trace.evaluations:
+        return Check("skipped", "there is no checkpoint to load")
+    found, what = evaluations_apart(trace.evaluations[stop], loaded)
+    if found > evidence.exact and metrics.largest_difference(evidence).largest > evidence.exact:
+        return Check("skipped", "metrics differ by themselves")
+    compared = f"a checkpoint of {largest.world_size} ranks, evaluated"
+    return measured(compared, TrainingDifference(found, what=what), evidence.exact)
+
+
+ROW = TableRow(name=NAME, answer=_answer)

@@ -1,0 +1,154 @@
+"""One writer: no two ranks write the same file, and rank 0 alone prints."""
+
+import os
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, cast
+
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.exchange import decoded
+from samestep.verification.randomness import is_users, place_of, users_line
+
+NAME = "one writer"
+_COMPARED = "what other ranks than 0 print, write"
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
+# What only one rank can succeed at (a folder that is made or removed, a file that must be new) is
+# no file that several write; where it is no mistake to come second, all try.
+_CHANGES = ("os.rename", "os.remove", "os.truncate")
+_NOT_FILES = ("/dev/", "/proc/")
+_paths = sysconfig.get_paths()
+_LIBRARIES = tuple(_paths[kind] + os.sep for kind in ("purelib", "platlib"))
+_PYTHON = (*(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib")), "<frozen ")
+# Libraries that write the file that they are told to. All others look after their own files:
+# what torch caches when it is first needed is not for the user to mend.
+_TOLD_TO = (
+    *("torch/serialization.py", "numpy/", "pandas/", "PIL/", "matplotlib/"),
+    "torchvision/datasets/",
+)
+
+
+@dataclass
+class RecipeOutput:
+    """What the user's lines printed and wrote on one rank."""
+
+    printed: dict[str, str] = field(default_factory=dict)
+    """The user's line → the beginning of what it printed."""
+    written: dict[str, str] = field(default_factory=dict)
+    """File → the user's line that opened it for writing, renamed or removed it."""
+
+
+def _answer(evidence: Evidence) -> Check:
+    if not evidence.several:
+        return Check("skipped", evidence.not_compared())
+    written = _written_by_several(evidence)
+    if written:
+        path, line = next(iter(written.items()))
+        more = len(written) - 1
+        also = f" and {more} more file{'s' * (more > 1)}" if more else ""
+        cause = Cause(
+            "every rank writes",
+            f"{line} writes {path}{also} on every rank, all at once.",
+            "A recipe's code runs on every rank: write the file before training, or put the rank "
+            'into its name: os.environ.get("RANK", "0").',
+        )
+        return Check("different", _COMPARED, cause=cause)
+    others = [one for start in evidence.several for one in _outputs(evidence, start.place)[1:]]
+    printed = {line: text for output in others for line, text in output.printed.items()}
+    if printed:
+        line, text = next(iter(printed.items()))
+        cause = Cause(
+            "every rank prints",
+            f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others "
+            "in rank-N.log.",
+        )
+        return Check("note", _COMPARED, cause=cause)
+    return Check("same", _COMPARED)
+
+
+def _outputs(evidence: Evidence, place: int) -> list[RecipeOutput]:
+    """Return the output of each rank of a start."""
+    found = [decoded(r.found, NAME, RecipeOutput) for r in evidence.reports.get(place, [])]
+    return [output or RecipeOutput() for output in found]
+
+
+def _written_by_several(evidence: Evidence) -> dict[str, str]:
+    """Return the files that two ranks of one start wrote, each with the user's line."""
+    written: dict[str, str] = {}
+    for place in evidence.reports:
+        outputs = _outputs(evidence, place)
+        writers = Counter(path for output in outputs for path in output.written)
+        lines = {path: line for output in outputs for path, line in output.written.items()}
+        written |= {path: lines[path] for path, times in writers.items() if times > 1}
+    return written
+
+
+ROW = TableRow(name=NAME, answer=_answer)
+
+
+def watch_output(folder: Path) -> RecipeOutput:
+    """Watch this process from here to its end; what happens below a folder is ours."""
+    found = RecipeOutput()
+    own = str(folder)
+
+    def audit(event: str, details: tuple[Any, ...]) -> None:
+        flags = details[2] if event == "open" and isinstance(details[2], int) else 0
+        writes = flags & _WRITES and not flags & os.O_EXCL
+        if not writes and event not in _CHANGES:
+            return
+        if not isinstance(details[0], str | bytes | os.PathLike):
+            return
+        path = os.path.abspath(os.fsdecode(details[0]))  # noqa: PTH100 - it may be anything
+        if path.startswith((own, *_NOT_FILES)) or "__pycache__" in path:
+            return
+        line = line_that_writes(sys._getframe(1))  # noqa: SLF001
+        if line:
+            found.written.setdefault(path, line)
+
+    sys.addaudithook(audit)
+    sys.stdout = cast("TextIO", _WatchedStream(sys.stdout, found.printed))
+    return found
+
+
+def line_that_writes(frame: FrameType | None) -> str:
+    """Return the user's line whose doing a write is: `model.py:31`; nothing if it is no line's.
+
+    Between the line and the write may stand what writes where it is told to, but no import, no
+    temporary file (which no other process shares), and no library with files of its own.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return place_of(frame)
+        if "importlib" in file or file == tempfile.__file__ or not _writes_where_told(file):
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def _writes_where_told(file: str) -> bool:
+    # Without a virtual environment the libraries lie within Python's own folder.
+    for folder in _LIBRARIES:
+        if file.startswith(folder):
+            return file.removeprefix(folder).startswith(_TOLD_TO)
+    return file.startswith(_PYTHON)
+
+
+class _WatchedStream:
+    """Pass text on, and note which of the user's lines printed it."""
+
+    def __init__(self, inner: TextIO, printed: dict[str, str]) -> None:
+        self._inner, self._printed = inner, printed
+
+    def write(self, text: str) -> int:
+        line = users_line(sys._getframe(1))  # noqa: SLF001
+        if line and text.strip():
+            self._printed.setdefault(line, text.strip()[:60])
+        return self._inner.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,28 @@
+"""The precision of the user's settings, where it is not the one that decides: losses alone."""
+
+from dataclasses import replace
+
+from samestep.verification.evidence import OWN_PRECISION, Check, Evidence, TableRow, training_check
+from samestep.verification.short_trainings import PlannedStart, ShortTraining
+
+
+def _trainings(planned: PlannedStart) -> list[ShortTraining]:
+    training = ShortTraining(name=OWN_PRECISION, precision=planned.chosen)
+    return [training] if planned.chosen != planned.facts.exact else []
+
+
+def _answer(evidence: Evidence) -> list[Check]:
+    one = evidence.trace(0, OWN_PRECISION)
+    found = {
+        start: evidence.compare(trace, OWN_PRECISION, reference=one)
+        for start in evidence.several
+        if one and (trace := evidence.trace(start.place, OWN_PRECISION))
+    }
+    trained = one is not None and not evidence.failures(training=OWN_PRECISION)
+    if evidence.chosen == evidence.facts.exact or (trained and not found):
+        return []
+    check = training_check(evidence, OWN_PRECISION, "losses", found)
+    return [replace(check, name=evidence.chosen)]
+
+
+ROW = TableRow(name=OWN_PRECISION, answer=_answer, trainings=_trainings)

@@ -1,0 +1,48 @@
+"""Several ranks train as one process does, and hold the same weights; a row for each number."""
+
+from dataclasses import replace
+
+from samestep.verification.difference import TrainingDifference, difference, worst
+from samestep.verification.evidence import Check, Evidence, TableRow, failed_start, measured
+from samestep.verification.exchange import Start
+from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
+from samestep.verification.trace import Trace
+
+
+def _trainings(planned: PlannedStart) -> list[ShortTraining]:
+    precision = planned.facts.exact
+    return [ShortTraining(name=MAIN, precision=precision, saves=True, evaluates=True)]
+
+
+def _answer(evidence: Evidence) -> list[Check]:
+    return [
+        replace(_compare(evidence, start), name=f"{start.world_size} ranks")
+        for start in evidence.several
+    ]
+
+
+def _compare(evidence: Evidence, start: Start) -> Check:
+    smallest, larger = divmod(evidence.facts.size.global_batch, start.world_size)
+    shares = [smallest + (rank < larger) for rank in range(start.world_size)]
+    parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
+    # The weights of ranks are compared with each other even where losses alone decide.
+    what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
+    compared = f"{what}: {parts}"
+    trace = evidence.trace(start.place, MAIN)
+    if trace is None or evidence.died(start.place):
+        return failed_start(evidence, compared, start.place)
+    found = worst([evidence.compare(trace), _between_ranks(evidence, start)])
+    return measured(compared, found, evidence.tolerance_of(MAIN))
+
+
+def _between_ranks(evidence: Evidence, start: Start) -> TrainingDifference:
+    """Compare the weights that the ranks of a start hold at its end."""
+    last = evidence.facts.size.steps
+    first, *others = (
+        Trace(losses={last: 0.0}, weights={last: trace.weights[last]})
+        for trace in evidence.traces[start.place, MAIN]
+    )
+    return worst(difference(first, other, evidence.exact) for other in others)
+
+
+ROW = TableRow(name="ranks", answer=_answer, trainings=_trainings)

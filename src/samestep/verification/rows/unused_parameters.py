@@ -1,0 +1,54 @@
+"""Parameters: each gets a gradient in every step, or ranks would wait for it forever."""
+
+import re
+
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.exchange import RankFailure, RecipeFacts, decoded
+from samestep.verification.recipe_under_test import RecipeUnderTest
+
+NAME = "parameters"
+CAUSE = "unused parameters"
+_UNUSED = re.compile(
+    r"does not depend on|finished reduction in the prior iteration|find_unused_parameters"
+)
+
+
+def _look(tested: RecipeUnderTest) -> list[str]:
+    """Return the parameters that have no gradient after a backward."""
+    named = tested.free_step.model.named_parameters()
+    return [name for name, p in named if p.requires_grad and p.grad is None]
+
+
+def unused_parameters(facts: RecipeFacts) -> list[str]:
+    """Return the parameters without a gradient."""
+    return decoded(facts.found, NAME, list[str]) or []
+
+
+def _cause(names: list[str]) -> Cause:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    why = (
+        f"The loss does not depend on {shown}, so ranks would wait for a gradient that never comes."
+        if names
+        else "In some steps the loss does not depend on all parameters, so ranks wait for a "
+        "gradient that never comes."
+    )
+    return Cause(
+        CAUSE, why, "Use them in forward in every step, or freeze them: requires_grad_(False)."
+    )
+
+
+def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
+    return _cause(unused_parameters(evidence.facts)) if _UNUSED.search(failure.message) else None
+
+
+def _answer(evidence: Evidence) -> Check:
+    names = unused_parameters(evidence.facts)
+    return cause_check(
+        evidence,
+        "every parameter gets a gradient",
+        _cause(names) if names else None,
+        first_parameter=names[0] if names else None,
+    )
+
+
+ROW = TableRow(name=NAME, look=_look, answer=_answer, explain_failure=_explain_failure)

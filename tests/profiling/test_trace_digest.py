@@ -1,0 +1,241 @@
+"""What a trace says of its steps, on traces made by hand: of a CPU and of a GPU."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.profiling.intervals import common, length, lengths_in, union, without
+from samestep.profiling.trace_digest import digest
+from samestep.profiling.trace_events import COLLATE, own_times, phases_of
+from samestep.profiling.tracing import memory_timeline, peak_memory
+
+STEP_US = 1000
+
+
+def event(name, begin, duration, category="cpu_op", thread=1, **more):
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": begin,
+        "dur": duration,
+        "pid": 1,
+        "tid": thread,
+        **more,
+    }
+
+
+def mark(phase, moment):
+    return event(f"samestep::{phase}", moment, 0.1, "user_annotation")
+
+
+def trace(inside, steps=5):
+    """Steps of 1000 µs: data until 100, forward until 400, backward until 900, optimizer."""
+    events = [mark("other", 0)]
+    for step in range(steps):
+        begin = step * STEP_US
+        events.append(event(f"ProfilerStep#{step}", begin, STEP_US - 0.1, "user_annotation"))
+        ends = {"data": 100, "forward": 400, "backward": 900, "optimizer": 1000}
+        events += [mark(phase, begin + end) for phase, end in ends.items()]
+        events += [{**one, "ts": one["ts"] + begin} for one in inside]
+    return events
+
+
+def test_phases_are_the_time_from_mark_to_mark():
+    phases = phases_of(trace([], steps=1))
+    assert phases == [
+        ("data", (0, 100)),
+        ("forward", (100, 400)),
+        ("backward", (400, 900)),
+        ("optimizer", (900, 1000)),
+    ]
+
+
+def test_what_no_operation_works_in_is_the_cost_of_starting_operations():
+    found = digest(trace([event("aten::mm", 100, 90)]), 5)
+    # 2 µs are taken for an operation that does nothing, and up to three of them are no work.
+    assert found.matmul == pytest.approx(84 / 900, rel=0.01)
+    assert found.launch == pytest.approx(816 / 900, rel=0.01)
+    assert found.count == 1
+
+
+def test_work_is_counted_once_where_an_operation_calls_another():
+    nested = [
+        event("aten::linear", 100, 800),
+        event("aten::addmm", 200, 600),
+        event("aten::add", 910, 80),
+    ]
+    found = digest(trace(nested), 5)
+    assert found.matmul == pytest.approx((194 + 594) / 900, rel=0.01)
+    assert found.memory == pytest.approx(74 / 900, rel=0.01)
+    assert found.top_matmul[0] == ("addmm", pytest.approx(594 / 900, rel=0.01))
+    assert found.top_memory == (("add", pytest.approx(74 / 900, rel=0.01)),)
+
+
+def test_pythons_own_nodes_of_autograd_are_no_work():
+    found = digest(trace([event("SlowBackward", 400, 500)]), 5)
+    assert found.launch == pytest.approx(1.0)
+
+
+def test_a_step_in_which_another_program_had_the_core_changes_nothing():
+    calm = trace([event("aten::mm", 100, 500), event("aten::add", 700, 100)])
+    disturbed = [dict(one) for one in calm]
+    next(one for one in disturbed if one["name"] == "aten::mm")["dur"] = 590
+    assert digest(disturbed, 5).matmul == pytest.approx(digest(calm, 5).matmul, rel=0.01)
+
+
+def test_a_loop_that_reads_numbers_is_told_from_other_overhead():
+    norms = [event("aten::norm", start, 10) for start in range(400, 880, 40)]
+    loop = [*norms, *(event("aten::_local_scalar_dense", e["ts"] + 20, 1) for e in norms)]
+    found = digest(trace(loop), 5)
+    assert found.syncs == 12
+    assert found.sync == pytest.approx(440 / 900, rel=0.01)
+    single = digest(trace([event("aten::_local_scalar_dense", 500, 1)]), 5)
+    assert (single.syncs, single.sync) == (1, 0)
+
+
+def test_what_optimizers_and_loaders_read_for_themselves_does_not_count():
+    own = [
+        event("Optimizer.step#Adam.step", 900, 90, "user_annotation"),
+        event("aten::_local_scalar_dense", 920, 1),
+    ]
+    assert digest(trace(own), 5).syncs == 0
+
+
+def test_an_optimizer_that_reads_again_and_again_is_no_loop_of_the_scripts():
+    """LBFGS does so; the closure that it calls is the script's, in another phase."""
+    reads = [event("aten::_local_scalar_dense", start, 1) for start in range(910, 990, 10)]
+    ranges = [event("Optimizer.step#LBFGS.step", 400, 595, "user_annotation")]
+    found = digest(trace([*ranges, *reads]), 5)
+    assert (found.syncs, found.sync) == (0, 0)
+    closures = [event("aten::_local_scalar_dense", start, 1) for start in range(410, 890, 10)]
+    found = digest(trace([*ranges, *closures]), 5)
+    assert found.syncs == 48
+    assert found.sync > 0.5
+
+
+def test_putting_samples_together_is_told_as_a_share_of_the_wait():
+    found = digest(trace([event("aten::stack", 20, 60), event("aten::mm", 200, 50)]), 5)
+    assert found.collate == pytest.approx(0.6)
+
+
+def test_so_is_what_a_loader_spends_in_its_collate_function_whatever_that_calls():
+    collates = event(COLLATE, 10, 80, "user_annotation")
+    found = digest(trace([collates, event("aten::stack", 20, 60), event("aten::mm", 200, 50)]), 5)
+    assert found.collate == pytest.approx(0.8)
+
+
+KERNEL = "kernel"
+
+
+def test_a_gpu_that_computes_all_the_time_is_busy_however_short_the_hosts_calls_are():
+    kernels = [event("ampere_sgemm_128x64", 100, 880, KERNEL, 7), event("aten::mm", 100, 5)]
+    found = digest(trace(kernels), 5)
+    assert found.matmul > 0.95
+    assert found.launch < 0.05
+
+
+def test_a_gpu_that_waits_for_the_host_is_launch_bound():
+    kernels = [event("elementwise_kernel", start, 10, KERNEL, 7) for start in range(100, 1000, 50)]
+    found = digest(trace(kernels), 5)
+    assert found.launch > 0.7
+    assert found.memory == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_gpu_that_runs_dry_while_the_host_waits_for_it_is_host_sync():
+    step = [
+        one
+        for start in range(100, 1000, 100)
+        for one in (
+            event("ampere_sgemm_128x64", start, 30, KERNEL, 7),
+            event("cudaStreamSynchronize", start + 10, 25, "cuda_runtime"),
+        )
+    ]
+    found = digest(trace(step), 5)
+    assert found.sync > 0.6
+    assert found.launch < 0.1
+
+
+def test_a_gpu_that_waits_for_data_is_not_launch_bound():
+    found = digest(trace([event("ampere_sgemm_128x64", 101, 898, KERNEL, 7)]), 5)
+    assert found.launch < 0.01
+
+
+def test_what_nccl_does_is_neither_work_nor_idleness():
+    step = [
+        event("ampere_sgemm_128x64", 100, 500, KERNEL, 7),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 600, 400, KERNEL, 8),
+    ]
+    found = digest(trace(step), 5)
+    assert found.matmul > 0.98
+
+
+def test_an_empty_trace_says_nothing():
+    assert digest([], 0).launch == 0
+
+
+def test_the_memory_timeline_names_the_phase_of_the_peak():
+    def change(moment, size):
+        return {
+            "ph": "i",
+            "name": "[memory]",
+            "ts": moment,
+            "args": {"Bytes": size, "Device Type": 0},
+        }
+
+    rows = memory_timeline(
+        [*trace([], steps=1), change(150, 1 << 20), change(500, 3 << 20), change(950, -(4 << 20))]
+    )
+    assert rows == [(0.15, "forward", 1.0), (0.5, "backward", 4.0), (0.95, "optimizer", 0.0)]
+    assert peak_memory(rows) == (4.0, "backward")
+    assert peak_memory([]) is None
+
+
+TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: (t[0], sum(t))))
+
+
+def points(spans):
+    return {moment for begin, end in spans for moment in range(begin, end)}
+
+
+@given(TIMES, TIMES)
+def test_intervals_are_sets_of_moments(one, other):
+    first, second = union(one), union(other)
+    assert points(first) == points(one)
+    assert length(first) == len(points(one))
+    assert points(common(first, second)) == points(one) & points(other)
+    assert points(without(first, second)) == points(one) - points(other)
+    assert points(without([(0, 60)], first)) == set(range(60)) - points(one)
+    shared = [len(points([window]) & points(other)) for window in first]
+    assert lengths_in(first, second) == shared
+
+
+class Counted(list):
+    """A list that counts how often it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place):
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("of_each", [without, lengths_in])
+def test_the_trace_of_a_whole_epoch_is_looked_through_once(of_each):
+    """One that is looked through for every call in it seems to hang."""
+    spans = Counted((float(begin), begin + 0.5) for begin in range(1000))
+    windows = [(float(begin), begin + 1.0) for begin in range(1000)]
+    assert len(of_each(windows, spans)) == 1000
+    assert spans.looks < 10_000
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=12))
+def test_the_own_times_of_calls_within_each_other_are_the_time_that_they_cover(pairs):
+    calls = [event("aten::a", begin, duration) for begin, duration in pairs]
+    nested = sorted(calls, key=lambda e: (e["ts"], -e["dur"]))
+    for number, call in enumerate(nested):  # cut to lie within the call around it
+        for outer in nested[:number]:
+            if outer["ts"] <= call["ts"] < outer["ts"] + outer["dur"]:
+                call["dur"] = min(call["dur"], outer["ts"] + outer["dur"] - call["ts"])
+    covered = length(union((e["ts"], e["ts"] + e["dur"]) for e in nested))
+    assert sum(own for _, own in own_times(nested)) == pytest.approx(covered)

@@ -1,0 +1,293 @@
+"""The rows of the table on made-up evidence: what they call the same, and the cause they name."""
+
+import copy
+import importlib
+import pkgutil
+from dataclasses import replace
+
+import pytest
+
+from samestep.verification import rows
+from samestep.verification.all_rows import ROWS, UNKNOWN, plan_trainings
+from samestep.verification.evidence import OWN_PRECISION
+from samestep.verification.exchange import RankFailure, encoded
+from samestep.verification.rows import (
+    augmentation,
+    batchnorm,
+    dropout,
+    last_batch,
+    loss,
+    metrics,
+    one_writer,
+    sample_order,
+    samples_apart,
+    state,
+    unused_parameters,
+)
+from samestep.verification.short_trainings import MAIN
+from tests.verification.made_up import causes, checks, undisturbed
+
+SUM = (0.5, 0.25, True)
+MODULE = ("1", 0.5)
+OUTSIDE = {"generators": [], "own_generators": [], "remembers": None}
+
+
+def losses_apart(evidence, training=MAIN, place=1):
+    """Change the loss of step 2 on the ranks of a start."""
+    traces = {key: copy.deepcopy(found) for key, found in evidence.traces.items()}
+    traces[place, training][0].losses[2] += 0.3
+    return replace(evidence, traces=traces)
+
+
+def failing(evidence, training, *, step=1, message="RuntimeError: it broke (model.py:3)", place=1):
+    """Let a short training fail on the last rank of a start."""
+    reports = copy.deepcopy(evidence.reports)
+    reports[place][-1].failures.append(RankFailure(training=training, step=step, message=message))
+    reports[place][0].failures.append(
+        RankFailure(training=training, step=step, message="Connection closed", lost_peer=True)
+    )
+    traces = {key: found for key, found in evidence.traces.items() if key != (place, training)}
+    return replace(evidence, reports=reports, traces=traces, ended={place: message})
+
+
+def on_rank(evidence, row, *found, place=1):
+    """Let the ranks of a start, the first ones first, find something else."""
+    reports = copy.deepcopy(evidence.reports)
+    for report, value in zip(reports[place], found, strict=False):
+        report.found[row] = encoded(value)
+    return replace(evidence, reports=reports)
+
+
+def test_an_undisturbed_training_is_the_same_in_every_row():
+    found = checks(undisturbed((1, 2, 3)))
+    assert {check.status for check in found.values()} == {"same"}
+    assert list(found) == [
+        *("one process", "2 ranks", "3 ranks", "fp32", "accumulation", "stop and resume"),
+        *("lightning", "BatchNorm", "dropout", "order", "augmentation", "loss", "last batch"),
+        *("parameters", "state", "samples apart", "evaluation", "metrics", "one writer"),
+        "one device",
+    ]
+    assert found["stop and resume"].compared.endswith(": ranks 1→2, 2→3, 3→1")
+
+
+def test_every_file_of_a_row_is_in_the_table_with_a_name_of_its_own():
+    names = [f"{rows.__name__}.{found.name}" for found in pkgutil.iter_modules(rows.__path__)]
+    modules = [importlib.import_module(name) for name in names]
+    defined = {module.ROW.name for module in modules if hasattr(module, "ROW")}
+    assert len(defined) == len(modules) - 1, "left_free alone is shared by rows, and is none"
+    assert sorted(row.name for row in ROWS) == sorted(defined)
+
+
+def test_one_size_alone_skips_what_needs_several_ranks():
+    found = checks(undisturbed((1,)))
+    assert found["stop and resume"].compared.endswith(": rank 1→1")
+    skipped = {name for name, check in found.items() if check.status == "skipped"}
+    assert skipped == {"order", "evaluation", "metrics", "one writer", "one device"}
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "cause"),
+    [
+        ("augmentation", ("augment", False), augmentation.CAUSE),
+        ("loss", SUM, loss.CAUSE),
+        ("loss", (0.0, 0.5, False), last_batch.CAUSE),
+        ("state", OUTSIDE | {"remembers": MODULE}, state.CAUSE),
+        ("samples apart", MODULE, samples_apart.CAUSE),
+        ("metrics", {}, UNKNOWN),
+    ],
+)
+def test_a_difference_of_training_has_the_cause_that_the_experiments_found(row, found, cause):
+    evidence = losses_apart(undisturbed(**{row.replace(" ", "_"): found}))
+    check = checks(evidence)["2 ranks"]
+    assert (check.status, check.first_step, check.cause.name) == ("different", 2, cause)
+    assert check.difference == pytest.approx(0.3 / 0.8)
+
+
+def test_a_cause_without_a_difference_is_named_by_its_own_row_alone():
+    assert causes(undisturbed(loss=SUM)) == {"loss": loss.CAUSE}
+    assert causes(undisturbed(parameters=["spare.bias"])) == {"parameters": unused_parameters.CAUSE}
+
+
+def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
+    found = undisturbed(state=OUTSIDE | {"remembers": MODULE}, samples_apart=MODULE)
+    assert causes(found) == {"state": state.CAUSE}
+
+
+@pytest.mark.parametrize(
+    ("training", "row"),
+    [
+        (OWN_PRECISION, "fp32"),
+        ("accumulated", "accumulation"),
+        ("resumed", "stop and resume"),
+        ("lightning", "lightning"),
+    ],
+)
+def test_each_short_training_decides_its_own_row(training, row):
+    assert causes(losses_apart(undisturbed(), training)) == {row: UNKNOWN}
+    assert causes(failing(undisturbed(), training)) == {row: None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "found", "cause"),
+    [
+        ("batchnorm", "BatchNorm", ["1"], batchnorm.CAUSE),
+        ("dropout", "dropout", {"rand": "model.py:3"}, dropout.CAUSE),
+        ("state", "state", OUTSIDE | {"generators": ["Python's random"]}, state.CAUSE),
+    ],
+)
+def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row, found, cause):
+    evidence = undisturbed(present=frozenset({kind}), **{row: found})
+    assert checks(evidence)[row].status == "same"
+    evidence = losses_apart(evidence, f"{kind} as it is")
+    assert causes(evidence) == {row: cause}
+    accepted = checks(replace(evidence, accepts=frozenset({kind})))[row]
+    assert accepted.status == ("different" if kind == "state" else "accepted")
+    assert accepted.cause.name == cause
+    assert causes(replace(evidence, accepts=frozenset({"dropout", "batchnorm"} - {kind}))) == {
+        row: cause
+    }
+
+
+def test_a_generator_of_ones_own_is_no_matter_of_what_is_accepted():
+    found = undisturbed(state=OUTSIDE | {"own_generators": ["model.py:3"]})
+    found = replace(found, accepts=frozenset({"dropout", "batchnorm"}))
+    assert causes(found) == {"state": state.CAUSE}
+    assert "model.py:3" in checks(found)["state"].cause.why
+
+
+def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes():
+    evidence = losses_apart(undisturbed(loss=SUM))
+    assert set(causes(evidence)) == {"2 ranks", "loss"}
+    found = checks(replace(evidence, tolerance=0.9))
+    assert found["loss"].status == "note"
+    assert (found["2 ranks"].status, found["2 ranks"].tolerance) == ("same", 0.9)
+    assert set(causes(replace(evidence, tolerance=1e-6))) == {"2 ranks"}
+
+
+def test_ranks_that_end_with_other_weights_differ_even_where_losses_decide():
+    evidence = undisturbed()
+    traces = copy.deepcopy(dict(evidence.traces))
+    last = traces[1, MAIN][1].weights[evidence.facts.size.steps]
+    last["first.weight"] += 100.0
+    evidence = replace(evidence, traces=traces, tolerance=0.5)
+    assert list(causes(evidence)) == ["2 ranks"]
+    assert checks(evidence)["2 ranks"].first_parameter == "first.weight"
+
+
+def test_other_samples_in_the_same_places_are_an_order():
+    evidence = losses_apart(undisturbed())
+    both = dict.fromkeys(("2 ranks", "order"), sample_order.CAUSE.name)
+    assert causes(on_rank(evidence, "order", ["b", "a"])) == both
+    reports = copy.deepcopy(evidence.reports)
+    reports[1][1].num_samples = 59
+    assert causes(replace(evidence, reports=reports)) == both
+
+
+def test_shares_that_are_not_those_of_one_process_are_named_with_their_step():
+    evidence = undisturbed()
+    traces = copy.deepcopy(dict(evidence.traces))
+    traces[1, MAIN][1].samples[3].reverse()
+    found = checks(replace(evidence, traces=traces))["order"]
+    assert (found.status, found.cause.name, found.first_step) == ("different", "order", 3)
+
+
+def test_a_sample_that_is_evaluated_twice_is_seen():
+    evidence = undisturbed()
+    traces = copy.deepcopy(dict(evidence.traces))
+    traces[1, MAIN][1].evaluated.append("0")
+    assert list(causes(replace(evidence, traces=traces))) == ["evaluation"]
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_a_metric_that_differs_is_told_from_a_loss_that_does(across):
+    evidence = undisturbed() if across else undisturbed(metrics={"accuracy": 0.25})
+    traces = copy.deepcopy(dict(evidence.traces))
+    traces[1, MAIN][0].evaluations[0]["accuracy"] = 0.25
+    differs = replace(evidence, traces=traces)
+    if across:
+        assert causes(differs) == {"metrics": UNKNOWN}
+        differs = on_rank(differs, "metrics", {"accuracy": 0.25})
+    assert causes(differs) == {"metrics": metrics.CAUSE}
+
+
+def test_a_checkpoint_that_one_device_evaluates_otherwise_is_a_difference():
+    evidence = undisturbed()
+    other = on_rank(evidence, "one device", {"loss": 0.7, "accuracy": 0.4}, place=2)
+    assert causes(other) == {"one device": UNKNOWN}
+    none = on_rank(evidence, "one device", {}, place=2)
+    assert checks(none)["one device"].status == "skipped"
+
+
+def test_a_file_of_two_ranks_is_a_difference_and_what_they_print_a_note():
+    outputs = [{"printed": {"a.py:1": "hello"}, "written": {f"/x/{k}": "a.py:2"}} for k in "ab"]
+    found = checks(on_rank(undisturbed(), one_writer.NAME, *outputs))["one writer"]
+    assert found.status == "note"
+    assert "a.py:1" in found.cause.why
+    assert "'hello'" in found.cause.why
+    files = {"/x/a": "a.py:2", "/x/b": "a.py:3"}
+    both = on_rank(undisturbed(), one_writer.NAME, *[{"printed": {}, "written": files}] * 2)
+    assert causes(both) == {"one writer": "every rank writes"}
+    why = checks(both)["one writer"].cause.why
+    assert "a.py:2 writes /x/a and 1 more file " in why
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("finished reduction in the prior iteration", unused_parameters.CAUSE),
+        ("The ranks loaded data of different sizes", "order"),
+        ("RuntimeError: it broke", None),
+    ],
+)
+def test_a_failure_has_the_cause_that_its_message_tells(message, cause):
+    found = checks(failing(undisturbed(), MAIN, message=message))["2 ranks"]
+    assert (found.status, found.cause.name) == ("different", cause)
+    assert message in found.cause.why
+
+
+def test_a_failure_in_the_uneven_step_is_the_last_batchs_unless_the_message_says_more():
+    evidence = undisturbed()
+    step = evidence.facts.size.uneven_step
+    found = checks(failing(evidence, MAIN, step=step))["2 ranks"]
+    assert (found.first_step, found.cause.name) == (step, last_batch.CAUSE)
+    said = failing(evidence, MAIN, step=step, message="find_unused_parameters=True")
+    assert checks(said)["2 ranks"].cause.name == unused_parameters.CAUSE
+
+
+def test_without_the_training_of_one_process_there_is_one_row():
+    evidence = failing(undisturbed(), MAIN, place=0)
+    (found,) = checks(evidence).values()
+    assert (found.name, found.status) == ("one process", "different")
+
+
+def test_a_start_that_was_killed_fails_its_row_with_the_launchers_message():
+    evidence = undisturbed()
+    traces = {key: found for key, found in evidence.traces.items() if key != (1, MAIN)}
+    found = checks(replace(evidence, traces=traces, ended={1: "rank 1 was killed by SIGKILL"}))
+    assert found["2 ranks"].status == "different"
+    assert "SIGKILL" in found["2 ranks"].cause.why
+    assert found["one process"].passed
+
+
+@pytest.mark.parametrize(
+    ("fails", "status"), [({}, "same"), ({1: "ValueError: one"}, "note"), ({5: "x"}, "different")]
+)
+def test_the_last_batch_fails_alone_or_with_one_sample_alone(fails, status):
+    evidence = undisturbed(last_batch=fails)
+    assert evidence.facts.size.rest == 5
+    assert checks(evidence)["last batch"].status == status
+
+
+def test_a_loss_that_is_bent_in_full_batches_says_nothing_of_the_last_one():
+    assert checks(undisturbed(loss=(0.5, 0.5, False)))["last batch"].status == "skipped"
+
+
+def test_the_decisive_training_comes_first_and_a_closing_start_only_resumes():
+    facts = undisturbed(present=frozenset({"dropout", "state"})).facts
+    starts = undisturbed().starts
+    assert [t.name for t in plan_trainings(starts[1], facts, "fp32")] == [
+        *(MAIN, "dropout as it is", "state as it is", "accumulated", "resumed"),
+        *(OWN_PRECISION, "lightning"),
+    ]
+    assert [t.name for t in plan_trainings(starts[-1], facts, "fp32")] == ["resumed"]
+    assert OWN_PRECISION not in [t.name for t in plan_trainings(starts[0], facts, "fp64")]

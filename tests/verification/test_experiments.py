@@ -1,0 +1,114 @@
+"""What is planted in a recipe is found by the experiments of one process, and nothing else is."""
+
+from dataclasses import replace
+
+import pytest
+
+from samestep.verification.all_rows import look
+from samestep.verification.exchange import decoded
+from samestep.verification.rows import (
+    augmentation,
+    batchnorm,
+    dropout,
+    last_batch,
+    loss,
+    metrics,
+    samples_apart,
+    state,
+    unused_parameters,
+)
+from tests.verification import planted
+from tests.verification.made_up import causes, recipe_under_test, undisturbed, with_facts
+
+# What is planted → (the kinds of draws, the rows that differ whatever the ranks do).
+FOUND = {
+    "BATCHNORM": ({"batchnorm"}, {}),
+    "DROPOUT": ({"dropout"}, {}),
+    "FUNCTIONAL": ({"dropout"}, {}),
+    "BOTH": ({"batchnorm", "dropout"}, {}),
+    "AUGMENT": (set(), {"augmentation": augmentation.CAUSE}),
+    "AUGMENT_WHOLE_BATCH": (set(), {"augmentation": augmentation.CAUSE}),
+    "TRANSFORM": (set(), {"augmentation": augmentation.CAUSE}),
+    "DATASET": (set(), {"augmentation": augmentation.CAUSE}),
+    "LOSS_SUM": (set(), {"loss": loss.CAUSE}),
+    "LOSS_WEIGHTED": (set(), {"loss": loss.CAUSE}),
+    "LAST_BENT": (set(), {"last batch": last_batch.CAUSE}),
+    "METRIC_OF_BATCH": (set(), {}),
+    "UNUSED": (set(), {"parameters": unused_parameters.CAUSE}),
+    "PYTHONS_RANDOM": ({"state"}, {}),
+    "NUMPYS_RANDOM": ({"state"}, {}),
+    "OWN_GENERATOR": ({"dropout"}, {"state": state.CAUSE}),
+    "SEEDED_ANEW": ({"dropout"}, {}),
+    "COUNTER": (set(), {"state": state.CAUSE}),
+    "MIXES": (set(), {"samples apart": samples_apart.CAUSE}),
+    "OWN_FORWARD": (set(), {}),
+    "": (set(), {}),
+}
+
+
+def looked_at(folder, name):
+    """Return what the first process finds out about a recipe with something planted."""
+    recipe = planted.write(folder, getattr(planted, name) if name else "", name="planted.py")
+    return look(recipe_under_test(recipe), undisturbed().facts)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_experiments_find_what_is_planted_and_nothing_else(name, tmp_path):
+    facts = looked_at(tmp_path, name)
+    present, rows = FOUND[name]
+    assert facts.present == present
+    evidence = with_facts(undisturbed(), present=facts.present)
+    assert causes(replace(evidence, facts=replace(evidence.facts, found=facts.found))) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "batchwise"),
+    [
+        ("AUGMENT", "augment", False),
+        ("AUGMENT_WHOLE_BATCH", "augment", True),
+        ("TRANSFORM", "transform", False),
+        ("DATASET", "dataset", False),
+    ],
+)
+def test_the_part_that_changes_a_sample_is_told_apart(name, part, batchwise, tmp_path):
+    found = decoded(looked_at(tmp_path, name).found, augmentation.NAME, augmentation.Changes)
+    assert found == (part, batchwise)
+
+
+def test_a_sum_of_losses_is_told_from_a_weighted_mean(tmp_path):
+    for name, adds_up in (("LOSS_SUM", True), ("LOSS_WEIGHTED", False)):
+        found = decoded(looked_at(tmp_path, name).found, loss.NAME, loss.LossOfParts)
+        assert found.full > 1e-3
+        assert found.adds_up is adds_up
+
+
+def test_a_batch_size_that_is_built_in_fails_with_the_incomplete_batch_and_with_one(tmp_path):
+    tested = recipe_under_test(planted.write(tmp_path, planted.FIXED_SHAPE))
+    few = replace(tested, size=replace(tested.size, global_batch=8, rest=5))
+    found = decoded(look(few, undisturbed().facts).found, last_batch.NAME, dict[int, str])
+    assert set(found) == {5, 1}
+    assert found[5].startswith("RuntimeError: ")
+
+
+def test_the_line_that_draws_and_the_module_are_named(tmp_path):
+    facts = looked_at(tmp_path, "FUNCTIONAL")
+    line = planted.line_of(tmp_path / "planted.py", "functional.dropout")
+    assert list(decoded(facts.found, dropout.NAME, dict[str, str]).values()) == [line]
+    facts = looked_at(tmp_path, "OWN_GENERATOR")
+    line = planted.line_of(tmp_path / "planted.py", "generator=g,")
+    assert decoded(facts.found, state.NAME, state.OutsideState).own_generators == [line]
+    facts = looked_at(tmp_path, "MIXES")
+    assert decoded(facts.found, samples_apart.NAME, samples_apart.ModuleDifference).module == "1"
+    facts = looked_at(tmp_path, "COUNTER")
+    assert decoded(facts.found, state.NAME, state.OutsideState).remembers.module == "Counts"
+    facts = looked_at(tmp_path, "BATCHNORM")
+    assert decoded(facts.found, batchnorm.NAME, list[str]) == ["1"]
+    facts = looked_at(tmp_path, "UNUSED")
+    assert unused_parameters.unused_parameters(facts) == ["spare.weight", "spare.bias"]
+
+
+def test_a_metric_that_is_made_over_the_batch_is_measured(tmp_path):
+    found = decoded(looked_at(tmp_path, "METRIC_OF_BATCH").found, metrics.NAME, dict[str, float])
+    assert found["spread"] > 1e-6
+    found = decoded(looked_at(tmp_path, "").found, metrics.NAME, dict[str, float])
+    assert set(found.values()) == {0.0}

@@ -1,0 +1,81 @@
+"""Which writes are a recipe's doing, and of which of its lines."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# One worker runs them all: the process that they look at imports torch.
+pytestmark = pytest.mark.xdist_group("one_writer")
+
+# What a line does → the file that is its doing, if one is.
+WRITES = {
+    "open('opened.txt', 'w').close()": "opened.txt",
+    "pathlib.Path('path.txt').write_text('x')": "path.txt",
+    "numpy.save('array', [1])": "array.npy",
+    "os.rename('there.txt', 'moved.txt')": "there.txt",
+    "open('moved.txt').read()": None,
+    "os.makedirs('made/in', exist_ok=True)": None,
+    "open('new.txt', 'x').close()": None,
+    "import writes_when_imported": None,
+    "tempfile.gettempdir()": None,
+    "tempfile.NamedTemporaryFile().close()": None,
+    "import torch._dynamo": None,
+    "cached.write()": None,
+}
+SCRIPT = """
+import os, pathlib, sys, tempfile
+import numpy, torch
+from samestep.verification import randomness
+from samestep.verification.rows import one_writer
+python, library = (str(pathlib.Path(name).absolute()) + os.sep for name in ("python", "library"))
+one_writer._PYTHON += (python,)
+one_writer._LIBRARIES += (library,)
+randomness._NOT_THE_USERS = (*randomness._NOT_THE_USERS, python, library)
+sys.path += [python, library]
+import cached
+found = one_writer.watch_output(pathlib.Path("elsewhere").absolute())
+"""
+REPORT = """
+for path, line in found.written.items():
+    print(line, pathlib.Path(path).name, file=sys.__stdout__)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[str, list[str]]:
+    """Run all lines in one process; return for each what it is said to have written."""
+    folder: Path = tmp_path_factory.mktemp("writes")
+    for name in ("python/writes_when_imported.py", "library/cached.py"):
+        (folder / name).parent.mkdir()
+    (folder / "there.txt").write_text("x")
+    (folder / "python/writes_when_imported.py").write_text("open('import.txt', 'w').close()\n")
+    (folder / "library/cached.py").write_text("def write(): open('cache.txt', 'w').close()\n")
+    script = folder / "script.py"
+    script.write_text(SCRIPT + "\n".join(WRITES) + REPORT)
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    assert (folder / "import.txt").is_file()
+    assert (folder / "cache.txt").is_file()
+    lines = script.read_text().splitlines()
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        place, name = line.split()
+        file, number = place.split(":")
+        assert file == "script.py"
+        found.setdefault(lines[int(number) - 1], []).append(name)
+    return found
+
+
+@pytest.mark.parametrize("line", WRITES)
+def test_a_write_is_the_doing_of_the_line_that_asked_for_it(line, told):
+    expected = WRITES[line]
+    assert told.get(line, []) == ([expected] if expected else [])
