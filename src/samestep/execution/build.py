@@ -86,7 +86,7 @@ def build(
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
     )
-    per_block = train.steps_per_block(plan.global_batch_size)
+    per_block = train_source.steps_per_block(plan.global_batch_size)
     validation = splits.validation
     work = Work(
         settings=settings,
