@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -61,8 +62,9 @@ def build(
     splits = load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
     dtype = data_dtype(settings.precision)
-    train_source = open_split(splits.train, world, recipe, settings, dtype, phases.lap)
-    num_samples = _agree_on_size(train_source, world)
+    source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
+    train = source(splits.train, lap=phases.lap)
+    num_samples = _agree_on_size(train, world)
     plan = world.on_every(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
     )
@@ -86,7 +88,7 @@ def build(
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
     )
-    per_block = train_source.steps_per_block(plan.global_batch_size)
+    per_block = train.steps_per_block(plan.global_batch_size)
     validation = splits.validation
     work = Work(
         settings=settings,
@@ -94,10 +96,8 @@ def build(
         world=world,
         trainee=trainee,
         step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
-        train=train_source,
-        validation=None
-        if validation is None
-        else open_split(validation, world, recipe, settings, dtype),
+        train=train,
+        validation=None if validation is None else source(validation),
         metrics=recipe.metrics,
         phases=phases,
         classes=splits.classes,

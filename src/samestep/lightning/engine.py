@@ -246,16 +246,16 @@ def _environment(world: World) -> ClusterEnvironment:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Let samestep's screen speak alone: Lightning's hints are for those who write its scripts."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    loggers = map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))
+    levels = {logger: logger.level for logger in loggers}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 

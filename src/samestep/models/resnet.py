@@ -4,6 +4,7 @@ He, Zhang, Ren & Sun (2016), "Deep residual learning for image recognition". Mod
 torchvision, so weights of its `resnet18` load into the large stem.
 """
 
+from collections import OrderedDict
 from typing import Literal
 
 from torch import Tensor, nn
@@ -30,7 +31,25 @@ def resnet18(num_classes: int, *, stem: Stem, width: int = 64) -> nn.Module:
     """
     if stem not in ("small", "large"):
         raise ValueError(f"stem is {stem!r}; it must be 'small' or 'large'.")
-    return ResNet(num_classes, stem=stem, width=width)
+    large = stem == "large"
+    layers = OrderedDict(
+        conv1=nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else _conv3x3(3, width, 1),
+        bn1=nn.BatchNorm2d(width),
+        relu=nn.ReLU(inplace=True),
+        maxpool=nn.MaxPool2d(3, 2, 1) if large else nn.Identity(),
+        layer1=_stage(width, width, stride=1),
+        layer2=_stage(width, 2 * width, stride=2),
+        layer3=_stage(2 * width, 4 * width, stride=2),
+        layer4=_stage(4 * width, 8 * width, stride=2),
+        avgpool=nn.AdaptiveAvgPool2d(1),
+        flatten=nn.Flatten(),
+        fc=nn.Linear(8 * width, num_classes),
+    )
+    network = nn.Sequential(layers)
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return network
 
 
 class BasicBlock(nn.Module):
@@ -71,34 +90,6 @@ class _Pointwise(nn.Conv2d):
         """Return maps (batch, channels, ⌈height / stride⌉, ⌈width / stride⌉)."""
         down, right = self.stride
         return F.conv2d(input[..., ::down, ::right], self.weight)
-
-
-class ResNet(nn.Module):
-    """Map images (batch, 3, height, width) to logits (batch, num_classes)."""
-
-    def __init__(self, num_classes: int, *, stem: Stem, width: int) -> None:
-        super().__init__()
-        large = stem == "large"
-        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else _conv3x3(3, width, 1)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()
-        self.layer1 = _stage(width, width, stride=1)
-        self.layer2 = _stage(width, 2 * width, stride=2)
-        self.layer3 = _stage(2 * width, 4 * width, stride=2)
-        self.layer4 = _stage(4 * width, 8 * width, stride=2)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(8 * width, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (batch, num_classes)."""
-        maps = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        maps = self.layer4(self.layer3(self.layer2(self.layer1(maps))))
-        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
-        return logits
 
 
 def _conv3x3(channels_in: int, channels: int, stride: int) -> nn.Conv2d:

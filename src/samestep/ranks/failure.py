@@ -45,9 +45,7 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> int:
 def report(error: BaseException, log: RankLog | None = None) -> int:
     """Tell of an error that ends this process, and return its exit code.
 
-    Args:
-        error: a `UserError`, or anything that was not foreseen.
-        log: where this rank's output goes; it gets the traceback of the latter.
+    This rank's log gets the traceback of an error that is no `UserError`.
     """
     rank, path = (log.rank, log.path) if log else (0, None)
     code = 2 if isinstance(error, UserError) else 1

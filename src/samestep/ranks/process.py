@@ -10,9 +10,6 @@ from samestep.ranks.log import RankLog
 def run_as_rank(verb: Callable[[RankLog], int]) -> int:
     """Run a verb, tell of its failure once for all ranks, and return the exit code.
 
-    Args:
-        verb: given where this rank's output goes, it returns the exit code.
-
     Raises:
         BrokenPipeError: the reader of the output has left, as `head` does.
         SystemExit: of the parsing of flags, after rank 0 has had time to tell.

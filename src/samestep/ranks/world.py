@@ -138,12 +138,8 @@ def choose_device(
 ) -> torch.device:
     """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU.
 
-    Args:
-        wanted: the device asked for; "auto" takes the best one here.
-        local_rank: this process among those of its node.
-        cuda: number of CUDA devices here; asked of torch if not given.
-        mps: whether Apple's GPU is here; asked of torch if not given.
-        one_each: whether the launcher shows each rank a GPU of its own, which is then number 0.
+    "auto" takes the best device. `cuda`, the number of CUDA devices, and `mps`, whether Apple's GPU
+    is here, are asked of torch if not given. `one_each`: the launcher shows each rank its own GPU.
 
     Raises:
         UserError: the device asked for is absent, or the node has fewer GPUs than ranks.
@@ -239,11 +235,8 @@ def join(
 ) -> None:
     """Connect this rank with the others; at world size 1 there is nothing to do.
 
-    Args:
-        world: this rank, as `find_world` returned it.
-        launch: where rank 0 listens.
-        timeout_s: seconds that a collective waits for the slowest rank.
-        store: what `open_store` returned, if this rank has already opened it.
+    A collective waits `timeout_s` seconds for the slowest rank. `store` is what `open_store`
+    returned, if this rank has already opened it.
 
     Raises:
         UserError: the port is taken, or rank 0's address has no meaning here or no answer.

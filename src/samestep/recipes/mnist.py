@@ -1,5 +1,6 @@
 """MNIST digits, or any images in the same files: an MLP or a small ConvNet."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,45 +39,33 @@ class MnistOptions:
         check_flags(self, ["validation_fraction"], lambda value: 0 < value < 1, within)
 
 
-class SimpleModel(nn.Module):
-    """Map images (batch, 1, 28, 28) to logits (batch, 10) through one hidden layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(784, 128)
-        self.fc2 = nn.Linear(128, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (batch, 10)."""
-        hidden: Tensor = self.fc1(images.flatten(1)).relu()
-        logits: Tensor = self.fc2(hidden)
-        return logits
+def _simple() -> nn.Module:
+    layers = OrderedDict(
+        flatten=nn.Flatten(), fc1=nn.Linear(784, 128), relu=nn.ReLU(), fc2=nn.Linear(128, 10)
+    )
+    return nn.Sequential(layers)
 
 
-class ConvNet(nn.Module):
-    """Map images (batch, 1, 28, 28) to logits (batch, 10) through two convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3)
-        self.conv2 = nn.Conv2d(32, 64, 3)
-        self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (batch, 10)."""
-        maps = self.conv2(self.conv1(images).relu()).relu()
-        maps = self.dropout1(nn.functional.max_pool2d(maps, 2))
-        hidden = self.dropout2(self.fc1(maps.flatten(1)).relu())
-        logits: Tensor = self.fc2(hidden)
-        return logits
+def _convnet() -> nn.Module:
+    layers = OrderedDict(
+        conv1=nn.Conv2d(1, 32, 3),
+        relu1=nn.ReLU(),
+        conv2=nn.Conv2d(32, 64, 3),
+        relu2=nn.ReLU(),
+        pool=nn.MaxPool2d(2),
+        dropout1=nn.Dropout(0.25),
+        flatten=nn.Flatten(),
+        fc1=nn.Linear(9216, 128),
+        relu3=nn.ReLU(),
+        dropout2=nn.Dropout(0.5),
+        fc2=nn.Linear(128, 10),
+    )
+    return nn.Sequential(layers)
 
 
 def model(options: MnistOptions) -> nn.Module:
     """Return the model that was asked for."""
-    return SimpleModel() if options.model == "simple" else ConvNet()
+    return _simple() if options.model == "simple" else _convnet()
 
 
 def data(options: MnistOptions) -> Splits:

@@ -32,23 +32,16 @@ class SpiralOptions:
             raise UserError(f"--dropout is {self.dropout}; it must be at least 0 and below 1.")
 
 
-class MLP(nn.Sequential):
-    """Map points (batch, 2) to logits (batch, 2)."""
-
-    def __init__(self, hidden_dims: tuple[int, ...], dropout: float) -> None:
-        layers: list[nn.Module] = []
-        width = 2
-        for hidden in hidden_dims:
-            layers += [nn.Linear(width, hidden), nn.ReLU()]
-            if dropout > 0:
-                layers.append(nn.Dropout(dropout))
-            width = hidden
-        super().__init__(*layers, nn.Linear(width, 2))
-
-
 def model(options: SpiralOptions) -> nn.Module:
-    """Return the MLP."""
-    return MLP(options.hidden_dims, options.dropout)
+    """Return an MLP that maps points (batch, 2) to logits (batch, 2)."""
+    layers: list[nn.Module] = []
+    width = 2
+    for hidden in options.hidden_dims:
+        layers += [nn.Linear(width, hidden), nn.ReLU()]
+        if options.dropout > 0:
+            layers.append(nn.Dropout(options.dropout))
+        width = hidden
+    return nn.Sequential(*layers, nn.Linear(width, 2))
 
 
 def data(options: SpiralOptions) -> Splits:
