@@ -124,7 +124,7 @@ def test_what_needs_no_torch_does_not_import_it():
     """One process imports them all: these verbs and readers answer in tenths of a second."""
     names = [
         *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
-        *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log", ".ranks.process"),
+        *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log"),
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
         *(".commands.compare", ".commands.data", ".commands.track", ".tracking.follow_run"),
         *(".tracking.tracker_processes", ".tracking.send_run"),

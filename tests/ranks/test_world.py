@@ -56,7 +56,7 @@ def test_the_device_follows_the_local_rank_and_never_the_global_one(monkeypatch)
         "MASTER_ADDR": "first",
         "MASTER_PORT": "29500",
     }
-    world, _ = find_world(environment=second_node)
+    world = find_world(environment=second_node)
     assert (world.rank, world.local_rank, world.node) == (6, 2, 1)
     assert world.device == torch.device("cuda:2")
 
@@ -102,7 +102,7 @@ def test_several_ranks_on_one_apple_gpu_are_told_that_nothing_is_gained(
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    world, _ = find_world(wanted, environment=launch_environment(0, world_size, 29500))
+    world = find_world(wanted, environment=launch_environment(0, world_size, 29500))
     assert world.device.type == device
     assert world.backend == ("gloo" if world_size > 1 else "none")
     assert any("Apple GPU" in note for note in world.notes) == warned
@@ -110,8 +110,8 @@ def test_several_ranks_on_one_apple_gpu_are_told_that_nothing_is_gained(
 
 def test_a_shell_in_an_allocation_is_one_process_and_the_note_says_so():
     shell = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
-    world, launch = find_world("cpu", environment=shell)
-    assert (world.world_size, world.backend, launch.launcher) == (1, "none", "none")
+    world = find_world("cpu", environment=shell)
+    assert (world.world_size, world.backend, world.launcher) == (1, "none", "none")
     assert any("`srun samestep" in note for note in world.notes)
 
 
@@ -130,15 +130,15 @@ def test_alone_every_collective_returns_its_input():
 
 
 def test_alone_joining_and_leaving_make_no_process_group():
-    world, launch = find_world("cpu", environment={})
-    join(world, launch)
+    world = find_world("cpu", environment={})
+    join(world)
     assert not worlds.dist.is_initialized()
     leave(world)
 
 
 def on_three_ranks():
-    world, launch = find_world("cpu")
-    join(world, launch, timeout_s=60)
+    world = find_world("cpu")
+    join(world, timeout_s=60)
     mine = torch.tensor([float(world.rank), 1.0])
     found = {
         "sum": world.reduce(mine).tolist(),

@@ -24,8 +24,8 @@ def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) ->
     from samestep.training.stopping import Received
 
     _, request = parse(recipe, ["--device", "cpu"])
-    world, launch = find_world("cpu", "auto")
-    join(world, launch)
+    world = find_world("cpu", "auto")
+    join(world)
     received = Received()
     codes = [measure(request, world, received, setup, seconds, 0.0) for setup in setups]
     leave(world)

@@ -52,8 +52,8 @@ def test_the_first_bad_step_is_named_with_the_learning_rate(bad):
 
 
 def read_on_two_ranks():
-    world, launch = find_world("cpu")
-    join(world, launch, timeout_s=60)
+    world = find_world("cpu")
+    join(world, timeout_s=60)
     window = Window(world)
     window.add(0, losses(1.0 + world.rank, 10.0), 2)
     read = window.read([1, 2], 0.1, 0.0)

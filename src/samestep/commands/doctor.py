@@ -16,9 +16,8 @@ from samestep.doctor.findings import worst
 from samestep.doctor.output import print_table, to_json
 from samestep.doctor.timeouts import still_waiting
 from samestep.errors import UserError
-from samestep.ranks.failure import print_error
+from samestep.ranks.failure import print_error, run_as_rank
 from samestep.ranks.log import RankLog
-from samestep.ranks.process import run_as_rank
 
 _EXAMPLES = """\
 examples:

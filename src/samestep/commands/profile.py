@@ -23,10 +23,10 @@ from samestep.ranks.failure import (
     is_lost_peer,
     leave_for_parent,
     print_error,
+    run_as_rank,
 )
 from samestep.ranks.launch import Launch, detect_launch
 from samestep.ranks.log import RankLog
-from samestep.ranks.process import run_as_rank
 from samestep.run.directory import is_run, new_run_path
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ def _recipe(target: str, flags: list[str], arguments: list[str], log: RankLog) -
     from samestep.profiling.of_recipe import Wishes, profile_recipe  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
-    world, launch = find_world(request.settings.device, request.settings.backend)
-    join(world, launch)
+    world = find_world(request.settings.device, request.settings.backend)
+    join(world)
     wishes = Wishes(
         workers=workers,
         batch_sizes=batch_sizes,

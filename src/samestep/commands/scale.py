@@ -23,8 +23,7 @@ from samestep.commands.target import (
 )
 from samestep.errors import UserError
 from samestep.execution.request import Request
-from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent
-from samestep.ranks.process import run_as_rank
+from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent, run_as_rank
 from samestep.ranks.world import find_world, join, leave
 from samestep.scale import scaling_tables as shown
 from samestep.scale.analysis import analyse
@@ -137,8 +136,8 @@ def _rank(arguments: list[str]) -> int:
     die_with_parent()
     _, request = _parse(arguments)
     task = msgspec.json.decode(os.environ[_TASK], type=MeasurementTask)
-    world, launch = find_world(request.settings.device, request.settings.backend)
-    join(world, launch)
+    world = find_world(request.settings.device, request.settings.backend)
+    join(world)
     started_at = float(os.environ.get(STARTED_AT, time.time()))
     signum = 0
     with catch_signals() as received:

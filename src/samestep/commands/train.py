@@ -16,9 +16,8 @@ from samestep.commands.target import parse as parse_target
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, Engine, run_session
-from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent
+from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent, run_as_rank
 from samestep.ranks.log import RankLog
-from samestep.ranks.process import run_as_rank
 from samestep.ranks.world import find_world, join, leave
 from samestep.recipe import recipe_names
 from samestep.screen.progress import Screen
@@ -89,8 +88,8 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
     """Train as one rank of the world that the environment describes."""
     settings = request.settings
     engine = _engine(settings)
-    world, launch = find_world(settings.device, settings.backend)
-    join(world, launch)
+    world = find_world(settings.device, settings.backend)
+    join(world)
     world.on_main(lambda: check_installed(chosen(settings.track)))
     screen = Screen()
     with (

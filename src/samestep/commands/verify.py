@@ -23,8 +23,7 @@ from samestep.commands.target import (
 )
 from samestep.errors import UserError, did_you_mean
 from samestep.execution.request import Request
-from samestep.ranks.failure import die_with_parent, rank_of, report
-from samestep.ranks.process import run_as_rank
+from samestep.ranks.failure import die_with_parent, rank_of, report, run_as_rank
 from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import abandon, find_world, join, leave
 from samestep.recipe import Accepted
@@ -232,8 +231,8 @@ def _rank(arguments: list[str], path: Path) -> int:
     die_with_parent()
     try:
         _, request = _parse(arguments[0], arguments[1:])
-        world, launch = find_world(request.settings.device, request.settings.backend)
-        join(world, launch, _TIMEOUT_S)
+        world = find_world(request.settings.device, request.settings.backend)
+        join(world, _TIMEOUT_S)
         run_start(request, instructions, folder, world, output)
         leave(world)
     except Exception as error:

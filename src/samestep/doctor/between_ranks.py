@@ -100,7 +100,7 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     instruct(store, instructions, [n for n, facts in enumerate(received) if facts and n])
     findings.append(named("roll call", roll))
     if instructions.join:
-        measured, connection = _measure_or_explain(options, world, me, store, instructions)
+        measured, connection = _measure_or_explain(options, world, store, instructions)
         findings.append(named("connection", connection))
         came = replace(came, measured=measured)
     return came, findings
@@ -123,7 +123,7 @@ def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
             "that no firewall closes the port between the two nodes.",
         ) from error
     if instructions.join:
-        _measure_or_explain(options, world, me, store, instructions)
+        _measure_or_explain(options, world, store, instructions)
 
 
 def _cut_off(me: RankFacts, message: str) -> CutOffError:
@@ -138,15 +138,15 @@ def _open_store(options: DoctorOptions, launch: Launch) -> Store:
 
 
 def _measure_or_explain(
-    options: DoctorOptions, world: World, me: RankFacts, store: Store, instructions: Instructions
+    options: DoctorOptions, world: World, store: Store, instructions: Instructions
 ) -> tuple[Measurements | None, Finding]:
     """Connect, measure and disconnect; or say at which of these the ranks lost each other."""
-    launch, patience_s = me.launch, options.timeout_s + options.budget_s
+    patience_s = options.timeout_s + options.budget_s
     if instructions.on_cpu:
         world = replace(world, device=torch.device("cpu"), backend="gloo")
     # Gloo itself waits five times as long for a host that does not answer. And NCCL, once its
     # time is over, ends the process before a word is said: so it has more than any stage below.
-    connect = partial(join, world, launch, patience_s + _WATCHDOG_MARGIN_S, store)
+    connect = partial(join, world, patience_s + _WATCHDOG_MARGIN_S, store)
     try:
         _stage("connecting", world, options.timeout_s + _CONNECT_MARGIN_S, connect)
         measured = _measure(options, world, instructions.first_ranks, patience_s)
@@ -154,11 +154,11 @@ def _measure_or_explain(
     except _LostError as error:
         if not world.is_main:
             with contextlib.suppress(RuntimeError):  # rank 0 may be gone
-                report_failure(store, launch.rank, str(error))
+                report_failure(store, world.rank, str(error))
             raise CutOffError from error
-        failures = {0: str(error)} | read_failures(store, launch.world_size)
-        return None, _lost(failures, launch.world_size)
-    return measured, green(f"{launch.world_size} ranks by {world.backend}")
+        failures = {0: str(error)} | read_failures(store, world.world_size)
+        return None, _lost(failures, world.world_size)
+    return measured, green(f"{world.world_size} ranks by {world.backend}")
 
 
 def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -> T:

@@ -49,9 +49,9 @@ def diagnose(
     except UserError as error:
         return _unreadable_launch(error, environment)
     try:
-        world, problem = find_world(options.device, options.backend, environment)[0], ""
+        world, problem = find_world(options.device, options.backend, environment), ""
     except UserError as error:  # the rest can still be examined, on the CPU
-        world = find_world("cpu", "auto", environment)[0]
+        world = find_world("cpu", "auto", environment)
         problem = str(error).partition(". ")[0]
     me = replace(_read_rank(options, world, launch, environment), device_problem=problem)
     if launch.world_size == 1:

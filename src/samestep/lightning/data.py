@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -10,14 +9,13 @@ import torch
 
 from samestep.data.batches import open_split
 from samestep.data.blocks import Block, Lap, untimed
-from samestep.data.cifar import has_cifar10
-from samestep.data.download import download
 from samestep.data.recipe_splits import SPLITS, load_splits
 from samestep.data.source import Source
 from samestep.data.trees import narrow
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe
+from samestep.recipes import cifar10
 from samestep.settings import Settings, merge_layers
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan, make_plan
@@ -214,9 +212,7 @@ class CIFAR10DataModule(LitData):
 
     def prepare_data(self) -> None:
         """Fetch what is not there; Lightning calls this once a node."""
-        folder = Path(self.options.data_dir)
-        if self.options.download and not has_cifar10(folder):
-            download("cifar10", folder)
+        cifar10.fetch(self.options)
 
 
 def _with(

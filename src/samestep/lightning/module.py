@@ -78,8 +78,13 @@ class LitRecipe(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the settings, and the learning rate of each step."""
-        plan, settings = self._plan, self.settings
-        optimizer = self.make_optimizer(plan)
+        plan = getattr(getattr(self.trainer, "datamodule", None), "plan", None)
+        if not isinstance(plan, Plan):
+            raise UserError(
+                "LitRecipe trains on LitData of the same recipe: trainer.fit(LitRecipe(recipe), "
+                "datamodule=LitData(recipe))."
+            )
+        optimizer, settings = self.make_optimizer(plan), self.settings
         rates = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(plan, settings, step) / plan.lr
         )
@@ -95,17 +100,6 @@ class LitRecipe(pl.LightningModule):
         return make_optimizer(
             self.model.parameters(), self.settings, plan.lr, self.device, fuse=not mixed
         )
-
-    @property
-    def _plan(self) -> Plan:
-        plan = getattr(getattr(self.trainer, "datamodule", None), "plan", None)
-        if plan is None:
-            raise UserError(
-                "LitRecipe trains on LitData of the same recipe: trainer.fit(LitRecipe(recipe), "
-                "datamodule=LitData(recipe))."
-            )
-        assert isinstance(plan, Plan)
-        return plan
 
     def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""

@@ -32,7 +32,7 @@ def resnet18(num_classes: int, *, stem: Stem, width: int = 64) -> nn.Module:
     if stem not in ("small", "large"):
         raise ValueError(f"stem is {stem!r}; it must be 'small' or 'large'.")
     large = stem == "large"
-    layers = OrderedDict(
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else _conv3x3(3, width, 1),
         bn1=nn.BatchNorm2d(width),
         relu=nn.ReLU(inplace=True),

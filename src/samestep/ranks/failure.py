@@ -1,4 +1,4 @@
-"""Tell the user of a failure once, from the rank that failed first.
+"""Run a verb as a rank, and tell the user of a failure once, from the rank that failed first.
 
 Ranks that `samestep --nproc` started leave their failure in a file, and the parent prints the
 first one. Ranks that something else started print it themselves: rank 0 at once, another rank
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from samestep.errors import LOST_PEER, UserError
@@ -42,6 +42,31 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> int:
         return 0
 
 
+def run_as_rank(verb: Callable[[RankLog], int]) -> int:
+    """Run a verb, which takes this rank's log; tell of its failure once; return the exit code.
+
+    Raises:
+        BrokenPipeError: the reader of the output has left, as `head` does.
+        SystemExit: of the parsing of flags, after rank 0 has had time to tell.
+    """
+    log = RankLog(rank_of())
+    try:
+        code = verb(log)
+    except BrokenPipeError:
+        raise
+    except SystemExit:
+        if log.rank != 0:  # a launcher ends all ranks with the first that ends
+            time.sleep(_GRACE_S)
+        raise
+    except Exception as error:
+        code = report(error, log)
+    if "torch" in sys.modules:
+        from samestep.ranks.world import abandon  # noqa: PLC0415 - imports torch
+
+        abandon(code)  # connected still: this rank or another has failed
+    return code
+
+
 def report(error: BaseException, log: RankLog | None = None) -> int:
     """Tell of an error that ends this process, and return its exit code.
 
@@ -66,8 +91,8 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
     if os.environ.get(PARENT):
         leave_for_parent(message, code)
         return code
-    if not lost_peer:
-        let_rank_0_speak(rank)
+    if rank != 0 and not lost_peer:
+        time.sleep(_GRACE_S)
     if not told_by_rank_0:
         print_error(_with_rank(rank, message), log.terminal if log else 2)
     return code
@@ -75,12 +100,6 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
 
 def _with_rank(rank: int, message: str) -> str:
     return f"[rank {rank}] {message}" if rank else message
-
-
-def let_rank_0_speak(rank: int) -> None:
-    """Wait on every rank but 0: a launcher ends all ranks with the first that ends."""
-    if rank != 0:
-        time.sleep(_GRACE_S)
 
 
 def print_error(message: str, descriptor: int = 2) -> None:

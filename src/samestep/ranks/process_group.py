@@ -37,8 +37,8 @@ def setup_distributed(
             meet.
     """
     global _current  # noqa: PLW0603 - a process belongs to one group
-    world, launch = find_world(device, backend)
-    join(world, launch, timeout_s)
+    world = find_world(device, backend)
+    join(world, timeout_s)
     _current = world
     for note in world.notes if world.is_main else ():
         warnings.warn(note, stacklevel=2)

@@ -187,8 +187,8 @@ def choose_backend(wanted: Backend, device: torch.device, platform: str = sys.pl
 
 def find_world(
     device: Device = "auto", backend: Backend = "auto", environment: Mapping[str, str] = os.environ
-) -> tuple[World, Launch]:
-    """Return the world that the environment describes, not joined yet, and how it was launched."""
+) -> World:
+    """Return the world that the environment describes, not joined yet."""
     launch = detect_launch(environment)
     one_each = launch.launcher == "srun" and binds_gpus(environment)
     chosen = choose_device(device, launch.local_rank, one_each=one_each)
@@ -200,7 +200,7 @@ def find_world(
             notes.append("The ranks train on the CPU; --device mps insists.")
             chosen = torch.device("cpu")
     connects = connects if launch.world_size > 1 else "none"
-    return World(**vars(launch), device=chosen, backend=connects, notes=tuple(notes)), launch
+    return World(**vars(launch), device=chosen, backend=connects, notes=tuple(notes))
 
 
 def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
@@ -230,9 +230,7 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
     return PrefixStore(f"samestep/{attempt}", store)
 
 
-def join(
-    world: World, launch: Launch, timeout_s: float = 600.0, store: Store | None = None
-) -> None:
+def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> None:
     """Connect this rank with the others; at world size 1 there is nothing to do.
 
     A collective waits `timeout_s` seconds for the slowest rank. `store` is what `open_store`
@@ -249,17 +247,15 @@ def join(
     # Both: tensors on the device go by NCCL, what ranks agree on goes by Gloo from the CPU.
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
     if world.num_nodes > 1:
-        master = resolve_master(launch.master_addr)  # PyTorch would ask for minutes
+        master = resolve_master(world.master_addr)  # PyTorch would ask for minutes
         own = resolve(socket.gethostname())
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(master, own)
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-    os.environ["MASTER_ADDR"] = launch.master_addr
-    os.environ["MASTER_PORT"] = str(launch.master_port)
+        if not os.environ.get("GLOO_SOCKET_IFNAME") and (way := interface_towards(master, own)):
+            os.environ["GLOO_SOCKET_IFNAME"] = way
+    os.environ["MASTER_ADDR"] = world.master_addr
+    os.environ["MASTER_PORT"] = str(world.master_port)
     try:
         dist.init_process_group(
             backend,
-            init_method="env://" if store is None else None,
             store=store,
             rank=world.rank,
             world_size=world.world_size,
@@ -267,18 +263,18 @@ def join(
             device_id=world.device if world.backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError, socket.gaierror) as error:
-        where = f"{launch.master_addr}:{launch.master_port}"
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise UserError(
-                f"Port {launch.master_port} on {launch.master_addr} is taken, perhaps by another "
+                f"Port {world.master_port} on {world.master_addr} is taken, perhaps by another "
                 "job. Set MASTER_PORT to a free port on every rank and start again."
             ) from error
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"Rank {world.rank} of {world.world_size} could not meet the others at {where}: "
-            f"{reason}. Check that every rank was started, that no firewall closes the port, and "
-            "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
-            "its interface); `samestep doctor`, started the same way, looks for the reason."
+            f"Rank {world.rank} of {world.world_size} could not meet the others at "
+            f"{world.master_addr}:{world.master_port}: {reason}. Check that every rank was "
+            "started, that no firewall closes the port, and that all nodes are in one network "
+            "(GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name its interface); `samestep doctor`, "
+            "started the same way, looks for the reason."
         ) from error
 
 

@@ -46,11 +46,17 @@ def model(options: Cifar10Options) -> nn.Module:
     return resnet18(len(CLASSES), stem="small", width=options.width)
 
 
-def data(options: Cifar10Options) -> Splits:
-    """Read the files; the images stay as they are stored, (samples, 3, 32, 32) uint8."""
+def fetch(options: Cifar10Options) -> None:
+    """Download the binary version if the options ask for it and no data is there."""
     folder = Path(options.data_dir)
     if options.download and not has_cifar10(folder):
         download("cifar10", folder)
+
+
+def data(options: Cifar10Options) -> Splits:
+    """Read the files; the images stay as they are stored, (samples, 3, 32, 32) uint8."""
+    folder = Path(options.data_dir)
+    fetch(options)
     whole, test = read_cifar10(folder, "train"), read_cifar10(folder, "test")
     train, validation = hold_out(whole, options.validation_fraction, options.split_seed)
     return Splits(

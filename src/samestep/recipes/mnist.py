@@ -40,14 +40,14 @@ class MnistOptions:
 
 
 def _simple() -> nn.Module:
-    layers = OrderedDict(
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
         flatten=nn.Flatten(), fc1=nn.Linear(784, 128), relu=nn.ReLU(), fc2=nn.Linear(128, 10)
     )
     return nn.Sequential(layers)
 
 
 def _convnet() -> nn.Module:
-    layers = OrderedDict(
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(1, 32, 3),
         relu1=nn.ReLU(),
         conv2=nn.Conv2d(32, 64, 3),

@@ -20,8 +20,8 @@ SEED = 11
 @contextmanager
 def joined():
     """Join the others for a while."""
-    world, launch = find_world("cpu")
-    join(world, launch, timeout_s=60)
+    world = find_world("cpu")
+    join(world, timeout_s=60)
     yield world
     leave(world)
 
