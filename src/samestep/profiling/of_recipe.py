@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samestep.data.batches import open_source
+from samestep.data.batches import open_split
 from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError
 from samestep.execution.build import Built, build
@@ -176,15 +176,8 @@ def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[
         settings = replace(work.settings, **changes)
         if "batch_size" in changes:
             settings = replace(settings, global_batch_size=None, accumulate=None)
-        source = open_source(
-            built.splits.train,
-            work.world,
-            seed=settings.seed,
-            dtype=data_dtype(settings.precision),
-            num_workers=settings.num_workers,
-            transform=request.recipe.transform,
-            augment=request.recipe.augment,
-        )
+        dtype = data_dtype(settings.precision)
+        source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)
         return variant(work, settings, source)
 
     def look(one: Work, state: State) -> None:
