@@ -86,15 +86,12 @@ def _available(root: Path) -> int | None:
 
 
 def _memory_left(group: Path) -> int | None:
-    version_2 = (group / "memory.max").is_file()
-    limit_name, usage_name = (
-        ("memory.max", "memory.current")
-        if version_2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
+    names = ("memory.max", "memory.current")
+    if not (group / names[0]).is_file():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
-        limit = int((group / limit_name).read_text())  # "max" is no number: no limit
-        used = int((group / usage_name).read_text())
+        # "max" is no number: no limit.
+        limit, used = (int((group / name).read_text()) for name in names)
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None

@@ -41,7 +41,7 @@ def find_idx(folder: Path, stem: str) -> Path:
     names = [f"{name}{suffix}" for name in spellings for suffix in ("", ".gz")]
     try:
         own, torchvisions = (
-            [path for place in places if (path := _first_file(folder / place, names))]
+            [path for path in (_first_file(folder / place, names) for place in places) if path]
             for places in (_OWN_PLACES, _TORCHVISION_PLACES)
         )
     except OSError as problem:
@@ -72,36 +72,48 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
         UserError: The file cannot be read, is empty, is a damaged gzip file, is no IDX file of
             unsigned bytes, or has fewer or more bytes than its header announces.
     """
-    data = _unpacked(path)
+    try:
+        data = path.read_bytes()
+        return _values(gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data)
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as problem:
+        damaged = not isinstance(problem, ValueError)
+        fault = f"it is a damaged gzip file ({problem})" if damaged else problem
+        raise UserError(
+            f"The data file {path} cannot be used: {fault}.\n"
+            f"Delete it and download it again: samestep data get mnist --data-dir {path.parent}"
+        ) from problem
+    except OSError as problem:
+        raise UserError(
+            f"The data file {path} cannot be read: {problem.strerror}.\n"
+            "Check its name and that you may read it, or name another folder with --data-dir."
+        ) from problem
+
+
+def _values(data: bytes) -> npt.NDArray[np.uint8]:
+    """Return the array in an IDX file's bytes; raise ValueError with what is wrong with them."""
     if not data:
-        raise _broken(path, "the file is empty")
+        raise ValueError("the file is empty")
     if data[:2] != b"\0\0" or len(data) < 4:
-        raise _broken(
-            path, f"this is no IDX file: it starts with {data[:4]!r}, not with two zero bytes"
-        )
+        raise ValueError(f"this is no IDX file: it starts with {data[:4]!r}, not two zero bytes")
     kind, num_axes = data[2], data[3]
     if kind != _UNSIGNED_BYTE:
         name = _TYPE_NAMES.get(kind, "values of an unknown type")
-        raise _broken(
-            path, f"its type code is 0x{kind:02x} ({name}); only unsigned bytes (0x08) are read"
+        raise ValueError(
+            f"its type code is 0x{kind:02x} ({name}); only 0x08, unsigned bytes, is read"
         )
     header = 4 + 4 * num_axes
     if len(data) < header:
-        raise _broken(
-            path, f"it is truncated in its header: expected {header} bytes, found {len(data)}"
-        )
+        raise ValueError(f"its header is truncated: expected {header} bytes, found {len(data)}")
     shape = struct.unpack_from(f">{num_axes}I", data, 4)
     expected, found = math.prod(shape), len(data) - header
     if found != expected:
         fault = "is truncated" if found < expected else "has trailing bytes"
-        raise _broken(
-            path, f"it {fault}: shape {shape} needs {expected} bytes of data, found {found}"
-        )
+        raise ValueError(f"it {fault}: shape {shape} needs {expected} bytes of data, found {found}")
     try:
         # The copy makes the array writable and lets go of the header.
         return np.frombuffer(data, np.uint8, offset=header).reshape(shape).copy()
     except ValueError as problem:
-        raise _broken(path, f"its shape {shape} is more than NumPy can hold") from problem
+        raise ValueError(f"its shape {shape} is more than NumPy can hold") from problem
 
 
 def read_images_and_labels(
@@ -158,25 +170,4 @@ def _nowhere(folder: Path, stem: str, names: list[str]) -> str:
         f"The data file {stem} is not in {folder}.\n{where}\n"
         f"Download it: samestep data get mnist --data-dir {folder}\n"
         "or name the folder that holds it with --data-dir."
-    )
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
-    except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
-        raise _broken(path, f"it is a damaged gzip file ({problem})") from problem
-    except OSError as problem:
-        raise UserError(
-            f"The data file {path} cannot be read: {problem.strerror}.\n"
-            "Check its name and that you may read it, or name another folder with --data-dir."
-        ) from problem
-
-
-def _broken(path: Path, fault: str) -> UserError:
-    return UserError(
-        f"The data file {path} cannot be used: {fault}.\n"
-        "Delete it and download it again: "
-        f"samestep data get mnist --data-dir {path.parent}"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from samestep.ranks.world import World
@@ -53,10 +54,7 @@ def load_splits(
     Raises:
         UserError: on every rank, what any of them met.
     """
-
-    def load() -> Splits:
-        return recipe.load_data(options)
-
+    load = partial(recipe.load_data, options)
     if getattr(options, "download", False):  # once per node, then by the rest
         first = world.on_every(lambda: load() if world.local_rank == 0 else None)
         splits = world.on_every(lambda: first or load())
@@ -70,9 +68,5 @@ def load_splits(
     if not prepare or not parts:
         return splits
     done = next(iter(parts.values())).prepare_on_ranks(parts, world)
-    return replace(
-        splits,
-        **done.splits,
-        notes=splits.notes + done.notes,
-        left_out=splits.left_out + done.left_out,
-    )
+    notes, left_out = splits.notes + done.notes, splits.left_out + done.left_out
+    return replace(splits, **done.splits, notes=notes, left_out=left_out)

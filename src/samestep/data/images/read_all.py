@@ -36,7 +36,8 @@ def find_broken(files: FileList, side: int, world: World) -> Broken:
     if known is not None:
         return known
     mine = range(world.rank, len(files), world.world_size)
-    broken = _merge(world.gather(_decode_all(files, mine, side, world, _ignore)))
+    found = _decode_all(files, mine, side, world, lambda _place, _image: None)
+    broken = _merge(world.gather(found))
     world.on_main(lambda: _remember(memory, stamp, broken))
     return broken
 
@@ -92,14 +93,9 @@ def decode_in_threads(
         return _merge(pool.map(work, tasks))
 
 
-def _ignore(_place: int, _image: Tensor) -> None:
-    """Keep nothing: that it can be decoded is all that is asked."""
-
-
 def _merge(parts: Iterable[Broken]) -> Broken:
     """Put together what several have found, in the order of the files."""
-    together = {place: why for part in parts for place, why in part.items()}
-    return dict(sorted(together.items()))
+    return dict(sorted(found for part in parts for found in part.items()))
 
 
 def _stamp(files: FileList, side: int, world: World) -> str:
