@@ -1,7 +1,8 @@
 """What this process may use of its machine: cores, processor time, and memory.
 
 Schedulers and containers limit a job by control groups. A group inherits the limits of all groups
-above it, so the smallest counts (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+above it, so the smallest counts (https://docs.kernel.org/admin-guide/cgroup-v2.html). `root` is
+where /proc and /sys are; another one in tests.
 """
 
 import os
@@ -21,11 +22,7 @@ def usable_cores() -> frozenset[int]:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return how many cores' worth of time the control groups allow; None for no limit.
-
-    Args:
-        root: where /proc and /sys are; another one in tests.
-    """
+    """Return how many cores' worth of time the control groups allow; None for no limit."""
     return min(filter(None, (_quota(group) for group in _groups("cpu", root))), default=None)
 
 
@@ -33,9 +30,6 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that may still be used; None where the platform does not say.
 
     The smallest of what the machine has available and what each control group still allows.
-
-    Args:
-        root: where /proc and /sys are; another one in tests.
     """
     if not sys.platform.startswith("linux"):
         return None

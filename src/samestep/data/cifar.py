@@ -30,7 +30,6 @@ SIZES = {"train": 50_000, "test": 10_000}
 _FILES = {"train": [f"data_batch_{k}.bin" for k in range(1, 6)], "test": ["test_batch.bin"]}
 _ALL_FILES = [*_FILES["train"], *_FILES["test"]]
 _RECORD_BYTES = 1 + 3 * 32 * 32
-_CIFAR100_RECORD_BYTES = _RECORD_BYTES + 1  # a coarse and a fine label
 
 # Where the archives of the two versions put their files.
 _UNPACKED, _UNPACKED_PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
@@ -92,7 +91,7 @@ def _records(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     """Return the records of one file (records, 3073)."""
     num_bytes = path.stat().st_size
     if num_bytes == 0 or num_bytes % _RECORD_BYTES:
-        whole = num_bytes and num_bytes % _CIFAR100_RECORD_BYTES == 0
+        whole = num_bytes and num_bytes % (_RECORD_BYTES + 1) == 0  # a coarse and a fine label
         guess = " They are as long as those of CIFAR-100, which is not read here." if whole else ""
         raise UserError(
             f"{path} has {num_bytes:,} bytes, which is no whole number of records of "

@@ -1,8 +1,4 @@
-"""Download the files of a data set, through broken lines and restarts, and never keep wrong bytes.
-
-A file gets its final name only after its hash is checked. A transfer continues where an earlier
-one, of this program or of one before it, was cut off.
-"""
+"""Download the files of a data set, through broken lines and restarts; keep no wrong bytes."""
 
 import contextlib
 import filecmp

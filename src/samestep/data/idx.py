@@ -17,21 +17,16 @@ import numpy.typing as npt
 from samestep.errors import UserError
 
 # The places below the data folder, in order; the last two are where torchvision puts its files.
-_OWN_PLACES = (".", "raw")
-_TORCHVISION_PLACES = ("MNIST/raw", "FashionMNIST/raw")
-
+_PLACES = (".", "raw", "MNIST/raw", "FashionMNIST/raw")
 _GZIP_MAGIC = b"\x1f\x8b"
-_UNSIGNED_BYTE = 0x08
 _TYPE_NAMES = {0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
 
 
 def find_idx(folder: Path, stem: str) -> Path:
     """Find one IDX file in a data folder or in the folders that torchvision makes there.
 
-    Args:
-        folder: The data folder.
-        stem: The file's usual name without `.gz`, such as `train-images-idx3-ubyte`. The spelling
-            `train-images.idx3-ubyte` and either one with `.gz` are looked for too.
+    The stem is the file's usual name without `.gz`, such as `train-images-idx3-ubyte`. The spelling
+    `train-images.idx3-ubyte` and either one with `.gz` are looked for too.
 
     Raises:
         UserError: The file is nowhere, the folder may not be read, or torchvision's MNIST and
@@ -39,16 +34,15 @@ def find_idx(folder: Path, stem: str) -> Path:
     """
     spellings = (stem, stem.replace("-idx", ".idx"))
     names = [f"{name}{suffix}" for name in spellings for suffix in ("", ".gz")]
+    places = [folder / place for place in _PLACES]
     try:
-        own, torchvisions = (
-            [path for path in (_first_file(folder / place, names) for place in places) if path]
-            for places in (_OWN_PLACES, _TORCHVISION_PLACES)
-        )
+        first = [next((p / n for n in names if (p / n).is_file()), None) for p in places]
     except OSError as problem:
         raise UserError(
             f"The data folder {folder} cannot be read: {problem.strerror}.\n"
             "Make it readable for you, or name another one with --data-dir."
         ) from problem
+    own, torchvisions = ([path for path in some if path] for some in (first[:2], first[2:]))
     found = own[:1] or torchvisions
     if len(found) == 1:
         return found[0]
@@ -58,7 +52,14 @@ def find_idx(folder: Path, stem: str) -> Path:
             + "".join(f"  {path}\n" for path in found)
             + f"Say which one is meant, for example --data-dir {found[0].parent}"
         )
-    raise UserError(_nowhere(folder, stem, names))
+    where = "There is a file of that name." if folder.exists() else "The folder does not exist."
+    if folder.is_dir():
+        where = "\n  ".join([f"Searched for {', '.join(names)} in", *map(str, places)])
+    raise UserError(
+        f"The data file {stem} is not in {folder}.\n{where}\n"
+        f"Download it: samestep data get mnist --data-dir {folder}\n"
+        "or name the folder that holds it with --data-dir."
+    )
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
@@ -96,7 +97,7 @@ def _values(data: bytes) -> npt.NDArray[np.uint8]:
     if data[:2] != b"\0\0" or len(data) < 4:
         raise ValueError(f"this is no IDX file: it starts with {data[:4]!r}, not two zero bytes")
     kind, num_axes = data[2], data[3]
-    if kind != _UNSIGNED_BYTE:
+    if kind != 0x08:
         name = _TYPE_NAMES.get(kind, "values of an unknown type")
         raise ValueError(
             f"its type code is 0x{kind:02x} ({name}); only 0x08, unsigned bytes, is read"
@@ -152,22 +153,3 @@ def read_images_and_labels(
             "The two files do not belong together. Download both again."
         )
     return images, labels
-
-
-def _first_file(place: Path, names: list[str]) -> Path | None:
-    return next((place / name for name in names if (place / name).is_file()), None)
-
-
-def _nowhere(folder: Path, stem: str, names: list[str]) -> str:
-    if folder.is_dir():
-        places = [folder / place for place in (*_OWN_PLACES, *_TORCHVISION_PLACES)]
-        where = "Searched for {} in\n{}".format(
-            ", ".join(names), "\n".join(f"  {place}" for place in places)
-        )
-    else:
-        where = "There is a file of that name." if folder.exists() else "The folder does not exist."
-    return (
-        f"The data file {stem} is not in {folder}.\n{where}\n"
-        f"Download it: samestep data get mnist --data-dir {folder}\n"
-        "or name the folder that holds it with --data-dir."
-    )

@@ -26,7 +26,7 @@ class LoaderSource(Source):
         reads_batches = hasattr(dataset, "read_batch")
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
-            collate_fn=_as_it_is if reads_batches else None,
+            collate_fn=tuple if reads_batches else None,  # such a batch is whole as it is
             batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -36,10 +36,6 @@ class LoaderSource(Source):
         # Also at Python's exit, which else waits for ever: it ends what is left by SIGTERM, and
         # the workers ignore that.
         weakref.finalize(self, _end_workers, self._loader)
-
-    def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - as every source has it
-        """Return the most steps that a block holds: the loader's batches are steps."""
-        return 1
 
     def close(self) -> None:
         """End the workers. They ignore SIGTERM, so that Python, at its end, would wait for them."""
@@ -104,10 +100,6 @@ class _Batched(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         return self._dataset.read_batch([index for _epoch, index in keys])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _end_workers(loader: DataLoader[Any]) -> None:

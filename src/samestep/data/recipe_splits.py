@@ -42,14 +42,10 @@ def load_splits(
     wanted: Collection[str] = SPLITS,
     prepare: bool = True,
 ) -> Splits:
-    """Return the data sets of a recipe; every rank calls it.
+    """Return the data sets of a recipe by its completed options; every rank calls it.
 
-    Args:
-        recipe: what loads them.
-        options: its options, completed.
-        world: this rank among the others.
-        wanted: the splits to prepare, of those that need it.
-        prepare: whether to prepare any; without it, a sample that is broken fails when it is read.
+    Of the splits that need it, those `wanted` are prepared. Without `prepare` none is, and a sample
+    that is broken fails when it is read.
 
     Raises:
         UserError: on every rank, what any of them met.

@@ -11,6 +11,7 @@ from samestep.data.blocks import Block, Lap, Read, group_steps, untimed
 from samestep.data.keyed_random import sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.data.trees import map_leaves
+from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Augment, Transform
 
@@ -38,12 +39,14 @@ class Source(ABC):
     _order_device = torch.device("cpu")
 
     def __init__(self, num_samples: int, reading: Reading) -> None:
+        if num_samples == 0:
+            raise UserError("The recipe's data has no samples.")
         self.num_samples = num_samples
         self._reading, self._world = reading, reading.world
 
-    @abstractmethod
-    def steps_per_block(self, global_batch: int) -> int:
+    def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - memory asks for it
         """Return the most steps that a block holds: a power of two."""
+        return 1
 
     def blocks(
         self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool

@@ -95,9 +95,8 @@ def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     Raises:
         UserError: checkpoints were announced, and not one of them verifies.
     """
-    entries = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)
     problems: list[str] = []
-    for entry in entries:
+    for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
         try:
             return entry, load(folder, entry), problems
         except UserError as error:

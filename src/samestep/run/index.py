@@ -64,16 +64,13 @@ class Index:
         """Return the index with only the best k and the last."""
         if keep_top_k is None:
             return self
-        keep = {entry.path for entry in self.ranked()[:keep_top_k]}
-        if self.last:
-            keep.add(self.last.path)
+        keep = {entry.path for entry in (*self.ranked()[:keep_top_k], self.last) if entry}
         return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.path in keep))
 
 
 def announce(folder: Path, index: Index, entry: Entry, keep_top_k: int | None) -> Index:
     """Name a written checkpoint in the index, then delete those that are no longer kept."""
-    grown = index.add(entry)
-    kept = grown.prune(keep_top_k)
+    kept = index.add(entry).prune(keep_top_k)
     table: dict[str, object] = {"last": kept.last, "best": kept.best}
     table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
     write_text(folder / "index.json", json.dumps(table, indent=2, default=asdict) + "\n")

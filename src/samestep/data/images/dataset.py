@@ -88,7 +88,7 @@ class ImageFiles(Dataset[Any]):
         if images is None:
             ready = [ImageFiles(part, self._side) for part in left]
         else:
-            kept = images[: len(whole)].split([len(part) for part in left])
+            kept = torch.split(images[: len(whole)], [len(part) for part in left])
             ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(kept, left, strict=True)]
         named = dict(zip(splits, ready, strict=True))
         return Prepared(splits=named, left_out=left_out, notes=tuple(notes))

@@ -79,11 +79,8 @@ def find_files(
 ) -> FileList | None:
     """Return the image files of a split, sorted by class and name; None if it has no folder.
 
-    Args:
-        root: the data folder.
-        split: `train`, `validation` or `test`.
-        classes: class names; a file's label is the place of its folder's name among them.
-        whole: every class must have images, as it must in train/.
+    A file's label is the place of its folder's name among the classes. `whole`: every class of the
+    split (`train`, `validation` or `test`) must have images, as it must in train/.
 
     Raises:
         UserError: a folder cannot be read, a class is unknown, or one that must have images has
