@@ -1,7 +1,8 @@
 """What this process may use of its machine: cores, processor time, and memory.
 
 Schedulers and containers limit a job by control groups. A group inherits the limits of all groups
-above it, so the smallest counts (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+above it, so the smallest counts (https://docs.kernel.org/admin-guide/cgroup-v2.html). `root` is
+where /proc and /sys are; another one in tests.
 """
 
 import os
@@ -21,11 +22,7 @@ def usable_cores() -> frozenset[int]:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return how many cores' worth of time the control groups allow; None for no limit.
-
-    Args:
-        root: where /proc and /sys are; another one in tests.
-    """
+    """Return how many cores' worth of time the control groups allow; None for no limit."""
     return min(filter(None, (_quota(group) for group in _groups("cpu", root))), default=None)
 
 
@@ -33,9 +30,6 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that may still be used; None where the platform does not say.
 
     The smallest of what the machine has available and what each control group still allows.
-
-    Args:
-        root: where /proc and /sys are; another one in tests.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -86,15 +80,12 @@ def _available(root: Path) -> int | None:
 
 
 def _memory_left(group: Path) -> int | None:
-    version_2 = (group / "memory.max").is_file()
-    limit_name, usage_name = (
-        ("memory.max", "memory.current")
-        if version_2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
+    names = ("memory.max", "memory.current")
+    if not (group / names[0]).is_file():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
-        limit = int((group / limit_name).read_text())  # "max" is no number: no limit
-        used = int((group / usage_name).read_text())
+        # "max" is no number: no limit.
+        limit, used = (int((group / name).read_text()) for name in names)
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None

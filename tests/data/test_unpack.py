@@ -10,8 +10,7 @@ import pytest
 from samestep.commands.data import main
 from samestep.data import catalog
 from samestep.data.cifar import read_cifar10
-from samestep.data.download import download
-from samestep.data.unpack import unpack
+from samestep.data.download import download, unpack
 from samestep.errors import UserError
 from samestep.recipe import find_recipe
 from samestep.recipes.cifar10 import Cifar10Options

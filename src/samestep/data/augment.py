@@ -31,12 +31,7 @@ def crop(images: Tensor, draws: Tensor, *, padding: int) -> Tensor:
 
 
 def flip(images: Tensor, draws: Tensor) -> Tensor:
-    """Return the images (batch, channels, height, width), those with a draw below ½ mirrored.
-
-    Args:
-        images: of any type.
-        draws: (batch,) in [0, 1).
-    """
+    """Return images (batch, channels, height, width), mirrored where a draw (batch,) is below ½."""
     return torch.where((draws < 0.5)[:, None, None, None], images.flip(-1), images)
 
 

@@ -46,17 +46,13 @@ def open_source(
                 f"The recipe's data is a tuple of {len(data)} ({kinds}); it must be (inputs, "
                 "targets), both tensors. torch.from_numpy makes one of a NumPy array."
             )
-        source: Source = MemorySource(data, reading)
-    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        source = LoaderSource(data, reading, num_workers)
-    else:
-        raise UserError(
-            f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "
-            "or a map-style Dataset with __len__ and __getitem__."
-        )
-    if source.num_samples == 0:
-        raise UserError("The recipe's data has no samples.")
-    return source
+        return MemorySource(data, reading)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return LoaderSource(data, reading, num_workers)
+    raise UserError(
+        f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "
+        "or a map-style Dataset with __len__ and __getitem__."
+    )
 
 
 def open_split(

@@ -1,7 +1,7 @@
 """A block: one rank's part of consecutive steps; and how an epoch's order is cut into them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +10,8 @@ from samestep.data.order import share, step_range, steps_per_epoch
 from samestep.data.trees import narrow, split_rows
 from samestep.ranks.world import World
 
-Read = Iterator[tuple["StepGroup", Any, Any]]
-"""Groups of steps, each with its stored inputs and its targets."""
+Read = Iterator[tuple["Block", Any, Any]]
+"""Blocks of indices, each with the stored inputs and the targets of its samples."""
 Lap = Callable[[str], None]
 """Told where reading samples ends ("data") and where copying them to the device does."""
 
@@ -28,9 +28,10 @@ class Block:
     """Position in the epoch of the first step."""
     num_steps: int
     inputs: Any
-    """(num_steps × rows, …) on the device, ready for the model; a tensor or a tree of tensors."""
+    """(num_steps × rows, …) on the device, ready for the model; a tensor or a tree of tensors.
+    Before the samples are read: their indices, (num_steps × rows,) int64."""
     targets: Any
-    """(num_steps × rows, …) on the device."""
+    """(num_steps × rows, …) on the device; None before the samples are read."""
     rows: int
     """Rows of this rank in each step."""
     weight: float
@@ -44,15 +45,9 @@ class Block:
         if num_steps == self.num_steps:
             return self
         first, length = start * self.rows, num_steps * self.rows
-        return Block(
-            self.first_step + start,
-            num_steps,
-            narrow(self.inputs, first, length),
-            narrow(self.targets, first, length),
-            self.rows,
-            self.weight,
-            self.global_size,
-        )
+        inputs, targets = (narrow(tree, first, length) for tree in (self.inputs, self.targets))
+        step = self.first_step + start
+        return replace(self, first_step=step, num_steps=num_steps, inputs=inputs, targets=targets)
 
     def singles(self) -> Iterator["Block"]:
         """Yield the steps one by one, without copying; many times faster than `part` by part."""
@@ -64,35 +59,10 @@ class Block:
             yield Block(step, 1, *pair, self.rows, self.weight, self.global_size)
 
 
-@dataclass(frozen=True, slots=True)
-class StepGroup:
-    """Consecutive steps of equal size, before their samples are read; as a `Block` otherwise."""
-
-    first_step: int
-    num_steps: int
-    indices: Tensor
-    """(num_steps × rows,) of this rank's samples."""
-    rows: int
-    weight: float
-    global_size: int
-
-    def filled(self, inputs: Any, targets: Any) -> Block:
-        """Return the same steps with their samples."""
-        return Block(
-            self.first_step,
-            self.num_steps,
-            inputs,
-            targets,
-            self.rows,
-            self.weight,
-            self.global_size,
-        )
-
-
 def group_steps(
-    order: Tensor, first_step: int, limit: int, *, global_batch: int, drop_last: bool, world: World
-) -> Iterator[StepGroup]:
-    """Cut an epoch's order into groups of at most `limit` full steps, then the incomplete one."""
+    order: Tensor, first_step: int, limit: int, global_batch: int, world: World, *, drop_last: bool
+) -> Iterator[Block]:
+    """Cut an epoch's order into blocks of indices, of at most `limit` steps of equal size."""
     num_samples = len(order)
     num_full = num_samples // global_batch
     mine, weight = _share_or_stand_in(range(global_batch), world)
@@ -102,13 +72,13 @@ def group_steps(
         count = min(limit - step % limit, num_full - step)
         table = order[step * global_batch : (step + count) * global_batch]
         indices = table.view(count, global_batch)[:, mine.start : mine.stop].reshape(-1)
-        yield StepGroup(step, count, indices, len(mine), weight, global_batch)
+        yield Block(step, count, indices, None, len(mine), weight, global_batch)
         step += count
     if step < steps_per_epoch(num_samples, global_batch, drop_last=drop_last):
         positions = step_range(num_samples, global_batch, step)
         mine, weight = _share_or_stand_in(positions, world)
         indices = order[mine.start : mine.stop]
-        yield StepGroup(step, 1, indices, len(mine), weight, len(positions))
+        yield Block(step, 1, indices, None, len(mine), weight, len(positions))
 
 
 def _share_or_stand_in(positions: range, world: World) -> tuple[range, float]:

@@ -14,12 +14,10 @@ class RemoteFile:
     """One file of a data set."""
 
     name: str
-    """Its name, on the mirrors and in the data folder."""
-
+    """On the mirrors and in the data folder."""
     md5: str
-    """The MD5 of its bytes, in hexadecimal."""
+    """Of its bytes, in hexadecimal."""
     size_bytes: int
-    """Its length."""
     unpack: bool = False
     """Whether it is a tar archive whose files are wanted: they are put beside it."""
 
@@ -31,13 +29,10 @@ class RemoteDataset:
     name: str
     """What a user types."""
     description: str
-    """What it holds, in one line."""
     licence: str
-    """The terms under which its owners give it away."""
     source: str
     """The page that describes it."""
     files: tuple[RemoteFile, ...]
-    """All its files."""
     mirrors: tuple[str, ...]
     """Base addresses, each ending in a slash, in the order in which they are tried."""
 

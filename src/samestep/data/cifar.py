@@ -27,12 +27,9 @@ CLASSES = (
 SIZES = {"train": 50_000, "test": 10_000}
 """Images of each split as it was published."""
 
-_FILES = {
-    "train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-    "test": ("test_batch.bin",),
-}
+_FILES = {"train": [f"data_batch_{k}.bin" for k in range(1, 6)], "test": ["test_batch.bin"]}
+_ALL_FILES = [*_FILES["train"], *_FILES["test"]]
 _RECORD_BYTES = 1 + 3 * 32 * 32
-_CIFAR100_RECORD_BYTES = _RECORD_BYTES + 1  # a coarse and a fine label
 
 # Where the archives of the two versions put their files.
 _UNPACKED, _UNPACKED_PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
@@ -44,7 +41,7 @@ def has_cifar10(folder: Path) -> bool:
     place = _binary_place(folder)
     if place is None:
         return (folder / "train").is_dir()
-    return all((place / name).is_file() for split in _FILES.values() for name in split)
+    return all((place / name).is_file() for name in _ALL_FILES)
 
 
 def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
@@ -77,9 +74,8 @@ def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor,
 
 
 def _binary_place(folder: Path) -> Path | None:
-    names = [name for split in _FILES.values() for name in split]
     places = (folder, folder / _UNPACKED)
-    return next((p for p in places if any((p / name).is_file() for name in names)), None)
+    return next((p for p in places if any((p / name).is_file() for name in _ALL_FILES)), None)
 
 
 def _read_binary(place: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
@@ -95,7 +91,7 @@ def _records(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     """Return the records of one file (records, 3073)."""
     num_bytes = path.stat().st_size
     if num_bytes == 0 or num_bytes % _RECORD_BYTES:
-        whole = num_bytes and num_bytes % _CIFAR100_RECORD_BYTES == 0
+        whole = num_bytes and num_bytes % (_RECORD_BYTES + 1) == 0  # a coarse and a fine label
         guess = " They are as long as those of CIFAR-100, which is not read here." if whole else ""
         raise UserError(
             f"{path} has {num_bytes:,} bytes, which is no whole number of records of "
@@ -123,13 +119,9 @@ def _read_images(root: Path, split: Literal["train", "test"]) -> tuple[Tensor, T
             f"{', '.join(CLASSES)}."
         )
     images = torch.empty((len(files), 3, 32, 32), dtype=torch.uint8)
-    broken = decode_in_threads(
-        files,
-        range(len(files)),
-        images.__setitem__,
-        partial(decode, side=32, exact=True),
-        len(usable_cores()),
-    )
+    decode_one, cores = partial(decode, side=32, exact=True), usable_cores()
+    places = range(len(files))
+    broken = decode_in_threads(files, places, images.__setitem__, decode_one, len(cores))
     if broken:
         shown = [f"  {files.path(place)}: {why}" for place, why in list(broken.items())[:5]]
         more = [f"  … and {len(broken) - 5} more"] if len(broken) > 5 else []

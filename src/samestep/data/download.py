@@ -1,29 +1,22 @@
-"""Download the files of a data set, through broken lines and restarts, and never keep wrong bytes.
-
-A file gets its final name only after its hash is checked. A transfer continues where an earlier
-one, of this program or of one before it, was cut off.
-"""
+"""Download the files of a data set, through broken lines and restarts; keep no wrong bytes."""
 
 import contextlib
+import filecmp
 import os
 import re
 import sys
+import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from samestep.data.catalog import RemoteDataset, find_dataset
 from samestep.data.transfer import MirrorError, Transfer
-from samestep.data.unpack import unpack
 from samestep.errors import UserError
 
 
 def download(
-    name: str,
-    folder: Path,
-    *,
-    mirrors: Sequence[str] | None = None,
-    show_progress: bool = True,
-    timeout_s: float = 30.0,
+    name: str, folder: Path, *, mirrors: Sequence[str] | None = None, timeout_s: float = 30.0
 ) -> list[Path]:
     """Bring all files of a data set into a folder; files that are there and right stay untouched.
 
@@ -37,7 +30,6 @@ def download(
         name: A name of the catalog.
         folder: Where the files go; it is made if it does not exist.
         mirrors: Base addresses to use in place of the catalog's, tried in this order.
-        show_progress: Draw a progress bar, if the error stream is a terminal.
         timeout_s: How long a mirror may stay silent before it is given up.
 
     Returns:
@@ -54,9 +46,7 @@ def download(
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             for file in dataset.files:
-                transfer = Transfer(
-                    file=file, folder=folder, show_progress=show_progress, timeout_s=timeout_s
-                )
+                transfer = Transfer(file=file, folder=folder, timeout_s=timeout_s)
                 if not transfer.is_done():
                     good = _fetch(dataset, transfer, bases)
                     # The mirror that works goes first: one that is gone costs its timeout once.
@@ -119,3 +109,32 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Bring the files of a tar archive into a folder, each whole; those there and right stay.
+
+    Raises:
+        UserError: it is no archive, or it holds something that may not be unpacked: a path that
+            leads out of the folder, a device, a link to elsewhere.
+        OSError: the folder takes no more files.
+    """
+    if not hasattr(tarfile, "data_filter"):
+        raise UserError("To unpack archives safely, Python 3.11.4 or newer is needed.")
+    try:
+        # In the folder itself, so that a file is renamed within one file system.
+        with (
+            tempfile.TemporaryDirectory(dir=folder, prefix=".unpacking-") as place,
+            tarfile.open(archive) as tar,
+        ):
+            tar.extractall(place, filter="data")
+            for new in sorted(path for path in Path(place).rglob("*") if path.is_file()):
+                final = folder / new.relative_to(place)
+                if final.is_file() and filecmp.cmp(new, final, shallow=False):
+                    continue
+                final.parent.mkdir(parents=True, exist_ok=True)
+                new.replace(final)
+    except (tarfile.TarError, EOFError) as problem:
+        raise UserError(
+            f"{archive} cannot be unpacked: {problem}. Delete it and download it again."
+        ) from problem

@@ -17,21 +17,16 @@ import numpy.typing as npt
 from samestep.errors import UserError
 
 # The places below the data folder, in order; the last two are where torchvision puts its files.
-_OWN_PLACES = (".", "raw")
-_TORCHVISION_PLACES = ("MNIST/raw", "FashionMNIST/raw")
-
+_PLACES = (".", "raw", "MNIST/raw", "FashionMNIST/raw")
 _GZIP_MAGIC = b"\x1f\x8b"
-_UNSIGNED_BYTE = 0x08
 _TYPE_NAMES = {0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
 
 
 def find_idx(folder: Path, stem: str) -> Path:
     """Find one IDX file in a data folder or in the folders that torchvision makes there.
 
-    Args:
-        folder: The data folder.
-        stem: The file's usual name without `.gz`, such as `train-images-idx3-ubyte`. The spelling
-            `train-images.idx3-ubyte` and either one with `.gz` are looked for too.
+    The stem is the file's usual name without `.gz`, such as `train-images-idx3-ubyte`. The spelling
+    `train-images.idx3-ubyte` and either one with `.gz` are looked for too.
 
     Raises:
         UserError: The file is nowhere, the folder may not be read, or torchvision's MNIST and
@@ -39,16 +34,15 @@ def find_idx(folder: Path, stem: str) -> Path:
     """
     spellings = (stem, stem.replace("-idx", ".idx"))
     names = [f"{name}{suffix}" for name in spellings for suffix in ("", ".gz")]
+    places = [folder / place for place in _PLACES]
     try:
-        own, torchvisions = (
-            [path for place in places if (path := _first_file(folder / place, names))]
-            for places in (_OWN_PLACES, _TORCHVISION_PLACES)
-        )
+        first = [next((p / n for n in names if (p / n).is_file()), None) for p in places]
     except OSError as problem:
         raise UserError(
             f"The data folder {folder} cannot be read: {problem.strerror}.\n"
             "Make it readable for you, or name another one with --data-dir."
         ) from problem
+    own, torchvisions = ([path for path in some if path] for some in (first[:2], first[2:]))
     found = own[:1] or torchvisions
     if len(found) == 1:
         return found[0]
@@ -58,7 +52,14 @@ def find_idx(folder: Path, stem: str) -> Path:
             + "".join(f"  {path}\n" for path in found)
             + f"Say which one is meant, for example --data-dir {found[0].parent}"
         )
-    raise UserError(_nowhere(folder, stem, names))
+    where = "There is a file of that name." if folder.exists() else "The folder does not exist."
+    if folder.is_dir():
+        where = "\n  ".join([f"Searched for {', '.join(names)} in", *map(str, places)])
+    raise UserError(
+        f"The data file {stem} is not in {folder}.\n{where}\n"
+        f"Download it: samestep data get mnist --data-dir {folder}\n"
+        "or name the folder that holds it with --data-dir."
+    )
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
@@ -72,36 +73,48 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
         UserError: The file cannot be read, is empty, is a damaged gzip file, is no IDX file of
             unsigned bytes, or has fewer or more bytes than its header announces.
     """
-    data = _unpacked(path)
+    try:
+        data = path.read_bytes()
+        return _values(gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data)
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as problem:
+        damaged = not isinstance(problem, ValueError)
+        fault = f"it is a damaged gzip file ({problem})" if damaged else problem
+        raise UserError(
+            f"The data file {path} cannot be used: {fault}.\n"
+            f"Delete it and download it again: samestep data get mnist --data-dir {path.parent}"
+        ) from problem
+    except OSError as problem:
+        raise UserError(
+            f"The data file {path} cannot be read: {problem.strerror}.\n"
+            "Check its name and that you may read it, or name another folder with --data-dir."
+        ) from problem
+
+
+def _values(data: bytes) -> npt.NDArray[np.uint8]:
+    """Return the array in an IDX file's bytes; raise ValueError with what is wrong with them."""
     if not data:
-        raise _broken(path, "the file is empty")
+        raise ValueError("the file is empty")
     if data[:2] != b"\0\0" or len(data) < 4:
-        raise _broken(
-            path, f"this is no IDX file: it starts with {data[:4]!r}, not with two zero bytes"
-        )
+        raise ValueError(f"this is no IDX file: it starts with {data[:4]!r}, not two zero bytes")
     kind, num_axes = data[2], data[3]
-    if kind != _UNSIGNED_BYTE:
+    if kind != 0x08:
         name = _TYPE_NAMES.get(kind, "values of an unknown type")
-        raise _broken(
-            path, f"its type code is 0x{kind:02x} ({name}); only unsigned bytes (0x08) are read"
+        raise ValueError(
+            f"its type code is 0x{kind:02x} ({name}); only 0x08, unsigned bytes, is read"
         )
     header = 4 + 4 * num_axes
     if len(data) < header:
-        raise _broken(
-            path, f"it is truncated in its header: expected {header} bytes, found {len(data)}"
-        )
+        raise ValueError(f"its header is truncated: expected {header} bytes, found {len(data)}")
     shape = struct.unpack_from(f">{num_axes}I", data, 4)
     expected, found = math.prod(shape), len(data) - header
     if found != expected:
         fault = "is truncated" if found < expected else "has trailing bytes"
-        raise _broken(
-            path, f"it {fault}: shape {shape} needs {expected} bytes of data, found {found}"
-        )
+        raise ValueError(f"it {fault}: shape {shape} needs {expected} bytes of data, found {found}")
     try:
         # The copy makes the array writable and lets go of the header.
         return np.frombuffer(data, np.uint8, offset=header).reshape(shape).copy()
     except ValueError as problem:
-        raise _broken(path, f"its shape {shape} is more than NumPy can hold") from problem
+        raise ValueError(f"its shape {shape} is more than NumPy can hold") from problem
 
 
 def read_images_and_labels(
@@ -140,43 +153,3 @@ def read_images_and_labels(
             "The two files do not belong together. Download both again."
         )
     return images, labels
-
-
-def _first_file(place: Path, names: list[str]) -> Path | None:
-    return next((place / name for name in names if (place / name).is_file()), None)
-
-
-def _nowhere(folder: Path, stem: str, names: list[str]) -> str:
-    if folder.is_dir():
-        places = [folder / place for place in (*_OWN_PLACES, *_TORCHVISION_PLACES)]
-        where = "Searched for {} in\n{}".format(
-            ", ".join(names), "\n".join(f"  {place}" for place in places)
-        )
-    else:
-        where = "There is a file of that name." if folder.exists() else "The folder does not exist."
-    return (
-        f"The data file {stem} is not in {folder}.\n{where}\n"
-        f"Download it: samestep data get mnist --data-dir {folder}\n"
-        "or name the folder that holds it with --data-dir."
-    )
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
-    except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
-        raise _broken(path, f"it is a damaged gzip file ({problem})") from problem
-    except OSError as problem:
-        raise UserError(
-            f"The data file {path} cannot be read: {problem.strerror}.\n"
-            "Check its name and that you may read it, or name another folder with --data-dir."
-        ) from problem
-
-
-def _broken(path: Path, fault: str) -> UserError:
-    return UserError(
-        f"The data file {path} cannot be used: {fault}.\n"
-        "Delete it and download it again: "
-        f"samestep data get mnist --data-dir {path.parent}"
-    )

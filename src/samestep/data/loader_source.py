@@ -1,14 +1,16 @@
 """Samples read one by one through PyTorch's DataLoader and its workers."""
 
+import random
 import signal
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from samestep.data.blocks import Read, StepGroup
+from samestep.data.blocks import Block, Read
 from samestep.data.keyed_random import mix
 from samestep.data.source import Reading, Source
 from samestep.data.trees import map_leaves
@@ -20,12 +22,12 @@ class LoaderSource(Source):
 
     def __init__(self, dataset: Dataset[Any], reading: Reading, num_workers: int) -> None:
         super().__init__(len(dataset), reading)  # type: ignore[arg-type]
-        self._plan: list[list[tuple[int, int]]] = []
+        self._plan = _Plan()
         reads_batches = hasattr(dataset, "read_batch")
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
-            collate_fn=_as_it_is if reads_batches else None,
-            batch_sampler=_Plan(self._plan),
+            collate_fn=tuple if reads_batches else None,  # such a batch is whole as it is
+            batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=self._world.device.type == "cuda",
@@ -35,19 +37,15 @@ class LoaderSource(Source):
         # the workers ignore that.
         weakref.finalize(self, _end_workers, self._loader)
 
-    def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - as every source has it
-        """Return the most steps that a block holds: the loader's batches are steps."""
-        return 1
-
     def close(self) -> None:
         """End the workers. They ignore SIGTERM, so that Python, at its end, would wait for them."""
         _end_workers(self._loader)
 
-    def _read(self, groups: Iterator[StepGroup], epoch: int) -> Read:
-        wanted = list(groups)
-        self._plan[:] = [[(epoch, index) for index in group.indices.tolist()] for group in wanted]
-        for group, (inputs, targets) in zip(wanted, self._batches(), strict=True):
-            yield group, inputs, targets
+    def _read(self, unread: Iterator[Block], epoch: int) -> Read:
+        wanted = list(unread)
+        self._plan[:] = [[(epoch, index) for index in block.inputs.tolist()] for block in wanted]
+        for block, (inputs, targets) in zip(wanted, self._batches(), strict=True):
+            yield block, inputs, targets
 
     def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
         self._plan[:] = [[(0, index) for index in batch] for batch in batches]
@@ -72,31 +70,20 @@ class LoaderSource(Source):
             raise
 
 
-class _Plan:
-    """The batches that a DataLoader reads next: the list is replaced before each pass."""
-
-    def __init__(self, batches: list[list[tuple[int, int]]]) -> None:
-        self._batches = batches
+class _Plan(list[list[tuple[int, int]]]):
+    """The batches that a DataLoader reads next: replaced before each pass, which reads a copy."""
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(list(self._batches))
-
-    def __len__(self) -> int:
-        return len(self._batches)
+        return iter(self[:])
 
 
 class _Keyed(Dataset[Any]):
     """A data set whose random augmentation depends on (seed, epoch, sample), not on the worker."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
+        self._dataset, self._seed = dataset, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        import random  # noqa: PLC0415
-
-        import numpy as np  # noqa: PLC0415
-
         epoch, index = key
         drawn = mix(self._seed, epoch, index)
         torch.default_generator.manual_seed(drawn)
@@ -113,10 +100,6 @@ class _Batched(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         return self._dataset.read_batch([index for _epoch, index in keys])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _end_workers(loader: DataLoader[Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samestep.data.blocks import Read, StepGroup
+from samestep.data.blocks import Block, Read
 from samestep.data.source import Reading, Source
 from samestep.errors import UserError
 from samestep.recipe import InMemory
@@ -27,8 +27,12 @@ class MemorySource(Source):
                 "each sample needs both."
             )
         super().__init__(len(inputs), reading)
-        fits = _fits(inputs.nbytes + targets.nbytes, self._world.device)
-        home = self._world.device if fits else torch.device("cpu")
+        home = self._world.device
+        # Most of a GPU is left to the model. A CPU already holds the data, and MPS shares that.
+        if home.type == "cuda" and (
+            inputs.nbytes + targets.nbytes >= torch.cuda.mem_get_info(home)[0] // 4
+        ):
+            home = torch.device("cpu")
         # Floating-point data takes the model's type here once, not in every batch.
         self._inputs = self._cast(inputs).to(home).contiguous()
         self._targets = self._cast(targets).to(home).contiguous()
@@ -43,20 +47,16 @@ class MemorySource(Source):
         # A power of two, so that compiled groups of steps never straddle two blocks.
         return 1 << (limit.bit_length() - 1)
 
-    def _read(
-        self,
-        groups: Iterator[StepGroup],
-        epoch: int,  # noqa: ARG002 - what is stored is the same in each
-    ) -> Read:
+    def _read(self, unread: Iterator[Block], _epoch: int) -> Read:
         device, lap = self._world.device, self._reading.lap
-        for group in groups:
-            inputs = self._inputs.index_select(0, group.indices)
-            targets = self._targets.index_select(0, group.indices)
+        for block in unread:
+            inputs = self._inputs.index_select(0, block.inputs)
+            targets = self._targets.index_select(0, block.inputs)
             lap("data")
             inputs = inputs.to(device, non_blocking=True)
             targets = targets.to(device, non_blocking=True)
             lap("to_device")
-            yield group, inputs, targets
+            yield block, inputs, targets
 
     def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches:
@@ -64,11 +64,3 @@ class MemorySource(Source):
             # A copy, since the recipe's transform may work in place.
             inputs = self._inputs[rows].to(self._world.device, copy=True)
             yield inputs, self._targets[rows].to(self._world.device)
-
-
-def _fits(num_bytes: int, device: torch.device) -> bool:
-    """Whether data of this size may live on the device and leave most of it to the model."""
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return num_bytes < free // 4
-    return True  # the CPU's memory already holds it, and MPS shares that memory

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from samestep.ranks.world import World
@@ -41,22 +42,15 @@ def load_splits(
     wanted: Collection[str] = SPLITS,
     prepare: bool = True,
 ) -> Splits:
-    """Return the data sets of a recipe; every rank calls it.
+    """Return the data sets of a recipe by its completed options; every rank calls it.
 
-    Args:
-        recipe: what loads them.
-        options: its options, completed.
-        world: this rank among the others.
-        wanted: the splits to prepare, of those that need it.
-        prepare: whether to prepare any; without it, a sample that is broken fails when it is read.
+    Of the splits that need it, those `wanted` are prepared. Without `prepare` none is, and a sample
+    that is broken fails when it is read.
 
     Raises:
         UserError: on every rank, what any of them met.
     """
-
-    def load() -> Splits:
-        return recipe.load_data(options)
-
+    load = partial(recipe.load_data, options)
     if getattr(options, "download", False):  # once per node, then by the rest
         first = world.on_every(lambda: load() if world.local_rank == 0 else None)
         splits = world.on_every(lambda: first or load())
@@ -70,9 +64,5 @@ def load_splits(
     if not prepare or not parts:
         return splits
     done = next(iter(parts.values())).prepare_on_ranks(parts, world)
-    return replace(
-        splits,
-        **done.splits,
-        notes=splits.notes + done.notes,
-        left_out=splits.left_out + done.left_out,
-    )
+    notes, left_out = splits.notes + done.notes, splits.left_out + done.left_out
+    return replace(splits, **done.splits, notes=notes, left_out=left_out)

@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from samestep.data.blocks import Block, Lap, Read, StepGroup, group_steps, untimed
+from samestep.data.blocks import Block, Lap, Read, group_steps, untimed
 from samestep.data.keyed_random import sample_keys
 from samestep.data.order import epoch_order, share
 from samestep.data.trees import map_leaves
+from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Augment, Transform
 
@@ -20,7 +21,6 @@ class Reading:
     """How samples become the batches of one rank."""
 
     world: World
-    """Whose part of the samples."""
     seed: int
     """Of the order, of the augmentation, and of what a data set draws."""
     dtype: torch.dtype
@@ -39,32 +39,28 @@ class Source(ABC):
     _order_device = torch.device("cpu")
 
     def __init__(self, num_samples: int, reading: Reading) -> None:
+        if num_samples == 0:
+            raise UserError("The recipe's data has no samples.")
         self.num_samples = num_samples
         self._reading, self._world = reading, reading.world
 
-    @abstractmethod
-    def steps_per_block(self, global_batch: int) -> int:
+    def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - memory asks for it
         """Return the most steps that a block holds: a power of two."""
+        return 1
 
     def blocks(
         self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool
     ) -> Iterator[Block]:
         """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
-        how = self._reading
+        how, world = self._reading, self._world
         order = epoch_order(self.num_samples, how.seed, epoch).to(self._order_device)
-        groups = group_steps(
-            order,
-            first_step,
-            self.steps_per_block(global_batch),
-            global_batch=global_batch,
-            drop_last=drop_last,
-            world=self._world,
-        )
-        for group, inputs, targets in self._read(groups, epoch):
+        most = self.steps_per_block(global_batch)
+        unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
+        for block, inputs, targets in self._read(unread, epoch):
             if how.augment is not None:
-                keys = sample_keys(how.seed, epoch, group.indices.to(self._world.device))
+                keys = sample_keys(how.seed, epoch, block.inputs.to(world.device))
                 inputs = how.augment(inputs, keys)  # noqa: PLW2901
-            yield group.filled(self._finish(inputs), targets)
+            yield replace(block, inputs=self._finish(inputs), targets=targets)
 
     def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
@@ -74,8 +70,8 @@ class Source(ABC):
             yield self._finish(inputs), targets
 
     @abstractmethod
-    def _read(self, groups: Iterator[StepGroup], epoch: int) -> Read:
-        """Yield groups with their stored inputs and their targets, on the device."""
+    def _read(self, unread: Iterator[Block], epoch: int) -> Read:
+        """Yield blocks of indices with their stored inputs and their targets, on the device."""
 
     @abstractmethod
     def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
@@ -86,7 +82,7 @@ class Source(ABC):
 
     def _finish(self, inputs: Any) -> Any:
         transform = self._reading.transform
-        return self._cast(inputs if transform is None else transform(inputs))
+        return self._cast(transform(inputs) if transform else inputs)
 
     def _cast(self, tree: Any) -> Any:
         dtype = self._reading.dtype

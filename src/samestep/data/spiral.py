@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from samestep.errors import UserError
@@ -31,16 +30,11 @@ class SpiralDataset(TensorDataset):
             raise UserError(f"--num-samples is {num_samples}; two spirals need 2 or more.")
         if not 0 <= noise < math.inf:
             raise UserError(f"--noise is {noise}; it must be 0 or more.")
-        points, labels = _make(num_samples, noise, seed)
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.arange(num_samples) % 2
+        # The square root spreads the points evenly over the length of the arm.
+        radius = torch.rand(num_samples, generator=generator).sqrt() * (2 * math.pi * _TURNS)
+        angle = radius + labels * math.pi
+        points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+        points += noise * torch.randn(num_samples, 2, generator=generator)
         super().__init__(points, labels)
-
-
-def _make(num_samples: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(num_samples) % 2
-    # The square root spreads the points evenly over the length of the arm.
-    radius = torch.rand(num_samples, generator=generator).sqrt() * (2 * math.pi * _TURNS)
-    angle = radius + labels * math.pi
-    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-    points += noise * torch.randn(num_samples, 2, generator=generator)
-    return points, labels

@@ -36,11 +36,8 @@ class Transfer:
     """One file on its way from a mirror into a folder."""
 
     file: RemoteFile
-    """The file and what its bytes must be."""
     folder: Path
     """Where it goes; its bytes gather there in a `.part` file."""
-    show_progress: bool
-    """Draw a progress bar, if the error stream is a terminal."""
     timeout_s: float
     """How long the server may stay silent."""
 
@@ -118,17 +115,16 @@ class Transfer:
             raise MirrorError(f"the server says {answer.status_code} {answer.reason}")
         length = answer.headers.get("Content-Length")
         expected = sent_from + int(length) if length else self.file.size_bytes
-        with (
-            self.part.open("ab" if sent_from else "wb") as out,
-            tqdm(
-                desc=self.file.name,
-                total=expected,
-                initial=sent_from,
-                unit="B",
-                unit_scale=True,
-                disable=None if self.show_progress else True,
-            ) as bar,
-        ):
+        bar = tqdm(  # drawn if the error stream is a terminal
+            None,
+            self.file.name,
+            expected,
+            initial=sent_from,
+            unit="B",
+            unit_scale=True,
+            disable=None,
+        )
+        with self.part.open("ab" if sent_from else "wb") as out, bar:
             for chunk in answer.raw.stream(_CHUNK_BYTES, decode_content=False):
                 out.write(chunk)
                 out.flush()  # a killed program keeps what has arrived

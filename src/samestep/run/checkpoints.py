@@ -19,7 +19,7 @@ class _HashingWriter(io.RawIOBase):
     """Pass bytes on and hash them; keep the error that torch's own writer would hide."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash = file, hashlib.sha256()
+        self._file, self.hash = file, hashlib.sha256()
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -31,11 +31,8 @@ class _HashingWriter(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-        self._hash.update(data)
+        self.hash.update(data)
         return len(data)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def save(folder: Path, name: str, state: dict[str, Any]) -> str:
@@ -44,10 +41,8 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
     Raises:
         UserError: it could not be written; nothing is left behind.
     """
-    digest = ""
 
-    def write(file: BinaryIO) -> None:
-        nonlocal digest
+    def write(file: BinaryIO) -> str:
         writer = _HashingWriter(file)
         try:
             torch.save(state, cast("BinaryIO", writer))
@@ -55,10 +50,9 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
             if writer.error is not None:
                 raise writer.error from None
             raise
-        digest = writer.hexdigest()
+        return writer.hash.hexdigest()
 
-    write_atomically(folder / name, write)
-    return digest
+    return write_atomically(folder / name, write)
 
 
 def load(folder: Path, entry: Entry) -> dict[str, Any]:
@@ -101,9 +95,8 @@ def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     Raises:
         UserError: checkpoints were announced, and not one of them verifies.
     """
-    entries = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)
     problems: list[str] = []
-    for entry in entries:
+    for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
         try:
             return entry, load(folder, entry), problems
         except UserError as error:

@@ -38,7 +38,10 @@ class Run:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = lock_run(path)
-            self._events = _open_events(path / "events.jsonl")
+            self._events = (path / "events.jsonl").open("a+b", buffering=0)
+            self._events.seek(0)
+            # A line that a kill tore off at the end is cut away.
+            self._events.truncate(self._events.readall().rfind(b"\n") + 1)
         except OSError as error:
             raise cannot_write(path, error) from error
         for torn in self.checkpoints.glob(".*.tmp"):
@@ -50,8 +53,7 @@ class Run:
         Raises:
             UserError: it could not be written.
         """
-        line = json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
-        rest = memoryview(line.encode())
+        rest = memoryview(f"{json.dumps(_plain(record))}\n".encode())
         end = self._events.seek(0, os.SEEK_END)
         try:
             # One write a line: a killed process leaves whole lines, or one torn at the very end.
@@ -65,8 +67,7 @@ class Run:
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json."""
-        table = {key: _plain(value) for key, value in result.items()}
-        write_text(self.path / "result.json", json.dumps(table, indent=2) + "\n")
+        write_text(self.path / "result.json", json.dumps(_plain(result), indent=2) + "\n")
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Write environment.json: versions, the machine, and the variables that are allowed."""
@@ -112,20 +113,11 @@ def is_written(path: Path) -> bool:
     except ImportError:
         return False
     # struct flock: type, whence, start, length, process; the order is macOS's or that of Linux.
-    shape = "@qqihh" if sys.platform == "darwin" else "@hhqqi4x"
-    place = 3 if sys.platform == "darwin" else 0
-    asked = [0, 0, 0, fcntl.F_WRLCK, 0] if place else [fcntl.F_WRLCK, 0, 0, 0, 0]
+    shape, place = ("@qqihh", 3) if sys.platform == "darwin" else ("@hhqqi4x", 0)
+    asked = [fcntl.F_WRLCK if number == place else 0 for number in range(5)]
     try:
         with (path / "run.lock").open("rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(shape, *asked))
     except OSError:
         return False
     return bool(struct.unpack(shape, answer)[place] != fcntl.F_UNLCK)
-
-
-def _open_events(path: Path) -> BinaryIO:
-    """Open the records for appending; a line that a kill tore off at the end is cut away."""
-    file = path.open("a+b", buffering=0)
-    file.seek(0)
-    file.truncate(file.readall().rfind(b"\n") + 1)
-    return file

@@ -16,8 +16,6 @@ _ALLOWED = re.compile(
     r"(?!SLURM_SPANK)(NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|SLURM|OMP|MKL|CUDA|OMPI_COMM_WORLD|PMI)_[A-Z0-9_]+"
     r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
 )
-
-
 # Whole words of a name: TOKENIZERS_PARALLELISM holds none.
 _SECRET = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH|COOKIE|JWT)S?(_|$)",
@@ -63,11 +61,6 @@ def versions() -> dict[str, str]:
     """Return the versions that results depend on."""
     import torch  # noqa: PLC0415 - readers of a run need no torch
 
-    found = {
-        "samestep": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+    found = {"samestep": __version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})

@@ -7,13 +7,15 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from samestep.errors import UserError
 
+_T = TypeVar("_T")
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a temporary name, sync it, then rename it to its own.
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
+    """Write a file under a temporary name, sync it, then rename it; return what `write` does.
 
     Raises:
         UserError: the disk is full or the directory cannot be written; the old file is untouched.
@@ -21,17 +23,17 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            write(file)
+            result = write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
+        _sync_directory(path.parent)
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise cannot_write(path, error) from error
         raise
+    return result
 
 
 def write_text(path: Path, text: str) -> None:
@@ -83,8 +85,7 @@ def hold(path: Path) -> BinaryIO:
     return file
 
 
-def sync_directory(folder: Path) -> None:
-    """Make a rename in a directory survive a power cut, where the platform can."""
+def _sync_directory(folder: Path) -> None:
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -64,17 +64,16 @@ class Index:
         """Return the index with only the best k and the last."""
         if keep_top_k is None:
             return self
-        keep = {entry.path for entry in self.ranked()[:keep_top_k]}
-        if self.last:
-            keep.add(self.last.path)
+        keep = {entry.path for entry in (*self.ranked()[:keep_top_k], self.last) if entry}
         return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.path in keep))
 
 
 def announce(folder: Path, index: Index, entry: Entry, keep_top_k: int | None) -> Index:
     """Name a written checkpoint in the index, then delete those that are no longer kept."""
-    grown = index.add(entry)
-    kept = grown.prune(keep_top_k)
-    write_text(folder / "index.json", _to_json(kept))
+    kept = index.add(entry).prune(keep_top_k)
+    table: dict[str, object] = {"last": kept.last, "best": kept.best}
+    table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
+    write_text(folder / "index.json", json.dumps(table, indent=2, default=asdict) + "\n")
     for gone in {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}:
         (folder / gone).unlink(missing_ok=True)
     return kept
@@ -110,18 +109,11 @@ def find_checkpoint(folder: Path, name: str) -> Entry:
     index = read_index(folder)
     if name == "last" and index.last:
         return index.last
-    if name == "best" and (index.best or index.last):
-        best = index.best or index.last  # without a validation set the last is all there is
-        assert best is not None
+    # Without a validation set the last is all there is.
+    if name == "best" and (best := index.best or index.last):
         return best
     for entry in index.checkpoints:
         if entry.path in (name, f"{name}.pt"):
             return entry
     known = ", ".join(entry.path for entry in index.checkpoints) or "none yet"
     raise UserError(f"{folder} has no checkpoint {name!r}. It has: best, last, {known}.")
-
-
-def _to_json(index: Index) -> str:
-    table: dict[str, object] = {"last": index.last, "best": index.best}
-    table |= {"monitor": index.monitor, "mode": index.mode, "checkpoints": index.checkpoints}
-    return json.dumps(table, indent=2, default=asdict) + "\n"

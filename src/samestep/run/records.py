@@ -13,20 +13,10 @@ Record = dict[str, Any]
 RUN_FORMAT = 1
 """The format of a run directory, in its `start` records; a run whose records do not say has 1."""
 
-NOT_METRICS = frozenset(
-    [
-        "event",
-        "split",
-        "epoch",
-        "step",
-        "samples",
-        "seconds",
-        "checkpoint",
-        "problems",
-        "per_class",
-        "confusion",
-    ]
-)
+NOT_METRICS = {
+    *("event", "split", "epoch", "step", "samples", "seconds"),
+    *("checkpoint", "problems", "per_class", "confusion"),
+}
 """What an `evaluation` record has beside its metrics."""
 
 

@@ -8,7 +8,7 @@ import torch
 
 from samestep import UserError
 from samestep.data.batches import open_source
-from samestep.data.images.dataset import prepare_images
+from samestep.data.images.dataset import ImageFiles
 from samestep.data.images.file_list import class_names, find_files
 from samestep.data.images.node_memory import PREFIX
 from samestep.ranks.world import World, find_world, join, leave
@@ -30,8 +30,12 @@ def ready(root: Path, world: World, *, cache: str, side: int = 20, max_corrupt: 
     """Return the splits of a folder, ready on these ranks."""
     classes = class_names(root)
     found = {name: find_files(root, name, classes) for name in ("train", "validation", "test")}
-    files = {name: part for name, part in found.items() if part}
-    return prepare_images(files, side, world, cache=cache, max_corrupt=max_corrupt)
+    files = {
+        name: ImageFiles(part, side, cache=cache, max_corrupt=max_corrupt)
+        for name, part in found.items()
+        if part
+    }
+    return files["train"].prepare_on_ranks(files, world)
 
 
 def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0):

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from samestep.data.images.decode import UnreadableImageError, decode
 from samestep.data.images.file_list import FileList
 from samestep.data.images.node_memory import NoRoomError, map_shared
-from samestep.data.images.read_all import Broken, decode_into, find_broken
+from samestep.data.images.read_all import decode_into, find_broken
 from samestep.data.recipe_splits import Prepared
 from samestep.errors import UserError
 from samestep.machine import free_memory_bytes
@@ -60,70 +60,45 @@ class ImageFiles(Dataset[Any]):
             ) from error
 
     def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> Prepared:
-        """Read all images of some splits once; see `prepare_images`."""
-        files = {name: split.files for name, split in splits.items()}
-        return prepare_images(
-            files, self._side, world, cache=self._cache, max_corrupt=self._max_corrupt
-        )
+        """Read all images of some splits once, on all ranks together; every rank calls it.
 
-
-def prepare_images(
-    splits: Mapping[str, FileList], side: int, world: World, *, cache: Cache, max_corrupt: float
-) -> Prepared:
-    """Read all images once, on all ranks together; every rank calls it.
-
-    Args:
-        splits: `train` and so on → its files.
-        side: edge at which images are kept, in pixels.
-        world: this rank among the others.
-        cache: whether decoded images stay in memory, which the ranks of a node share.
-        max_corrupt: the largest fraction of files that may be broken; they are left out.
-
-    Raises:
-        UserError: on every rank: too many files are broken, the ranks see different files, or
-            there is no room for `cache="memory"`.
-    """
-    files = _join(list(splits.values()))
-    _check_alike(files, world)
-    images, note = _room(len(files), side, world, cache)
-    broken = (
-        find_broken(files, side, world) if images is None else decode_into(files, images, world)
-    )
-    _check_broken(files, broken, max_corrupt)
-    _check_left(splits, broken)
-    whole = np.setdiff1d(np.arange(len(files)), list(broken))
-    if images is not None and broken:
-        _close_gaps(images, whole, world)
-    left_out = tuple(f"{files.shown(place)}: {why}" for place, why in broken.items())
-    notes = ([_about(left_out, len(files))] if left_out else []) + ([note] if note else [])
-    ends = np.searchsorted(whole, np.cumsum([len(part) for part in splits.values()])).tolist()
-    bounds = zip([0, *ends[:-1]], ends, strict=True)
-    ready = {
-        name: _part(
-            files.take(whole[start:end]), None if images is None else images[start:end], side
-        )
-        for name, (start, end) in zip(splits, bounds, strict=True)
-    }
-    return Prepared(splits=ready, left_out=left_out, notes=tuple(notes))
-
-
-def _join(parts: list[FileList]) -> FileList:
-    return FileList(
-        root=parts[0].root,
-        paths=np.concatenate([part.paths for part in parts]),
-        labels=np.concatenate([part.labels for part in parts]),
-    )
-
-
-def _part(files: FileList, images: Tensor | None, side: int) -> InMemory | ImageFiles:
-    if images is None:
-        return ImageFiles(files, side)
-    return images, torch.from_numpy(files.labels)
+        Raises:
+            UserError: on every rank: too many files are broken, the ranks see different files, or
+                there is no room for `cache="memory"`.
+        """
+        parts = [split.files for split in splits.values()]
+        paths, labels = [part.paths for part in parts], [part.labels for part in parts]
+        files = FileList(parts[0].root, np.concatenate(paths), np.concatenate(labels))
+        _check_alike(files, world)
+        images, note = _room(len(files), self._side, world, self._cache)
+        if images is None:
+            broken = find_broken(files, self._side, world)
+        else:
+            broken = decode_into(files, images, world)
+        left_out = tuple(f"{files.shown(place)}: {why}" for place, why in broken.items())
+        _check_broken(files, left_out, self._max_corrupt)
+        whole = np.setdiff1d(np.arange(len(files)), list(broken))
+        ends = np.cumsum([len(part) for part in parts])
+        left = [files.take(some) for some in np.split(whole, np.searchsorted(whole, ends[:-1]))]
+        _check_left(splits, left)
+        if images is not None and broken:
+            _close_gaps(images, whole, world)
+        notes = ([_about(left_out, len(files))] if left_out else []) + ([note] if note else [])
+        ready: list[InMemory | ImageFiles]
+        if images is None:
+            ready = [ImageFiles(part, self._side) for part in left]
+        else:
+            kept = torch.split(images[: len(whole)], [len(part) for part in left])
+            ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(kept, left, strict=True)]
+        named = dict(zip(splits, ready, strict=True))
+        return Prepared(splits=named, left_out=left_out, notes=tuple(notes))
 
 
 def _check_alike(files: FileList, world: World) -> None:
     """Check that all ranks see the same files; else each would number other samples."""
-    seen = world.gather((len(files), _digest(files)))
+    digest = hashlib.sha256(b"\0".join(files.paths.tolist()))
+    digest.update(files.labels.tobytes())
+    seen = world.gather((len(files), digest.hexdigest()))
     if len(set(seen)) > 1:
         other = next(rank for rank, what in enumerate(seen) if what != seen[0])
         raise UserError(
@@ -132,13 +107,6 @@ def _check_alike(files: FileList, world: World) -> None:
             "node must have the same data folder, and nothing may be added while a run starts.",
             on_all_ranks=True,
         )
-
-
-def _digest(files: FileList) -> str:
-    """Return a digest of the names and labels of files, in their order."""
-    digest = hashlib.sha256(b"\0".join(files.paths.tolist()))
-    digest.update(files.labels.tobytes())
-    return digest.hexdigest()
 
 
 def _room(num_files: int, side: int, world: World, cache: Cache) -> tuple[Tensor | None, str]:
@@ -174,45 +142,34 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _check_broken(files: FileList, broken: Broken, max_corrupt: float) -> None:
-    if len(broken) <= max_corrupt * len(files):
+def _check_broken(files: FileList, left_out: tuple[str, ...], max_corrupt: float) -> None:
+    if len(left_out) <= max_corrupt * len(files):
         return
-    shown = "".join(
-        f"\n  {files.root}/{files.shown(place)}: {why}"
-        for place, why in list(broken.items())[:_NUM_SHOWN]
-    )
-    more = f"\n  and {len(broken) - _NUM_SHOWN:,} more" if len(broken) > _NUM_SHOWN else ""
+    shown = "".join(f"\n  {files.root}/{each}" for each in left_out[:_NUM_SHOWN])
+    more = f"\n  and {len(left_out) - _NUM_SHOWN:,} more" if len(left_out) > _NUM_SHOWN else ""
+    fraction = len(left_out) / len(files)
+    power = 10 ** (1 - int(np.floor(np.log10(fraction))))  # rounded up to two digits
     raise UserError(
-        f"{len(broken):,} of {len(files):,} images cannot be read, more than --max-corrupt "
+        f"{len(left_out):,} of {len(files):,} images cannot be read, more than --max-corrupt "
         f"{max_corrupt:g} allows:{shown}{more}\nReplace or delete them, or allow more: "
-        f"--max-corrupt {min(1.0, _round_up(len(broken) / len(files))):g}",
+        f"--max-corrupt {min(1.0, np.ceil(fraction * power) / power):g}",
         on_all_ranks=True,
     )
 
 
-def _check_left(splits: Mapping[str, FileList], broken: Broken) -> None:
+def _check_left(splits: Mapping[str, ImageFiles], left: list[FileList]) -> None:
     """Check that every split has an image left, and in train/ every class."""
-    start = 0
-    for name, files in splits.items():
-        whole = [place not in broken for place in range(start, start + len(files))]
-        start += len(files)
-        left, had = set(files.labels[whole].tolist()), set(files.labels.tolist())
-        lost = had - left
-        if left and (name != "train" or not lost):
+    for (name, split), whole in zip(splits.items(), left, strict=True):
+        lost = set(split.files.labels.tolist()) - set(whole.labels.tolist())
+        if len(whole) and (name != "train" or not lost):
             continue
-        first = files.name(int(np.flatnonzero(files.labels == min(lost))[0]))
-        what = f"of the class {Path(first).parent.name}/ " if left else ""
+        first = split.files.name(int(np.flatnonzero(split.files.labels == min(lost))[0]))
+        what = f"of the class {Path(first).parent.name}/ " if len(whole) else ""
         raise UserError(
             f"None of the images {what}to {_PURPOSE[name]} can be read; the first is {first} in "
-            f"{files.root}. Replace them, or remove their folder.",
+            f"{split.files.root}. Replace them, or remove their folder.",
             on_all_ranks=True,
         )
-
-
-def _round_up(fraction: float) -> float:
-    """Return the next two-digit decimal fraction."""
-    digits = 2 - int(np.floor(np.log10(fraction))) - 1
-    return float(np.ceil(fraction * 10**digits) / 10**digits)
 
 
 def _about(left_out: tuple[str, ...], num_files: int) -> str:

@@ -17,22 +17,12 @@ from samestep.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image as PillowImage
 
-# EXIF's tag 0x0112 says how the camera was held (JEITA CP-3451, "Orientation"); these are the
-# names of Pillow's operations that undo it.
+# EXIF's tag 0x0112 says how the camera was held (JEITA CP-3451, "Orientation"). These are the names
+# of Pillow's operations that undo 2 to 8; 1 is upright.
 _ORIENTATION = 0x0112
 _MAY_HOLD_EXIF = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}
-_UPRIGHT = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
-# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that leaves this many times the pixels
-# asked for: the resize that follows then still averages over several.
-_DRAFT_MARGIN = 2
+_OPERATIONS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+_UPRIGHT = dict(enumerate(_OPERATIONS.split(), start=2))
 
 
 class UnreadableImageError(ValueError):
@@ -106,7 +96,9 @@ def shorter_edge(path: Path | str) -> int | None:
 
 def _square(module: Any, image: "PillowImage.Image", side: int, *, draft: bool) -> Tensor:
     if draft:
-        image.draft(None, (side * _DRAFT_MARGIN, side * _DRAFT_MARGIN))
+        # A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that leaves twice the edge asked
+        # for: the resize that follows then still averages over several pixels.
+        image.draft(None, (2 * side, 2 * side))
     image.load()  # before the EXIF: to find a PNG's, Pillow would load it and hide what fails
     orientation = _orientation(image)
     rgb = _to_rgb(module, image)

@@ -1,7 +1,7 @@
 """Find the image files of a data folder: `train/CLASS/…`, and `val/` and `test/` where given."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ _FOLDERS = {"train": ("train",), "validation": ("val", "validation"), "test": ("
 _LAYOUT = "It must hold train/CLASS/*.jpg (.jpeg, .png), a folder for each class"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FileList:
     """Image files and the class of each, in a fixed order."""
 
@@ -42,12 +42,12 @@ class FileList:
     def shown(self, index: int) -> str:
         """Return the same as text for a message: what is not printable is escaped."""
         name = self.name(index)
-        return name if name.isprintable() and is_utf8(name) else repr(name)[1:-1]
+        return name if name.isprintable() else repr(name)[1:-1]
 
     def take(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> "FileList":
         """Return some of the files, in the order given."""
         chosen = np.asarray(indices, dtype=np.int64)
-        return FileList(root=self.root, paths=self.paths[chosen], labels=self.labels[chosen])
+        return FileList(self.root, self.paths[chosen], self.labels[chosen])
 
 
 def class_names(root: Path) -> tuple[str, ...]:
@@ -59,9 +59,9 @@ def class_names(root: Path) -> tuple[str, ...]:
     train = _split_folder(root, "train")
     if train is None:
         raise UserError(f"{root} has no folder train/. {_LAYOUT}.")
-    names = subfolders(train)
+    names = _names(train, os.DirEntry.is_dir)
     for name in names:
-        if not name.isprintable() or not is_utf8(name):
+        if not name.isprintable():
             raise UserError(
                 f"{train} has a folder whose name is not text: {name!r}. Rename it: the name is "
                 "that of a class."
@@ -79,11 +79,8 @@ def find_files(
 ) -> FileList | None:
     """Return the image files of a split, sorted by class and name; None if it has no folder.
 
-    Args:
-        root: the data folder.
-        split: `train`, `validation` or `test`.
-        classes: class names; a file's label is the place of its folder's name among them.
-        whole: every class must have images, as it must in train/.
+    A file's label is the place of its folder's name among the classes. `whole`: every class of the
+    split (`train`, `validation` or `test`) must have images, as it must in train/.
 
     Raises:
         UserError: a folder cannot be read, a class is unknown, or one that must have images has
@@ -92,25 +89,26 @@ def find_files(
     folder = _split_folder(root, split)
     if folder is None:
         return None
-    strange = sorted(set(subfolders(folder)) - set(classes))
+    strange = sorted(set(_names(folder, os.DirEntry.is_dir)) - set(classes))
     if strange:
+        known = ", ".join(classes[:5]) + (
+            f" and {len(classes) - 5} more" if len(classes) > 5 else ""
+        )
         raise UserError(
-            f"{folder / strange[0]} is none of the classes ({_first(classes)}). Rename the "
-            "folder, or move it elsewhere."
+            f"{folder / strange[0]} is none of the classes ({known}). Rename the folder, or move "
+            "it elsewhere."
         )
     names: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = _images(folder / name) if (folder / name).is_dir() else []
+        found = _names(folder / name, _is_image) if (folder / name).is_dir() else []
         if not found and (whole or split == "train"):
             raise _no_images(folder / name)
         names += [os.fsencode(os.path.join(folder.name, name, file)) for file in found]  # noqa: PTH118
         labels += [label] * len(found)
     if not names:
         raise _no_images(folder)
-    return FileList(
-        root=str(root), paths=np.array(names, dtype=bytes), labels=np.array(labels, np.int64)
-    )
+    return FileList(str(root), np.array(names, dtype=bytes), np.array(labels, np.int64))
 
 
 def _split_folder(root: Path, split: str) -> Path | None:
@@ -123,46 +121,23 @@ def _split_folder(root: Path, split: str) -> Path | None:
     return there[0] if there else None
 
 
-def is_utf8(name: str) -> bool:
-    """Whether a name, as Python has it from the file system, can be written to a text file."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return entry.name.lower().endswith(SUFFIXES)
 
 
-def subfolders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without those that start with a dot.
+def _names(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Return the names in a folder that are wanted, sorted.
 
-    Raises:
-        UserError: it cannot be read.
+    A leading dot marks what is not the user's: macOS leaves ._cat.jpg beside cat.jpg.
     """
     try:
         with os.scandir(folder) as entries:
-            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            return sorted(e.name for e in entries if wanted(e) and not e.name.startswith("."))
     except OSError as error:
-        raise _unreadable(folder, error) from error
-
-
-def _images(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            # A leading dot marks what is not the user's: macOS leaves ._cat.jpg beside cat.jpg.
-            return sorted(
-                entry.name
-                for entry in entries
-                if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")
-            )
-    except OSError as error:
-        raise _unreadable(folder, error) from error
-
-
-def _unreadable(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"The folder {folder} cannot be read: {error.strerror}. Make it readable for you, or name "
-        "another with --data-dir."
-    )
+        raise UserError(
+            f"The folder {folder} cannot be read: {error.strerror}. Make it readable for you, or "
+            "name another with --data-dir."
+        ) from error
 
 
 def _no_images(folder: Path) -> UserError:
@@ -177,8 +152,3 @@ def _no_images(folder: Path) -> UserError:
         f"{folder} has no images{holds}: no file in it ends in {', '.join(SUFFIXES)}. Fill the "
         "folder, or remove it if it is no class."
     )
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

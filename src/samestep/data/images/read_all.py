@@ -31,42 +31,37 @@ Broken = dict[int, str]
 def find_broken(files: FileList, side: int, world: World) -> Broken:
     """Return the files that cannot be decoded: the same on every rank, which all call it."""
     stamp = _stamp(files, side, world)
-    memory = _memory_of(files)
-    known = world.on_main(lambda: _recall(memory, stamp))
-    if known is not None:
-        return known
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(os.path.realpath(files.root).encode()).hexdigest()[:16]
+    memory = home / "samestep" / "images" / f"{name}.json"
+    known = world.on_main(lambda: read_object(memory))
+    if known.get("stamp") == stamp:
+        return {int(place): str(why) for place, why in known.get("broken", {}).items()}
     mine = range(world.rank, len(files), world.world_size)
-    broken = _merge(world.gather(_decode_all(files, mine, side, world, _ignore)))
+    broken = _decode_all(files, mine, side, world, lambda _place, _image: None)
     world.on_main(lambda: _remember(memory, stamp, broken))
     return broken
 
 
 def decode_into(files: FileList, images: Tensor, world: World) -> Broken:
-    """Fill the memory of each node with its images; return those that cannot be decoded.
+    """Fill the memory of each node with its images; return what any rank could not decode.
 
-    Args:
-        files: all of them.
-        images: (files, 3, side, side) uint8, shared by the ranks of a node; each fills a part.
-        world: this rank among the others, which all call it.
-
-    Returns:
-        The same on every rank: what any of them could not read.
+    Every rank calls it and fills a part of its node's images (files, 3, side, side) uint8.
     """
     mine = range(world.local_rank, len(files), world.local_world_size)
-    side = images.shape[-1]
-    # The gather is also what lets nobody read before all have written.
-    return _merge(world.gather(_decode_all(files, mine, side, world, images.__setitem__)))
+    return _decode_all(files, mine, images.shape[-1], world, images.__setitem__)
 
 
 def _decode_all(
     files: FileList, mine: range, side: int, world: World, keep: Callable[[int, Tensor], object]
 ) -> Broken:
-    """Decode this rank's files in threads; return those that cannot be."""
+    """Decode this rank's files in threads; return those of all ranks that cannot be decoded."""
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
-    return decode_in_threads(
-        files, mine, keep, lambda path: decode(path, side), max(1, len(cores) // neighbours)
-    )
+    num_threads = max(1, len(cores) // neighbours)
+    broken = decode_in_threads(files, mine, keep, lambda path: decode(path, side), num_threads)
+    # The gather is also what lets nobody read the images before all have written theirs.
+    return _merge(world.gather(broken))
 
 
 def decode_in_threads(
@@ -92,14 +87,9 @@ def decode_in_threads(
         return _merge(pool.map(work, tasks))
 
 
-def _ignore(_place: int, _image: Tensor) -> None:
-    """Keep nothing: that it can be decoded is all that is asked."""
-
-
 def _merge(parts: Iterable[Broken]) -> Broken:
     """Put together what several have found, in the order of the files."""
-    together = {place: why for part in parts for place, why in part.items()}
-    return dict(sorted(together.items()))
+    return dict(sorted(found for part in parts for found in part.items()))
 
 
 def _stamp(files: FileList, side: int, world: World) -> str:
@@ -122,21 +112,6 @@ def _digest(files: FileList, start: int) -> bytes:
             facts = (status.st_size, status.st_mtime_ns, status.st_mode)
         digest.update(repr((bytes(files.paths[place]), facts)).encode())
     return digest.digest()
-
-
-def _memory_of(files: FileList) -> Path:
-    """Return the file that remembers what was found in a data folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = hashlib.sha256(os.path.realpath(files.root).encode()).hexdigest()[:16]
-    return Path(home) / "samestep" / "images" / f"{name}.json"
-
-
-def _recall(memory: Path, stamp: str) -> Broken | None:
-    """Return what an earlier scan of the same files found, if there was one."""
-    table = read_object(memory)
-    if table.get("stamp") != stamp:
-        return None
-    return {int(place): str(why) for place, why in table.get("broken", {}).items()}
 
 
 def _remember(memory: Path, stamp: str, broken: Broken) -> None:
