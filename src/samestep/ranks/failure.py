@@ -21,6 +21,8 @@ from samestep.ranks.log import RankLog
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
+TASK = "SAMESTEP_TASK"
+"""Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
 JOB_RUN = "SAMESTEP_RUN_DIR"
 """Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
 MISTAKE = ".mistake"
