@@ -71,7 +71,7 @@ class _Extent:
 
 @dataclass(frozen=True)
 class Command(_Extent):
-    """Profile {}: where the time of its steps goes."""
+    """What this command itself takes, beside the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
@@ -151,7 +151,8 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.commands.target import parse_target  # noqa: PLC0415 - imports torch
     from samestep.profiling.apply_settings import check_place  # noqa: PLC0415 - as does the package
 
-    command, request = parse_target("profile", Command, arguments, *_EXAMPLES)
+    about = "Profile {}: where the time of its steps goes."
+    command, request = parse_target("profile", about, Command, arguments, *_EXAMPLES)
     check_positive(epoch=command.epoch, seconds=command.seconds)
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes)

@@ -35,7 +35,7 @@ _DECIDED = ("epochs", "max_steps", "patience", "monitor")
 
 @dataclass(frozen=True)
 class Command:
-    """Measure how training {} scales with the number of ranks."""
+    """What this command itself takes, beside the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
@@ -123,8 +123,9 @@ def _rank(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Command, Request]:
+    about = "Measure how training {} scales with the number of ranks."
     return parse_target(
-        "scale", Command, arguments, *_EXAMPLES, settings=_Settings, no_effect=_DECIDED
+        "scale", about, Command, arguments, *_EXAMPLES, settings=_Settings, no_effect=_DECIDED
     )
 
 

@@ -21,6 +21,7 @@ from samestep.settings import Settings, flag_name
 
 def parse_target(
     verb: str,
+    about: str,
     kind: type,
     arguments: list[str],
     *lines: str,
@@ -31,8 +32,8 @@ def parse_target(
 
     Args:
         verb: the verb's name.
-        kind: a dataclass of what the verb itself takes; its docstring is what `--help` says, with
-            {} for the target.
+        about: what `--help` says it does, with {} for the target.
+        kind: a dataclass of what the verb itself takes.
         arguments: the target (a recipe, a recipe file or a run), and its flags.
         lines: examples.
         settings: the settings that the verb takes as flags.
@@ -42,7 +43,7 @@ def parse_target(
         UserError: anything in the arguments is wrong.
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
-    show_general_help(arguments, _general_help(verb, str(kind.__doc__), lines))
+    show_general_help(arguments, _general_help(verb, about, lines))
     target, *flags = arguments
     if target.startswith("-"):
         raise UserError(
@@ -58,26 +59,27 @@ def parse_target(
     with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
         start = draft(target, config_of(flags))
         taken = settings(**vars(start.settings()))
-        defaults = {"command": kind(), "settings": taken, "recipe": start.options()}
-        parts = [(key, type(part)) for key, part in defaults.items() if part is not None]
-        form = dataclasses.make_dataclass(verb.title(), parts, frozen=True)
+        all_parts = {"command": kind(), "settings": taken, "recipe": start.options()}
+        parts = {key: part for key, part in all_parts.items() if part is not None}
+        form = dataclasses.make_dataclass(
+            verb.title(), [(key, type(part)) for key, part in parts.items()], frozen=True
+        )
         idle = ", --".join(map(flag_name, sorted(no_effect)))
-        form.__doc__ = str(kind.__doc__).format(start.recipe.name)
-        form.__doc__ += f" Without effect here: --{idle}." if idle else ""
         parsed = tyro.cli(
             form,
             prog=f"samestep {verb} {target}",
             args=flags,
-            default=form(**{key: defaults[key] for key, _ in parts}),
+            description=about.format(start.recipe.name)
+            + (f" Without effect here: --{idle}." if idle else ""),
+            default=form(**parts),
             config=(tyro.conf.OmitArgPrefixes,),
         )
-        command, options = parsed.command, getattr(parsed, "recipe", None)
         request = finish(
             start,
             parsed.settings,
-            options,
+            getattr(parsed, "recipe", None),
             given=names_given(flags),
-            resume=getattr(command, "resume", False),
+            resume=getattr(parsed.command, "resume", False),
         )
     without_effect = sorted(names_given(flags) & set(no_effect))
     if without_effect:
@@ -90,7 +92,7 @@ def parse_target(
             "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
             "there and go on there whenever the command is repeated."
         )
-    return command, request
+    return parsed.command, request
 
 
 def _general_help(verb: str, about: str, lines: tuple[str, ...]) -> str:

@@ -23,7 +23,7 @@ from samestep.training.stopping import catch_signals
 
 @dataclass(frozen=True)
 class Command:
-    """Train {}: the same step on one process and on many."""
+    """What this command itself takes, beside the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
@@ -46,7 +46,8 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
-    return parse_target("train", Command, arguments, *lines)
+    about = "Train {}: the same step on one process and on many."
+    return parse_target("train", about, Command, arguments, *lines)
 
 
 def _train(arguments: list[str], log: RankLog) -> int:

@@ -28,6 +28,12 @@ from samestep.verification.result_output import as_json, show
 from samestep.verification.rows.one_writer import watch_output
 
 _EXAMPLES = ("verify spiral", "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json")
+_ABOUT = (
+    "Train {} for a few steps on one process and on several ranks, and compare: losses, gradients, "
+    "weights, samples, metrics. What differs is named with its likely cause. Exit codes: 0 the "
+    "same training, 1 different (or every rank writes a file), 2 a mistake in the command or the "
+    "recipe."
+)
 # What a verification decides by itself, or has no use for.
 _NO_EFFECT = (
     *("run_dir", "epochs", "max_steps", "accumulate", "engine", "compile", "log_every"),
@@ -41,12 +47,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Command:
-    """Train {} for a few steps on one process and on several, and compare.
-
-    It compares losses, gradients, weights, samples and metrics of the recipe's own model and data.
-    What differs is named with its likely cause. Exit codes: 0 the same training, 1 different (or
-    every rank writes a file), 2 a mistake in the command or the recipe.
-    """
+    """What this command itself takes, beside the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> tuple[Command, Request]:
     """Return the command and the request that a target and the flags after it make."""
-    return parse_target("verify", Command, arguments, *_EXAMPLES, no_effect=_NO_EFFECT)
+    return parse_target("verify", _ABOUT, Command, arguments, *_EXAMPLES, no_effect=_NO_EFFECT)
 
 
 def _verify(arguments: list[str]) -> int:
