@@ -59,40 +59,40 @@ def parse_target(
     with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
         start = draft(target, config_of(flags))
         taken = settings(**vars(start.settings()))
-        all_parts = {"command": kind(), "settings": taken, "recipe": start.options()}
-        parts = {key: part for key, part in all_parts.items() if part is not None}
-        form = dataclasses.make_dataclass(
-            verb.title(), [(key, type(part)) for key, part in parts.items()], frozen=True
-        )
-        idle = ", --".join(map(flag_name, sorted(no_effect)))
-        parsed = tyro.cli(
-            form,
-            prog=f"samestep {verb} {target}",
-            args=flags,
-            description=about.format(start.recipe.name)
-            + (f" Without effect here: --{idle}." if idle else ""),
-            default=form(**parts),
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        parts = {"command": kind(), "settings": taken, "recipe": start.options()}
+        given = names_given(flags)
+        without_effect = ", --".join(map(flag_name, sorted(no_effect)))
+        about = about.format(start.recipe.name)
+        about += f" Without effect here: --{without_effect}." if no_effect else ""
+        parsed = _parse(f"{verb} {target}", about, flags, parts)
         request = finish(
             start,
             parsed.settings,
             getattr(parsed, "recipe", None),
-            given=names_given(flags),
+            given=given,
             resume=getattr(parsed.command, "resume", False),
         )
-    without_effect = sorted(names_given(flags) & set(no_effect))
-    if without_effect:
+    for name in sorted(given & set(no_effect)):
         raise UserError(
-            f"--{flag_name(without_effect[0])} has no effect on `samestep {verb}`, which chooses "
-            "its own steps. Leave it out."
-        )
-    if request.resume and request.settings.run_dir is None:
-        raise UserError(
-            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
-            "there and go on there whenever the command is repeated."
+            f"--{flag_name(name)} has no effect on `samestep {verb}`, which chooses its own steps. "
+            "Leave it out."
         )
     return parsed.command, request
+
+
+def _parse(command: str, about: str, flags: list[str], parts: dict[str, Any]) -> Any:
+    """Return the parts, of which one may be None, with these flags."""
+    parts = {key: part for key, part in parts.items() if part is not None}
+    types = [(key, type(part)) for key, part in parts.items()]
+    form = dataclasses.make_dataclass("Form", types, frozen=True)
+    return tyro.cli(
+        form,
+        prog=f"samestep {command}",
+        description=about,
+        args=flags,
+        default=form(**parts),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
 
 
 def _general_help(verb: str, about: str, lines: tuple[str, ...]) -> str:

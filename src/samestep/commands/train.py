@@ -9,6 +9,7 @@ from pathlib import Path
 
 from samestep.commands.help import Switch
 from samestep.commands.target import parse_target
+from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, run_session
 from samestep.ranks.failure import STARTED_AT
@@ -47,7 +48,13 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
     """
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
-    return parse_target("train", about, Command, arguments, *lines)
+    command, request = parse_target("train", about, Command, arguments, *lines)
+    if request.resume and request.settings.run_dir is None:
+        raise UserError(
+            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
+            "there and go on there whenever the command is repeated."
+        )
+    return command, request
 
 
 def _train(arguments: list[str], log: RankLog) -> int:
