@@ -93,7 +93,7 @@ from samestep.training.meter import Meter
 from samestep.training.phases import Phases
 from samestep.training.work import epoch_is_full
 from samestep.ranks.world import World
-_, request = parse("spiral", ["--epochs", "1000000"])
+_, request = parse(["spiral", "--epochs", "1000000"])
 built = build(request, World())
 work, state = built.work, built.state
 meter = Meter(work, state)

@@ -350,7 +350,7 @@ def write_toml(path: Path, table: dict) -> str:
 
 def resolved(flags: list[str]) -> dict:
     """Return the settings and options that `samestep train spiral` makes of some flags."""
-    _, request = parse("spiral", flags)
+    _, request = parse(["spiral", *flags])
     saved = tomllib.loads(
         to_toml(request, make_plan(request.settings, 7000, 1, resumed=request.resume))
     )

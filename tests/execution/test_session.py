@@ -30,7 +30,7 @@ def execute(target: str, flags: tuple[str, ...], stop_at: int | None = None) -> 
     from samestep.ranks.world import World
     from samestep.training.stopping import Received
 
-    _, request = parse(target, list(flags))
+    _, request = parse([target, *flags])
     received, shown, begun = Received(), [], []
 
     def show(record):

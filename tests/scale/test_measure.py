@@ -23,7 +23,7 @@ def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) ->
     from samestep.scale.measure import measure
     from samestep.training.stopping import Received
 
-    _, request = parse(recipe, ["--device", "cpu"])
+    _, request = parse([recipe, "--device", "cpu"])
     world = find_world("cpu", "auto")
     join(world)
     received = Received()

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from samestep.commands.scale import parse_ranks
 from samestep.errors import UserError
-from samestep.scale.study import FILE, Segment, parse_ranks, plan_study, run_study
+from samestep.scale.study import FILE, Segment, plan_study, run_study
 from samestep.settings import Settings
 from tests.scale.made import measurement
 
@@ -54,7 +55,7 @@ def test_what_is_no_list_of_several_sizes_is_refused(text):
 
 
 def test_sizes_are_put_in_order():
-    assert parse_ranks("4,1,2,2") == [1, 2, 4]
+    assert parse_ranks("4,1,2,2") == (1, 2, 4)
 
 
 def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):

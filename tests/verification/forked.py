@@ -5,12 +5,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.commands.verify import _parse
+from samestep.commands.verify import parse
 from samestep.execution.request import Request
+from samestep.ranks.failure import TASK
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.verification.evidence import Check, Evidence
-from samestep.verification.in_parent import INSTRUCTIONS_FILE, Verification, gather, judge_evidence
+from samestep.verification.in_parent import Verification, gather, judge_evidence
 from tests.processes import start_ranks
 
 
@@ -37,7 +38,7 @@ def gathered(
 ) -> Gathered:
     """Run all starts of a recipe; the ranks do what those of the command do."""
     arguments = [str(recipe), "--device", "cpu", *flags]
-    _, request = _parse(arguments[0], arguments[1:])
+    _, request = parse(arguments)
 
     def launch(num_ranks: int, instructions: Path) -> Ended:
         place = folder / instructions.stem
@@ -80,7 +81,7 @@ def _rank(arguments: list[str], instructions: str, place: str) -> None:
 
     from samestep.commands.verify import main
 
-    os.environ[INSTRUCTIONS_FILE] = instructions
+    os.environ[TASK] = instructions
     os.environ["SAMESTEP_PARENT"] = str(os.getppid())
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{place}/error-{os.environ.get('RANK', '0')}.json"
     code = main(arguments)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from samestep.commands.verify import _parse
+from samestep.commands.verify import parse
 from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.verification.all_rows import judge, plan_trainings
@@ -91,7 +91,7 @@ def causes(evidence: Evidence) -> dict[str, str | None]:
 
 def recipe_under_test(recipe: Path, *flags: str) -> RecipeUnderTest:
     """Return a recipe with its few samples in this process."""
-    _, request = _parse(str(recipe), ["--device", "cpu", *flags])
+    _, request = parse([str(recipe), "--device", "cpu", *flags])
     splits = request.recipe.load_data(request.options)
     size = choose_training_size(num_samples(splits.train), num_samples(splits.validation), (1, 2))
     return RecipeUnderTest(

@@ -7,16 +7,12 @@ from typing import Annotated
 
 import tyro
 
-from samestep.commands.help import examples
+from samestep.commands.help import Switch, parse_flags
 from samestep.comparison.side_by_side import compare_runs
 from samestep.comparison.text_report import lines
 from samestep.comparison.to_json import to_json
 
-_EXAMPLES = """\
-examples:
-  samestep compare runs/ONE runs/OTHER
-  samestep compare runs/spiral-* --target 0.95 --plot curves.png
-"""
+_EXAMPLES = ("compare runs/ONE runs/OTHER", "compare runs/spiral-* --target 0.95 --plot curves.png")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +27,15 @@ class Command:
     """Tell when the metric was first at this value."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw the curves into a file (samestep[plot])."""
-    any_recipe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    any_recipe: Switch = False
     """Compare runs of different recipes too."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Switch = False
     """Print one JSON object."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(_EXAMPLES):
-        command = tyro.cli(Command, prog="samestep compare", args=arguments)
+    command = parse_flags(Command, "compare", arguments, *_EXAMPLES)
     found = compare_runs(
         command.runs, command.metric, command.target, any_recipe=command.any_recipe
     )

@@ -14,11 +14,7 @@ from samestep.commands.help import examples
 from samestep.data.catalog import CATALOG
 from samestep.data.download import download
 
-_EXAMPLES = """\
-examples:
-  samestep data list
-  samestep data get mnist --data-dir data/mnist
-"""
+_EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,7 @@ def main(arguments: list[str]) -> int:
         UserError: The data set is unknown or could not be downloaded.
         SystemExit: The arguments are wrong (code 2), or help was asked for (code 0).
     """
-    with examples(_EXAMPLES):
+    with examples(*_EXAMPLES):
         command = tyro.cli(
             Annotated[_Get, subcommand(name="get")] | Annotated[_List, subcommand(name="list")],
             prog="samestep data",

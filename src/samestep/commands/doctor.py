@@ -3,34 +3,28 @@
 import os
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff
 
-from samestep.commands.help import examples
+from samestep.commands.help import Switch, check_positive, parse_flags
 from samestep.doctor.between_ranks import CutOffError, DoctorOptions
 from samestep.doctor.diagnosis import diagnose
 from samestep.doctor.findings import worst
 from samestep.doctor.output import print_table, to_json
 from samestep.doctor.timeouts import still_waiting
 from samestep.errors import UserError
-from samestep.ranks.failure import print_error, run_as_rank
+from samestep.ranks.failure import print_error
 from samestep.ranks.log import RankLog
+from samestep.ranks.process import run_as_rank
 
-_EXAMPLES = """\
-examples:
-  samestep doctor
-  srun --nodes=2 --ntasks-per-node=4 samestep doctor --run-dir /shared/runs
-"""
+_EXAMPLES = ("doctor", "srun --nodes=2 --ntasks-per-node=4 samestep doctor --run-dir /shared/runs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Doctor(DoctorOptions):
     """Check this machine; started on several ranks, check every node and what lies between."""
 
-    json: Annotated[bool, FlagCreatePairsOff] = False
+    json: Switch = False
     """Print one JSON object in place of the table."""
 
 
@@ -44,16 +38,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> _Doctor:
-    with examples(_EXAMPLES):
-        command = tyro.cli(_Doctor, prog="samestep doctor", args=arguments)
+    command = parse_flags(_Doctor, "doctor", arguments, *_EXAMPLES)
     if command.recipe is not None and command.recipe.suffix != ".py":
         raise UserError(
             f"{command.recipe} is no recipe file, whose name ends in .py. The recipes of samestep "
             "itself need none: doctor always compares samestep's own source."
         )
-    for name, value in (("timeout-s", command.timeout_s), ("budget-s", command.budget_s)):
-        if not 0 < value < float("inf"):
-            raise UserError(f"--{name} is {value}; it must be greater than 0.")
+    check_positive(timeout_s=command.timeout_s, budget_s=command.budget_s)
     if command.num_workers is not None and command.num_workers < 0:
         raise UserError(f"--num-workers is {command.num_workers}; it must be 0 or more.")
     return command

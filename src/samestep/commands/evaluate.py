@@ -3,30 +3,27 @@
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from samestep.commands.help import examples
+from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.execution.evaluation import evaluate_run
 from samestep.ranks.world import Device
 from samestep.screen.class_table import class_table
 
-_EXAMPLES = """\
-examples:
-  samestep evaluate runs/ID --checkpoint best
-  samestep evaluate runs/ID --checkpoint checkpoint_epoch_3.pt --split validation --json
-"""
+_EXAMPLES = (
+    "evaluate runs/ID --checkpoint best",
+    "evaluate runs/ID --checkpoint checkpoint_epoch_3.pt --split validation --json",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """Evaluate a checkpoint of a run on one device."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     """Directory of the run."""
     checkpoint: str = "best"
     """`best`, `last`, or the name of a file in checkpoints/."""
@@ -36,14 +33,13 @@ class Command:
     """Where to evaluate; auto takes the best device here."""
     data_dir: str | None = None
     """Folder of the data, where it is not the one the run was trained on."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Switch = False
     """Print one JSON object."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(_EXAMPLES):
-        command = tyro.cli(Command, prog="samestep evaluate", args=arguments)
+    command = parse_flags(Command, "evaluate", arguments, *_EXAMPLES)
     result = evaluate_run(
         command.run,
         command.checkpoint,

@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from samestep.commands.help import examples
+from samestep.commands.help import RunPath, Switch, check_positive, parse_flags
 from samestep.errors import UserError
 from samestep.execution.prediction import (
     Prediction,
@@ -21,18 +21,14 @@ from samestep.execution.prediction import (
 )
 from samestep.ranks.world import Device
 
-_EXAMPLES = """\
-examples:
-  samestep predict runs/ID photo.jpg
-  samestep predict runs/ID a.jpg b.png --top 1 --json
-"""
+_EXAMPLES = ("predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 --json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """Predict the classes of files with a checkpoint of a run."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     """Directory of the run."""
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE…")]
     """What to look at."""
@@ -42,18 +38,16 @@ class Command:
     """How many classes to name for each file."""
     device: Device = "auto"
     """Where to compute; auto takes the best device here."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Switch = False
     """Print one JSON object a file, a line each."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb; the exit code is 1 if a file could not be read."""
-    with examples(_EXAMPLES):
-        command = tyro.cli(Command, prog="samestep predict", args=arguments)
+    command = parse_flags(Command, "predict", arguments, *_EXAMPLES)
     if not command.files:
         raise UserError("Name the files to look at: samestep predict RUN FILE…")
-    if command.top < 1:
-        raise UserError(f"--top is {command.top}; it must be 1 or more.")
+    check_positive(top=command.top)
     check_files(command.files)
     predictor = open_predictor(command.run, command.checkpoint, device=command.device)
     console = Console(highlight=False)

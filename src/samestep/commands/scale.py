@@ -5,41 +5,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import psutil
 import tyro
 
-from samestep.commands.help import examples
-from samestep.commands.target import (
-    check_named,
-    general_help,
-    names_given,
-    parse,
-    refuse_inside_launcher,
-)
+from samestep.commands.help import Switch, check_positive, numbers
+from samestep.commands.target import parse_target
 from samestep.errors import UserError
 from samestep.execution.request import Request
-from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent, run_as_rank
+from samestep.ranks.failure import STARTED_AT, TASK
+from samestep.ranks.process import refuse_inside_launcher, run_as_rank
 from samestep.ranks.world import find_world, join, leave
 from samestep.scale import scaling_tables as shown
 from samestep.scale.analysis import analyse
-from samestep.scale.study import MeasurementTask, Mode, parse_ranks, plan_study, run_study
-from samestep.settings import Settings, flag_name
+from samestep.scale.study import MeasurementTask, Mode, plan_study, run_study
+from samestep.settings import Settings
 from samestep.training.stopping import catch_signals
 
-_EXAMPLES = """\
-examples:
-  samestep scale spiral --nproc 1,2,4
-  samestep scale my_recipe.py --nproc 1,2 --mode strong --json
-"""
-# In the environment of ranks that are started: what to measure, as JSON.
-_TASK = "SAMESTEP_SCALE_TASK"
+_EXAMPLES = ("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json")
+_MOST_RANKS = 64
 _LOOK_S = 0.5
-# What a measurement decides by itself.
+# What a measurement decides by itself: it ends after --seconds, and nothing is evaluated.
 _DECIDED = ("epochs", "max_steps", "patience", "monitor")
 
 
@@ -57,7 +47,7 @@ class Command:
     """Of training in each measurement, after warming up."""
     rounds: int = 3
     """How often everything is measured, in turn."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Switch = False
     """Print one JSON object."""
 
 
@@ -72,55 +62,39 @@ class _Settings(Settings):
 
 def main(arguments: list[str]) -> int:
     """Run the verb: on a rank, measure; else start ranks and tell what they found."""
-    measures = os.environ.get(PARENT) and os.environ.get(_TASK)
-    return run_as_rank(lambda _log: _rank(arguments) if measures else _parent(arguments))
+    run = _rank if TASK in os.environ else _scale
+    return run_as_rank(lambda _log: run(arguments))
 
 
-def _parent(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(general_help("scale", "Measure how training scales.", _EXAMPLES))
-        return 0 if arguments else 2
-    # What a recipe prints when it is read would stand before the JSON object.
-    wants_help = bool({"-h", "--help"} & set(arguments))
-    with examples(_EXAMPLES), redirect_stdout(sys.stdout if wants_help else sys.stderr):
-        command, request = _parse(arguments)
-    _check(command, request, arguments)
-    folder = request.settings.run_dir
-    if folder is not None:
-        return _scale(command, request, arguments, _empty(Path(folder)))
-    with tempfile.TemporaryDirectory(prefix="samestep-scale-") as temporary:
-        return _scale(command, request, arguments, Path(temporary))
+def _scale(arguments: list[str]) -> int:
+    from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
-
-def _scale(command: Command, request: Request, arguments: list[str], folder: Path) -> int:
-    from samestep.ranks.start import own_signals, start_ranks  # noqa: PLC0415 - imports the elastic agent
-
+    command, request = _parse(arguments)
+    sizes = parse_ranks(command.nproc)
+    if request.settings.engine != "native":
+        raise UserError("samestep scale measures samestep's own loop: leave --engine out.")
+    check_positive(seconds=command.seconds, rounds=command.rounds)
+    refuse_inside_launcher("samestep scale", "Start it as one process.")
     modes: Sequence[Mode] = ("weak", "strong") if command.mode == "both" else (command.mode,)
-    study = plan_study(request.settings, parse_ranks(command.nproc), modes)
-
-    busy = _busy_cores()
 
     def launch(ranks: int, task: MeasurementTask) -> None:
-        os.environ[_TASK] = msgspec.json.encode(task).decode()
-        with own_signals():
-            code = start_ranks(ranks, ["scale", *arguments], time.time())
+        os.environ[STARTED_AT] = str(time.time())
+        code = start_ranks(ranks, ["scale", *arguments], msgspec.json.encode(task).decode())
         if code:
             raise SystemExit(code)  # what went wrong has been told
 
-    study, found = run_study(
-        study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch, tell=_tell
-    )
+    with tempfile.TemporaryDirectory(prefix="samestep-scale-") as temporary:
+        folder = _empty(Path(request.settings.run_dir or temporary))
+        study = plan_study(request.settings, sizes, modes)
+        # What other work keeps busy; this process only waits meanwhile.
+        busy = psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
+        study, found = run_study(
+            study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch, tell=_tell
+        )
     told = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
     text = shown.as_json(told) if command.json else "\n".join(shown.lines(told))
     sys.stdout.write(text + "\n")
     return 0
-
-
-def _busy_cores() -> float:
-    """Return how many cores other work keeps busy; this process only waits meanwhile."""
-    import psutil  # noqa: PLC0415 - ranks do not ask
-
-    return float(psutil.cpu_percent(_LOOK_S)) / 100 * (psutil.cpu_count() or 1)
 
 
 def _tell(line: str) -> None:
@@ -133,9 +107,8 @@ def _rank(arguments: list[str]) -> int:
     from samestep.scale.measure import measure  # noqa: PLC0415 - the parent trains nothing
 
     os.dup2(2, 1)  # standard output is the report's
-    die_with_parent()
     _, request = _parse(arguments)
-    task = msgspec.json.decode(os.environ[_TASK], type=MeasurementTask)
+    task = msgspec.json.decode(os.environ[TASK], type=MeasurementTask)
     world = find_world(request.settings.device, request.settings.backend)
     join(world)
     started_at = float(os.environ.get(STARTED_AT, time.time()))
@@ -150,32 +123,25 @@ def _rank(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Command, Request]:
-    target, *flags = arguments
-    check_named(target, "train")
     about = "Measure how training {} scales with the number of ranks."
-    return parse(target, flags, verb="scale", about=about, kind=Command, settings=_own)
+    return parse_target(
+        "scale", about, Command, arguments, *_EXAMPLES, settings=_Settings, no_effect=_DECIDED
+    )
 
 
-def _own(settings: Settings) -> _Settings:
-    return _Settings(**{f.name: getattr(settings, f.name) for f in fields(Settings)})
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the numbers of ranks in a list like `1,2,4`, ascending.
 
-
-def _check(command: Command, request: Request, arguments: list[str]) -> None:
-    given = names_given(arguments[1:])
-    for name in _DECIDED:
-        if name in given:
-            raise UserError(
-                f"--{flag_name(name)} has no effect on a measurement: --seconds says how long each "
-                "takes, and nothing is evaluated. Leave it out."
-            )
-    parse_ranks(command.nproc)
-    if request.settings.engine != "native":
-        raise UserError("samestep scale measures samestep's own loop: leave --engine out.")
-    if not 0 < command.seconds < float("inf"):
-        raise UserError(f"--seconds is {command.seconds}; it must be greater than 0.")
-    if command.rounds < 1:
-        raise UserError(f"--rounds is {command.rounds}; it must be 1 or more.")
-    refuse_inside_launcher("samestep scale", "Start it as one process.")
+    Raises:
+        UserError: it is no such list, or has fewer than two.
+    """
+    sizes = numbers("nproc", text, most=_MOST_RANKS)
+    if len(sizes) == 1:
+        example = f"1,{text}" if sizes[0] > 1 else "1,2"
+        raise UserError(
+            f"--nproc {text} is one size alone; to see how it scales, give two or more: {example}."
+        )
+    return sizes
 
 
 def _empty(folder: Path) -> Path:

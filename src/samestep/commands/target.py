@@ -3,94 +3,106 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Collection
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from samestep.commands.help import example_text, examples, recipe_files, show_general_help
 from samestep.errors import UserError
 from samestep.execution.request import Request, draft, finish
-from samestep.ranks.launch import detect_launch
-from samestep.recipe import recipe_names
+from samestep.ranks.failure import TASK
 from samestep.screen.words import wrapped
-from samestep.settings import Settings
+from samestep.settings import Settings, flag_name
 
 
-def check_named(target: str, verb: str) -> None:
-    """Refuse a flag where the target is to stand.
-
-    Raises:
-        UserError: it is one.
-    """
-    if target.startswith("-"):
-        raise UserError(
-            f"Name what to {verb} before {target}: a recipe ({', '.join(recipe_names())}), a "
-            "recipe file, or the directory of a run."
-        )
-
-
-def general_help(verb: str, about: str, examples: str) -> str:
-    """Return what a verb says of itself without a target."""
-    text = (
-        f"{about} TARGET is a recipe ({', '.join(recipe_names())}), a recipe file (my_recipe.py), "
-        f"or the directory of a run. `samestep {verb} TARGET --help` shows all flags."
-    )
-    return f"usage: samestep {verb} TARGET [flags]\n\n" + "\n".join([*wrapped(text), "", examples])
-
-
-def parse(
-    target: str,
-    flags: list[str],
-    *,
+def parse_target(
     verb: str,
     about: str,
     kind: type,
-    settings: Callable[[Settings], Settings] = lambda settings: settings,
+    arguments: list[str],
+    *lines: str,
+    settings: type[Settings] = Settings,
+    no_effect: Collection[str] = (),
 ) -> tuple[Any, Request]:
-    """Return the command and the request that these flags make of a target.
+    """Return the command and the request that a target and the flags after it make.
 
     Args:
-        target: a recipe, a recipe file or a run.
-        flags: what follows it.
         verb: the verb's name.
-        about: what `--help` says it does; {} becomes the recipe's name.
+        about: what `--help` says it does, with {} for the target.
         kind: a dataclass of what the verb itself takes.
-        settings: from the settings below the flags to those that the verb takes as flags.
+        arguments: the target (a recipe, a recipe file or a run), and its flags.
+        lines: examples.
+        settings: the settings that the verb takes as flags.
+        no_effect: names of those that it decides by itself.
 
     Raises:
-        UserError: anything in them is wrong.
+        UserError: anything in the arguments is wrong.
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
-    start = draft(target, config_of(flags))
-    taken = settings(start.settings())
-    kinds: list[tuple[str, Any]] = [("command", kind), ("settings", type(taken))]
-    defaults: dict[str, Any] = {"command": kind(), "settings": taken}
-    if start.recipe.options:
-        kinds.append(("recipe", start.recipe.options))
-        defaults["recipe"] = start.options()
-    form = dataclasses.make_dataclass(verb.title(), kinds, frozen=True)
-    form.__doc__ = about.format(start.recipe.name)
-    parsed = tyro.cli(
-        form,
-        prog=f"samestep {verb} {target}",
-        args=flags,
-        default=form(**defaults),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    request = finish(
-        start,
-        parsed.settings,
-        getattr(parsed, "recipe", None),
-        given=names_given(flags),
-        resume=getattr(parsed.command, "resume", False),
-    )
-    if request.resume and request.settings.run_dir is None:
+    show_general_help(arguments, _general_help(verb, about, lines))
+    target, *flags = arguments
+    if target.startswith("-"):
         raise UserError(
-            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
-            "there and go on there whenever the command is repeated."
+            f"Name what to {verb} before {target}: a recipe ({', '.join(recipe_files())}), a "
+            "recipe file, or the directory of a run."
+        )
+    if target in recipe_files():
+        lines = tuple(line.replace("spiral", target) for line in lines)
+    # What a recipe prints when it is read would stand before a verb's JSON object. Ranks that a
+    # verb started for a task of its own print nowhere, or are watched while they do.
+    asks_help, is_rank = {"-h", "--help"} & set(flags), TASK in os.environ
+    quiet = hasattr(kind, "json") and not asks_help and not is_rank
+    with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
+        start = draft(target, config_of(flags))
+        taken = settings(**vars(start.settings()))
+        parts = {"command": kind(), "settings": taken, "recipe": start.options()}
+        given = names_given(flags)
+        without_effect = ", --".join(map(flag_name, sorted(no_effect)))
+        about = about.format(start.recipe.name)
+        about += f" Without effect here: --{without_effect}." if no_effect else ""
+        parsed = _parse(f"{verb} {target}", about, flags, parts)
+        request = finish(
+            start,
+            parsed.settings,
+            getattr(parsed, "recipe", None),
+            given=given,
+            resume=getattr(parsed.command, "resume", False),
+        )
+    for name in sorted(given & set(no_effect)):
+        raise UserError(
+            f"--{flag_name(name)} has no effect on `samestep {verb}`, which chooses its own steps. "
+            "Leave it out."
         )
     return parsed.command, request
+
+
+def _parse(command: str, about: str, flags: list[str], parts: dict[str, Any]) -> Any:
+    """Return the parts, of which one may be None, with these flags."""
+    parts = {key: part for key, part in parts.items() if part is not None}
+    types = [(key, type(part)) for key, part in parts.items()]
+    form = dataclasses.make_dataclass("Form", types, frozen=True)
+    return tyro.cli(
+        form,
+        prog=f"samestep {command}",
+        description=about,
+        args=flags,
+        default=form(**parts),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _general_help(verb: str, about: str, lines: tuple[str, ...]) -> str:
+    text = (
+        f"{about.format('TARGET')} TARGET is a recipe ({', '.join(recipe_files())}), a recipe file "
+        "(my_recipe.py), or the directory of a run. "
+        f"`samestep {verb} TARGET --help` shows all flags."
+    )
+    usage = [f"usage: samestep {verb} TARGET [flags]", "", *wrapped(text), ""]
+    return "\n".join(usage) + "\n" + example_text(*lines)
 
 
 def config_of(flags: list[str]) -> Path | None:
@@ -108,22 +120,3 @@ def names_given(flags: list[str]) -> set[str]:
     """Return the names of the settings and options that are among the flags."""
     names = {f.removeprefix("--").split("=")[0].replace("-", "_") for f in flags if f[:2] == "--"}
     return names | {name.removeprefix("no_") for name in names}
-
-
-def refuse_inside_launcher(what: str, instead: str) -> None:
-    """Refuse to start ranks where a launcher has started this process among others.
-
-    Args:
-        what: what was to start them, as the message's subject.
-        instead: what to do.
-
-    Raises:
-        UserError: it has.
-    """
-    launch = detect_launch(os.environ)
-    if launch.world_size > 1:
-        raise UserError(
-            f"{what} starts ranks itself, but {launch.launcher} has already started "
-            f"{launch.world_size}. {instead}",
-            on_all_ranks=True,
-        )

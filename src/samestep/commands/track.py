@@ -2,29 +2,25 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from samestep.commands.help import examples
+from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.ranks.failure import print_error
 from samestep.tracking.send_run import send_run
 
-_EXAMPLES = """\
-examples:
-  samestep track runs/ID --to wandb
-  samestep track runs/ID --to comet,tensorboard --project spirals --tags paper,final
-"""
+_EXAMPLES = (
+    "track runs/ID --to wandb",
+    "track runs/ID --to comet,tensorboard --project spirals --tags paper,final",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """Send a run to trackers: what they do not have of it, exactly once."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     """Directory of the run."""
     to: str
     """comet, mlflow, tensorboard, wandb, or your own (my_tracker.py), with commas between them."""
@@ -36,9 +32,9 @@ class Command:
     """Workspace at Comet, entity at W&B."""
     tags: str | None = None
     """Tags, with commas between them."""
-    offline: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    offline: Switch = False
     """Write the tracker's files into the run directory and send nothing."""
-    checkpoints: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    checkpoints: Switch = False
     """Send the checkpoints too."""
     timeout: float | None = None
     """Seconds that a tracker may take to start, and for each answer; 120 by default."""
@@ -46,8 +42,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(_EXAMPLES):
-        command = tyro.cli(Command, prog="samestep track", args=arguments)
+    command = parse_flags(Command, "track", arguments, *_EXAMPLES)
     given = {
         "track": command.to,
         "track_project": command.project,

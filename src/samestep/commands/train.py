@@ -6,31 +6,20 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from samestep.commands.help import examples
-from samestep.commands.target import check_named, general_help, refuse_inside_launcher
-from samestep.commands.target import parse as parse_target
+from samestep.commands.help import Switch
+from samestep.commands.target import parse_target
 from samestep.errors import UserError
 from samestep.execution.request import Request
-from samestep.execution.session import NATIVE, Engine, run_session
-from samestep.ranks.failure import PARENT, STARTED_AT, die_with_parent, run_as_rank
+from samestep.execution.session import NATIVE, run_session
+from samestep.ranks.failure import STARTED_AT
 from samestep.ranks.log import RankLog
+from samestep.ranks.process import run_as_rank, start_nproc
 from samestep.ranks.world import find_world, join, leave
-from samestep.recipe import recipe_names
 from samestep.screen.progress import Screen
-from samestep.settings import Settings
 from samestep.tracking.choice import check_installed, chosen
 from samestep.tracking.tracker_processes import TrackerProcesses
 from samestep.training.stopping import catch_signals
-
-_EXAMPLES = """\
-examples:
-  samestep train spiral --epochs 10 --lr 0.01
-  samestep train runs/ID --resume --nproc 2
-"""
 
 
 @dataclass(frozen=True)
@@ -41,53 +30,47 @@ class Command:
     """TOML file of settings and options; flags win over it."""
     nproc: int = 1
     """Ranks to start on this machine."""
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    resume: Switch = False
     """Go on from the newest whole checkpoint of the run."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(
-            general_help("train", "Train: the same step on any number of processes.", _EXAMPLES)
-        )
-        return 0 if arguments else 2
-    known = arguments[0] in recipe_names()
-    with examples(_EXAMPLES.replace("spiral", arguments[0]) if known else _EXAMPLES):
-        return run_as_rank(lambda log: _train(arguments, log))
+    return run_as_rank(lambda log: _train(arguments, log))
 
 
-def _train(arguments: list[str], log: RankLog) -> int:
-    target, *flags = arguments
-    check_named(target, "train")
-    command, request = parse(target, flags)
-    if command.nproc < 1:
-        raise UserError(f"--nproc is {command.nproc}; it must be 1 or more.")
-    started_at = float(os.environ.get(STARTED_AT, time.time()))
-    if command.nproc > 1 and not os.environ.get(PARENT):
-        from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
-
-        refuse_inside_launcher(f"--nproc {command.nproc}", "Leave --nproc out.")
-        return start_ranks(command.nproc, ["train", *arguments], started_at)
-    die_with_parent()
-    return _run_rank(request, log, started_at)
-
-
-def parse(target: str, flags: list[str]) -> tuple[Command, Request]:
-    """Return the command and the request that these flags make of a target.
+def parse(arguments: list[str]) -> tuple[Command, Request]:
+    """Return the command and the request that a target and the flags after it make.
 
     Raises:
         UserError: anything in them is wrong.
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
+    lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
-    return parse_target(target, flags, verb="train", about=about, kind=Command)
+    command, request = parse_target("train", about, Command, arguments, *lines)
+    if request.resume and request.settings.run_dir is None:
+        raise UserError(
+            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
+            "there and go on there whenever the command is repeated."
+        )
+    return command, request
 
 
-def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
+def _train(arguments: list[str], log: RankLog) -> int:
+    command, request = parse(arguments)
+    code = start_nproc(command.nproc, ["train", *arguments])
+    return _run_rank(request, log) if code is None else code
+
+
+def _run_rank(request: Request, log: RankLog) -> int:
     """Train as one rank of the world that the environment describes."""
-    settings = request.settings
-    engine = _engine(settings)
+    settings, engine = request.settings, NATIVE
+    if settings.engine != "native":
+        from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
+
+        check_settings(settings)
+        engine = LIGHTNING
     world = find_world(settings.device, settings.backend)
     join(world)
     world.on_main(lambda: check_installed(chosen(settings.track)))
@@ -109,7 +92,7 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
                 received=received,
                 show=trackers.show,
                 begin=log.move_to,
-                started_at=started_at,
+                started_at=float(os.environ.get(STARTED_AT, time.time())),
                 engine=engine,
             )
         # Before the ranks part: a launcher may end all with the first that leaves with a signal's
@@ -119,12 +102,3 @@ def _run_rank(request: Request, log: RankLog, started_at: float) -> int:
             sys.stdout.flush()
     leave(world)
     return 128 + outcome.signum if outcome.signum else 0
-
-
-def _engine(settings: Settings) -> Engine:
-    if settings.engine == "native":
-        return NATIVE
-    from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
-
-    check_settings(settings)
-    return LIGHTNING

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from samestep.errors import LOST_PEER, UserError
@@ -22,6 +22,8 @@ from samestep.ranks.log import RankLog
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
+TASK = "SAMESTEP_TASK"
+"""Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
 JOB_RUN = "SAMESTEP_RUN_DIR"
 """Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
 MISTAKE = ".mistake"
@@ -31,7 +33,7 @@ STARTED_AT = "SAMESTEP_STARTED_AT"
 
 # A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all. On a
 # busy machine one rank's Python may start seconds after another's.
-_GRACE_S = 5.0
+GRACE_S = 5.0
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
@@ -40,31 +42,6 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> int:
         return detect_launch(environment).rank
     except UserError:
         return 0
-
-
-def run_as_rank(verb: Callable[[RankLog], int]) -> int:
-    """Run a verb, which takes this rank's log; tell of its failure once; return the exit code.
-
-    Raises:
-        BrokenPipeError: the reader of the output has left, as `head` does.
-        SystemExit: of the parsing of flags, after rank 0 has had time to tell.
-    """
-    log = RankLog(rank_of())
-    try:
-        code = verb(log)
-    except BrokenPipeError:
-        raise
-    except SystemExit:
-        if log.rank != 0:  # a launcher ends all ranks with the first that ends
-            time.sleep(_GRACE_S)
-        raise
-    except Exception as error:
-        code = report(error, log)
-    if "torch" in sys.modules:
-        from samestep.ranks.world import abandon  # noqa: PLC0415 - imports torch
-
-        abandon(code)  # connected still: this rank or another has failed
-    return code
 
 
 def report(error: BaseException, log: RankLog | None = None) -> int:
@@ -86,13 +63,13 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
     lost_peer = is_lost_peer(error)
     if lost_peer:
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
-        time.sleep(_GRACE_S)
+        time.sleep(GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
     if os.environ.get(PARENT):
         leave_for_parent(message, code)
         return code
     if rank != 0 and not lost_peer:
-        time.sleep(_GRACE_S)
+        time.sleep(GRACE_S)
     if not told_by_rank_0:
         print_error(_with_rank(rank, message), log.terminal if log else 2)
     return code

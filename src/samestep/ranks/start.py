@@ -1,20 +1,19 @@
 """Start ranks on this machine through torchrun's elastic agent."""
 
-import contextlib
 import logging
 import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from samestep.ranks.failure import PARENT, STARTED_AT, print_error
+from samestep.ranks.failure import PARENT, STARTED_AT, TASK, print_error
 from samestep.ranks.startup import held_warning
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # schedulers send the last ahead of the time limit
@@ -28,31 +27,47 @@ class Ended:
     message: str = ""
 
 
-def start_ranks(num_ranks: int, arguments: list[str], started_at: float) -> int:
-    """Run `samestep` with these arguments on each of some new ranks; return the exit code.
-
-    A stop signal is passed on to the ranks and waited for; a second Ctrl-C ends all at once. If a
-    rank fails, the agent ends the others, and the first failure is printed.
-    """
-    ended = run_ranks(num_ranks, arguments, started_at)
+def start_ranks(num_ranks: int, arguments: list[str], task: str = "") -> int:
+    """Do as `run_ranks`, print the first failure, and return the exit code."""
+    ended = run_ranks(num_ranks, arguments, task)
     if ended.message:
         print_error(ended.message)
     return ended.code
 
 
-def run_ranks(num_ranks: int, arguments: list[str], started_at: float) -> Ended:
-    """Do as `start_ranks`, and return what it would print."""
+def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
+    """Run `samestep` with these arguments on each of some new ranks, which find a task as `TASK`.
+
+    A stop signal is passed on to the ranks and waited for; a second Ctrl-C ends all at once. If a
+    rank fails, the agent ends the others. Signals and variables are then as they were before.
+    """
     # The agent's own accounts of a failure are for its developers; ours follows. This process
     # does nothing else, so nothing else is silenced.
     logging.disable(logging.CRITICAL)
     if held_warning():
         return Ended(128 + held_warning())  # no rank has begun, so none has to be told
+    variables = dict(os.environ)
+    # The agent keeps them, and would raise its own exception where nobody expects it.
+    kept = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    handlers = [signal.getsignal(number) for number in kept]
     os.environ[PARENT] = str(os.getpid())
-    os.environ[STARTED_AT] = str(started_at)
+    os.environ.setdefault(STARTED_AT, str(time.time()))
+    if task:
+        os.environ[TASK] = task
     # The ranks choose their threads themselves; torchrun would set 1 with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A stop may first have to write a checkpoint; the agent's own patience is 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    try:
+        return _run_agent(num_ranks, arguments)
+    finally:
+        for number, handler in zip(kept, handlers, strict=True):
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(variables)
+
+
+def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -101,18 +116,3 @@ def _first_failure(error: ChildFailedError) -> Ended:
     return Ended(
         2 if failure.exitcode == 2 else 1, f"Rank {rank} ended with exit code {failure.exitcode}."
     )
-
-
-@contextlib.contextmanager
-def own_signals() -> Iterator[None]:
-    """Give signals back to Python after `start_ranks`, for a command that goes on.
-
-    The agent keeps them, and would raise its own exception where nobody expects it.
-    """
-    kept = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    handlers = [signal.getsignal(number) for number in kept]
-    try:
-        yield
-    finally:
-        for number, handler in zip(kept, handlers, strict=True):
-            signal.signal(number, handler)

@@ -13,7 +13,6 @@ from samestep.settings import Settings
 from samestep.training.plan import make_plan
 
 Mode = Literal["weak", "strong"]
-MOST_RANKS = 64
 FILE = "measurement.json"
 
 
@@ -100,28 +99,6 @@ class MeasuredSetup:
 def samples_per_s(segments: Sequence[Segment]) -> float:
     """Return all samples of some segments by all their seconds."""
     return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
-
-
-def parse_ranks(text: str) -> list[int]:
-    """Return the numbers of ranks in a list like `1,2,4`, ascending.
-
-    Raises:
-        UserError: it is no such list, or has fewer than two.
-    """
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or numbers[0] < 1 or numbers[-1] > MOST_RANKS:
-        raise UserError(
-            f"--nproc {text}: give numbers of ranks from 1 to {MOST_RANKS}, like 1,2,4."
-        )
-    if len(numbers) == 1:
-        example = f"1,{text}" if numbers[0] > 1 else "1,2"
-        raise UserError(
-            f"--nproc {text} is one size alone; to see how it scales, give two or more: {example}."
-        )
-    return numbers
 
 
 def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) -> Study:

@@ -1,7 +1,6 @@
 """What the parent process does: start the ranks, one size after the other, and judge the rest."""
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,9 +26,6 @@ from samestep.verification.exchange import (
 )
 from samestep.verification.short_trainings import MAIN, plan_starts
 from samestep.verification.trace import load_trace
-
-INSTRUCTIONS_FILE = "SAMESTEP_VERIFY"
-"""Set, in the ranks that are started here, to the file that says what they do."""
 
 Launch = Callable[[int, Path], Ended]
 """(number of ranks, file of instructions) → how they ended."""
@@ -183,9 +179,3 @@ def _read_evidence(
         ended=ended,
         chosen=request.settings.precision,
     )
-
-
-def instructions_of_this_rank() -> Path | None:
-    """Return the file that says what this rank does, if this process is one."""
-    named = os.environ.get(INSTRUCTIONS_FILE)
-    return Path(named) if named else None

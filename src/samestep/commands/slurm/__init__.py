@@ -1,8 +1,8 @@
 """`samestep slurm`: submit, watch and stop jobs; a sandbox to learn on. A file each."""
 
 import importlib
-import sys
 
+from samestep.commands.help import show_general_help
 from samestep.errors import UserError
 
 VERBS = {
@@ -12,7 +12,6 @@ VERBS = {
     "cancel": "save a checkpoint, then stop; --now at once",
     "sandbox": "a real Slurm on this machine, to learn and to test on",
 }
-_OF_SCRIPTS = ("verdict",)  # what job scripts call; not for typing
 
 _HELP = """\
 usage: samestep slurm VERB …
@@ -30,12 +29,10 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Run one of the verbs."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        verbs = "\n".join(f"  {verb:<9} {what}" for verb, what in VERBS.items())
-        sys.stdout.write(_HELP.format(verbs=verbs))
-        return 0 if arguments else 2
+    verbs = "\n".join(f"  {verb:<9} {what}" for verb, what in VERBS.items())
+    show_general_help(arguments, _HELP.format(verbs=verbs))
     verb, *rest = arguments
-    if verb not in VERBS and verb not in _OF_SCRIPTS:
+    if verb not in VERBS and verb != "verdict":  # which job scripts call; not for typing
         raise UserError(f"samestep slurm has no verb {verb!r}. The verbs are: {', '.join(VERBS)}.")
     code: int = importlib.import_module(f"samestep.commands.slurm.{verb}").main(rest)
     return code

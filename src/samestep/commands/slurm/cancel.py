@@ -6,20 +6,15 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
-from samestep.commands.help import examples
+from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
 from samestep.run.directory import is_run
 from samestep.slurm.programs import ProgramError, call
 from samestep.slurm.queue import find_job_or_run
 
-_EXAMPLES = """\
-examples:
-  samestep slurm cancel 1234
-  samestep slurm cancel runs/ID --now
-"""
+_EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +23,13 @@ class _Cancel:
 
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
     """The job's number, or the run directory."""
-    now: Annotated[bool, FlagCreatePairsOff] = False
+    now: Switch = False
     """Stop at once; the newest announced checkpoint is what is left."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(_EXAMPLES):
-        command = tyro.cli(_Cancel, prog="samestep slurm cancel", args=arguments)
+    command = parse_flags(_Cancel, "slurm cancel", arguments, *_EXAMPLES)
     found = find_job_or_run(command.job)
     job = found.job
     if found.queue_error is not None:

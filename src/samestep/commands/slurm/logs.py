@@ -7,18 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
-from samestep.commands.help import examples
+from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
 from samestep.slurm.queue import QueuedJob, find_job, find_job_or_run
 
-_EXAMPLES = """\
-examples:
-  samestep slurm logs 1234 --follow
-  samestep slurm logs runs/ID --rank 3
-"""
+_EXAMPLES = ("slurm logs 1234 --follow", "slurm logs runs/ID --rank 3")
 _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 5.0  # Slurm's controller serves everybody
 
@@ -31,14 +26,13 @@ class _Logs:
     """The job's number, or the run directory."""
     rank: int = 0
     """Whose output; rank 0's is the job's log."""
-    follow: Annotated[bool, FlagCreatePairsOff] = False
+    follow: Switch = False
     """Go on showing until the job has ended."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(_EXAMPLES):
-        command = tyro.cli(_Logs, prog="samestep slurm logs", args=arguments)
+    command = parse_flags(_Logs, "slurm logs", arguments, *_EXAMPLES)
     found = find_job_or_run(command.job)
     job = found.job
     if found.note:

@@ -12,11 +12,10 @@ from samestep.commands.help import examples
 from samestep.slurm.sandbox import cluster
 from samestep.slurm.sandbox.folder import default_folder, export_line
 
-_EXAMPLES = """\
-examples:
-  samestep slurm sandbox up --nodes 2
-  eval "$(samestep slurm sandbox up --nodes 2 --quiet)"; srun -N2 hostname
-"""
+_EXAMPLES = (
+    "slurm sandbox up --nodes 2",
+    'eval "$(samestep slurm sandbox up --nodes 2 --quiet)"; srun -N2 hostname',
+)
 
 _Folder = Annotated[Path | None, arg(name="dir", metavar="DIR")]
 
@@ -28,7 +27,7 @@ def main(arguments: list[str]) -> int:
         UserError: It could not be brought up or taken down.
         SystemExit: The arguments are wrong (code 2), or help was asked for (code 0).
     """
-    with examples(_EXAMPLES):
+    with examples(*_EXAMPLES):
         code: int = subcommand_cli_from_dict(
             {"up": _up, "status": _status, "down": _down},
             prog="samestep slurm sandbox",

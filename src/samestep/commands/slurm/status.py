@@ -7,22 +7,17 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
-from samestep.commands.help import examples
+from samestep.commands.help import Switch, parse_flags
 from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
 from samestep.slurm.training_progress import Progress, read_progress
 
-_EXAMPLES = """\
-examples:
-  samestep slurm status
-  samestep slurm status 1234 --json
-"""
+_EXAMPLES = ("slurm status", "slurm status 1234 --json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +26,13 @@ class _Status:
 
     job: Annotated[Positional[str | None], arg(metavar="JOB|RUN")] = None
     """A job's number or a run directory; without it, all your jobs that samestep submitted."""
-    json: Annotated[bool, FlagCreatePairsOff] = False
+    json: Switch = False
     """Print JSON."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(_EXAMPLES):
-        command = tyro.cli(_Status, prog="samestep slurm status", args=arguments)
+    command = parse_flags(_Status, "slurm status", arguments, *_EXAMPLES)
     if command.job:
         founds = [find_job_or_run(command.job)]
     else:

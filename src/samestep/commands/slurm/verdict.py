@@ -4,11 +4,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
-from tyro.conf import Positional
 
+from samestep.commands.help import RunPath
 from samestep.slurm.restarts import decide, read_ending, read_restarts, settle
 
 
@@ -16,7 +15,7 @@ from samestep.slurm.restarts import decide, read_ending, read_restarts, settle
 class _Verdict:
     """Say how a start of a job ended: one word on standard output, one line for the log."""
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     """The run directory."""
     code: int
     """Exit code of srun."""
@@ -34,8 +33,12 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     command = tyro.cli(_Verdict, prog="samestep slurm verdict", args=arguments)
     number = int(os.environ.get("SLURM_JOB_ID", "0"))
+    try:  # the job's log is this process's standard error: no controller is asked
+        log = Path("/proc/self/fd/2").readlink()
+    except OSError:
+        log = None
     ending = read_ending(
-        command.run, code=command.code, told=command.told, kind=command.kind, log=_log()
+        command.run, code=command.code, told=command.told, kind=command.kind, log=log
     )
     before = read_restarts(command.run, number)
     verdict = decide(ending, before, command.restarts, requeue=command.requeue)
@@ -44,11 +47,3 @@ def main(arguments: list[str]) -> int:
     sys.stderr.flush()
     sys.stdout.write(f"{verdict.word}\n")
     return 0
-
-
-def _log() -> Path | None:
-    """Return the job's log, which is this process's standard error: no controller is asked."""
-    try:
-        return Path("/proc/self/fd/2").readlink()
-    except OSError:
-        return None
