@@ -1,23 +1,12 @@
 """How many cores the threads of this process and its workers wanted, as Linux counts it."""
 
+import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_PROC = Path("/proc")
 Clocks = dict[tuple[int, int], tuple[float, float]]
 """(process, thread) → seconds it has run, seconds it has waited in a queue for a core."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cores:
-    """What lies between two readings of the clocks."""
-
-    wanted: float
-    """Cores that were wanted on average: by threads that ran, and by those that waited to."""
-    waited: float
-    """Seconds that the thread waited for a core that waited longest, of this very process."""
 
 
 def core_clocks() -> Clocks:
@@ -25,33 +14,30 @@ def core_clocks() -> Clocks:
 
     Elsewhere than on Linux there are none: nothing is known.
     """
+    clocks: Clocks = {}
     own = os.getpid()
-    return {key: clock for pid in (own, *_children(own)) for key, clock in _threads(pid)}
+    children = (word for _, words in _of_threads(own, "children") for word in words)
+    for pid in (own, *children):
+        for thread, numbers in _of_threads(pid, "schedstat"):
+            if len(numbers) == 3:
+                clocks[pid, thread] = (numbers[0] / 1e9, numbers[1] / 1e9)
+    return clocks
 
 
-def _threads(pid: int) -> list[tuple[tuple[int, int], tuple[float, float]]]:
-    found = []
-    for file in (_PROC / str(pid) / "task").glob("*/schedstat"):
-        try:
-            ran, waited, _ = file.read_text().split()
-        except (OSError, ValueError):
-            continue  # the thread has just ended
-        found.append(((pid, int(file.parent.name)), (int(ran) / 1e9, int(waited) / 1e9)))
-    return found
+def _of_threads(pid: int, name: str) -> Iterator[tuple[int, list[int]]]:
+    """Yield each thread of a process with the numbers in its file of that name."""
+    for file in Path(f"/proc/{pid}/task").glob(f"*/{name}"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            yield int(file.parent.name), [int(word) for word in file.read_text().split()]
 
 
-def _children(pid: int) -> list[int]:
-    found = []
-    for file in (_PROC / str(pid) / "task").glob("*/children"):
-        try:
-            found += [int(word) for word in file.read_text().split()]
-        except OSError:
-            continue
-    return found
+def cores_between(pairs: Sequence[tuple[Clocks, Clocks]], seconds: float) -> tuple[float, float]:
+    """Return what lies between the readings of all pairs, which are so many seconds together.
 
-
-def cores_between(pairs: Sequence[tuple[Clocks, Clocks]], seconds: float) -> Cores:
-    """Return what lies between the readings of all pairs, which are so many seconds together."""
+    That is the cores that were wanted on average, by threads that ran and by those that waited to,
+    and the seconds that one thread waited for a core: the one of this very process that waited
+    longest.
+    """
     own = os.getpid()
     busy = waited = 0.0
     for before, after in pairs:
@@ -62,4 +48,4 @@ def cores_between(pairs: Sequence[tuple[Clocks, Clocks]], seconds: float) -> Cor
             if thread[0] == own:
                 longest = max(longest, waited_s - waited_before)
         waited += longest
-    return Cores(wanted=busy / seconds if seconds > 0 else 0.0, waited=waited)
+    return busy / seconds if seconds > 0 else 0.0, waited

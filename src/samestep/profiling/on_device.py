@@ -7,25 +7,22 @@ from samestep.profiling.intervals import Interval, common, length, lengths_in, u
 from samestep.profiling.on_host import ComputeSplit
 from samestep.profiling.trace_events import Event, communicates, multiplies, span
 
-_WORK = ("kernel", "gpu_memset", "gpu_memcpy")
 _WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy$|hip\w+Synchronize")
 
 
 def kernels(events: Sequence[Event]) -> list[Event]:
     """Return what ran on a GPU."""
-    return [event for event in events if event.get("cat") in _WORK]
+    work = ("kernel", "gpu_memset", "gpu_memcpy")
+    return [event for event in events if event.get("cat") in work]
 
 
 def split_device(
     events: Sequence[Event], compute: list[Interval], waits: list[Interval], steps: int
 ) -> ComputeSplit:
-    """ComputeSplit what a GPU did in some steps.
+    """Split what a GPU did in some steps.
 
-    Args:
-        events: of the trace.
-        compute: when the host was in the phases that compute; it runs ahead of the device.
-        waits: when the host waited for data: a device that idles then waits for data, too.
-        steps: how many there are.
+    `compute` is when the host was in the phases that compute; it runs ahead of the device. `waits`
+    is when the host waited for data: a device that idles then waits for data, too.
     """
     ran = kernels(events)
     window = (compute[0][0], max(compute[-1][1], *(span(event)[1] for event in ran)))

@@ -20,7 +20,7 @@ from samestep.profiling.trace_events import (
     of_optimizers,
     own_times,
     span,
-    steps_of,
+    spans_of,
     works,
 )
 
@@ -29,7 +29,6 @@ _CHAIN = 25
 _DEFAULT_FLOOR_US = 2.0
 _NO_WORK_FLOORS = 3
 """Up to so many times an operation on one number, it still is more overhead than work."""
-_END = "the end"
 
 
 @dataclass
@@ -52,16 +51,15 @@ class ComputeSplit:
 def split_host(events: Sequence[Event], compute: list[Interval]) -> ComputeSplit:
     """ComputeSplit what was computed in some intervals by calls of the host."""
     host = IntervalIndex(compute).among(calls(events))
-    every = steps_of(events)
+    every = spans_of(events, "ProfilerStep#")
     computed = lengths_in(every, compute)
     steps = [step for step, length in zip(every, computed, strict=True) if length > 0]
     steps = steps or [(compute[0][0], compute[-1][1])]
-    where, number = IntervalIndex(steps), len(steps)
+    where = IntervalIndex(steps)
     chains = common(union(_chains(host, where, IntervalIndex(of_optimizers(events)))), compute)
-    rest = without(compute, chains)
     result = ComputeSplit(sync=median(lengths_in(steps, chains)))
     least = _NO_WORK_FLOORS * _floor(events)
-    beyond, below = _Repeated(number), _Repeated(number)
+    beyond, below = _Repeated(len(steps)), _Repeated(len(steps))
     reading = IntervalIndex(chains)
     for event, own in own_times(host):
         if reading.of(event["ts"]) < 0:
@@ -69,11 +67,13 @@ def split_host(events: Sequence[Event], compute: list[Interval]) -> ComputeSplit
             work = max(0.0, own - least) if works(event["name"]) else 0.0
             beyond.add(event["name"], step, work)
             below.add(event["name"], step, own - work)
-    between = _Repeated(number)
-    for name, begin, end in _between(host, rest):
-        between.add(name, where.of(begin), end - begin)
-    for name, work in beyond.a_step().items():
-        result.names[name] = work
+    # The time in which no call ran belongs to the call that followed.
+    between = _Repeated(len(steps))
+    followed = {event["ts"]: str(event["name"]) for event in reversed(host)}
+    for begin, end in without(without(compute, chains), union(span(event) for event in host)):
+        between.add(followed.get(end, "the end"), where.of(begin), end - begin)
+    result.names = beyond.a_step()
+    for name, work in result.names.items():
         if multiplies(name):
             result.matmul += work
         else:
@@ -103,14 +103,6 @@ class _Repeated:
         return sums
 
 
-def _between(host: Sequence[Event], rest: list[Interval]) -> Iterator[tuple[str, float, float]]:
-    """Yield the time in which no call ran, each piece with the name of the call that followed."""
-    taken = union(span(event) for event in host)
-    followed = {event["ts"]: str(event["name"]) for event in reversed(host)}
-    for begin, end in without(rest, taken):
-        yield followed.get(end, _END), begin, end
-
-
 def _chains(
     host: Sequence[Event], where: IntervalIndex, optimizers: IntervalIndex
 ) -> Iterator[Interval]:
@@ -124,14 +116,13 @@ def _chains(
         if event["name"] != READ or optimizers.of(event["ts"]) >= 0:
             between += "::" in event["name"]
             continue
-        same_step = before is not None and where.of(before) == where.of(event["ts"])
-        if before is not None and same_step and between <= _CHAIN:
+        if before is not None and where.of(before) == where.of(event["ts"]) and between <= _CHAIN:
             yield before, event["ts"]
         before, between = event["ts"], 0
 
 
 def _floor(events: Sequence[Event]) -> float:
     """Return the µs of an operation that does no work, as the trace itself has measured it."""
-    ranges = union(span(event) for event in events if event.get("name") == FLOOR)
-    durations = [event["dur"] for event in IntervalIndex(ranges).among(calls(events))]
+    floor = IntervalIndex(spans_of(events, FLOOR))
+    durations = [event["dur"] for event in floor.among(calls(events))]
     return median(durations) if durations else _DEFAULT_FLOOR_US

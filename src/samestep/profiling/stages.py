@@ -82,7 +82,7 @@ class Stages:
         """Take note that so many steps have been taken; return whether the profile is done."""
         self._step = step
         self._resume()
-        if step and self._account.is_empty:
+        if step and not self._account.readings:
             self._mark()
         if self.stage == "trace" and self.tracer is not None:
             self.tracer.step()
@@ -97,7 +97,8 @@ class Stages:
         """Take note that an epoch begins, counted from 1; return whether the profile is done."""
         self._resume()
         if self.stage == "measure" and not self._paused:
-            self._account.begin_epoch(self._step)
+            self._account.epochs.append(len(self._account.readings))
+            self._account.mark(self._step, counts=True)
         if self.stage == "trace" and self._epoch is not None and number > self._epoch:
             self._end_trace()
         elif self.stage in ("warm-up", "measure") and number == self._epoch:
@@ -116,7 +117,7 @@ class Stages:
             self.tracer.stop()
         if self.stage != "trace" or self._epoch is not None:
             self._mark()
-            self._account.forget_epochs()
+            self._account.epochs.clear()  # none that has begun until now is a whole one
 
     def end(self) -> None:
         """Make do with what there is: the training has ended by itself."""

@@ -4,7 +4,6 @@ import gzip
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,8 @@ from samestep.profiling.trace_events import FLOOR, MARK, phases_of
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
-_FLOOR_OPERATIONS = 200
 _MANY_STEPS = 200
 """To read the trace of so many takes seconds in which nothing else is to be seen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traced:
-    """What a trace that was written says."""
-
-    operations: Operations
-    memory: tuple[float, str] | None
 
 
 class Tracer:
@@ -51,7 +41,7 @@ class Tracer:
         self._profile.start()
         with record_function(FLOOR):
             one = torch.ones(())
-            for _ in range(_FLOOR_OPERATIONS):
+            for _ in range(200):
                 torch.neg(one)
         self._running = True
         self._phases.observer = _mark
@@ -79,25 +69,25 @@ class Tracer:
             self._profile.stop()
             self._running = False
 
-    def keep(self, folder: Path, name: str) -> Traced:
-        """Write the trace and the memory's timeline into a folder; return what they say.
+    def keep(self, folder: Path, name: str) -> tuple[Operations, tuple[float, str] | None]:
+        """Write the trace and the memory's timeline into a folder.
+
+        Returns:
+            What the operations were, and the peak of the memory (see `MeasuredRank`).
 
         Raises:
             UserError: one of them could not be written; no part of it is left.
         """
         if self.steps >= _MANY_STEPS:
             sys.stderr.write(f"Reading the trace of {self.steps:,} steps.\n")
-        events = self.save(folder / f"trace_{name}.json.gz")
+        events = self._save(folder / f"trace_{name}.json.gz")
         rows = memory_timeline(events)
-        save_memory(folder / f"memory_{name}.csv", rows)
-        return Traced(operations=digest(events, self.steps), memory=peak_memory(rows))
+        lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
+        write_whole(folder / f"memory_{name}.csv", "\n".join([*lines, ""]).encode())
+        return digest(events, self.steps), peak_memory(rows)
 
-    def save(self, path: Path) -> list[dict[str, Any]]:
-        """Write the trace, compressed, with its phases as a row of their own; return its events.
-
-        Raises:
-            UserError: it could not be written; no part of it is left.
-        """
+    def _save(self, path: Path) -> list[dict[str, Any]]:
+        """Write the trace, compressed, with its phases as a row of their own; return its events."""
         with tempfile.TemporaryDirectory(prefix="samestep-trace-") as folder:
             raw = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(raw))
@@ -122,14 +112,6 @@ def _mark(phase: str) -> None:
     """Mark the end of a phase in the trace."""
     with record_function(MARK + phase):
         pass
-
-
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a trace, compressed or not."""
-    raw = path.read_bytes()
-    text = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    return events
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -158,18 +140,18 @@ def unwritable(path: Path, cause: BaseException | None) -> UserError:
 
 def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the phases as ranges on a row of their own, above all others in a viewer."""
-    marks = [e for e in events if str(e.get("name", "")).startswith(MARK)]
-    if not marks:
+    first = next((e for e in events if str(e.get("name", "")).startswith(MARK)), None)
+    if first is None:
         return []
-    pid = marks[0]["pid"]
-    base = {"pid": pid, "tid": 0, "ph": "M", "ts": marks[0]["ts"]}
+    row = {"pid": first["pid"], "tid": 0}
+    base = {**row, "ph": "M", "ts": first["ts"]}
     named = [
         {**base, "name": "thread_name", "args": {"name": "phases of a step (samestep)"}},
         {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
     ]
-    one = {"pid": pid, "tid": 0, "ph": "X", "cat": "phase"}
-    phases = phases_of(events)
-    return [*named, *({**one, "name": p, "ts": a, "dur": b - a} for p, (a, b) in phases)]
+    one = {**row, "ph": "X", "cat": "phase"}
+    ranges = ({**one, "name": p, "ts": a, "dur": b - a} for p, (a, b) in phases_of(events))
+    return [*named, *ranges]
 
 
 def memory_timeline(events: list[dict[str, Any]]) -> list[tuple[float, str, float]]:
@@ -201,13 +183,3 @@ def peak_memory(rows: list[tuple[float, str, float]]) -> tuple[float, str] | Non
         return None
     _, phase, most = max(rows, key=lambda row: row[2])
     return most - min(mib for _, _, mib in rows), phase
-
-
-def save_memory(path: Path, rows: list[tuple[float, str, float]]) -> None:
-    """Write a memory timeline as CSV.
-
-    Raises:
-        UserError: it could not be written.
-    """
-    lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
-    write_whole(path, "\n".join([*lines, ""]).encode())
