@@ -1,9 +1,8 @@
 """From measured numbers to one bottleneck, what it costs, and the one thing to change."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from samestep.profiling.advice import advise, milliseconds
+from samestep.profiling.advice import ADVICE, milliseconds
 from samestep.profiling.measured import MeasuredSteps
 from samestep.run.phase_names import COMPUTE
 
@@ -61,7 +60,7 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
         first, rest = starved, parts
     # That some time was not looked into is nothing that could bound a training.
     following = next((p for p in rest if p.seconds > 0 and p.kind != "untraced"), first)
-    why, change = advise(first.kind, first.seconds, measured)
+    why, change = ADVICE[first.kind](first.seconds, measured)
     return Bottleneck(
         kind=first.kind,
         seconds=first.seconds,
@@ -78,41 +77,31 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
 
 def split(measured: MeasuredSteps) -> list[StepPart]:
     """Split a typical rank's step into parts that add up to it; each has its own remedy."""
-    phases = dict(measured.typical.phases)
-    seconds: dict[str, float] = {
+    phases, operations = measured.typical.phases, measured.typical.operations
+    seconds = {
         "input-bound": phases.get("data", 0.0),
         "transfer-bound": phases.get("to_device", 0.0),
         "evaluation-bound": phases.get("evaluation", 0.0) + measured.evaluation,
         "checkpoint-bound": phases.get("checkpoint", 0.0) + measured.checkpoint,
         "loop-bound": phases.get("other", 0.0),
-        **_waiting(measured, phases),
-        **_computing(sum(phases.get(phase, 0.0) for phase in COMPUTE), measured),
+        "communication-bound": phases.get("all_reduce", 0.0),
     }
-    return [StepPart(kind=kind, seconds=part) for kind, part in seconds.items()]
-
-
-def _waiting(measured: MeasuredSteps, phases: Mapping[str, float]) -> dict[str, float]:
-    """Split the wait for other ranks: for the link, and for the slowest of them."""
-    waited = phases.get("all_reduce", 0.0)
-    if measured.excess < _STRAGGLES * measured.typical.step:
-        return {"communication-bound": waited}
-    link = min(rank.phases.get("all_reduce", 0.0) for rank in measured.ranks)
-    return {"communication-bound": min(link, waited), "straggler": waited - min(link, waited)}
-
-
-def _computing(seconds: float, measured: MeasuredSteps) -> dict[str, float]:
-    """Split what a step computes by what limits its operations."""
-    operations = measured.typical.operations
-    if operations is None:
-        return {"untraced": seconds}
-    shares = {
-        "launch-bound": operations.launch,
-        "host-sync": operations.sync,
-        "memory-bound": operations.memory,
-        "compute-bound": operations.matmul,
-    }
+    if measured.excess >= _STRAGGLES * measured.typical.step:
+        link = min(rank.phases.get("all_reduce", 0.0) for rank in measured.ranks)
+        seconds["straggler"] = seconds["communication-bound"] - link
+        seconds["communication-bound"] = link
+    computing = sum(phases.get(phase, 0.0) for phase in COMPUTE)
+    shares = {"untraced": 1.0}
+    if operations is not None:
+        shares = {
+            "launch-bound": operations.launch,
+            "host-sync": operations.sync,
+            "memory-bound": operations.memory,
+            "compute-bound": operations.matmul,
+        }
     whole = sum(shares.values()) or 1.0
-    return {kind: seconds * share / whole for kind, share in shares.items()}
+    seconds |= {kind: computing * share / whole for kind, share in shares.items()}
+    return [StepPart(kind=kind, seconds=part) for kind, part in seconds.items()]
 
 
 def _oversubscription(measured: MeasuredSteps, total: float) -> StepPart | None:

@@ -28,6 +28,7 @@ from samestep.ranks.world import World
 from samestep.run.directory import Run, new_run_path
 from samestep.training.loop import rehearse
 from samestep.training.precision import data_dtype
+from samestep.training.stopping import Watch
 from samestep.training.work import ENDLESS, State, Work, epoch_is_full
 
 
@@ -157,7 +158,7 @@ def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[
     """Measure the wished workers, then the wished batch sizes with the best of them."""
     work, best = built.work, built.work.settings
 
-    def candidate(setting: str, value: int) -> Work:
+    def candidate(setting: str, value: int) -> tuple[Work, State]:
         changes: dict[str, Any] = {setting: value}
         if setting == "batch_size":
             changes |= {"global_batch_size": None, "accumulate": None}
@@ -171,17 +172,17 @@ def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[
             transform=request.recipe.transform,
             augment=request.recipe.augment,
         )
-        return variant(work, settings, source)
-
-    def look(one: Work, state: State) -> None:
-        if one.settings.num_workers != best.num_workers:  # that has its trace already
+        one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
+        if settings.num_workers != best.num_workers:  # that has its trace already
             _run_stages(one, state, path, Wishes(seconds=0.2))
+        return one, state
 
     # More workers than cores are worth a try: some only wait for a disk.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     sweeps: list[Sweep] = []
     for setting, values in (("num_workers", wishes.workers), ("batch_size", wishes.batch_sizes)):
         if values:
-            sweeps.append(sweep(work.world, setting, values, partial(candidate, setting), look))
-            best = replace(best, **{setting: sweeps[-1].best})
+            sweeps.append(sweep(work.world, setting, values, partial(candidate, setting)))
+            chosen: dict[str, Any] = {setting: sweeps[-1].best}
+            best = replace(best, **chosen)
     return tuple(sweeps)
