@@ -125,7 +125,7 @@ def _launch(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
     change = "More samples per rank and step (--batch-size), or fewer ranks for so small a model."
     if measured.script:
         change = (
-            "torch.compile(model), or more samples per step: each operation does more work then."
+            "torch.compile(model), or more samples per step: each operation then does more work."
         )
     elif len(measured.ranks) == 1:
         change = "--compile on makes one graph of whole steps."

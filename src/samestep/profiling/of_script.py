@@ -77,15 +77,9 @@ def profile_script(
 ) -> Profile | None:
     """Run a script until some of its steps are measured and traced; return what rank 0 has to show.
 
-    Args:
-        script: a Python file; with `module` a module's name, to be run as `python -m` does.
-        arguments: what it is to see as its own.
-        ranks: this rank among the others.
-        out: the directory for the traces.
-        epoch: trace this epoch, counted from 1; by default a few steps.
-        seconds: how long to measure, at least.
-        quiet: whether what it prints goes to standard error.
-        module: see `script`.
+    `script` is a Python file; with `module` a module's name, to be run as `python -m` does. At
+    least `seconds` are measured; traced is `epoch`, counted from 1, or by default a few steps. The
+    traces go to `out`; with `quiet` what the script prints goes to standard error.
 
     Raises:
         ScriptFailed: the script failed by itself.
@@ -119,21 +113,20 @@ def profile_script(
         stages.end()
         if failure is None:
             ranks.end(hooks.steps)
-    if failure is not None:
-        failure.steps = hooks.steps
-        if stages.span is not None and ranks.world_size == 1:
-            mine = _rank_found(stages, stages.span, hooks, out, 0)
-            failure.found = _profile(script, [mine], stages.span, hooks, out, 1)
-        raise failure
-    if stages.span is None or (epoch is not None and stages.tracer is None):
+    if failure is None and (stages.span is None or (epoch is not None and stages.tracer is None)):
         why = _why_nothing(script, hooks, None if stages.tracer else epoch)
         raise UserError(why, on_all_ranks=True)
-    mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
-    gathered = ranks.gather(msgspec.json.encode(mine).decode())
-    if ranks.rank != 0:
-        return None
-    found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
-    return _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
+    profile = None
+    if stages.span is not None and (failure is None or ranks.world_size == 1):
+        mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
+        gathered = ranks.gather(msgspec.json.encode(mine).decode())
+        if ranks.rank == 0:
+            found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
+            profile = _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
+    if failure is not None:
+        failure.steps, failure.found = hooks.steps, profile
+        raise failure
+    return profile
 
 
 def _stop_if(done: bool) -> None:

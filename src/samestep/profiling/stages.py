@@ -47,15 +47,9 @@ class Stages:
     ) -> None:
         """Begin to warm up.
 
-        Args:
-            account: of this rank's time.
-            agree: calls a function on rank 0, and returns its value on every rank.
-            seconds: how long to measure, at least.
-            epoch: trace this epoch, counted from 1, from its first step to its last; by default
-                trace a few steps.
-            wants_epochs: whether to measure a whole epoch, with what lies between it and the next.
-            new_tracer: makes the profiler of the steps to trace.
-            own_profiler_runs: whether a profiler of the script's own is on.
+        `agree` calls a function on rank 0, and returns its value on every rank. At least `seconds`
+        are measured; `wants_epochs` says whether to measure a whole epoch, with what lies between
+        it and the next. Traced is `epoch`, counted from 1, or by default a few steps.
         """
         self.stage: Literal["warm-up", "measure", "trace", "done"] = "warm-up"
         self.span: MeasuredSpan | None = None

@@ -69,11 +69,8 @@ def sweep(
 ) -> Sweep:
     """Try values in ascending order, each in turns with the best so far; return what to use.
 
-    Args:
-        world: this rank; all ranks try the same values, and rank 0's clock counts.
-        setting: name of the setting.
-        values: of the setting.
-        make: returns the work with a value, with a source of its own, and where it stands.
+    All ranks try the same values, and rank 0's clock counts. `make` returns the work with a value,
+    with a source of its own, and where it stands.
     """
     ordered = sorted(set(values))
     best = first = _open(ordered[0], *make(ordered[0]))

@@ -123,10 +123,8 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(content))
-    except OSError as error:
-        raise unwritable(path, error) from error
-    except UserError as error:
-        raise unwritable(path, error.__cause__) from error
+    except (OSError, UserError) as error:
+        raise unwritable(path, error.__cause__ or error) from error
 
 
 def unwritable(path: Path, cause: BaseException | None) -> UserError:
