@@ -56,8 +56,11 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
     parts = sorted(split(measured), key=lambda part: -part.seconds)
     total = sum(part.seconds for part in parts)
     first, *rest = parts
-    if (starved := _oversubscription(measured, total)) is not None:
-        first, rest = starved, parts
+    starved = max(rank.starved for rank in measured.ranks)
+    started = measured.local_ranks * (measured.threads + measured.workers)
+    wanted = min(started, measured.wanted_cores)  # what others took is not wanted by these
+    if wanted >= _OVER * measured.cores and starved >= _STARVED * total:
+        first, rest = StepPart(kind="oversubscribed", seconds=min(starved, total)), parts
     # That some time was not looked into is nothing that could bound a training.
     following = next((p for p in rest if p.seconds > 0 and p.kind != "untraced"), first)
     why, change = ADVICE[first.kind](first.seconds, measured)
@@ -71,7 +74,7 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
         next_kind=following.kind,
         next_seconds=following.seconds,
         parts=tuple(parts),
-        notes=_notes(measured, first.kind),
+        notes=_notes(measured, first.kind, starved),
     )
 
 
@@ -104,19 +107,8 @@ def split(measured: MeasuredSteps) -> list[StepPart]:
     return [StepPart(kind=kind, seconds=part) for kind, part in seconds.items()]
 
 
-def _oversubscription(measured: MeasuredSteps, total: float) -> StepPart | None:
-    """Return the wait for a core, where there are more threads than cores and they did wait."""
-    starved = max(rank.starved for rank in measured.ranks)
-    started = measured.local_ranks * (measured.threads + measured.workers)
-    wanted = min(started, measured.wanted_cores)  # what others took is not wanted by these
-    if wanted < _OVER * measured.cores or starved < _STARVED * total:
-        return None
-    return StepPart(kind="oversubscribed", seconds=min(starved, total))
-
-
-def _notes(measured: MeasuredSteps, kind: str) -> tuple[str, ...]:
+def _notes(measured: MeasuredSteps, kind: str, starved: float) -> tuple[str, ...]:
     notes = []
-    starved = max(rank.starved for rank in measured.ranks)
     if starved >= _STARVED * measured.typical.step and kind != "oversubscribed":
         notes.append(
             f"Other programs use the cores: a thread waited {milliseconds(starved)} per step for "

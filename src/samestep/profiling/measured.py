@@ -63,7 +63,6 @@ class MeasuredSteps:
 
     ranks: tuple[MeasuredRank, ...]
     steps: int
-    """Steps that were measured."""
     wall: float = 0.0
     """Seconds per step by the clock alone, what the phases have to add up to."""
     samples: float = 0.0

@@ -151,7 +151,7 @@ def _run_stages(
     assert tracer is not None
     name = f"rank{world.rank}_workers_{work.settings.num_workers}"
     operations, memory = world.on_every(lambda: tracer.keep(path / "traces", name))
-    return span, replace(span.per_step(), operations=operations, memory=memory)
+    return span, replace(span.rank, operations=operations, memory=memory)
 
 
 def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[Sweep, ...]:

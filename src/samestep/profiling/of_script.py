@@ -167,10 +167,8 @@ def _as_python_prints(error: Exception, script: Path) -> str:
         if spec is not None and spec.name in (own, f"{own}.__main__"):
             break
         trace = trace.tb_next
-    shown = error.with_traceback(trace or error.__traceback__)
-    if isinstance(error, SyntaxError):
-        shown = error.with_traceback(None)
-    return "".join(traceback.format_exception(shown))
+    trace = None if isinstance(error, SyntaxError) else trace or error.__traceback__
+    return "".join(traceback.format_exception(error.with_traceback(trace)))
 
 
 @contextmanager
@@ -221,7 +219,7 @@ def _rank_found(
     stages: Stages, span: MeasuredSpan, hooks: Hooks, out: Path, rank: int
 ) -> _RankFound:
     """Write this rank's trace; return what rank 0 has to know of this rank."""
-    found, trace = span.per_step(), None
+    found, trace = span.rank, None
     if stages.tracer is not None and stages.tracer.steps:
         name = f"rank{rank}_workers_{hooks.loader.num_workers if hooks.loader is not None else 0}"
         operations, memory = stages.tracer.keep(out / "traces", name)

@@ -158,7 +158,7 @@ class Stages:
     def _has_its_epochs(self) -> bool:
         _, seconds = self._account.passed(self._step)
         too_long = seconds >= max(_LONGEST_S, self._seconds)
-        return not self._wants_epochs() or self._account.num_epochs > 0 or too_long
+        return not self._wants_epochs() or len(self._account.epochs) > 1 or too_long
 
     def _begin_trace(self) -> None:
         if self._epoch is None:

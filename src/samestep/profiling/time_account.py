@@ -1,13 +1,22 @@
-"""What a profile counts of a rank's time: readings of its clocks, and whether to count between."""
+"""What a profile counts of a rank's time: readings of its clocks, and whether to count between.
 
+To them belong those of Linux: how many cores the threads of this process and its workers wanted.
+"""
+
+import contextlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
-from samestep.profiling.cores import Clocks, core_clocks, cores_between
 from samestep.profiling.measured import MeasuredRank
 from samestep.training.phases import Phases
+
+
+Clocks = dict[tuple[int, int], tuple[float, float]]
+"""(process, thread) → seconds it has run, seconds it has waited in a queue for a core."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +38,49 @@ class MeasuredSpan:
 
     steps: int
     seconds: float
-    phases: dict[str, float]
-    """Seconds in all of the steps."""
-    wanted_cores: float
-    starved: float
-    """Seconds that a thread waited for a core."""
+    rank: MeasuredRank
 
-    def per_step(self) -> MeasuredRank:
-        """Return this rank's numbers per step."""
-        return MeasuredRank(
-            phases={phase: seconds / self.steps for phase, seconds in self.phases.items()},
-            starved=self.starved / self.steps,
-            wanted_cores=self.wanted_cores,
-        )
+
+def core_clocks() -> Clocks:
+    """Return the clocks of all threads of this process and of its children.
+
+    Elsewhere than on Linux there are none: nothing is known.
+    """
+    clocks: Clocks = {}
+    own = os.getpid()
+    children = (word for _, words in _of_threads(own, "children") for word in words)
+    for pid in (own, *children):
+        for thread, numbers in _of_threads(pid, "schedstat"):
+            if len(numbers) == 3:
+                clocks[pid, thread] = (numbers[0] / 1e9, numbers[1] / 1e9)
+    return clocks
+
+
+def _of_threads(pid: int, name: str) -> Iterator[tuple[int, list[int]]]:
+    """Yield each thread of a process with the numbers in its file of that name."""
+    for file in Path(f"/proc/{pid}/task").glob(f"*/{name}"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            yield int(file.parent.name), [int(word) for word in file.read_text().split()]
+
+
+def cores_between(pairs: Sequence[tuple[Clocks, Clocks]], seconds: float) -> tuple[float, float]:
+    """Return what lies between the readings of all pairs, which are so many seconds together.
+
+    That is the cores that were wanted on average, by threads that ran and by those that waited to,
+    and the seconds that one thread waited for a core: the one of this very process that waited
+    longest.
+    """
+    own = os.getpid()
+    busy = waited = 0.0
+    for before, after in pairs:
+        longest = 0.0
+        for thread, (ran_s, waited_s) in after.items():
+            ran_before, waited_before = before.get(thread, (0.0, 0.0))
+            busy += ran_s - ran_before + waited_s - waited_before
+            if thread[0] == own:
+                longest = max(longest, waited_s - waited_before)
+        waited += longest
+    return busy / seconds if seconds > 0 else 0.0, waited
 
 
 class TimeAccount:
@@ -61,11 +100,6 @@ class TimeAccount:
         self.readings: list[Reading] = []
         self.epochs: list[int] = []
         """Which readings were taken where an epoch began."""
-
-    @property
-    def num_epochs(self) -> int:
-        """Epochs that were counted from their first step to their last."""
-        return max(0, len(self.epochs) - 1)
 
     def passed(self, step: int) -> tuple[int, float]:
         """Return the steps and the seconds since the first reading."""
@@ -87,7 +121,7 @@ class TimeAccount:
         are two or more.
         """
         readings = [*self.readings, self._read(step, counts=False)]
-        if whole_epochs and self.num_epochs:
+        if whole_epochs and len(self.epochs) > 1:
             readings = readings[self.epochs[0] : self.epochs[-1] + 1]
         pieces = [(a, b) for a, b in pairwise(readings) if a.counts]
         steps = sum(b.step - a.step for a, b in pieces)
@@ -96,16 +130,12 @@ class TimeAccount:
         seconds = sum(b.at - a.at for a, b in pieces)
         names = {name: None for _, b in pieces for name in b.phases}
         wanted, waited = cores_between([(a.cores, b.cores) for a, b in pieces], seconds)
-        return MeasuredSpan(
-            steps=steps,
-            seconds=seconds,
-            phases={
-                name: sum(b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for a, b in pieces)
-                for name in names
-            },
-            wanted_cores=wanted,
-            starved=waited,
-        )
+        phases = {
+            name: sum(b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for a, b in pieces) / steps
+            for name in names
+        }
+        rank = MeasuredRank(phases=phases, starved=waited / steps, wanted_cores=wanted)
+        return MeasuredSpan(steps=steps, seconds=seconds, rank=rank)
 
     def _read(self, step: int, *, counts: bool) -> Reading:
         phases = self.phases()

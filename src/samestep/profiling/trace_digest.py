@@ -70,6 +70,7 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
     for name, duration in split.names.items():
         short = name.removeprefix("aten::").split("(")[0].split("<")[0][-40:]
         top[multiplies(name)][short] += duration / whole
+    most = {kind: tuple(sorted(top[kind].items(), key=lambda item: -item[1])[:5]) for kind in top}
     put_together = common(spans_of(events, *_COLLATES), waits)
     return Operations(
         launch=split.launch / whole,
@@ -79,13 +80,9 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
         count=len(IntervalIndex(compute).among(calls(events))) / steps,
         syncs=_count_reads(events) / steps,
         collate=length(put_together) / length(waits) if waits else 0.0,
-        top_matmul=_most(top[True]),
-        top_memory=_most(top[False]),
+        top_matmul=most[True],
+        top_memory=most[False],
     )
-
-
-def _most(names: dict[str, float]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(names.items(), key=lambda item: -item[1])[:5])
 
 
 def _count_reads(events: Sequence[Event]) -> int:
@@ -140,7 +137,9 @@ def _split_host(events: Sequence[Event], compute: list[Interval]) -> ComputeSpli
     where = IntervalIndex(steps)
     chains = common(union(_chains(host, where, IntervalIndex(of_optimizers(events)))), compute)
     reading = IntervalIndex(chains)
-    least = _NO_WORK_FLOORS * _floor(events)
+    # An operation that does no work takes what the trace itself has measured.
+    floors = [call["dur"] for call in IntervalIndex(spans_of(events, FLOOR)).among(calls(events))]
+    least = _NO_WORK_FLOORS * (median(floors) if floors else _DEFAULT_FLOOR_US)
     work, rest = [], []
     for event, own in own_times(host):
         if reading.of(event["ts"]) < 0:
@@ -197,10 +196,3 @@ def _chains(
         if before is not None and where.of(before) == where.of(event["ts"]) and between <= _CHAIN:
             yield before, event["ts"]
         before, between = event["ts"], 0
-
-
-def _floor(events: Sequence[Event]) -> float:
-    """Return the µs of an operation that does no work, as the trace itself has measured it."""
-    floor = IntervalIndex(spans_of(events, FLOOR))
-    durations = [event["dur"] for event in floor.among(calls(events))]
-    return median(durations) if durations else _DEFAULT_FLOOR_US

@@ -70,42 +70,40 @@ class Tracer:
             self._running = False
 
     def keep(self, folder: Path, name: str) -> tuple[Operations, tuple[float, str] | None]:
-        """Write the trace and the memory's timeline into a folder.
+        """Write the trace and the memory's timeline into a folder; return what they say.
 
-        Returns:
-            What the operations were, and the peak of the memory (see `MeasuredRank`).
+        The trace is compressed, and has its phases as a row of their own.
 
         Raises:
             UserError: one of them could not be written; no part of it is left.
         """
         if self.steps >= _MANY_STEPS:
             sys.stderr.write(f"Reading the trace of {self.steps:,} steps.\n")
-        events = self._save(folder / f"trace_{name}.json.gz")
-        rows = memory_timeline(events)
-        lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
-        write_whole(folder / f"memory_{name}.csv", "\n".join([*lines, ""]).encode())
-        return digest(events, self.steps), peak_memory(rows)
-
-    def _save(self, path: Path) -> list[dict[str, Any]]:
-        """Write the trace, compressed, with its phases as a row of their own; return its events."""
-        with tempfile.TemporaryDirectory(prefix="samestep-trace-") as folder:
-            raw = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(raw))
-            try:
-                # The profiler writes what fits on a full disk, and does not say so.
-                trace = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"The trace could not be written to {folder}: is that disk full? Free some "
-                    "space, or set TMPDIR to a directory that has some."
-                ) from error
+        trace = self._exported()
         events: list[dict[str, Any]] = trace["traceEvents"]
         # With a process group the profiler says it; readers that compare ranks ask for it.
         trace.setdefault("distributedInfo", {"rank": 0})
         trace["traceEvents"] = [*events, *_phase_row(events)]
         text = json.dumps(trace).encode()
-        write_whole(path, gzip.compress(text, compresslevel=3, mtime=0))
-        return events
+        content = gzip.compress(text, compresslevel=3, mtime=0)
+        write_whole(folder / f"trace_{name}.json.gz", content)
+        rows = memory_timeline(events)
+        lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
+        write_whole(folder / f"memory_{name}.csv", "\n".join([*lines, ""]).encode())
+        return digest(events, self.steps), peak_memory(rows)
+
+    def _exported(self) -> Any:
+        with tempfile.TemporaryDirectory(prefix="samestep-trace-") as folder:
+            raw = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(raw))
+            try:
+                # The profiler writes what fits on a full disk, and does not say so.
+                return json.loads(raw.read_text(encoding="utf-8", errors="replace"))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"The trace could not be written to {folder}: is that disk full? Free some "
+                    "space, or set TMPDIR to a directory that has some."
+                ) from error
 
 
 def _mark(phase: str) -> None:
