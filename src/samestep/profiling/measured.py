@@ -77,7 +77,6 @@ class MeasuredSteps:
     cores: int = 1
     """Cores that these ranks may use on their node."""
     local_ranks: int = 1
-    """Ranks on that node."""
     threads: int = 1
     """CPU threads of a rank."""
     workers: int = 0

@@ -106,15 +106,12 @@ def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSte
     span, mine = _run_stages(work, state, path, wishes)
     cores = usable_cores()
     between = every(work)
-    evaluation = 0.0
-    if work.validation is not None:
-        evaluation = evaluation_seconds(work) / between["evaluation"]
     return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
         samples=work.plan.global_batch_size,
-        evaluation=evaluation,
+        evaluation=evaluation_seconds(work) / between["evaluation"],
         checkpoint=checkpoint_seconds(work, state, path) / between["checkpoint"],
         device=world.device.type,
         cores=len(cores),

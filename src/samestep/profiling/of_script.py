@@ -87,13 +87,8 @@ def profile_script(
     """
     ranks.join()
     hooks = Hooks(Phases(), several=ranks.world_size > 1)
-    stages = Stages(
-        TimeAccount(lambda: hooks.phases),
-        ranks.agree,
-        seconds=seconds,
-        epoch=epoch,
-        wants_epochs=lambda: hooks.loader is not None,
-    )
+    account, wants = TimeAccount(lambda: hooks.phases), lambda: hooks.loader is not None
+    stages = Stages(account, ranks.agree, seconds=seconds, epoch=epoch, wants_epochs=wants)
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
@@ -114,8 +109,9 @@ def profile_script(
         if failure is None:
             ranks.end(hooks.steps)
     if failure is None and (stages.span is None or (epoch is not None and stages.tracer is None)):
-        why = _why_nothing(script, hooks, None if stages.tracer else epoch)
-        raise UserError(why, on_all_ranks=True)
+        raise UserError(
+            _why_not(script, hooks, None if stages.tracer else epoch), on_all_ranks=True
+        )
     profile = None
     if stages.span is not None and (failure is None or ranks.world_size == 1):
         mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
@@ -186,7 +182,7 @@ def _to_stderr() -> Iterator[None]:
 
 
 def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
-    """Return why there is no profile, after that many steps and epochs."""
+    """Return why there is no profile."""
     if not hooks.steps:
         return (
             f"{script} ended without a single step of a torch.optim optimizer, so there is nothing "

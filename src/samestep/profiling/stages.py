@@ -20,7 +20,7 @@ from samestep.training.phases import Phases
 
 _FIRST_DECISION, _GROWTH = 4, 1.25
 _WARM_UP_S, _TRACE_S = 0.5, 0.5
-_TRACED_STEPS = (5, 20)
+_LEAST_TRACED, _MOST_TRACED = 5, 20
 _LEAST_STEPS = 8
 _LONGEST_S = 20.0
 """How long a profile waits for a whole epoch with what lies between it and the next."""
@@ -179,8 +179,7 @@ class Stages:
 
     def _steps_to_trace(self) -> int:
         steps, seconds = self._account.passed(self._step)
-        least, most = _TRACED_STEPS
-        return min(most, max(least, math.ceil(_TRACE_S * steps / seconds)))
+        return min(_MOST_TRACED, max(_LEAST_TRACED, math.ceil(_TRACE_S * steps / seconds)))
 
     def _end_trace(self) -> None:
         """End the trace; go on measuring if that had been interrupted."""

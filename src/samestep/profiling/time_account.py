@@ -1,7 +1,4 @@
-"""What a profile counts of a rank's time: readings of its clocks, and whether to count between.
-
-To them belong those of Linux: how many cores the threads of this process and its workers wanted.
-"""
+"""What a profile counts of a rank's time, by its own clocks and those that Linux keeps of threads."""
 
 import contextlib
 import os
@@ -13,7 +10,6 @@ from pathlib import Path
 
 from samestep.profiling.measured import MeasuredRank
 from samestep.training.phases import Phases
-
 
 Clocks = dict[tuple[int, int], tuple[float, float]]
 """(process, thread) → seconds it has run, seconds it has waited in a queue for a core."""
