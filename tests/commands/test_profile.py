@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from samestep.profiling.trace_events import phases_of
-from samestep.profiling.tracing import read_trace
 from tests import tiny
 from tests.command_line import end_with_first_failure, read_json, refusal, run, start
 from tests.profiling.planted import SITUATIONS
@@ -69,7 +68,7 @@ def test_a_whole_epoch_can_be_traced(here):
     """The tiny recipe has 11 steps an epoch."""
     found = profiled(here, str(tiny.write_recipe(here)), "--epoch", "2", "--run-dir", "out")
     (trace,) = (here / "out" / "traces").glob("trace_*")
-    events = read_trace(trace)
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     phases = [phase for phase, _ in phases_of(events)]
     assert phases.count("forward") == 11
     assert found["measured"]["steps"] <= 11  # those of the epoch before

@@ -11,17 +11,6 @@ _AFFORDABLE = 0.05
 _LATENCY_BYTES = 1 << 20
 
 
-def advise(kind: str, seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    """Return the evidence for a bottleneck, with its numbers per step, and the one thing to change.
-
-    Args:
-        kind: of the bottleneck.
-        seconds: that it takes per step.
-        measured: what the verdict is on.
-    """
-    return _ADVICE[kind](seconds, measured)
-
-
 def milliseconds(seconds: float) -> str:
     """Return a duration with three digits: 0.0042 ms, 4.20 ms, 420 ms, 4,200 ms."""
     value = seconds * 1000
@@ -43,11 +32,10 @@ def _input(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
         why += f", {milliseconds(measured.worker_start)} of it for loader processes to start: they "
         change = "Keep the workers between epochs: build the DataLoader once, with "
         return why + "are started again in every epoch.", change + "persistent_workers=True."
-    if measured.traced.collate > 0.4 and not workers:
-        why += (
-            f", and {measured.traced.collate:.0%} of the wait puts samples together to a batch, in "
-            "the training process itself."
-        )
+    collate = measured.traced.collate
+    if collate > 0.4 and not workers:
+        why += f", and {collate:.0%} of the wait puts samples together to a batch, in "
+        why += "the training process itself."
     elif measured.in_memory:
         why += ", which is gathered and transformed from memory."
     elif workers:
@@ -55,9 +43,10 @@ def _input(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
     else:
         why += ", which the training process reads itself."
     if measured.in_memory:
-        return why, (
+        change = (
             "Make transform and augment cheaper: they get a batch, so need no loop over samples."
         )
+        return why, change
     if workers >= max(1, free):
         return why, (
             "Make reading a sample cheaper: decode once and keep the result, or hold the data in "
@@ -77,10 +66,8 @@ def _input(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
 
 
 def _transfer(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    return (
-        f"Copying batches to the device takes {_of_step(seconds, measured)}.",
-        "Keep the data on the device, or pin the memory it comes from.",
-    )
+    why = f"Copying batches to the device takes {_of_step(seconds, measured)}."
+    return why, "Keep the data on the device, or pin the memory it comes from."
 
 
 def _communication(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
@@ -135,16 +122,14 @@ def _launch(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
     )
     if measured.compiled:
         return why, "More work per operation: a larger --batch-size."
+    change = "More samples per rank and step (--batch-size), or fewer ranks for so small a model."
     if measured.script:
-        return why, (
+        change = (
             "torch.compile(model), or more samples per step: each operation then does more work."
         )
-    if len(measured.ranks) == 1:
-        return why, "--compile on makes one graph of whole steps."
-    return (
-        why,
-        "More samples per rank and step (--batch-size), or fewer ranks for so small a model.",
-    )
+    elif len(measured.ranks) == 1:
+        change = "--compile on makes one graph of whole steps."
+    return why, change
 
 
 def _sync(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
@@ -171,49 +156,39 @@ def _memory(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
 
 
 def _compute(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    on_cpu = "a faster device, or ranks on more of them."
-    on_device = "--precision bf16 if it is not on yet, or more devices."
-    return (
-        f"Computing takes {_of_step(seconds, measured)}{_top(measured.traced.top_matmul)}.",
-        f"Nothing stands in its way: {on_cpu if measured.device == 'cpu' else on_device}",
-    )
+    change = "a faster device, or ranks on more of them."
+    if measured.device != "cpu":
+        change = "--precision bf16 if it is not on yet, or more devices."
+    why = f"Computing takes {_of_step(seconds, measured)}{_top(measured.traced.top_matmul)}."
+    return why, f"Nothing stands in its way: {change}"
 
 
 def _untraced(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    return (
-        f"Computing takes {_of_step(seconds, measured)}; no step of it was traced.",
-        "Let it take more steps: a trace of some splits what they compute.",
-    )
+    why = f"Computing takes {_of_step(seconds, measured)}; no step of it was traced."
+    return why, "Let it take more steps: a trace of some splits what they compute."
 
 
-def _evaluation(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    how = "" if measured.script else " (--eval-every-epochs, --eval-every-steps)"
-    why = f"Evaluations take {_of_step(seconds, measured)}, shared out over the steps."
-    return why, f"Evaluate {_rarely('evaluation', seconds, measured, how)}"
-
-
-def _checkpoint(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    how = "" if measured.script else " (--checkpoint-every-epochs, -steps, -minutes)"
-    why = f"Checkpoints take {_of_step(seconds, measured)}, shared out over the steps."
-    return why, f"Save {_rarely('checkpoint', seconds, measured, how)}"
-
-
-def _rarely(phase: str, seconds: float, measured: MeasuredSteps, how: str) -> str:
-    """Return how much more rarely something has to happen to be affordable."""
+def _rarely(phase: str, seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
+    """Say how much more rarely an evaluation or a checkpoint has to happen to be affordable."""
     step = measured.typical.step - measured.typical.phases.get(phase, 0.0)
     factor = max(2, math.ceil(seconds / max(_AFFORDABLE * step, 1e-9)))
+    what, flags = "Save", "--checkpoint-every-epochs, -steps, -minutes"
+    if phase == "evaluation":
+        what, flags = "Evaluate", "--eval-every-epochs, --eval-every-steps"
     steps = measured.counts.get(phase, 0)
     every = f", once in {steps * factor:,} steps" if steps else ""
-    return f"{factor} times more rarely{every}{how}: then it takes less than {_AFFORDABLE:.0%}."
+    every += "" if measured.script else f" ({flags})"
+    return (
+        f"{phase.capitalize()}s take {_of_step(seconds, measured)}, shared out over the steps.",
+        f"{what} {factor} times more rarely{every}: then it takes less than {_AFFORDABLE:.0%}.",
+    )
 
 
 def _loop(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    return (
-        f"What lies between the steps (logging, metrics) takes {_of_step(seconds, measured)}.",
-        "Do what lies between two steps once in many: logging, metrics, images, prints."
-        if measured.script
-        else "--log-every with a larger number.",
-    )
+    why = f"What lies between the steps (logging, metrics) takes {_of_step(seconds, measured)}."
+    if measured.script:
+        return why, "Do what lies between two steps once in many: logging, metrics, images, prints."
+    return why, "--log-every with a larger number."
 
 
 def _oversubscribed(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
@@ -237,7 +212,7 @@ def _top(top: tuple[tuple[str, float], ...]) -> str:
     return ": " + ", ".join(f"{name} {share:.0%}" for name, share in top[:3]) if top else ""
 
 
-_ADVICE = {
+ADVICE = {
     "input-bound": _input,
     "transfer-bound": _transfer,
     "communication-bound": _communication,
@@ -247,8 +222,10 @@ _ADVICE = {
     "memory-bound": _memory,
     "compute-bound": _compute,
     "untraced": _untraced,
-    "evaluation-bound": _evaluation,
-    "checkpoint-bound": _checkpoint,
+    "evaluation-bound": lambda *known: _rarely("evaluation", *known),
+    "checkpoint-bound": lambda *known: _rarely("checkpoint", *known),
     "loop-bound": _loop,
     "oversubscribed": _oversubscribed,
 }
+"""Each returns the evidence for a bottleneck of its kind, which takes so many seconds per step, and
+the one thing to change."""

@@ -1,9 +1,8 @@
 """From measured numbers to one bottleneck, what it costs, and the one thing to change."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from samestep.profiling.advice import advise, milliseconds
+from samestep.profiling.advice import ADVICE, milliseconds
 from samestep.profiling.measured import MeasuredSteps
 from samestep.run.phase_names import COMPUTE
 
@@ -57,11 +56,14 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
     parts = sorted(split(measured), key=lambda part: -part.seconds)
     total = sum(part.seconds for part in parts)
     first, *rest = parts
-    if (starved := _oversubscription(measured, total)) is not None:
-        first, rest = starved, parts
+    starved = max(rank.starved for rank in measured.ranks)
+    started = measured.local_ranks * (measured.threads + measured.workers)
+    wanted = min(started, measured.wanted_cores)  # what others took is not wanted by these
+    if wanted >= _OVER * measured.cores and starved >= _STARVED * total:
+        first, rest = StepPart(kind="oversubscribed", seconds=min(starved, total)), parts
     # That some time was not looked into is nothing that could bound a training.
     following = next((p for p in rest if p.seconds > 0 and p.kind != "untraced"), first)
-    why, change = advise(first.kind, first.seconds, measured)
+    why, change = ADVICE[first.kind](first.seconds, measured)
     return Bottleneck(
         kind=first.kind,
         seconds=first.seconds,
@@ -72,62 +74,41 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
         next_kind=following.kind,
         next_seconds=following.seconds,
         parts=tuple(parts),
-        notes=_notes(measured, first.kind),
+        notes=_notes(measured, first.kind, starved),
     )
 
 
 def split(measured: MeasuredSteps) -> list[StepPart]:
     """Split a typical rank's step into parts that add up to it; each has its own remedy."""
-    phases = dict(measured.typical.phases)
-    seconds: dict[str, float] = {
+    phases, operations = measured.typical.phases, measured.typical.operations
+    seconds = {
         "input-bound": phases.get("data", 0.0),
         "transfer-bound": phases.get("to_device", 0.0),
         "evaluation-bound": phases.get("evaluation", 0.0) + measured.evaluation,
         "checkpoint-bound": phases.get("checkpoint", 0.0) + measured.checkpoint,
         "loop-bound": phases.get("other", 0.0),
-        **_waiting(measured, phases),
-        **_computing(sum(phases.get(phase, 0.0) for phase in COMPUTE), measured),
+        "communication-bound": phases.get("all_reduce", 0.0),
     }
+    if measured.excess >= _STRAGGLES * measured.typical.step:
+        link = min(rank.phases.get("all_reduce", 0.0) for rank in measured.ranks)
+        seconds["straggler"] = seconds["communication-bound"] - link
+        seconds["communication-bound"] = link
+    computing = sum(phases.get(phase, 0.0) for phase in COMPUTE)
+    shares = {"untraced": 1.0}
+    if operations is not None:
+        shares = {
+            "launch-bound": operations.launch,
+            "host-sync": operations.sync,
+            "memory-bound": operations.memory,
+            "compute-bound": operations.matmul,
+        }
+    whole = sum(shares.values()) or 1.0
+    seconds |= {kind: computing * share / whole for kind, share in shares.items()}
     return [StepPart(kind=kind, seconds=part) for kind, part in seconds.items()]
 
 
-def _waiting(measured: MeasuredSteps, phases: Mapping[str, float]) -> dict[str, float]:
-    """Split the wait for other ranks: for the link, and for the slowest of them."""
-    waited = phases.get("all_reduce", 0.0)
-    if measured.excess < _STRAGGLES * measured.typical.step:
-        return {"communication-bound": waited}
-    link = min(rank.phases.get("all_reduce", 0.0) for rank in measured.ranks)
-    return {"communication-bound": min(link, waited), "straggler": waited - min(link, waited)}
-
-
-def _computing(seconds: float, measured: MeasuredSteps) -> dict[str, float]:
-    """Split what a step computes by what limits its operations."""
-    operations = measured.typical.operations
-    if operations is None:
-        return {"untraced": seconds}
-    shares = {
-        "launch-bound": operations.launch,
-        "host-sync": operations.sync,
-        "memory-bound": operations.memory,
-        "compute-bound": operations.matmul,
-    }
-    whole = sum(shares.values()) or 1.0
-    return {kind: seconds * share / whole for kind, share in shares.items()}
-
-
-def _oversubscription(measured: MeasuredSteps, total: float) -> StepPart | None:
-    """Return the wait for a core, where there are more threads than cores and they did wait."""
-    starved = max(rank.starved for rank in measured.ranks)
-    started = measured.local_ranks * (measured.threads + measured.workers)
-    wanted = min(started, measured.wanted_cores)  # what others took is not wanted by these
-    if wanted < _OVER * measured.cores or starved < _STARVED * total:
-        return None
-    return StepPart(kind="oversubscribed", seconds=min(starved, total))
-
-
-def _notes(measured: MeasuredSteps, kind: str) -> tuple[str, ...]:
+def _notes(measured: MeasuredSteps, kind: str, starved: float) -> tuple[str, ...]:
     notes = []
-    starved = max(rank.starved for rank in measured.ranks)
     if starved >= _STARVED * measured.typical.step and kind != "oversubscribed":
         notes.append(
             f"Other programs use the cores: a thread waited {milliseconds(starved)} per step for "

@@ -55,11 +55,8 @@ class Hooks:
     def installed(self) -> Iterator[None]:
         """Note the time in PyTorch's functions, inside."""
         with contextlib.ExitStack() as stack:
-            for hook in (
-                register_optimizer_step_pre_hook(self._steps),
-                register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
-            ):
-                stack.callback(hook.remove)
+            stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
+            stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
             iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
             for place, name, around in (
                 (DataLoader, "__iter__", self._around_iter),
@@ -69,37 +66,35 @@ class Hooks:
                 (nn.Module, "train", self._around_train),
                 (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
             ):
-                stack.enter_context(_replaced(place, name, around))
+                original = getattr(place, name)
+                stack.callback(setattr, place, name, original)
+                setattr(place, name, _replacement(original, around))
             yield
 
-    def _lap(self, phase: str) -> None:
-        self.phases.lap(phase)
-
-    def _pause(self) -> None:
-        """End what lies between the calls that are looked at."""
-        self._lap("evaluation" if self._evaluating else "other")
+    def _lap_or_evaluation(self, phase: str = "other") -> None:
+        self.phases.lap("evaluation" if self._evaluating else phase)
 
     def _steps(
         self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Let the time around the closure, if there is one, count as the optimizer's own."""
-        self._lap("optimizer")
+        self.phases.lap("optimizer")
         given = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(given):
             return None
 
         def closure() -> Any:
-            self._lap("optimizer")
+            self.phases.lap("optimizer")
             value = given()
-            self._pause()
+            self._lap_or_evaluation()
             return value
 
         if len(args) > 1:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _stepped(self, optimizer: Optimizer) -> None:
-        self._lap("optimizer")
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        self.phases.lap("optimizer")
         if self.optimizer is None:
             self.optimizer = optimizer
             device = optimizer.param_groups[0]["params"][0].device
@@ -118,7 +113,7 @@ class Hooks:
                 self._begin_epoch()
         starts = loader.num_workers > 0 and loader._iterator is None  # noqa: SLF001 - as it asks
         iterator = original(loader)
-        self._end_reading("workers" if starts else "data")
+        self._lap_or_evaluation("workers" if starts else "data")
         iterator._samestep = (loader, starts)  # noqa: SLF001 - our own mark
         fetcher = getattr(iterator, "_dataset_fetcher", None)  # where this process reads itself
         if fetcher is not None:
@@ -144,25 +139,22 @@ class Hooks:
             batch = original(iterator)
         finally:
             # The first batch of new workers comes when they have started.
-            self._end_reading("workers" if starts else "data")
+            self._lap_or_evaluation("workers" if starts else "data")
         if not self._evaluating:
             self._latest = loader
             self.batches += loader is self.loader
         return batch
 
     def _begin_reading(self) -> None:
-        self._pause()
+        self._lap_or_evaluation()
         self._evaluating = self._eval_mode or not torch.is_grad_enabled()
-
-    def _end_reading(self, phase: str) -> None:
-        self._lap("evaluation" if self._evaluating else phase)
 
     def _around_backward(
         self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._depth:  # a checkpointed block computes its part again
             return original(tensors, *args, **kwargs)
-        self._lap("forward")
+        self.phases.lap("forward")
         self._evaluating = self._eval_mode = False  # also where a frozen part stays in eval()
         if self.loader is None and self._latest is not None:
             self.loader = self._latest
@@ -171,21 +163,21 @@ class Hooks:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         ends = "backward"
         if self._several and loss.requires_grad:
-            tell_end_of_autograd(loss, lambda: self._lap("backward"))
+            tell_end_of_autograd(loss, lambda: self.phases.lap("backward"))
             ends = "all_reduce"
         self._depth += 1
         try:
             return original(tensors, *args, **kwargs)
         finally:
             self._depth -= 1
-            self._lap(ends)
+            self.phases.lap(ends)
 
     def _around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._pause()
+        self._lap_or_evaluation()
         try:
             return original(*args, **kwargs)
         finally:
-            self._lap("checkpoint")
+            self.phases.lap("checkpoint")
 
     def _around_profiler(self, original: Callable[..., Any], profiler: Any) -> Any:
         self.on_profiler()
@@ -193,34 +185,24 @@ class Hooks:
 
     def _around_train(self, original: Callable[..., Any], model: Any, mode: bool = True) -> Any:
         if mode == self._eval_mode:
-            self._pause()
+            self._lap_or_evaluation()
             self._evaluating = self._eval_mode = not mode
         return original(model, mode)
 
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two loaders read the same data, by what can be seen of them."""
-    if one.dataset is other.dataset:
-        return True
-    sizes = [len(x.dataset) if hasattr(x.dataset, "__len__") else None for x in (one, other)]
-    return (type(one.dataset), one.batch_size, sizes[0]) == (
-        type(other.dataset),
-        other.batch_size,
-        sizes[1],
-    )
+
+    def seen(loader: Any) -> tuple[Any, ...]:
+        data = loader.dataset
+        return type(data), loader.batch_size, len(data) if hasattr(data, "__len__") else None
+
+    return one.dataset is other.dataset or seen(one) == seen(other)
 
 
-@contextmanager
-def _replaced(place: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Let `around(original, …)` stand for a function, and put the original back at the end."""
-    original = getattr(place, name)
-
+def _replacement(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(place, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(place, name, original)
+    return replacement

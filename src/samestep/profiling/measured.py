@@ -63,7 +63,6 @@ class MeasuredSteps:
 
     ranks: tuple[MeasuredRank, ...]
     steps: int
-    """Steps that were measured."""
     wall: float = 0.0
     """Seconds per step by the clock alone, what the phases have to add up to."""
     samples: float = 0.0
@@ -78,7 +77,6 @@ class MeasuredSteps:
     cores: int = 1
     """Cores that these ranks may use on their node."""
     local_ranks: int = 1
-    """Ranks on that node."""
     threads: int = 1
     """CPU threads of a rank."""
     workers: int = 0

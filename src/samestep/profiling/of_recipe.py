@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,16 @@ from samestep.execution.session import choose_path, describe
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
-from samestep.profiling.measured import MeasuredSteps
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.profile_result import Profile, Sweep
 from samestep.profiling.stages import Stages
 from samestep.profiling.sweep import sweep, variant
-from samestep.profiling.time_account import TimeAccount
-from samestep.profiling.tracing import Traced
+from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.ranks.world import World
 from samestep.run.directory import Run, new_run_path
 from samestep.training.loop import rehearse
 from samestep.training.precision import data_dtype
+from samestep.training.stopping import Watch
 from samestep.training.work import ENDLESS, State, Work, epoch_is_full
 
 
@@ -54,11 +55,14 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
             "samestep profile RECIPE measures samestep's own loop: leave --engine out. Any script "
             "can be profiled too, one with Lightning's Trainer as well: samestep profile SCRIPT.py"
         )
-    settings = replace(request.settings, run_dir=_path(request, world))
+    settings = request.settings
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, max_steps=ENDLESS)
-    request = replace(request, settings=settings)
-    path = Path(str(request.settings.run_dir))
+    new_path = partial(new_run_path, f"profile-{request.recipe.name}")
+    if settings.run_dir is not None:
+        new_path = partial(choose_path, request)
+    path = Path(world.on_main(new_path))
+    request = replace(request, settings=replace(settings, run_dir=str(path)))
     built = build(request, world)
     work = built.work
     if wishes.workers and isinstance(work.train, MemorySource):
@@ -67,68 +71,47 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
             "Leave --workers out.",
             on_all_ranks=True,
         )
-    _check_batch_sizes(wishes.batch_sizes, work)
-    world.on_main(lambda: _open(path, request, built))
+    samples = work.train.num_samples
+    for size in wishes.batch_sizes:
+        if size * world.world_size > samples:
+            raise UserError(
+                f"--batch-sizes: {size:,} samples a rank, {size * world.world_size:,} a step, are "
+                f"more than the {samples:,} training samples. Leave {size} out.",
+                on_all_ranks=True,
+            )
+
+    def begin() -> None:
+        with closing(Run(path)) as run:
+            describe(run, request, built)
+
+    world.on_main(begin)
     world.on_every(lambda: wishes.begin(path))
     measured = measure(work, built.state, path, wishes)
     sweeps = _sweep(request, built, path, wishes)
     work.train.close()
-    traces = [f"traces/{p.name}" for p in sorted((path / "traces").glob("trace_*"))]
     return Profile(
         name=request.recipe.name,
         path=path,
         measured=measured,
         verdict=judge(measured),
         sweeps=sweeps,
-        traces=tuple(traces),
+        traces=tuple(f"traces/{p.name}" for p in sorted((path / "traces").glob("trace_*"))),
         precision=request.settings.precision,
     )
-
-
-def _check_batch_sizes(sizes: tuple[int, ...], work: Work) -> None:
-    """Refuse batches that the training set does not fill."""
-    ranks, samples = work.world.world_size, work.train.num_samples
-    for size in sizes:
-        if size * ranks > samples:
-            raise UserError(
-                f"--batch-sizes: {size:,} samples a rank, {size * ranks:,} a step, are more than "
-                f"the {samples:,} training samples. Leave {size} out.",
-                on_all_ranks=True,
-            )
-
-
-def _path(request: Request, world: World) -> str:
-    if request.settings.run_dir is not None:
-        return str(world.on_main(lambda: choose_path(request)))
-    return str(world.on_main(lambda: new_run_path(f"profile-{request.recipe.name}")))
-
-
-def _open(path: Path, request: Request, built: Built) -> None:
-    run = Run(path)
-    try:
-        describe(run, request, built)
-    finally:
-        run.close()
 
 
 def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSteps:
     """Measure some steps without the profiler and trace some with it, on every rank."""
     world = work.world
-    stages = run_stages(work, state, seconds=wishes.seconds, epoch=wishes.epoch)
-    assert stages.span is not None
-    span = stages.span
-    mine = span.per_step(_keep(stages, work, path))
+    span, mine = _run_stages(work, state, path, wishes)
     cores = usable_cores()
     between = every(work)
-    evaluation = 0.0
-    if work.validation is not None:
-        evaluation = evaluation_seconds(work) / between["evaluation"]
     return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
         samples=work.plan.global_batch_size,
-        evaluation=evaluation,
+        evaluation=evaluation_seconds(work) / between["evaluation"],
         checkpoint=checkpoint_seconds(work, state, path) / between["checkpoint"],
         device=world.device.type,
         cores=len(cores),
@@ -142,21 +125,16 @@ def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSte
     )
 
 
-def _keep(stages: Stages, work: Work, path: Path) -> Traced:
-    tracer = stages.tracer
-    assert tracer is not None
-    name = f"rank{work.world.rank}_workers_{work.settings.num_workers}"
-    return work.world.on_every(lambda: tracer.keep(path / "traces", name))
-
-
-def run_stages(work: Work, state: State, *, seconds: float, epoch: int | None = None) -> Stages:
-    """Train through warm-up, measured and traced steps."""
+def _run_stages(
+    work: Work, state: State, path: Path, wishes: Wishes
+) -> tuple[MeasuredSpan, MeasuredRank]:
+    """Train through warm-up, measured and traced steps; keep the trace."""
     world = work.world
     stages = Stages(
         TimeAccount(lambda: work.phases),
         agree=lambda function: world.broadcast(function() if world.is_main else 0),
-        seconds=seconds,
-        epoch=epoch,
+        seconds=wishes.seconds,
+        epoch=wishes.epoch,
     )
     stages.epoch_begins(state.position.epoch + 1)
     for _ in rehearse(work.endless(), state):
@@ -165,36 +143,36 @@ def run_stages(work: Work, state: State, *, seconds: float, epoch: int | None = 
             stages.epoch_begins(state.position.epoch + 2)
         if stages.done:
             break
-    return stages
+    span, tracer = stages.span, stages.tracer
+    assert span is not None
+    assert tracer is not None
+    name = f"rank{world.rank}_workers_{work.settings.num_workers}"
+    operations, memory = world.on_every(lambda: tracer.keep(path / "traces", name))
+    return span, replace(span.rank, operations=operations, memory=memory)
 
 
 def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[Sweep, ...]:
     """Measure the wished workers, then the wished batch sizes with the best of them."""
-    work, world = built.work, built.work.world
+    work, best = built.work, built.work.settings
 
-    def candidate(**changes: Any) -> Work:
-        settings = replace(work.settings, **changes)
-        if "batch_size" in changes:
-            settings = replace(settings, global_batch_size=None, accumulate=None)
+    def candidate(setting: str, value: int) -> tuple[Work, State]:
+        changes: dict[str, Any] = {setting: value}
+        if setting == "batch_size":
+            changes |= {"global_batch_size": None, "accumulate": None}
+        settings = replace(best, **changes)
         dtype = data_dtype(settings.precision)
         source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)
-        return variant(work, settings, source)
-
-    def look(one: Work, state: State) -> None:
-        if one.settings.num_workers != work.settings.num_workers:  # that has its trace already
-            _keep(run_stages(one, state, seconds=0.2), one, path)
+        one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
+        if settings.num_workers != best.num_workers:  # that has its trace already
+            _run_stages(one, state, path, Wishes(seconds=0.2))
+        return one, state
 
     # More workers than cores are worth a try: some only wait for a disk.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    sweeps = []
-    best = work.settings.num_workers
-    if wishes.workers:
-        values = wishes.workers
-        workers = sweep(world, "num_workers", values, lambda n: candidate(num_workers=n), look)
-        sweeps.append(workers)
-        best = workers.best
-    if wishes.batch_sizes:
-        sizes = wishes.batch_sizes
-        of_best = partial(candidate, num_workers=best)
-        sweeps.append(sweep(world, "batch_size", sizes, lambda n: of_best(batch_size=n)))
+    sweeps: list[Sweep] = []
+    for setting, values in (("num_workers", wishes.workers), ("batch_size", wishes.batch_sizes)):
+        if values:
+            sweeps.append(sweep(work.world, setting, values, partial(candidate, setting)))
+            chosen: dict[str, Any] = {setting: sweeps[-1].best}
+            best = replace(best, **chosen)
     return tuple(sweeps)

@@ -44,18 +44,17 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
     def told(self, script: Path) -> str:
         """Return the one line to show below the script's own error."""
         how = "an error" if isinstance(self.__cause__, Exception) else f"exit code {self.code}"
-        found = "the profile is of what was" if self.found is not None else "nothing was"
-        return (
-            f"{script.name} ended with {how} after {count(self.steps, 'step')}: {found} measured"
-            f"{' until then' if self.found is not None else ''}."
-        )
+        found = "nothing was measured"
+        if self.found is not None:
+            found = "the profile is of what was measured until then"
+        return f"{script.name} ended with {how} after {count(self.steps, 'step')}: {found}."
 
 
 class _Done(BaseException):
     """The profile has all that it needs: raised in the script, which cannot be ended otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _RankFound:
     """What rank 0 has to know of a rank."""
 
@@ -78,15 +77,9 @@ def profile_script(
 ) -> Profile | None:
     """Run a script until some of its steps are measured and traced; return what rank 0 has to show.
 
-    Args:
-        script: a Python file, or the name of a module.
-        arguments: what it is to see as its own.
-        ranks: this rank among the others.
-        out: the directory for the traces.
-        epoch: trace this epoch, counted from 1; by default a few steps.
-        seconds: how long to measure, at least.
-        quiet: whether what it prints goes to standard error.
-        module: whether `script` names a module, to be run as `python -m` does.
+    `script` is a Python file; with `module` a module's name, to be run as `python -m` does. At
+    least `seconds` are measured; traced is `epoch`, counted from 1, or by default a few steps. The
+    traces go to `out`; with `quiet` what the script prints goes to standard error.
 
     Raises:
         ScriptFailed: the script failed by itself.
@@ -94,13 +87,8 @@ def profile_script(
     """
     ranks.join()
     hooks = Hooks(Phases(), several=ranks.world_size > 1)
-    stages = Stages(
-        TimeAccount(lambda: hooks.phases),
-        ranks.agree,
-        seconds=seconds,
-        epoch=epoch,
-        wants_epochs=lambda: hooks.loader is not None,
-    )
+    account, wants = TimeAccount(lambda: hooks.phases), lambda: hooks.loader is not None
+    stages = Stages(account, ranks.agree, seconds=seconds, epoch=epoch, wants_epochs=wants)
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
@@ -109,29 +97,32 @@ def profile_script(
         with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
             _run(script, arguments, module=module)
     except RankZeroEnded as ended:
-        raise _unequal(script, ended.steps, ranks.rank, hooks.steps) from ended
+        raise UserError(
+            f"Rank 0 of {script} ended after {ended.steps:,} optimizer steps, and rank "
+            f"{ranks.rank} still runs after {hooks.steps:,}: ranks that are profiled together have "
+            "to take equally many. Profile it with --nproc 1, or give all ranks as much data."
+        ) from ended
     except ScriptFailed as error:
         failure = error
     if not stages.done:  # else it was ended, as the other ranks were
         stages.end()
         if failure is None:
             ranks.end(hooks.steps)
+    if failure is None and (stages.span is None or (epoch is not None and stages.tracer is None)):
+        raise UserError(
+            _why_not(script, hooks, None if stages.tracer else epoch), on_all_ranks=True
+        )
+    profile = None
+    if stages.span is not None and (failure is None or ranks.world_size == 1):
+        mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
+        gathered = ranks.gather(msgspec.json.encode(mine).decode())
+        if ranks.rank == 0:
+            found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
+            profile = _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
     if failure is not None:
-        failure.steps = hooks.steps
-        if stages.span is not None and ranks.world_size == 1:
-            mine = _rank_found(stages, stages.span, hooks, out, 0)
-            failure.found = _profile(script, [mine], stages.span, hooks, out, 1)
+        failure.steps, failure.found = hooks.steps, profile
         raise failure
-    if epoch is not None and stages.tracer is None and hooks.steps:
-        raise _no_such_epoch(script, hooks.epochs, epoch)
-    if stages.span is None:
-        raise _too_few(script, hooks.steps)
-    mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
-    gathered = ranks.gather(msgspec.json.encode(mine).decode())
-    if ranks.rank != 0:
-        return None
-    found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
-    return _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
+    return profile
 
 
 def _stop_if(done: bool) -> None:
@@ -172,10 +163,8 @@ def _as_python_prints(error: Exception, script: Path) -> str:
         if spec is not None and spec.name in (own, f"{own}.__main__"):
             break
         trace = trace.tb_next
-    shown = error.with_traceback(trace or error.__traceback__)
-    if isinstance(error, SyntaxError):
-        shown = error.with_traceback(None)
-    return "".join(traceback.format_exception(shown))
+    trace = None if isinstance(error, SyntaxError) else trace or error.__traceback__
+    return "".join(traceback.format_exception(error.with_traceback(trace)))
 
 
 @contextmanager
@@ -192,46 +181,33 @@ def _to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _too_few(script: Path, steps: int) -> UserError:
-    if steps == 0:
-        return UserError(
+def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
+    """Return why there is no profile."""
+    if not hooks.steps:
+        return (
             f"{script} ended without a single step of a torch.optim optimizer, so there is nothing "
             "to profile. Does it train with these arguments (they follow `--`), and in this very "
             "process? Let samestep start its ranks with --nproc. A recipe file ends with "
-            "`recipe = Recipe(…)`.",
-            on_all_ranks=True,
+            "`recipe = Recipe(…)`."
         )
-    return UserError(
-        f"{script} took {count(steps, 'optimizer step')} and ended: too few to tell anything. Let "
-        "it take at least 4, better 100.",
-        on_all_ranks=True,
-    )
-
-
-def _no_such_epoch(script: Path, epochs: int, wished: int) -> UserError:
-    if not epochs:
-        why = (
-            f"--epoch is {wished}, and {script} trains without a torch DataLoader, so that its "
+    if epoch is None:
+        return (
+            f"{script} took {count(hooks.steps, 'optimizer step')} and ended: too few to tell "
+            "anything. Let it take at least 4, better 100."
+        )
+    if not hooks.epochs:
+        return (
+            f"--epoch is {epoch}, and {script} trains without a torch DataLoader, so that its "
             "epochs cannot be told. Leave --epoch out: some steps are traced then."
         )
-    elif wished <= epochs:
-        why = (
-            f"{script} has a profiler of its own on in epoch {wished}, and there can be only one: "
+    if epoch <= hooks.epochs:
+        return (
+            f"{script} has a profiler of its own on in epoch {epoch}, and there can be only one: "
             "give --epoch another one, or leave it out."
         )
-    else:
-        why = (
-            f"{script} has {count(epochs, 'epoch')}, and --epoch is {wished}. Give one of them, or "
-            "leave --epoch out."
-        )
-    return UserError(why, on_all_ranks=True)
-
-
-def _unequal(script: Path, theirs: int, rank: int, own: int) -> UserError:
-    return UserError(
-        f"Rank 0 of {script} ended after {theirs:,} optimizer steps, and rank {rank} still runs "
-        f"after {own:,}: ranks that are profiled together have to take equally many. Profile it "
-        "with --nproc 1, or give all ranks as much data."
+    return (
+        f"{script} has {count(hooks.epochs, 'epoch')}, and --epoch is {epoch}. Give one of them, "
+        "or leave --epoch out."
     )
 
 
@@ -239,22 +215,17 @@ def _rank_found(
     stages: Stages, span: MeasuredSpan, hooks: Hooks, out: Path, rank: int
 ) -> _RankFound:
     """Write this rank's trace; return what rank 0 has to know of this rank."""
-    traced, trace = None, None
+    found, trace = span.rank, None
     if stages.tracer is not None and stages.tracer.steps:
-        workers = hooks.loader.num_workers if hooks.loader is not None else 0
-        name = f"rank{rank}_workers_{workers}"
-        traced = stages.tracer.keep(out / "traces", name)
+        name = f"rank{rank}_workers_{hooks.loader.num_workers if hooks.loader is not None else 0}"
+        operations, memory = stages.tracer.keep(out / "traces", name)
+        found = replace(found, operations=operations, memory=memory)
         trace = f"traces/trace_{name}.json.gz"
-    found = span.per_step(traced)
     phases = dict(found.phases)
     worker_start = phases.pop("workers", 0.0)
     phases["data"] = phases.get("data", 0.0) + worker_start
-    return _RankFound(
-        rank=replace(found, phases=phases),
-        worker_start=worker_start,
-        trace=trace,
-        profiled_itself=stages.profiled_itself,
-    )
+    found = replace(found, phases=phases)
+    return _RankFound(found, worker_start, trace, stages.profiled_itself)
 
 
 def _profile(

@@ -146,13 +146,7 @@ def _sweep(one: Sweep) -> Table:
     table = _table(flag, "ms per step", "of it waiting", "samples/s", "ratio", "to best before")
     for row in one.rows:
         spread = "" if row is one.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
-        mark = " *" if row.value == one.best else "  "
-        table.add_row(
-            f"{row.value}{mark}",
-            _number(row.seconds),
-            _number(row.data),
-            f"{row.samples_per_s:,.0f}",
-            f"{row.ratio:.2f}",
-            spread,
-        )
+        value = f"{row.value}{' *' if row.value == one.best else '  '}"
+        times = (_number(row.seconds), _number(row.data))
+        table.add_row(value, *times, f"{row.samples_per_s:,.0f}", f"{row.ratio:.2f}", spread)
     return table

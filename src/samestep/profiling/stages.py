@@ -20,7 +20,7 @@ from samestep.training.phases import Phases
 
 _FIRST_DECISION, _GROWTH = 4, 1.25
 _WARM_UP_S, _TRACE_S = 0.5, 0.5
-_TRACED_STEPS = (5, 20)
+_LEAST_TRACED, _MOST_TRACED = 5, 20
 _LEAST_STEPS = 8
 _LONGEST_S = 20.0
 """How long a profile waits for a whole epoch with what lies between it and the next."""
@@ -47,15 +47,9 @@ class Stages:
     ) -> None:
         """Begin to warm up.
 
-        Args:
-            account: of this rank's time.
-            agree: calls a function on rank 0, and returns its value on every rank.
-            seconds: how long to measure, at least.
-            epoch: trace this epoch, counted from 1, from its first step to its last; by default
-                trace a few steps.
-            wants_epochs: whether to measure a whole epoch, with what lies between it and the next.
-            new_tracer: makes the profiler of the steps to trace.
-            own_profiler_runs: whether a profiler of the script's own is on.
+        `agree` calls a function on rank 0, and returns its value on every rank. At least `seconds`
+        are measured; `wants_epochs` says whether to measure a whole epoch, with what lies between
+        it and the next. Traced is `epoch`, counted from 1, or by default a few steps.
         """
         self.stage: Literal["warm-up", "measure", "trace", "done"] = "warm-up"
         self.span: MeasuredSpan | None = None
@@ -82,7 +76,7 @@ class Stages:
         """Take note that so many steps have been taken; return whether the profile is done."""
         self._step = step
         self._resume()
-        if step and self._account.is_empty:
+        if step and not self._account.readings:
             self._mark()
         if self.stage == "trace" and self.tracer is not None:
             self.tracer.step()
@@ -97,7 +91,8 @@ class Stages:
         """Take note that an epoch begins, counted from 1; return whether the profile is done."""
         self._resume()
         if self.stage == "measure" and not self._paused:
-            self._account.begin_epoch(self._step)
+            self._account.epochs.append(len(self._account.readings))
+            self._account.mark(self._step, counts=True)
         if self.stage == "trace" and self._epoch is not None and number > self._epoch:
             self._end_trace()
         elif self.stage in ("warm-up", "measure") and number == self._epoch:
@@ -116,7 +111,7 @@ class Stages:
             self.tracer.stop()
         if self.stage != "trace" or self._epoch is not None:
             self._mark()
-            self._account.forget_epochs()
+            self._account.epochs.clear()  # none that has begun until now is a whole one
 
     def end(self) -> None:
         """Make do with what there is: the training has ended by itself."""
@@ -163,7 +158,7 @@ class Stages:
     def _has_its_epochs(self) -> bool:
         _, seconds = self._account.passed(self._step)
         too_long = seconds >= max(_LONGEST_S, self._seconds)
-        return not self._wants_epochs() or self._account.num_epochs > 0 or too_long
+        return not self._wants_epochs() or len(self._account.epochs) > 1 or too_long
 
     def _begin_trace(self) -> None:
         if self._epoch is None:
@@ -184,8 +179,7 @@ class Stages:
 
     def _steps_to_trace(self) -> int:
         steps, seconds = self._account.passed(self._step)
-        least, most = _TRACED_STEPS
-        return min(most, max(least, math.ceil(_TRACE_S * steps / seconds)))
+        return min(_MOST_TRACED, max(_LEAST_TRACED, math.ceil(_TRACE_S * steps / seconds)))
 
     def _end_trace(self) -> None:
         """End the trace; go on measuring if that had been interrupted."""

@@ -14,7 +14,6 @@ from samestep.training.compiled import make_step, what_compiles
 from samestep.training.loop import rehearse
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
-from samestep.training.stopping import Watch
 from samestep.training.work import State, Taken, Work
 
 ROUNDS, MOST_ROUNDS = 3, 7
@@ -44,6 +43,9 @@ class Candidate:
     each: int = 1
     """Calls of the step in a turn."""
     turns: list["Turn"] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=lambda: [1.0])
+    """In each round, how many times as many samples a second as the best before it."""
+    helps: bool = True
 
     @property
     def fastest(self) -> "Turn":
@@ -63,73 +65,54 @@ class Turn(NamedTuple):
 
 
 def sweep(
-    world: World,
-    setting: str,
-    values: Sequence[int],
-    make: Callable[[int], Work],
-    look: Callable[[Work, State], None] = lambda _work, _state: None,
+    world: World, setting: str, values: Sequence[int], make: Callable[[int], tuple[Work, State]]
 ) -> Sweep:
     """Try values in ascending order, each in turns with the best so far; return what to use.
 
-    Args:
-        world: this rank; all ranks try the same values, and rank 0's clock counts.
-        setting: name of the setting.
-        values: of the setting.
-        make: returns the work with a value, with a source of its own.
-        look: given each work, and where it stands, before it is tried.
+    All ranks try the same values, and rank 0's clock counts. `make` returns the work with a value,
+    with a source of its own, and where it stands.
     """
     ordered = sorted(set(values))
-
-    def open_one(value: int) -> Candidate:
-        work, state = make(value), State(watch=Watch(metric="loss", mode="min"))
-        look(work, state)
-        return _open(value, work, state)
-
-    best = open_one(ordered[0])
-    _turns(world, [best], 1)
-    tried: list[_Tried] = [_Tried(best, [1.0], helps=True)]
-    misses = 0
+    best = first = _open(ordered[0], *make(ordered[0]))
+    _take_turns(world, best)
+    tried, misses = [best], 0
     for value in ordered[1:]:
         if misses == _PATIENCE:
             break
-        candidate = open_one(value)
-        one = _compare(world, best, candidate)
-        tried.append(one)
-        misses = 0 if one.helps else misses + 1
-        best, other = (candidate, best) if one.helps else (best, candidate)
+        candidate = _open(value, *make(value))
+        _compare(world, best, candidate)
+        tried.append(candidate)
+        misses = 0 if candidate.helps else misses + 1
+        best, other = (candidate, best) if candidate.helps else (best, candidate)
         _close(other)
     _close(best)
-    rows = tuple(_row(one, tried[0].candidate) for one in tried)
+    rows = tuple(
+        Row(
+            value=one.value,
+            **one.fastest._asdict(),
+            ratio=one.fastest.samples_per_s / first.fastest.samples_per_s,
+            low=min(one.ratios),
+            high=max(one.ratios),
+            helps=one.helps,
+        )
+        for one in tried
+    )
     left = tuple(ordered[len(tried) :])
     sure = not any(_spread([row.low, row.high]) > _UNSURE and row.low < 1 for row in rows)
-    return Sweep(
-        setting=setting,
-        rows=rows,
-        best=best.value,
-        skipped=left,
-        sure=sure,
-        why=_why(left, rows, sure=sure),
-    )
+    why = _why(left, rows, sure=sure)
+    return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, why=why, sure=sure)
 
 
-@dataclass
-class _Tried:
-    candidate: Candidate
-    ratios: list[float]
-    """In each round, how many times as many samples a second as the best before it."""
-    helps: bool
-
-
-def _compare(world: World, best: Candidate, candidate: Candidate) -> _Tried:
+def _compare(world: World, best: Candidate, candidate: Candidate) -> None:
     """Let both take turns until their ratio is known, or as often as is worth while."""
-    ratios: list[float] = []
+    ratios = candidate.ratios = []
     before = len(best.turns)
     while len(ratios) < ROUNDS or (_spread(ratios) > _WIDE and len(ratios) < MOST_ROUNDS):
-        _turns(world, [best, candidate], 1)
+        _take_turns(world, best, candidate)
         ratios.append(candidate.turns[-1].samples_per_s / best.turns[-1].samples_per_s)
     its = max(turn.samples_per_s for turn in best.turns[before:])
     fastest = candidate.fastest.samples_per_s / its
-    return _Tried(candidate, ratios, helps=fastest > 1 + NOISE and median(ratios) > 1)
+    candidate.helps = fastest > 1 + NOISE and median(ratios) > 1
 
 
 def _spread(ratios: Sequence[float]) -> float:
@@ -186,39 +169,21 @@ def _go_on(candidate: Candidate, calls: int) -> None:
     float(taken.result.losses[-1])
 
 
-def _turns(world: World, candidates: list[Candidate], rounds: int) -> None:
-    for _ in range(rounds):
-        for candidate in candidates:
-            candidate.turns.append(Turn(*world.broadcast(tuple(_turn(candidate)))))
-
-
-def _turn(candidate: Candidate) -> Turn:
-    """Train for a moment."""
-    phases, position = candidate.work.phases, candidate.state.position
-    phases.begin()
-    _go_on(candidate, 1 + candidate.prefetched)
-    before, trained = position.step, position.samples
-    waited = phases.running().get("data", 0.0)
-    began = time.perf_counter()
-    _go_on(candidate, candidate.each)
-    seconds = time.perf_counter() - began
-    steps, samples = position.step - before, position.samples - trained
-    data = phases.running().get("data", 0.0) - waited
-    return Turn(seconds / steps, samples / seconds, data / steps)
-
-
-def _row(one: _Tried, first: Candidate) -> Row:
-    turn = one.candidate.fastest
-    return Row(
-        value=one.candidate.value,
-        seconds=turn.seconds,
-        samples_per_s=turn.samples_per_s,
-        ratio=turn.samples_per_s / first.fastest.samples_per_s,
-        low=min(one.ratios),
-        high=max(one.ratios),
-        data=turn.data,
-        helps=one.helps,
-    )
+def _take_turns(world: World, *candidates: Candidate) -> None:
+    """Let each train for a moment."""
+    for candidate in candidates:
+        phases, position = candidate.work.phases, candidate.state.position
+        phases.begin()
+        _go_on(candidate, 1 + candidate.prefetched)
+        before, trained = position.step, position.samples
+        waited = phases.running().get("data", 0.0)
+        began = time.perf_counter()
+        _go_on(candidate, candidate.each)
+        seconds = time.perf_counter() - began
+        steps, samples = position.step - before, position.samples - trained
+        data = phases.running().get("data", 0.0) - waited
+        turn = (seconds / steps, samples / seconds, data / steps)
+        candidate.turns.append(Turn(*world.broadcast(turn)))
 
 
 def _close(candidate: Candidate) -> None:

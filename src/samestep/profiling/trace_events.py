@@ -70,20 +70,14 @@ def phases_of(events: Iterable[Event]) -> list[tuple[str, Interval]]:
     return [(phase, (before, now)) for (before, _), (now, phase) in pairwise(marks) if phase]
 
 
-def steps_of(events: Iterable[Event]) -> list[Interval]:
-    """Return the begin and end of each step that the profiler was told of."""
-    ranges = (
-        e
-        for e in events
-        if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")
-    )
-    return union(span(event) for event in ranges)
+def spans_of(events: Iterable[Event], *names: str) -> list[Interval]:
+    """Return when something ran whose name begins with one of these."""
+    return union(span(e) for e in events if e.get("ph") == "X" and e["name"].startswith(names))
 
 
 def of_optimizers(events: Sequence[Event]) -> list[Interval]:
     """Return when optimizers computed by themselves, without the closures that some call."""
-    ranges = (e for e in events if e.get("ph") == "X" and e["name"].startswith("Optimizer.step#"))
-    inside = union(span(event) for event in ranges)
+    inside = spans_of(events, "Optimizer.step#")
     return common(inside, [time for phase, time in phases_of(events) if phase == "optimizer"])
 
 

@@ -4,7 +4,6 @@ import gzip
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,8 @@ from samestep.profiling.trace_events import FLOOR, MARK, phases_of
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
-_FLOOR_OPERATIONS = 200
 _MANY_STEPS = 200
 """To read the trace of so many takes seconds in which nothing else is to be seen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traced:
-    """What a trace that was written says."""
-
-    operations: Operations
-    memory: tuple[float, str] | None
 
 
 class Tracer:
@@ -51,7 +41,7 @@ class Tracer:
         self._profile.start()
         with record_function(FLOOR):
             one = torch.ones(())
-            for _ in range(_FLOOR_OPERATIONS):
+            for _ in range(200):
                 torch.neg(one)
         self._running = True
         self._phases.observer = _mark
@@ -79,57 +69,47 @@ class Tracer:
             self._profile.stop()
             self._running = False
 
-    def keep(self, folder: Path, name: str) -> Traced:
+    def keep(self, folder: Path, name: str) -> tuple[Operations, tuple[float, str] | None]:
         """Write the trace and the memory's timeline into a folder; return what they say.
+
+        The trace is compressed, and has its phases as a row of their own.
 
         Raises:
             UserError: one of them could not be written; no part of it is left.
         """
         if self.steps >= _MANY_STEPS:
             sys.stderr.write(f"Reading the trace of {self.steps:,} steps.\n")
-        events = self.save(folder / f"trace_{name}.json.gz")
-        rows = memory_timeline(events)
-        save_memory(folder / f"memory_{name}.csv", rows)
-        return Traced(operations=digest(events, self.steps), memory=peak_memory(rows))
-
-    def save(self, path: Path) -> list[dict[str, Any]]:
-        """Write the trace, compressed, with its phases as a row of their own; return its events.
-
-        Raises:
-            UserError: it could not be written; no part of it is left.
-        """
-        with tempfile.TemporaryDirectory(prefix="samestep-trace-") as folder:
-            raw = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(raw))
-            try:
-                # The profiler writes what fits on a full disk, and does not say so.
-                trace = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"The trace could not be written to {folder}: is that disk full? Free some "
-                    "space, or set TMPDIR to a directory that has some."
-                ) from error
+        trace = self._exported()
         events: list[dict[str, Any]] = trace["traceEvents"]
         # With a process group the profiler says it; readers that compare ranks ask for it.
         trace.setdefault("distributedInfo", {"rank": 0})
         trace["traceEvents"] = [*events, *_phase_row(events)]
         text = json.dumps(trace).encode()
-        write_whole(path, gzip.compress(text, compresslevel=3, mtime=0))
-        return events
+        content = gzip.compress(text, compresslevel=3, mtime=0)
+        write_whole(folder / f"trace_{name}.json.gz", content)
+        rows = memory_timeline(events)
+        lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
+        write_whole(folder / f"memory_{name}.csv", "\n".join([*lines, ""]).encode())
+        return digest(events, self.steps), peak_memory(rows)
+
+    def _exported(self) -> Any:
+        with tempfile.TemporaryDirectory(prefix="samestep-trace-") as folder:
+            raw = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(raw))
+            try:
+                # The profiler writes what fits on a full disk, and does not say so.
+                return json.loads(raw.read_text(encoding="utf-8", errors="replace"))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"The trace could not be written to {folder}: is that disk full? Free some "
+                    "space, or set TMPDIR to a directory that has some."
+                ) from error
 
 
 def _mark(phase: str) -> None:
     """Mark the end of a phase in the trace."""
     with record_function(MARK + phase):
         pass
-
-
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a trace, compressed or not."""
-    raw = path.read_bytes()
-    text = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    return events
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -141,10 +121,8 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(content))
-    except OSError as error:
-        raise unwritable(path, error) from error
-    except UserError as error:
-        raise unwritable(path, error.__cause__) from error
+    except (OSError, UserError) as error:
+        raise unwritable(path, error.__cause__ or error) from error
 
 
 def unwritable(path: Path, cause: BaseException | None) -> UserError:
@@ -158,18 +136,18 @@ def unwritable(path: Path, cause: BaseException | None) -> UserError:
 
 def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the phases as ranges on a row of their own, above all others in a viewer."""
-    marks = [e for e in events if str(e.get("name", "")).startswith(MARK)]
-    if not marks:
+    first = next((e for e in events if str(e.get("name", "")).startswith(MARK)), None)
+    if first is None:
         return []
-    pid = marks[0]["pid"]
-    base = {"pid": pid, "tid": 0, "ph": "M", "ts": marks[0]["ts"]}
+    row = {"pid": first["pid"], "tid": 0}
+    base = {**row, "ph": "M", "ts": first["ts"]}
     named = [
         {**base, "name": "thread_name", "args": {"name": "phases of a step (samestep)"}},
         {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
     ]
-    one = {"pid": pid, "tid": 0, "ph": "X", "cat": "phase"}
-    phases = phases_of(events)
-    return [*named, *({**one, "name": p, "ts": a, "dur": b - a} for p, (a, b) in phases)]
+    one = {**row, "ph": "X", "cat": "phase"}
+    ranges = ({**one, "name": p, "ts": a, "dur": b - a} for p, (a, b) in phases_of(events))
+    return [*named, *ranges]
 
 
 def memory_timeline(events: list[dict[str, Any]]) -> list[tuple[float, str, float]]:
@@ -201,13 +179,3 @@ def peak_memory(rows: list[tuple[float, str, float]]) -> tuple[float, str] | Non
         return None
     _, phase, most = max(rows, key=lambda row: row[2])
     return most - min(mib for _, _, mib in rows), phase
-
-
-def save_memory(path: Path, rows: list[tuple[float, str, float]]) -> None:
-    """Write a memory timeline as CSV.
-
-    Raises:
-        UserError: it could not be written.
-    """
-    lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
-    write_whole(path, "\n".join([*lines, ""]).encode())

@@ -73,30 +73,19 @@ def analyse(
     found: Sequence[MeasuredSetup],
     modes: Sequence[Mode],
     seconds: float,
-    busy: float = 0.0,
+    busy: float,
 ) -> ScalingReport:
     """Return speed-ups, efficiencies and losses of every setup, and what to beware of.
 
-    Args:
-        recipe: its name.
-        study: what was to be measured.
-        found: what was.
-        modes: of which to tell.
-        seconds: of each measurement, as asked for.
-        busy: cores that other work kept busy when it began.
+    `busy` is how many cores other work kept busy when it began.
     """
     by_setup = {one.setup: one for one in found}
     base = by_setup[study.base]
-    results = {
-        mode: [scaling_of(by_setup[setup], base, mode) for setup in study.of(mode)]
-        for mode in modes
-    }
-    crowded = {one.setup.ranks: is_crowded(one, busy) for one in found}
     return ScalingReport(
         recipe=recipe,
-        results=results,
+        results={m: [scaling_of(by_setup[s], base, m) for s in study.of(m)] for m in modes},
         seconds=seconds,
-        crowded=crowded,
+        crowded={one.setup.ranks: is_crowded(one, busy) for one in found},
         warnings=[*study.left_out, *find_warnings(found, busy)],
     )
 
@@ -110,7 +99,6 @@ def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingRe
     times = one.setup.ranks / base.setup.ranks
     phases, reference = per_step(one), per_step(base)
     ideal = 1.0 if mode == "weak" else 1 / times
-    names = dict.fromkeys([*reference, *phases])
     speed = samples_per_s(one.segments)
     speed_up = speed / samples_per_s(base.segments)
     low, high = (1.0, 1.0) if one is base else interval(one.rounds, base.rounds)
@@ -124,7 +112,8 @@ def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingRe
         efficiency_interval=(low / times, high / times),
         phases_ms_per_step=phases,
         lost_ms_per_step={
-            name: phases.get(name, 0.0) - ideal * reference.get(name, 0.0) for name in names
+            name: phases.get(name, 0.0) - ideal * reference.get(name, 0.0)
+            for name in {**reference, **phases}
         },
         rounds=len(one.rounds),
         segments=len(one.segments),
@@ -148,19 +137,17 @@ def interval(one: Sequence[Measurement], base: Sequence[Measurement]) -> Interva
     """
     # Seeded, so that the same measurements always give the same interval.
     generator = random.Random(0)  # noqa: S311 - no secret
-    ratios = sorted(_draw(one, base, generator) for _ in range(DRAWS))
+
+    def draw() -> float:
+        mine: list[Segment] = []
+        its: list[Segment] = []
+        for number in generator.choices(range(len(one)), k=len(one)):
+            for drawn, segments in ((mine, one[number].segments), (its, base[number].segments)):
+                drawn.extend(generator.choices(segments, k=len(segments)))
+        return samples_per_s(mine) / samples_per_s(its)
+
+    ratios = sorted(draw() for _ in range(DRAWS))
     return ratios[round(0.025 * (DRAWS - 1))], ratios[round(0.975 * (DRAWS - 1))]
-
-
-def _draw(
-    one: Sequence[Measurement], base: Sequence[Measurement], generator: random.Random
-) -> float:
-    mine: list[Segment] = []
-    its: list[Segment] = []
-    for number in generator.choices(range(len(one)), k=len(one)):
-        for drawn, segments in ((mine, one[number].segments), (its, base[number].segments)):
-            drawn.extend(generator.choices(segments, k=len(segments)))
-    return samples_per_s(mine) / samples_per_s(its)
 
 
 def find_warnings(found: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str]:
@@ -199,28 +186,23 @@ def reasons(one: ScalingResult, *, crowded: bool) -> list[tuple[str, float, str]
     lost = one.lost_ms
     if lost <= 0:
         return []
-    strong = one.setup.mode == "strong"
+    last = "the slowest rank"
+    compute = "ranks share memory and caches, and DDP does work of its own"
+    if one.setup.mode == "strong":
+        compute = "less for each rank to do, but every operation has a cost of its own"
+    if crowded:
+        last = "ranks whose turn on the cores has not come"
+        compute = "ranks, or other work, take turns on the cores"
     meaning = {
-        "all_reduce": "sending gradients, and waiting for "
-        + ("ranks whose turn on the cores has not come" if crowded else "the slowest rank"),
+        "all_reduce": f"sending gradients, and waiting for {last}",
         "data": "every rank reads, and a step waits for it",
         "to_device": "ranks share the way to the device",
         "other": "what lies between the steps' work",
     }
-    compute = (
-        "ranks, or other work, take turns on the cores"
-        if crowded
-        else "less for each rank to do, but every operation has a cost of its own"
-        if strong
-        else "ranks share memory and caches, and DDP does work of its own"
-    )
-    groups: dict[str, list[tuple[float, str]]] = {}
+    groups: dict[str, dict[str, float]] = {}
     for name, ms in one.lost_ms_per_step.items():
-        groups.setdefault(meaning.get(name, compute), []).append((ms, name))
-    found = [
-        (", ".join(name for _, name in parts), sum(ms for ms, _ in parts), what)
-        for what, parts in groups.items()
-    ]
+        groups.setdefault(meaning.get(name, compute), {})[name] = ms
+    found = [(", ".join(parts), sum(parts.values()), what) for what, parts in groups.items()]
     found.sort(key=lambda part: -part[1])
     return [part for part in found if part[1] >= 0.05 * lost][:3]
 

@@ -14,9 +14,7 @@ from samestep.machine import usable_cores
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.run.files import write_text
-from samestep.run.records import Record
 from samestep.scale.study import FILE, Measurement, Segment
-from samestep.settings import Settings
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.stopping import Agreement, Received
@@ -24,8 +22,6 @@ from samestep.training.work import ENDLESS, State, Work, epoch_is_full
 
 SEGMENTS = 8
 _WARM_STEPS, _WARM_S = 5, 0.3
-
-Account = dict[str, float]
 
 
 def measure(
@@ -38,29 +34,33 @@ def measure(
 ) -> int:
     """Train for some seconds and leave a `Measurement` in the run's directory.
 
-    Args:
-        request: what to train; its batch sizes and its end are replaced.
-        world: this rank among the others, joined.
-        received: the stop signal of this process.
-        sizes: global batch size, batch size, and the run's directory.
-        seconds: to measure, after warming up.
-        started_at: when the user's command began.
+    The request's batch sizes and its end are replaced; `sizes` are the global batch size, the batch
+    size and the run's directory. `seconds` are measured after warming up.
 
     Returns:
         The signal that stopped it, or 0.
     """
     global_batch, batch, path = sizes
     stopwatch = _Stopwatch(received, seconds)
+    settings = replace(
+        request.settings,
+        run_dir=path,
+        epochs=None,
+        max_steps=ENDLESS,
+        global_batch_size=global_batch,
+        batch_size=batch,
+        accumulate=None,
+        patience=None,
+        monitor=None,
+        keep_top_k=None,
+    )
+    recipe = replace(request.recipe, data=_training_part(request.recipe.data))
     outcome = run_session(
-        replace(
-            request,
-            recipe=replace(request.recipe, data=_training_part(request.recipe.data)),
-            settings=_settings(request.settings, global_batch, batch, path),
-        ),
+        replace(request, recipe=recipe, settings=settings),
         world,
         received=received,
-        show=_ignore,
-        begin=_ignore,
+        show=lambda _record: None,  # rank 0 speaks through what it leaves
+        begin=lambda _path: None,
         started_at=started_at,
         engine=Engine(wrap=NATIVE.wrap, drive=stopwatch.drive),
     )
@@ -91,21 +91,6 @@ def _training_part(data: Any) -> Any:
     return load
 
 
-def _settings(settings: Settings, global_batch: int, batch: int, path: str) -> Settings:
-    return replace(
-        settings,
-        run_dir=path,
-        epochs=None,
-        max_steps=ENDLESS,
-        global_batch_size=global_batch,
-        batch_size=batch,
-        accumulate=None,
-        patience=None,
-        monitor=None,
-        keep_top_k=None,
-    )
-
-
 class _Stopwatch:
     """Drive a training until enough is measured; cut what is measured into segments."""
 
@@ -114,7 +99,7 @@ class _Stopwatch:
         self.segments: list[Segment] = []
         self.num_samples = 0
         """Of the training set."""
-        self._cut: tuple[int, int, Account] | None = None
+        self._cut: tuple[int, int, dict[str, float]] | None = None
         """Steps, samples and seconds where the running segment began."""
 
     def drive(self, task: Task) -> None:
@@ -153,17 +138,11 @@ class _Stopwatch:
             self._cut = now
 
     def _is_enough(self) -> bool:
-        return (
-            len(self.segments) > 1
-            and sum(segment.seconds for segment in self.segments) >= self._seconds
-        )
+        measured = sum(segment.seconds for segment in self.segments)
+        return len(self.segments) > 1 and measured >= self._seconds
 
 
 def _gpu(world: World) -> str:
     if world.device.type == "cuda":
         return str(torch.cuda.get_device_properties(world.device).uuid)
     return "mps" if world.device.type == "mps" else ""
-
-
-def _ignore(_: Record | Path) -> None:
-    """Show nothing: rank 0 speaks through what it leaves."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from samestep.scale.analysis import Interval, ScalingReport, ScalingResult, reasons
+from samestep.scale.analysis import ScalingReport, ScalingResult, reasons
 from samestep.scale.study import Mode
 from samestep.screen.words import count, wrapped
 
@@ -40,22 +40,16 @@ def _table(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
     heads = (("ranks", 7), ("batch", 8), ("samples/s", 12), ("ms a step", 11), ("speed-up", 20))
     yield "".join(f"{head:>{width}}" for head, width in (*heads, ("efficiency", 19)))
     for one in results:
-        base = one is results[0]
-        speed_up = "1" if base else f"{one.speed_up:.2f} {_span(one.speed_up_interval, '{:.2f}')}"
-        low, high = one.efficiency_interval
-        efficiency = (
-            "100 %"
-            if base
-            else f"{100 * one.efficiency:.0f} % {_span((100 * low, 100 * high), '{:.0f}')}"
-        )
+        speed_up, efficiency = "1", "100 %"
+        if one is not results[0]:
+            low, high = one.speed_up_interval
+            speed_up = f"{one.speed_up:.2f} [{low:.2f}–{high:.2f}]"
+            low, high = (100 * share for share in one.efficiency_interval)
+            efficiency = f"{100 * one.efficiency:.0f} % [{low:.0f}–{high:.0f}]"
         yield (
             f"{one.setup.ranks:>7}{one.setup.global_batch_size:>8,}{one.samples_per_s:>12,.0f}"
             f"{one.step_ms:>11.3f}{speed_up:>20}{efficiency:>19}"
         )
-
-
-def _span(interval: Interval, form: str) -> str:
-    return f"[{form.format(interval[0])}–{form.format(interval[1])}]"
 
 
 def _phases(results: list[ScalingResult]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ Mode = Literal["weak", "strong"]
 FILE = "measurement.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setup:
     """One number of ranks with its batch sizes."""
 
@@ -110,28 +111,27 @@ def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) 
     Raises:
         UserError: the settings give no batch size, or nothing is left to measure.
     """
-    first = _sizes(settings, sizes[0])
-    setups = [Setup(mode=modes[0], ranks=sizes[0], **first)]
-    left_out = []
-    per_rank = first["global_batch_size"] // sizes[0]
-    for ranks in sizes[1:]:
-        for mode in modes:
-            total = per_rank * ranks if mode == "weak" else first["global_batch_size"]
-            wanted = replace(
-                settings, global_batch_size=total, batch_size=first["batch_size"], accumulate=None
-            )
-            try:
-                setups.append(Setup(mode=mode, ranks=ranks, **_sizes(wanted, ranks)))
-            except UserError as error:
-                left_out.append(f"{mode} scaling at {ranks} ranks is left out: {error}")
+    base = _setup(settings, modes[0], sizes[0])
+    setups, left_out = [base], []
+    for ranks, mode in product(sizes[1:], modes):
+        total = base.global_batch_size
+        if mode == "weak":
+            total = total // base.ranks * ranks
+        own = replace(
+            settings, global_batch_size=total, batch_size=base.batch_size, accumulate=None
+        )
+        try:
+            setups.append(_setup(own, mode, ranks))
+        except UserError as error:
+            left_out.append(f"{mode} scaling at {ranks} ranks is left out: {error}")
     if len(setups) == 1:
         raise UserError(" ".join(left_out))
     return Study(setups=tuple(setups), left_out=tuple(left_out))
 
 
-def _sizes(settings: Settings, ranks: int) -> dict[str, int]:
+def _setup(settings: Settings, mode: Mode, ranks: int) -> Setup:
     plan = make_plan(replace(settings, epochs=1, max_steps=None), 10**12, ranks, resumed=False)
-    return {"global_batch_size": plan.global_batch_size, "batch_size": plan.batch_size}
+    return Setup(mode, ranks, plan.global_batch_size, plan.batch_size)
 
 
 def run_study(
@@ -145,15 +145,10 @@ def run_study(
 ) -> tuple[Study, list[MeasuredSetup]]:
     """Measure every setup once a round, so that what else the machine does meets all of them.
 
-    Returns the study without what the training set is too small for, and what was measured.
+    `launch` starts so many ranks, which do the task, and returns when they have ended.
 
-    Args:
-        study: what to measure.
-        folder: where the runs are kept.
-        rounds: how often.
-        seconds: of each measurement, after warming up.
-        launch: starts so many ranks, which do the task, and returns when they have ended.
-        tell: shows a line to who waits.
+    Returns:
+        The study without what the training set is too small for, and what was measured.
 
     Raises:
         UserError: the training set is too small for all but the smallest number of ranks.
@@ -173,8 +168,8 @@ def run_study(
                 speed = f"{samples_per_s(found[setup][-1].segments):,.0f}"
                 speeds.append(speed if setup is study.base else f"{setup.mode} {speed}")
             study = _without_too_large(study, found[study.base][0].num_samples)
-            said = f"{', '.join(speeds)} samples/s"
-            tell(f"round {number} of {rounds}, {count(ranks, 'rank')}: {said}")
+            done = f"round {number} of {rounds}, {count(ranks, 'rank')}"
+            tell(f"{done}: {', '.join(speeds)} samples/s")
     return study, [MeasuredSetup(setup=setup, rounds=found[setup]) for setup in study.setups]
 
 
