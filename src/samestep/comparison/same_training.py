@@ -37,10 +37,8 @@ class SameTraining:
 
 def compare_losses(one: RunData, other: RunData) -> SameTraining:
     """Compare the losses, and gradient norms, of equal steps."""
-    for name, what in (
-        ("num_samples", "training samples"),
-        ("global_batch_size", "samples a step"),
-    ):
+    sizes = {"num_samples": "training samples", "global_batch_size": "samples a step"}
+    for name, what in sizes.items():
         mine, its = one.plan.get(name), other.plan.get(name)
         if mine is None or its is None:
             return SameTraining(verdict="unknown", why="one of them has no start record")
@@ -81,7 +79,7 @@ def _tolerance(run: RunData) -> float:
     return TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5)
 
 
-def sentence(found: SameTraining, other: str, one: str, reasons: str = "") -> str:
+def sentence(found: SameTraining, other: str, one: str, reasons: str) -> str:
     """Return the verdict in words.
 
     Args:
@@ -90,36 +88,33 @@ def sentence(found: SameTraining, other: str, one: str, reasons: str = "") -> st
         one: name of the run it is held against.
         reasons: a sentence of what differs and may be why.
     """
-    if found.verdict == "unknown":
-        return _join(f"{other} and {one} cannot be compared by step: {found.why}.", reasons)
     steps = f"{found.steps:,} recorded step" + ("s" if found.steps > 1 else "")
     if found.verdict == "equal":
         return f"{other} is the same training as {one}: every bit of the loss on {steps}."
     size = f"at most {found.largest:.1e}, at step {found.largest_at:,}"
+    explained = f"by {size} (rounding explains {found.tolerance:.0e})."
     if found.verdict == "rounding":
-        return (
-            f"{other} is the same training as {one}, to rounding: the losses of {steps} differ by "
-            f"{size} (rounding explains {found.tolerance:.0e})."
-        )
-    if found.last_alike is None:
+        alike = f"{other} is the same training as {one}, to rounding"
+        return f"{alike}: the losses of {steps} differ {explained}"
+    if found.verdict == "unknown":
+        text = f"{other} and {one} cannot be compared by step: {found.why}."
+    elif found.last_alike is None:
+        text = f"{other} is another training than {one}: the losses differ from the first of "
+        text += f"{steps} on, {explained}"
+    else:
         text = (
-            f"{other} is another training than {one}: the losses differ from the first of {steps} "
-            f"on, by {size} (rounding explains {found.tolerance:.0e})."
+            f"{other} parts from {one} after step {found.last_alike:,}: up to there the losses are "
+            f"the same to rounding, from step {found.first_apart:,} on they differ by {size}. A "
+            "difference that begins at rounding and grows slowly is rounding's own; a jump is not."
         )
-        return _join(text, reasons)
-    text = (
-        f"{other} parts from {one} after step {found.last_alike:,}: up to there the losses are the "
-        f"same to rounding, from step {found.first_apart:,} on they differ by {size}. A difference "
-        "that begins at rounding and grows slowly is rounding's own; a jump is not."
-    )
-    return _join(text, reasons)
+    return f"{text} {reasons}".rstrip()
 
 
-def reasons_of(one: RunData, other: RunData, deciding: list[str], *, compared: bool) -> str:
+def reasons_of(found: SameTraining, one: RunData, other: RunData, deciding: list[str]) -> str:
     """Return what differs between two runs and may make two trainings of them, as a sentence."""
     if deciding:
         return f"Settings that decide the training differ: {', '.join(deciding)}."
-    if not compared:
+    if found.verdict == "unknown":
         return ""
     ranks = [run.plan.get("world_size") for run in (one, other)]
     if None not in ranks and ranks[0] != ranks[1]:
@@ -128,7 +123,3 @@ def reasons_of(one: RunData, other: RunData, deciding: list[str], *, compared: b
             "does augmentation that is not keyed by sample; samestep verify names the cause."
         )
     return "No setting that decides the training differs; samestep verify looks for the cause."
-
-
-def _join(text: str, reasons: str) -> str:
-    return f"{text} {reasons}" if reasons else text

@@ -94,12 +94,6 @@ def compare_runs(
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
     speeds = [throughput(run) for run in runs]
     smaller = smaller_is_better(runs[0], chosen)
-    goals: list[TargetReached | None] = []
-    if target is not None:
-        goals = [
-            reached(run, curve, target, smaller=smaller)
-            for run, curve in zip(runs, curves, strict=True)
-        ]
     return Comparison(
         runs=runs,
         differences=differences(runs),
@@ -113,7 +107,11 @@ def compare_runs(
         by_seconds=by_seconds(curves),
         target=target,
         smaller=smaller,
-        reached=goals,
+        reached=[
+            reached(run, curve, target, smaller=smaller)
+            for run, curve in zip(runs, curves, strict=True)
+            if target is not None
+        ],
         notes=_notes(runs, speeds, recipes),
     )
 
@@ -143,9 +141,8 @@ def _list(runs: Sequence[RunData]) -> str:
 def _default_metric(runs: Sequence[RunData]) -> str:
     """Return the first of accuracy, loss and training loss that all have, or else any has."""
     found = [metrics_of(run) for run in runs]
-    usual = ("accuracy", "loss", TRAIN_LOSS)
     for has in (all, any):
-        for metric in usual:
+        for metric in ("accuracy", "loss", TRAIN_LOSS):
             if has(metric in metrics for metrics in found):
                 return metric
     return TRAIN_LOSS

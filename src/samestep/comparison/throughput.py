@@ -20,16 +20,8 @@ class Throughput:
     steps_per_s: float
     basis: str
     """What it was measured over."""
-
-    @property
-    def ms_per_step(self) -> float:
-        """Milliseconds of a step."""
-        return 1000 / self.steps_per_s
-
-    @property
-    def us_per_sample(self) -> float:
-        """Microseconds of a sample."""
-        return 1e6 / self.samples_per_s
+    ms_per_step: float
+    us_per_sample: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,29 +49,28 @@ def measured_epochs(run: RunData) -> list[Record]:
 
 def throughput(run: RunData) -> Throughput | None:
     """Return how fast a run trained, or None if too little is recorded."""
-    epochs = measured_epochs(run)
+    epochs, marks = measured_epochs(run), run.of("step")
     if epochs:
+        names = ("samples", "num_steps", "train_seconds")
+        samples, steps, seconds = (sum(r[name] for r in epochs) for name in names)
         rates = [r["samples"] / r["train_seconds"] for r in epochs]
         first, last = epochs[0]["epoch"], epochs[-1]["epoch"]
-        seconds = sum(r["train_seconds"] for r in epochs)
-        return Throughput(
-            samples_per_s=sum(r["samples"] for r in epochs) / seconds,
-            lowest=min(rates),
-            highest=max(rates),
-            steps_per_s=sum(r["num_steps"] for r in epochs) / seconds,
-            basis=f"epoch {first}" if first == last else f"epochs {first}–{last}",
-        )
-    steps = run.of("step")
-    if len(steps) < 2 or steps[-1]["seconds"] <= steps[0]["seconds"]:
+        basis = f"epoch {first}" if first == last else f"epochs {first}–{last}"
+    elif len(marks) > 1 and marks[-1]["seconds"] > marks[0]["seconds"]:
+        names = ("samples", "step", "seconds")
+        samples, steps, seconds = (marks[-1][name] - marks[0][name] for name in names)
+        rates = [samples / seconds]
+        basis = f"steps {marks[0]['step']}–{marks[-1]['step']}"
+    else:
         return None
-    seconds = steps[-1]["seconds"] - steps[0]["seconds"]
-    rate = (steps[-1]["samples"] - steps[0]["samples"]) / seconds
     return Throughput(
-        samples_per_s=rate,
-        lowest=rate,
-        highest=rate,
-        steps_per_s=(steps[-1]["step"] - steps[0]["step"]) / seconds,
-        basis=f"steps {steps[0]['step']}–{steps[-1]['step']}",
+        samples_per_s=samples / seconds,
+        lowest=min(rates),
+        highest=max(rates),
+        steps_per_s=steps / seconds,
+        basis=basis,
+        ms_per_step=1000 / (steps / seconds),
+        us_per_sample=1e6 / (samples / seconds),
     )
 
 
