@@ -161,15 +161,8 @@ class TrackerLogger(Logger):
                     f"{self._ended_at}, and trackers take each step once, the first. Give "
                     "each training a TrackerLogger of its own."
                 )
-            self._record(
-                {
-                    "event": "metrics",
-                    "step": step,
-                    "epoch": None if epoch is None else int(epoch),
-                    "time": time.time(),
-                    "values": values,
-                }
-            )
+            epoch = None if epoch is None else int(epoch)
+            self._record("metrics", step=step, epoch=epoch, time=time.time(), values=values)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -179,7 +172,7 @@ class TrackerLogger(Logger):
         self._begin()
         self._failed = status != "success"
         self._ended_at = self._step
-        self._record({"event": "stop", "step": self._step, "reason": status})
+        self._record("stop", step=self._step, reason=status)
         result = "failed" if self._failed else "completed"
         self._attempt(lambda run: run.write_result({"status": result, "steps": self._step}))
 
@@ -213,8 +206,7 @@ class TrackerLogger(Logger):
             self._run, self._process = Run(Path(self.log_dir)), os.getpid()
             self._trackers = TrackerProcesses(
                 self._settings, self._name, self._show, is_main=True, stopped=lambda: False
-            )
-            self._trackers.start()
+            ).start()
             atexit.register(self.close)
         return self._run
 
@@ -228,22 +220,16 @@ class TrackerLogger(Logger):
         found = {**versions(), "lightning": lightning.__version__}
         self._attempt(lambda run: run.write_environment({"versions": found}))
         resumed = (run.path / "events.jsonl").stat().st_size > 0
-        self._record(
-            {
-                "event": "start",
-                "format": RUN_FORMAT,
-                "time": time.time(),
-                "run_dir": str(run.path),
-                "resumed": resumed,
-            }
-        )
+        more = {"time": time.time(), "run_dir": str(run.path), "resumed": resumed}
+        self._record("start", format=RUN_FORMAT, **more)
 
     def _write_settings(self) -> None:
         own = {key: value for key, value in as_table(self._settings).items() if key in _OWN}
         text = tomli_w.dumps({**own, HYPERPARAMETERS: self._hyperparameters})
         self._attempt(lambda run: write_text(run.path / "settings.toml", text))
 
-    def _record(self, record: Record) -> None:
+    def _record(self, event: str, **values: Any) -> None:
+        record = {"event": event, **values}
         self._attempt(lambda run: run.append(record))
         if self._trackers is not None:
             self._trackers.show(record)

@@ -39,7 +39,7 @@ def split(text: str | None) -> list[str]:
 
 def short_name(tracker: str) -> str:
     """Return what a tracker's files are called: `wandb`, `my_tracker` for lib/my_tracker.py."""
-    return tracker if tracker in PACKAGES else Path(tracker).stem if _is_file(tracker) else tracker
+    return Path(tracker).stem if tracker.endswith(".py") else tracker
 
 
 def default_project(recipe: str) -> str:
@@ -84,27 +84,26 @@ def check_installed(trackers: list[str]) -> None:
                 f"--track {tracker} needs the package {package}, which is not installed here: "
                 f"pip install 'samestep[{tracker}]'"
             )
-        if _is_file(tracker):
+        folder = tracker.partition(".")[0]
+        if tracker.endswith(".py"):
             _check_file(Path(tracker))
-        elif package is None:
-            _check_module(tracker)
-
-
-def _is_file(tracker: str) -> bool:
-    return tracker.endswith(".py")
+        elif package is None and PathFinder.find_spec(folder, [*sys.path, str(Path.cwd())]) is None:
+            # Only its package is looked for: the training does not import it.
+            raise UserError(
+                f"--track {tracker}: there is no package {folder} here. A tracker of your own is a "
+                "file (my_tracker.py), or a module that can be imported from this folder."
+            )
 
 
 def _check_tracker(tracker: str) -> None:
-    if tracker in PACKAGES:
-        return
-    if _is_file(tracker):
-        if Path(tracker).stem in PACKAGES:
-            raise UserError(
-                f"--track {tracker}: the name {Path(tracker).stem} is taken by samestep's own "
-                "tracker. Give the file another name."
-            )
-        return
-    if "." in tracker and all(part.isidentifier() for part in tracker.split(".")):
+    is_file = tracker.endswith(".py")
+    if is_file and Path(tracker).stem in PACKAGES:
+        raise UserError(
+            f"--track {tracker}: the name {Path(tracker).stem} is taken by samestep's own "
+            "tracker. Give the file another name."
+        )
+    is_module = "." in tracker and all(part.isidentifier() for part in tracker.split("."))
+    if tracker in PACKAGES or is_file or is_module:
         return
     close = difflib.get_close_matches(tracker, [*PACKAGES, "none"], n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -124,16 +123,6 @@ def _check_name(flag: str, name: str | None, refused: str = "") -> None:
             f"{flag} {name!r} {what}; trackers refuse that. Take 1 to {_MAX_NAME} characters"
             + (f" and none of {' '.join(refused)}" if refused else "")
             + "."
-        )
-
-
-def _check_module(module: str) -> None:
-    """Check that the package of a tracker's module is there: the training does not import it."""
-    package = module.partition(".")[0]
-    if PathFinder.find_spec(package, [*sys.path, str(Path.cwd())]) is None:
-        raise UserError(
-            f"--track {module}: there is no package {package} here. A tracker of your own is a "
-            "file (my_tracker.py), or a module that can be imported from this folder."
         )
 
 

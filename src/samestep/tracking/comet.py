@@ -14,15 +14,8 @@ COUNTS_AT_END = True
 
 # Comet would describe this process, not the training, and keep its source.
 _NOT = (
-    "log_code",
-    "log_graph",
-    "parse_args",
-    "log_git_metadata",
-    "log_git_patch",
-    "log_env_details",
-    "auto_output_logging",
-    "auto_param_logging",
-    "auto_metric_logging",
+    *("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"),
+    *("log_env_details", "auto_output_logging", "auto_param_logging", "auto_metric_logging"),
     "auto_log_co2",
 )
 

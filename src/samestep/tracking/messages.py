@@ -18,6 +18,8 @@ import msgspec
 
 from samestep.tracking.access import without_credentials
 
+_ORPHANS_S = 20.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerOrder:
@@ -67,15 +69,14 @@ class MessageReader:
         if b"\n" not in self._buffer:
             return None  # the end, with half a message at the most
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return msgspec.json.decode(line, type=dict[str, Any])
 
 
 class Instructions:
     """What a tracker's process is told: its order, `go` with the run directory, `end`."""
 
-    def __init__(self, descriptor: int = 0) -> None:
-        self._messages = MessageReader(descriptor)
+    def __init__(self) -> None:
+        self._messages = MessageReader(0)
 
     def order(self) -> TrackerOrder:
         """Wait for the order."""
@@ -95,9 +96,6 @@ class Instructions:
         if message is None:
             return _ORPHANS_S if self._messages.closed else None
         return float(message["end"])
-
-
-_ORPHANS_S = 20.0
 
 
 class Reports:
@@ -136,9 +134,8 @@ class Reports:
         """Say something to whoever gave the order, if it is still there."""
         # The values, not the text: in JSON a secret may be written otherwise, and keys are ours.
         hidden = {k: self.scrub(v) if isinstance(v, str) else v for k, v in message.items()}
-        text = json.dumps(hidden)
         with contextlib.suppress(OSError):
-            os.write(self._messages, (text + "\n").encode())
+            os.write(self._messages, json.dumps(hidden).encode() + b"\n")
 
     def close(self) -> None:
         """Write down what was printed last."""

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -38,15 +37,14 @@ def start(run: TrackedRun) -> Started:
         uri, place = f"sqlite:///{run.folder}/mlflow.db", f"file://{run.folder}/artifacts"
         if run.known is None:  # a store that was killed while it was made cannot be opened
             (run.folder / "mlflow.db").unlink(missing_ok=True)
-        _write_fast()
+        # SQLite need not wait for the disk: what it holds is in events.jsonl too.
+        event.listen(Engine, "connect", lambda link, _: link.execute("PRAGMA synchronous=OFF"))
     store = MlflowClient(uri)
     known = _find(store, run)
     lines = None
     if known is None:
-        experiment = store.get_experiment_by_name(run.project)
-        number = (
-            experiment.experiment_id if experiment else store.create_experiment(run.project, place)
-        )
+        there = store.get_experiment_by_name(run.project)
+        number = there.experiment_id if there else store.create_experiment(run.project, place)
         known = store.create_run(number, int(run.started_at * 1000), run_name=run.name)
         lines = 0  # whatever another server has of it, this one has nothing
     identifier, number = known.info.run_id, known.info.experiment_id
@@ -58,11 +56,8 @@ def start(run: TrackedRun) -> Started:
         for key, value in run.settings.items()
         if known.data.params.get(_name(key), str(value)) != str(value)
     }
-    new = [
-        Param(_name(k), str(v))
-        for k, v in run.settings.items()
-        if _name(k) not in known.data.params
-    ]
+    params = {_name(key): str(value) for key, value in run.settings.items()}
+    new = [Param(key, value) for key, value in params.items() if key not in known.data.params]
     for first in range(0, max(len(new), 1), _MOST):
         store.log_batch(identifier, params=new[first : first + _MOST])
     store.log_batch(identifier, tags=[RunTag(_name(k), v) for k, v in tags.items()])
@@ -108,12 +103,3 @@ def finish(client: _Client, result: TrackedResult) -> None:
     client.store.log_batch(client.run, tags=tags)
     status = {"completed": "FINISHED", "failed": "FAILED"}.get(result.status, "KILLED")
     client.store.set_terminated(client.run, status)
-
-
-def _write_fast() -> None:
-    """Let SQLite not wait for the disk: what it holds is in events.jsonl too."""
-
-    def set_pragma(connection: Any, _record: object) -> None:
-        connection.execute("PRAGMA synchronous=OFF")
-
-    event.listen(Engine, "connect", set_pragma)

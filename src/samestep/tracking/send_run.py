@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,10 @@ from samestep.tracking.tracker_processes import TrackerProcess, make_order
 _ALL_IN_TIMEOUTS = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """What became of one tracker."""
-
-    tracker: str
-    link: str | None
-    offline: bool
-    failed: str | None
-
-
-def send_run(run: Path, overrides: dict[str, object], say: Callable[[str], None]) -> list[Sent]:
-    """Send a run to trackers, one after the other.
+def send_run(
+    run: Path, overrides: dict[str, object], say: Callable[[str], None]
+) -> list[TrackerProcess]:
+    """Send a run to trackers, one after the other; return their processes, which have ended.
 
     Args:
         run: the run directory.
@@ -57,10 +48,11 @@ def send_run(run: Path, overrides: dict[str, object], say: Callable[[str], None]
         entries = RecordStream(run)
         for _ in entries.read():
             pass
-        if entries.lines == len(entries.damaged):
+        if entries.events.num_read == len(entries.events.damaged):
             raise UserError(f"{run / 'events.jsonl'} has no records, so there is nothing to send.")
         _say_what_is_amiss(run, entries, say)
-        orders = [_order(run, settings, tracker, recipe, entries.lines) for tracker in trackers]
+        lines = entries.events.num_read
+        orders = [_order(run, settings, tracker, recipe, lines) for tracker in trackers]
         return [_send(run, order) for order in orders]
 
 
@@ -84,14 +76,11 @@ def _settings_of(
 
 def _say_what_is_amiss(run: Path, entries: RecordStream, say: Callable[[str], None]) -> None:
     events = run / "events.jsonl"
-    if entries.damaged:
-        lines = ", ".join(map(str, entries.damaged))
-        several = len(entries.damaged) > 1
-        say(
-            f"{events}: line{'s' * several} {lines} cannot be read and "
-            f"{'are' if several else 'is'} left out."
-        )
-    if entries.torn:
+    if damaged := sorted(entries.events.damaged):
+        which, are = ("lines", "are") if len(damaged) > 1 else ("line", "is")
+        lines = ", ".join(map(str, damaged))
+        say(f"{events}: {which} {lines} cannot be read and {are} left out.")
+    if entries.events.torn:
         say(f"{events}: its last line is half-written and is left out.")
     for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
         path = run / name
@@ -113,11 +102,9 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
     delivery = read_deliveries(run, name).to(offline=order.offline)
     if delivery.finished and delivery.lines >= lines:
         where = f" at {delivery.link}" if delivery.link else ""
-        hint = (
-            " Set MLFLOW_TRACKING_URI to send it to a server."
-            if (name == "mlflow" and order.offline)
-            else ""
-        )
+        hint = ""
+        if name == "mlflow" and order.offline:
+            hint = " Set MLFLOW_TRACKING_URI to send it to a server."
         if settings.track_checkpoints and not delivery.checkpoints:
             hint += " Checkpoints go with a run or not at all: they cannot be added."
         raise UserError(
@@ -126,16 +113,14 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
     return order
 
 
-def _send(run: Path, order: TrackerOrder) -> Sent:
+def _send(run: Path, order: TrackerOrder) -> TrackerProcess:
     tracker = TrackerProcess(order, order.tracker)
     try:
         tracker.tell({"go": str(run.resolve())})
         tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
-        while not tracker.over:
+        while not tracker.messages.closed:
             wait_for([tracker.messages.descriptor], None)  # its own limits bounds it
             tracker.heard()
     finally:
         tracker.close(at_once=True)
-    return Sent(
-        tracker=order.name, link=tracker.link, offline=tracker.offline, failed=tracker.failed
-    )
+    return tracker

@@ -68,9 +68,9 @@ class TrackerProcess:
 
     def heard(self) -> list[dict[str, Any]]:
         """Return what the process has said since, without waiting."""
-        if self.over:
-            return []
-        news = []
+        news: list[dict[str, Any]] = []
+        if self.messages.closed:
+            return news
         while (message := self.messages.read(0.0)) is not None:
             if "failed" in message and self.failed:
                 continue  # the process and its time limit may both say so: one warning
@@ -79,15 +79,10 @@ class TrackerProcess:
             self.offline = message.get("offline", self.offline)
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
-        if self.over and not (self.done or self.failed):
+        if self.messages.closed and not (self.done or self.failed):
             self.failed = self._how_it_ended()
             news.append({"failed": self.failed})
         return news
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will be heard."""
-        return self.messages.closed
 
     def close(self, *, at_once: bool = False) -> None:
         """Let go of the process; with `at_once`, end it and what it has started."""
@@ -98,7 +93,7 @@ class TrackerProcess:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        if at_once or self.over:
+        if at_once or self.messages.closed:
             self._exit_code()
 
     def _exit_code(self) -> int | None:
@@ -156,15 +151,12 @@ class TrackerProcesses:
         self._run: str | None = None
 
     def __enter__(self) -> Self:
-        """Start them."""
-        self.start()
-        return self
+        return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close them."""
         self.close(failed=kind is not None)
 
-    def start(self) -> None:
+    def start(self) -> Self:
         """Start their processes, which import what they need beside the training's own start."""
         for tracker in self._names:
             access = find_access(tracker)
@@ -176,6 +168,7 @@ class TrackerProcesses:
                 self._trackers.append(TrackerProcess(order, tracker, has_server=access.has_server))
             except OSError as error:
                 self._say(name, "warning", f"{name} could not be started: {error}")
+        return self
 
     def show(self, record: Record) -> None:
         """Show a record, and what the trackers have said meanwhile."""
@@ -200,15 +193,18 @@ class TrackerProcesses:
                 tracker.close()
             else:
                 tracker.close(at_once=True)
-        if not failed:
-            self._say_what_is_left()
+        # How what lies in files is sent; of those that failed it was said.
+        local = [t for t in self._trackers if t.done and t.offline and t.has_server]
+        if local and not failed:
+            names = " and ".join(t.name for t in local)
+            self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")
 
     def _wait(self) -> None:
         patience_s = STOP_S if self._stopped() else END_S
         for tracker in self._trackers:
             tracker.tell({"end": patience_s})
         began, was_stopped = time.monotonic(), self._stopped()
-        while going := [t for t in self._trackers if not t.over]:
+        while going := [t for t in self._trackers if not t.messages.closed]:
             if self._stopped() and not was_stopped:  # a signal while waiting
                 patience_s, was_stopped = time.monotonic() - began + STOP_S, True
             left_s = began + patience_s + 0.5 - time.monotonic()
@@ -232,22 +228,11 @@ class TrackerProcesses:
                 self._warn(tracker)
 
     def _warn(self, tracker: TrackerProcess) -> None:
-        self._say(
-            tracker.name,
-            "warning",
-            f"{tracker.name} failed: {tracker.failed}. The records "
-            f"are whole; send them with: {self._command([tracker])}",
-        )
+        how = f"The records are whole; send them with: {self._command([tracker])}"
+        self._say(tracker.name, "warning", f"{tracker.name} failed: {tracker.failed}. {how}")
 
     def _command(self, trackers: list[TrackerProcess]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
-
-    def _say_what_is_left(self) -> None:
-        """Say how what lies in files is sent; of those that failed it was said."""
-        local = [t for t in self._trackers if t.done and t.offline and t.has_server]
-        if local:
-            names = " and ".join(t.name for t in local)
-            self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")
 
     def _say(self, tracker: str, kind: str, text: str) -> None:
         self._show({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})
