@@ -39,19 +39,17 @@ class MachineSampler:
 
     def sample(self, run: Path, step: int, *, last: bool = False) -> None:
         """Take a sample if one is due, or, at the end, if none was."""
-        due = not self._taken if last else time.monotonic() >= self._due
-        if not due or not self._is_ours(run / SYSTEM):
+        if self._taken if last else time.monotonic() < self._due:
+            return
+        if self._held is None:
+            with contextlib.suppress(Held, OSError):
+                self._held = hold((run / SYSTEM).with_suffix(".lock"))
+        if self._held is None:
             return
         self._due, self._taken = time.monotonic() + _EVERY_S, True
         line = json.dumps({"event": "system", "time": time.time(), "step": step, **self._measure()})
         with contextlib.suppress(OSError), (run / SYSTEM).open("ab") as file:
             file.write(line.encode() + b"\n")
-
-    def _is_ours(self, path: Path) -> bool:
-        if self._held is None:
-            with contextlib.suppress(Held, OSError):
-                self._held = hold(path.with_suffix(".lock"))
-        return self._held is not None
 
     def _measure(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()

@@ -121,8 +121,7 @@ class Reports:
     def hide(self, secrets: tuple[str, ...]) -> None:
         """Show these nowhere either."""
         # Longest first: one may be a part of another.
-        known = {*self._secrets, *secrets} - {""}
-        self._secrets = tuple(sorted(known, key=len, reverse=True))
+        self._secrets = tuple(sorted({*self._secrets, *secrets} - {""}, key=len, reverse=True))
 
     def log_to(self, path: Path) -> None:
         """Keep what is printed in a file; it is made once there is something."""

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -17,10 +16,7 @@ from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedRe
 _MOST = 100  # parameters in one request
 
 
-@dataclass(frozen=True)
-class _Client:
-    store: MlflowClient
-    run: str
+_Client = tuple[MlflowClient, str]  # with the run's id
 
 
 def find_server() -> Server:
@@ -63,7 +59,7 @@ def start(run: TrackedRun) -> Started:
     store.log_batch(identifier, tags=[RunTag(_name(k), v) for k, v in tags.items()])
     store.update_run(identifier, status="RUNNING")
     link = f"{uri.rstrip('/')}/#/experiments/{number}/runs/{identifier}" if "http" in uri else uri
-    return Started(client=_Client(store, identifier), run=identifier, link=link, lines=lines)
+    return Started(client=(store, identifier), run=identifier, link=link, lines=lines)
 
 
 def _find(store: MlflowClient, run: TrackedRun) -> Run | None:
@@ -85,21 +81,23 @@ def _name(text: str) -> str:
 
 def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
     """Log the metrics in few requests; the same ones once more would change nothing."""
+    store, run = client
     metrics = []
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
-            client.store.log_artifact(client.run, str(entry.file), "checkpoints")
+            store.log_artifact(run, str(entry.file), "checkpoints")
         metrics += [
             Metric(_name(key), value, int(entry.time * 1000), entry.at)
             for key, value in entry.values.items()
         ]
     for first in range(0, len(metrics), 1000):
-        client.store.log_batch(client.run, metrics=metrics[first : first + 1000])
+        store.log_batch(run, metrics=metrics[first : first + 1000])
 
 
 def finish(client: _Client, result: TrackedResult) -> None:
     """Log the result as tags, and close the run."""
+    store, run = client
     tags = [RunTag(_name(f"result.{key}"), str(value)) for key, value in result.values.items()]
-    client.store.log_batch(client.run, tags=tags)
+    store.log_batch(run, tags=tags)
     status = {"completed": "FINISHED", "failed": "FAILED"}.get(result.status, "KILLED")
-    client.store.set_terminated(client.run, status)
+    store.set_terminated(run, status)

@@ -5,6 +5,7 @@ every series each step counts once: as it was first written. `metrics`, whose na
 own, are as many series as there are sets of names.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,33 +65,26 @@ class _Lines:
     def read(self) -> Iterator[list[tuple[int, Record]]]:
         """Yield what is new, a chunk at a time."""
         self.torn = False
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
-                    if not lines[-1].endswith(b"\n"):
-                        self.torn = True  # it is being written, or was torn off by a kill
-                        lines.pop()  # and is read from its beginning next time
-                    chunk = [
-                        (n, r)
-                        for n, text in enumerate(lines, self.num_read)
-                        if (r := self._parse(n, text)) is not None
-                    ]
-                    self._offset += sum(map(len, lines))
-                    self.num_read += len(lines)
-                    yield chunk
-        except (FileNotFoundError, NotADirectoryError):
-            return
+        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with missing, self._path.open("rb") as file:
+            file.seek(self._offset)
+            while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
+                if not lines[-1].endswith(b"\n"):
+                    self.torn = True  # it is being written, or was torn off by a kill
+                    lines.pop()  # and is read from its beginning next time
+                parsed = list(enumerate(map(_parse, lines), self.num_read))
+                self.damaged += [number + 1 for number, record in parsed if record is None]
+                self._offset += sum(map(len, lines))
+                self.num_read += len(lines)
+                yield [(number, record) for number, record in parsed if record is not None]
 
-    def _parse(self, number: int, text: bytes) -> Record | None:
-        try:
-            record = json.loads(text)
-        except ValueError:
-            record = None
+
+def _parse(line: bytes) -> Record | None:
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
         if isinstance(record, dict) and isinstance(record.get("event"), str):
             return record
-        self.damaged.append(number + 1)
-        return None
+    return None
 
 
 class RecordStream:
@@ -115,7 +109,19 @@ class RecordStream:
             entries = [entry for line, record in chunk if (entry := self._read(line, record))]
             yield [entry for entry in entries if entry.line >= after]
         for chunk in self.system.read():
-            yield [_system_entry(record) for line, record in chunk if line >= system_after]
+            yield [
+                TrackedRecord(
+                    event="system",
+                    axis="step",
+                    step=record.get("step", 0),
+                    epoch=None,
+                    time=record.get("time", 0.0),
+                    values=_numbers(record, "system/"),
+                    line=-1,
+                )
+                for line, record in chunk
+                if line >= system_after
+            ]
 
     def _read(self, line: int, record: Record) -> TrackedRecord | None:
         try:
@@ -146,18 +152,6 @@ class RecordStream:
             line=line,
             file=self._run / record["path"] if event == "checkpoint" else None,
         )
-
-
-def _system_entry(record: Record) -> TrackedRecord:
-    return TrackedRecord(
-        event="system",
-        axis="step",
-        step=record.get("step", 0),
-        epoch=None,
-        time=record.get("time", 0.0),
-        values=_numbers(record, "system/"),
-        line=-1,
-    )
 
 
 class _Clock:

@@ -80,11 +80,17 @@ class TrackerProcess:
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
         if self.messages.closed and not (self.done or self.failed):
-            self.failed = self._how_it_ended()
+            self._await_exit()
+            code = self._process.returncode
+            self.failed = f"its process ended with exit code {code}"
+            if code is None:
+                self.failed = "its process has fallen silent"
+            elif code < 0:
+                self.failed = f"its process was killed by signal {-code}"
             news.append({"failed": self.failed})
         return news
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, at_once: bool) -> None:
         """Let go of the process; with `at_once`, end it and what it has started."""
         if at_once and self._process.poll() is None:
             end_descendants(self._process.pid)
@@ -94,21 +100,11 @@ class TrackerProcess:
             with contextlib.suppress(OSError):
                 pipe.close()
         if at_once or self.messages.closed:
-            self._exit_code()
+            self._await_exit()
 
-    def _exit_code(self) -> int | None:
-        """Return the exit code of a process that is ending; None if it does not come to it."""
+    def _await_exit(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_REAP_S)
-        return None
-
-    def _how_it_ended(self) -> str:
-        code = self._exit_code()
-        if code is None:
-            return "its process has fallen silent"
-        if code < 0:
-            return f"its process was killed by signal {-code}"
-        return f"its process ended with exit code {code}"
+            self._process.wait(_REAP_S)
 
 
 def make_order(
@@ -144,9 +140,8 @@ class TrackerProcesses:
         is_main: bool,
         stopped: Callable[[], bool],
     ) -> None:
-        self._settings, self._recipe, self._show = settings, recipe, show
+        self._settings, self._recipe, self._show, self._stopped = settings, recipe, show, stopped
         self._names = chosen(settings.track) if is_main else []
-        self._stopped = stopped
         self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
 
@@ -186,13 +181,12 @@ class TrackerProcesses:
         """Wait a bounded time until all is sent, and say what is not; not after a failure."""
         if not failed:
             self._wait()
+        # After a failure the message to the user comes first: they close by themselves.
+        by_themselves = failed and self._run is not None
         for tracker in self._trackers:
-            # After a failure the message to the user comes first: they close by themselves.
-            if failed and self._run is not None:
+            if by_themselves:
                 tracker.tell({"end": END_S})
-                tracker.close()
-            else:
-                tracker.close(at_once=True)
+            tracker.close(at_once=not by_themselves)
         # How what lies in files is sent; of those that failed it was said.
         local = [t for t in self._trackers if t.done and t.offline and t.has_server]
         if local and not failed:
