@@ -19,8 +19,6 @@ from samestep.run.records import Record, as_uninterrupted
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
-
-
 _SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
 _SIZES = ("world_size", "num_samples", "global_batch_size", "steps_per_epoch")
 # Without these a record says nothing. A record of any other event is whatever it says.

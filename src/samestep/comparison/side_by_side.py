@@ -42,7 +42,7 @@ class Comparison:
     throughput: list[Throughput | None]
     phases: list[dict[str, float] | None]
     """Milliseconds of a step on rank 0."""
-    pauses: list[dict[str, tuple[int, float]]]
+    pauses: list[dict[str, dict[str, float]]]
     metric: str
     curves: list[list[Point]]
     by_samples: Aligned | None
@@ -67,13 +67,10 @@ def compare_runs(
     *,
     any_recipe: bool = False,
 ) -> Comparison:
-    """Read the runs and put them side by side.
+    """Read two runs or more from their directories and put them side by side.
 
-    Args:
-        paths: their directories, two or more.
-        metric: of the validation set, or `train_loss`; by default accuracy if all have it.
-        target: a value of the metric to look for.
-        any_recipe: whether runs of different recipes may be compared.
+    The metric is of the validation set, or `train_loss`; by default accuracy if all have it. Runs
+    of different recipes are compared with `any_recipe` only.
 
     Raises:
         UserError: one is no run, or they have nothing in common.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from samestep.comparison.curves import TRAIN_LOSS
-from samestep.comparison.same_training import reasons_of, sentence
+from samestep.comparison.same_training import SameTraining
 from samestep.comparison.side_by_side import Comparison
 from samestep.screen.words import count, short, wrapped
 
@@ -58,12 +58,47 @@ def _cut(text: str, most: int) -> str:
 def _alike(found: Comparison) -> Iterator[str]:
     yield from ("", "the same training?")
     for place, result in enumerate(found.alike, start=1):
-        deciding = [
-            d.name for d in found.differences if d.decides and d.values[0] != d.values[place]
-        ]
-        reasons = reasons_of(result, found.runs[0], found.runs[place], deciding)
-        text = sentence(result, found.names[place], found.names[0], reasons)
+        text = _verdict(result, found.names[place], found.names[0])
+        if result.verdict in ("apart", "unknown"):
+            text += _reasons(found, place)
         yield from wrapped(f"  {text}", "  ")
+
+
+def _verdict(found: SameTraining, other: str, one: str) -> str:
+    if found.verdict == "unknown":
+        return f"{other} and {one} cannot be compared by step: {found.why}."
+    steps = count(found.steps, "recorded step")
+    if found.verdict == "equal":
+        return f"{other} is the same training as {one}: every bit of the loss on {steps}."
+    size = f"by at most {found.largest:.1e}, at step {found.largest_at:,}"
+    explained = f"(rounding explains {found.tolerance:.0e})."
+    if found.verdict == "rounding":
+        alike = f"{other} is the same training as {one}, to rounding"
+        return f"{alike}: the losses of {steps} differ {size} {explained}"
+    if found.last_alike is None:
+        apart = f"{other} is another training than {one}: the losses differ from the first of"
+        return f"{apart} {steps} on, {size} {explained}"
+    return (
+        f"{other} parts from {one} after step {found.last_alike:,}: up to there the losses are the "
+        f"same to rounding, from step {found.first_apart:,} on they differ {size}. A difference "
+        "that begins at rounding and grows slowly is rounding's own; a jump is not."
+    )
+
+
+def _reasons(found: Comparison, place: int) -> str:
+    """Return what differs from the first run and may make another training of this one."""
+    differ = [d.name for d in found.differences if d.decides and d.values[0] != d.values[place]]
+    if differ:
+        return f" Settings that decide the training differ: {', '.join(differ)}."
+    if found.alike[place - 1].verdict == "unknown":
+        return ""
+    # Steps were compared, so both have a plan.
+    if found.runs[0].plan["world_size"] != found.runs[place].plan["world_size"]:
+        return (
+            " No such setting differs. On another number of ranks dropout draws other numbers, as "
+            "does augmentation that is not keyed by sample; samestep verify names the cause."
+        )
+    return " No setting that decides the training differs; samestep verify looks for the cause."
 
 
 def _throughput(found: Comparison) -> Iterator[str]:
@@ -107,8 +142,9 @@ def _phases(found: Comparison) -> Iterator[str]:
         rows.append(_row("together", found.phases, lambda one: f"{sum(one.values()):,.3f}"))
         yield from _table(found, "ms of a step, rank 0", rows)
     if any(found.pauses):
+        shown = "{0[count]} in {0[seconds]:.3g} s".format
         rows = [
-            _row(kind, [one.get(kind) for one in found.pauses], lambda p: f"{p[0]} in {p[1]:.3g} s")
+            _row(kind, [one.get(kind) for one in found.pauses], shown)
             for kind in _keys(found.pauses)
         ]
         yield from _table(found, "between the steps", rows)

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from samestep.comparison.curves import Point
 from samestep.comparison.run_data import RunData
 from samestep.run.phase_names import IN_ORDER
 from samestep.run.records import Record
+
+_PAUSES = ("evaluation", "checkpoint", "compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +87,13 @@ def phases(run: RunData) -> dict[str, float] | None:
     return {name: 1000 * sum(r["phases"].get(name, 0.0) for r in epochs) / steps for name in names}
 
 
-def pauses(run: RunData) -> dict[str, tuple[int, float]]:
-    """Return for evaluations, checkpoints and compiling how many there were and their seconds."""
+def pauses(run: RunData) -> dict[str, dict[str, float]]:
+    """Return the count and the seconds of evaluations, checkpoints and compiling."""
     found = {}
-    for event in ("evaluation", "checkpoint", "compile"):
-        seconds = [r["seconds"] for r in run.of(event) if isinstance(r.get("seconds"), int | float)]
+    for event in _PAUSES:
+        seconds = [r["seconds"] for r in run.of(event) if r.get("seconds") is not None]
         if seconds:
-            found[event] = (len(seconds), sum(seconds))
+            found[event] = {"count": len(seconds), "seconds": sum(seconds)}
     return found
 
 
@@ -108,14 +111,11 @@ def reached(
 
 def _with_pauses(run: RunData, point: Point) -> float | None:
     """Add what lay between the steps, up to and with the evaluation that told."""
-    stopped = [r for r in run.records if r["event"] in ("evaluation", "checkpoint", "compile")]
     # The checkpoint after an evaluation has its step, but was not needed to know.
-    before = [
-        r
-        for r in stopped
-        if r.get("step", 0) < point.step
-        or (r.get("step") == point.step and r["event"] == "evaluation" and r.get("split") != "test")
+    seconds: list[Any] = [
+        r.get("seconds")
+        for r in run.records
+        if (r["event"] in _PAUSES and r.get("step", 0) < point.step)
+        or (r["event"] == "evaluation" and r["step"] == point.step and r.get("split") != "test")
     ]
-    if not all(isinstance(r.get("seconds"), int | float) for r in before):
-        return None
-    return point.seconds + float(sum(r["seconds"] for r in before))
+    return None if None in seconds else point.seconds + float(sum(seconds))

@@ -17,8 +17,7 @@ def to_json(found: Comparison) -> str:
                     "recipe": run.recipe,
                     "status": run.status,
                     "problems": list(run.problems),
-                    "world_size": run.plan.get("world_size"),
-                    "global_batch_size": run.plan.get("global_batch_size"),
+                    **{key: run.plan.get(key) for key in ("world_size", "global_batch_size")},
                 }
                 for name, run in zip(found.names, found.runs, strict=True)
             ],
@@ -32,10 +31,7 @@ def to_json(found: Comparison) -> str:
             ],
             "throughput": [speed and asdict(speed) for speed in found.throughput],
             "phases_ms_per_step": found.phases,
-            "pauses": [
-                {k: {"count": count, "seconds": seconds} for k, (count, seconds) in one.items()}
-                for one in found.pauses
-            ],
+            "pauses": found.pauses,
             "metric": found.metric,
             "by_samples": found.by_samples and asdict(found.by_samples),
             "by_seconds": found.by_seconds and asdict(found.by_seconds),

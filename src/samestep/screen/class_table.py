@@ -20,12 +20,10 @@ def class_table(
         return []
     width = max(len(name) for name in names)
     lines = []
-    for place, (name, accuracy) in enumerate(per_class.items()):
+    for (name, accuracy), row in zip(per_class.items(), confusion, strict=True):
         shown = "no samples" if accuracy is None else f"{accuracy:.4f}"
-        row = confusion[place]
-        counted = zip(names, row, strict=True)
-        mistakes = [(count, other) for other, count in counted if count and other != name]
-        most = sorted(mistakes, key=lambda mistake: -mistake[0])
-        taken = ", ".join(f"{other} {count:,}" for count, other in most[:_MOST_MISTAKES])
+        counted = sorted(zip(row, names, strict=True), key=lambda one: -one[0])
+        mistakes = [f"{other} {count:,}" for count, other in counted if count and other != name]
+        taken = ", ".join(mistakes[:_MOST_MISTAKES])
         lines.append(f"{name:<{width}}  {shown}{f'  taken for {taken}' if taken else ''}")
     return lines

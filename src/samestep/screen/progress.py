@@ -19,8 +19,8 @@ from samestep.screen.words import count, short
 class Screen:
     """Show the records of one run as they come."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
         self._plan: Record = {}
         self._loss = self._accuracy = ""
         self._epoch: Record | None = None

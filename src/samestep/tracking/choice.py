@@ -21,7 +21,6 @@ PROJECT_VARIABLES = {
 }
 """The trackers' own variables that name a project, where no flag does."""
 
-_FUNCTIONS = ("start", "record", "finish")
 _MAX_NAME = 128  # of W&B; MLflow takes 500
 _NOT_IN_PROJECTS = "/\\#?%:"  # W&B's own list
 
@@ -135,8 +134,8 @@ def _check_file(path: Path) -> None:
         raise UserError(f"--track {path}: it cannot be read: {error.strerror}.") from error
     except (SyntaxError, ValueError) as error:
         raise UserError(f"--track {path}: it is no Python: {error}.") from error
-    missing = [name for name in _FUNCTIONS if name not in names and b"import *" not in text]
-    if missing:
+    missing = [name for name in ("start", "record", "finish") if name not in names]
+    if missing and b"import *" not in text:
         raise UserError(
             f"--track {path}: it has no function {missing[0]}(). A tracker has three: start(run), "
             "record(client, entries), finish(client, result); docs/trackers.md shows one."

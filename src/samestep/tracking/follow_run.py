@@ -67,7 +67,7 @@ def follow_run(
     Raises:
         Exception: whatever the tracker raises; the records stay where they are.
     """
-    machine = MachineSampler(order.pid) if order.live else None
+    machine = None if order.pid is None else MachineSampler(order.pid)
     with limits.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
     why = None
@@ -79,7 +79,7 @@ def follow_run(
         return
     (path / FOLDER).mkdir(exist_ok=True)
     reports.log_to(path / FOLDER / f"{order.name}.log")
-    if why is not None and not order.live:
+    if why is not None and order.pid is None:
         raise UserError(f"{why}, and nothing was sent")
     with _lock(path / FOLDER / f"{order.name}.lock", order.timeout_s):
         order = replace(order, offline=order.offline or why is not None)
@@ -124,7 +124,7 @@ class _FollowedRun:
         self._folder = path / FOLDER / order.name
         self._folder.mkdir(exist_ok=True)
         self._deliveries = read_deliveries(path, order.name)
-        self.delivery = self._deliveries.to(offline=order.offline)
+        self.delivery = self._deliveries.offline if order.offline else self._deliveries.online
         self._counts_at_end = order.offline and getattr(module, "COUNTS_AT_END", False)
         self._records = RecordStream(path, with_checkpoints=order.checkpoints)
         self._client: Any = None
@@ -182,12 +182,10 @@ class _FollowedRun:
             if new:
                 with self._limits.within(self._order.timeout_s, "taking records"):
                     self._module.record(self._client, new)
-            if self._counts_at_end:
-                continue
-            before = (delivery.lines, delivery.system_lines)
-            delivery.lines = max(delivery.lines, records.events.num_read)
-            delivery.system_lines = max(delivery.system_lines, records.system.num_read)
-            if new or before != (delivery.lines, delivery.system_lines):
+            before = delivery.lines, delivery.system_lines
+            has = max(before[0], records.events.num_read), max(before[1], records.system.num_read)
+            if not self._counts_at_end and (new or has != before):
+                delivery.lines, delivery.system_lines = has
                 self._write()
 
     def _write(self) -> None:
@@ -227,7 +225,7 @@ class _FollowedRun:
             facts=scalars(facts),
             started_at=start.get("time", time.time()),
             timeout_s=order.timeout_s,
-            pid=order.pid if order.live else None,
+            pid=order.pid,
         )
 
     def _result(self) -> TrackedResult:

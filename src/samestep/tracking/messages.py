@@ -36,10 +36,8 @@ class TrackerOrder:
     offline: bool
     checkpoints: bool
     timeout_s: float
-    live: bool
-    """Whether a training is going on: then it follows it, and may choose to be offline."""
-    pid: int
-    """The process that gave the order."""
+    pid: int | None
+    """The training that goes on, which it follows and may choose to be offline; None after it."""
 
 
 def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:

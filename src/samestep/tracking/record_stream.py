@@ -124,11 +124,10 @@ class RecordStream:
             ]
 
     def _read(self, line: int, record: Record) -> TrackedRecord | None:
-        try:
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
             return self._entry(line, record)
-        except (KeyError, TypeError, AttributeError):
-            self.events.damaged.append(line + 1)  # JSON, but no record of ours
-            return None
+        self.events.damaged.append(line + 1)  # JSON, but no record of ours
+        return None
 
     def _entry(self, line: int, record: Record) -> TrackedRecord | None:
         check_format(record, self._run)

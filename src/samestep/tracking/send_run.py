@@ -99,7 +99,8 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
     if access.why and not settings.track_offline:
         raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
     order = make_order(settings, tracker, recipe, access, live=False)
-    delivery = read_deliveries(run, name).to(offline=order.offline)
+    both = read_deliveries(run, name)
+    delivery = both.offline if order.offline else both.online
     if delivery.finished and delivery.lines >= lines:
         where = f" at {delivery.link}" if delivery.link else ""
         hint = ""

@@ -123,8 +123,7 @@ def make_order(
         offline=settings.track_offline or access.offline,
         checkpoints=settings.track_checkpoints,
         timeout_s=settings.track_timeout,
-        live=live,
-        pid=os.getpid(),
+        pid=os.getpid() if live else None,
     )
 
 
