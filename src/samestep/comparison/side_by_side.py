@@ -18,14 +18,7 @@ from samestep.comparison.curves import (
 from samestep.comparison.run_data import RunData, read_run
 from samestep.comparison.same_training import SameTraining, compare_losses
 from samestep.comparison.setting_differences import SettingDifference, differences
-from samestep.comparison.throughput import (
-    TargetReached,
-    Throughput,
-    pauses,
-    phases,
-    reached,
-    throughput,
-)
+from samestep.comparison.throughput import Goal, Throughput, pauses, phases, reached, throughput
 from samestep.errors import UserError
 
 MOST = 26
@@ -50,7 +43,7 @@ class Comparison:
     target: float | None
     smaller: bool
     """Whether the metric is to fall."""
-    reached: list[TargetReached | None]
+    reached: list[Goal | None]
     """Empty without a target."""
     notes: list[str]
 
@@ -145,9 +138,7 @@ def _default_metric(runs: Sequence[RunData]) -> str:
     return TRAIN_LOSS
 
 
-def _notes(
-    runs: Sequence[RunData], speeds: Sequence[Throughput | None], recipes: set[str]
-) -> list[str]:
+def _notes(runs: list[RunData], speeds: list[Throughput | None], recipes: set[str]) -> list[str]:
     """Return what a reader of the tables has to know."""
     notes = []
     if len(recipes) > 1:

@@ -127,10 +127,8 @@ def _throughput(found: Comparison) -> Iterator[str]:
     yield from _table(found, "throughput", rows)
 
 
-def _row(
-    name: str, values: Iterable[T | None], shown: Callable[[T], str], missing: str = "–"
-) -> Row:
-    return f"  {name}", [missing if value is None else shown(value) for value in values]
+def _row(name: str, values: Iterable[T | None], shown: Callable[[T], str], empty: str = "–") -> Row:
+    return f"  {name}", [empty if value is None else shown(value) for value in values]
 
 
 def _phases(found: Comparison) -> Iterator[str]:
@@ -143,10 +141,7 @@ def _phases(found: Comparison) -> Iterator[str]:
         yield from _table(found, "ms of a step, rank 0", rows)
     if any(found.pauses):
         shown = "{0[count]} in {0[seconds]:.3g} s".format
-        rows = [
-            _row(kind, [one.get(kind) for one in found.pauses], shown)
-            for kind in _keys(found.pauses)
-        ]
+        rows = [_row(k, [one.get(k) for one in found.pauses], shown) for k in _keys(found.pauses)]
         yield from _table(found, "between the steps", rows)
 
 

@@ -1,6 +1,5 @@
 """What the runs cost: throughput, where a step's time went, time to a metric."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetReached:
+class Goal:
     """Where a metric first was at its target, as far as evaluations tell."""
 
     step: int
@@ -97,15 +96,13 @@ def pauses(run: RunData) -> dict[str, dict[str, float]]:
     return found
 
 
-def reached(
-    run: RunData, curve: Sequence[Point], target: float, *, smaller: bool
-) -> TargetReached | None:
+def reached(run: RunData, curve: list[Point], target: float, *, smaller: bool) -> Goal | None:
     """Return where a curve first was at a target, at a recorded value; None if it never was."""
     for point in curve:
         if point.value <= target if smaller else point.value >= target:
             step, samples, seconds, _ = point
             pauses = _with_pauses(run, point)
-            return TargetReached(step=step, samples=samples, seconds=seconds, with_pauses=pauses)
+            return Goal(step=step, samples=samples, seconds=seconds, with_pauses=pauses)
     return None
 
 

@@ -1,14 +1,12 @@
 """What a test says of each class, in a few lines: its accuracy, and what it is mistaken for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 _MOST_CLASSES = 20
 _MOST_MISTAKES = 3
 
 
-def class_table(
-    per_class: Mapping[str, float | None], confusion: Sequence[Sequence[int]]
-) -> list[str]:
+def class_table(per_class: Mapping[str, float | None], confusion: list[list[int]]) -> list[str]:
     """Return a line for each class, or none where there are more than 20.
 
     Args:

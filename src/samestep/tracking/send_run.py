@@ -108,9 +108,7 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
             hint = " Set MLFLOW_TRACKING_URI to send it to a server."
         if settings.track_checkpoints and not delivery.checkpoints:
             hint += " Checkpoints go with a run or not at all: they cannot be added."
-        raise UserError(
-            f"{name} has all of {run} already{where}; it is not sent a second time.{hint}"
-        )
+        raise UserError(f"{name} has all of {run} already{where}; it is not sent again.{hint}")
     return order
 
 
