@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.comparison.run_data import RunData
-from samestep.run.records import NOT_METRICS, Record
+from samestep.comparison.run_data import TRAIN_LOSS, RunData
+from samestep.run.records import Record
 
-TRAIN_LOSS = "train_loss"
 ROWS = 6
 
 
@@ -33,27 +32,6 @@ class Aligned:
     """One row a place, one value a run; None where a run has none."""
     as_recorded: bool
     """Whether every run recorded a value at every place; else some lie between two records."""
-
-
-def metrics_of(run: RunData) -> list[str]:
-    """Return what the run measured on its validation set, and its training loss."""
-    found = [
-        name
-        for record in run.of("evaluation")
-        if record.get("split") == "validation"
-        for name, value in record.items()
-        if name not in NOT_METRICS and isinstance(value, int | float)
-    ]
-    trained = [TRAIN_LOSS] if run.of("epoch") or run.of("step") else []
-    return [*dict.fromkeys(found), *trained]
-
-
-def smaller_is_better(run: RunData, metric: str) -> bool:
-    """Whether a metric is to fall: a loss, or what the run monitors with `--mode min`."""
-    settings = run.settings or {}
-    if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
-        return settings["mode"] == "min"
-    return metric.endswith("loss")
 
 
 def curves_of(runs: Sequence[RunData], metric: str) -> list[list[Point]]:

@@ -14,7 +14,9 @@ from msgspec import Meta
 from samestep.errors import UserError
 from samestep.run.directory import is_written
 from samestep.run.files import read_object
-from samestep.run.records import Record, as_uninterrupted
+from samestep.run.records import NOT_METRICS, Record, as_uninterrupted
+
+TRAIN_LOSS = "train_loss"
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
@@ -64,6 +66,25 @@ class RunData:
     def of(self, event: str) -> list[Record]:
         """Return the records of one kind."""
         return [record for record in self.records if record["event"] == event]
+
+    def metrics(self) -> list[str]:
+        """Return what the run measured on its validation set, and its training loss."""
+        found = [
+            name
+            for record in self.of("evaluation")
+            if record.get("split") == "validation"
+            for name, value in record.items()
+            if name not in NOT_METRICS and isinstance(value, int | float)
+        ]
+        trained = [TRAIN_LOSS] if self.of("epoch") or self.of("step") else []
+        return [*dict.fromkeys(found), *trained]
+
+    def smaller_is_better(self, metric: str) -> bool:
+        """Whether a metric is to fall: a loss, or what the run monitors with `--mode min`."""
+        settings = self.settings or {}
+        if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
+            return settings["mode"] == "min"
+        return metric.endswith("loss")
 
 
 def read_run(path: Path) -> RunData:

@@ -9,18 +9,15 @@ from samestep.comparison.run_data import RunData
 # was measured to stay 10 times below it for hundreds of steps, missing synchronisation 1,000 above.
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
-Verdict = Literal["equal", "rounding", "apart", "unknown"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SameTraining:
     """How far a run is from the one it is held against, on the steps that both have recorded."""
 
-    verdict: Verdict
+    verdict: Literal["equal", "rounding", "apart", "unknown"]
     why: str = ""
     """Why nothing can be said, for `unknown`."""
     steps: int = 0
-    """Steps that both have recorded."""
     largest: float = 0.0
     """Largest difference of the loss."""
     largest_at: int = 0
@@ -37,11 +34,11 @@ class SameTraining:
 
 def compare_losses(one: RunData, other: RunData) -> SameTraining:
     """Compare the losses, and gradient norms, of equal steps."""
+    if not one.plan or not other.plan:
+        return SameTraining(verdict="unknown", why="one of them has no start record")
     sizes = {"num_samples": "training samples", "global_batch_size": "samples a step"}
     for name, what in sizes.items():
-        mine, its = one.plan.get(name), other.plan.get(name)
-        if mine is None or its is None:
-            return SameTraining(verdict="unknown", why="one of them has no start record")
+        mine, its = one.plan[name], other.plan[name]
         if mine != its:
             why = f"{its:,} {what} against {mine:,}, so equal steps are other work"
             return SameTraining(verdict="unknown", why=why)

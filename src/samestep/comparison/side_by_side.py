@@ -5,17 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from samestep.comparison.curves import (
-    TRAIN_LOSS,
-    Aligned,
-    Point,
-    by_samples,
-    by_seconds,
-    curves_of,
-    metrics_of,
-    smaller_is_better,
-)
-from samestep.comparison.run_data import RunData, read_run
+from samestep.comparison.curves import Aligned, Point, by_samples, by_seconds, curves_of
+from samestep.comparison.run_data import TRAIN_LOSS, RunData, read_run
 from samestep.comparison.same_training import SameTraining, compare_losses
 from samestep.comparison.setting_differences import SettingDifference, differences
 from samestep.comparison.throughput import Goal, Throughput, pauses, phases, reached, throughput
@@ -80,10 +71,10 @@ def compare_runs(
     chosen = metric or _default_metric(runs)
     curves = curves_of(runs, chosen)
     if metric is not None and not any(curves):
-        had = "; ".join(f"{run.path}: {', '.join(metrics_of(run)) or 'none'}" for run in runs)
+        had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
     speeds = [throughput(run) for run in runs]
-    smaller = smaller_is_better(runs[0], chosen)
+    smaller = runs[0].smaller_is_better(chosen)
     return Comparison(
         runs=runs,
         differences=differences(runs),
@@ -130,7 +121,7 @@ def _list(runs: Sequence[RunData]) -> str:
 
 def _default_metric(runs: Sequence[RunData]) -> str:
     """Return the first of accuracy, loss and training loss that all have, or else any has."""
-    found = [metrics_of(run) for run in runs]
+    found = [run.metrics() for run in runs]
     for has in (all, any):
         for metric in ("accuracy", "loss", TRAIN_LOSS):
             if has(metric in metrics for metrics in found):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from samestep.comparison.curves import TRAIN_LOSS
+from samestep.comparison.run_data import TRAIN_LOSS
 from samestep.comparison.same_training import SameTraining
 from samestep.comparison.side_by_side import Comparison
 from samestep.screen.words import count, short, wrapped

@@ -11,7 +11,7 @@ from samestep.errors import UserError
 from samestep.run.directory import lock_run
 from samestep.settings import Settings
 from samestep.tracking.access import find_access
-from samestep.tracking.choice import check_choice, check_installed, chosen, short_name
+from samestep.tracking.choice import check_choice, check_installed, chosen
 from samestep.tracking.deliveries import read_deliveries
 from samestep.tracking.messages import TrackerOrder, wait_for
 from samestep.tracking.record_stream import RecordStream
@@ -26,10 +26,8 @@ def send_run(
 ) -> list[TrackerProcess]:
     """Send a run to trackers, one after the other; return their processes, which have ended.
 
-    Args:
-        run: the run directory.
-        overrides: settings by name that win over those of the run; `track` names the trackers.
-        say: called with a sentence for each thing that is amiss.
+    The overrides, settings by name, win over those of the run; their `track` names the trackers.
+    `say` is called with a sentence for each thing that is amiss.
 
     Raises:
         UserError: there is no run, it is going on, a tracker has it already, or cannot be used.
@@ -86,29 +84,28 @@ def _say_what_is_amiss(run: Path, entries: RecordStream, say: Callable[[str], No
         path = run / name
         try:
             msgspec.json.decode(path.read_bytes(), type=dict)
-        except FileNotFoundError:
-            say(f"{path} is missing: {what} is not sent.")
-        except (OSError, msgspec.DecodeError):
-            say(f"{path} cannot be read: {what} is not sent.")
+        except (OSError, msgspec.DecodeError) as error:
+            how = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+            say(f"{path} {how}: {what} is not sent.")
 
 
 def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:
     """Return the order for one tracker, unless it has the run already or cannot be reached."""
     access = find_access(tracker)
-    name = short_name(tracker)
     if access.why and not settings.track_offline:
         raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
     order = make_order(settings, tracker, recipe, access, live=False)
-    both = read_deliveries(run, name)
+    both = read_deliveries(run, order.name)
     delivery = both.offline if order.offline else both.online
     if delivery.finished and delivery.lines >= lines:
         where = f" at {delivery.link}" if delivery.link else ""
         hint = ""
-        if name == "mlflow" and order.offline:
+        if tracker == "mlflow" and order.offline:
             hint = " Set MLFLOW_TRACKING_URI to send it to a server."
         if settings.track_checkpoints and not delivery.checkpoints:
             hint += " Checkpoints go with a run or not at all: they cannot be added."
-        raise UserError(f"{name} has all of {run} already{where}; it is not sent again.{hint}")
+        has = f"{order.name} has all of {run} already{where}"
+        raise UserError(f"{has}; it is not sent again.{hint}")
     return order
 
 

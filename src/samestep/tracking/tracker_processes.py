@@ -68,9 +68,7 @@ class TrackerProcess:
 
     def heard(self) -> list[dict[str, Any]]:
         """Return what the process has said since, without waiting."""
-        news: list[dict[str, Any]] = []
-        if self.messages.closed:
-            return news
+        news = []
         while (message := self.messages.read(0.0)) is not None:
             if "failed" in message and self.failed:
                 continue  # the process and its time limit may both say so: one warning
@@ -167,8 +165,6 @@ class TrackerProcesses:
     def show(self, record: Record) -> None:
         """Show a record, and what the trackers have said meanwhile."""
         self._show(record)
-        if not self._trackers:
-            return
         if record["event"] == "start":
             self._run = record["run_dir"]
             for tracker in self._trackers:
