@@ -67,7 +67,8 @@ class MessageReader:
         if b"\n" not in self._buffer:
             return None  # the end, with half a message at the most
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return msgspec.json.decode(line, type=dict[str, Any])
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 class Instructions:
