@@ -145,7 +145,7 @@ def test_a_loss_has_to_fall_to_its_target(tmp_path):
 def test_runs_evaluated_at_the_same_samples_are_shown_as_recorded(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "b", global_batch=20, epochs=2)
     curve = compare_runs([one, other]).by_samples
-    assert curve.recorded
+    assert curve.as_recorded
     assert curve.places == (60, 120)
     assert curve.values == ((0.5, 0.5), (pytest.approx(2 / 3), pytest.approx(2 / 3)))
 
@@ -154,7 +154,7 @@ def test_between_two_records_a_value_lies_on_their_line_and_never_beyond_them():
     one = [Point(0, 10, 1.0, 1.0), Point(0, 30, 3.0, 0.0)]
     other = [Point(0, 20, 10.0, 5.0), Point(0, 40, 40.0, 5.0)]
     curve = by_samples([one, other])
-    assert not curve.recorded
+    assert not curve.as_recorded
     assert (curve.places[0], curve.places[-1]) == (20, 30)
     assert curve.values[0] == (0.5, 5.0)
     times = by_seconds([one, other])

@@ -151,7 +151,7 @@ def test_metrics_keep_their_own_names_and_each_step_counts_once_for_each_set_of_
         ("metrics", "step", 5, 1, 103.0, {"step": 8, "loss": 0.25, "odd": 1.0}),
         ("metrics", "step", 6, 1, 103.0, {"val/loss": 4}),
     ]
-    assert entries.damaged == [9, 10, 11]
+    assert entries.events.damaged == [9, 10, 11]
 
 
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
     entries = RecordStream(tmp_path)
     assert [entry.step for entry in all_of(entries)] == [1, 2]
-    assert entries.damaged == [2, 3, 4, 5]
+    assert entries.events.damaged == [2, 3, 4, 5]
 
 
 def test_settings_become_flat_names_with_plain_values():
@@ -183,9 +183,9 @@ def test_a_line_that_is_completed_while_the_file_is_read_counts_once_and_whole(t
             file.write(rest)
             rest = ""
     assert not rest
-    assert entries.torn
+    assert entries.events.torn
     found += all_of(entries)
     assert [entry.line for entry in found] == list(range(1, len(lines)))
-    assert entries.lines == len(lines)
-    assert entries.damaged == []
-    assert not entries.torn
+    assert entries.events.num_read == len(lines)
+    assert entries.events.damaged == []
+    assert not entries.events.torn

@@ -64,10 +64,10 @@ def main(arguments: list[str]) -> int:
         if one.failed is not None:
             sys.stdout.flush()
             print_error(
-                f"{one.tracker} failed: {one.failed}. The same command sends what is left; "
+                f"{one.name} failed: {one.failed}. The same command sends what is left; "
                 "--offline writes files instead."
             )
         else:
-            place = f"{'written to' if one.offline else 'sent to'} {one.link or one.tracker}"
-            console.print(f"[bold]{escape(one.tracker):<7}[/] {escape(place)}", soft_wrap=True)
+            place = f"{'written to' if one.offline else 'sent to'} {one.link or one.name}"
+            console.print(f"[bold]{escape(one.name):<7}[/] {escape(place)}", soft_wrap=True)
     return 1 if any(one.failed is not None for one in sent) else 0

@@ -4,12 +4,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from samestep.comparison.run_data import RunData
-from samestep.run.records import NOT_METRICS, Record
+from samestep.comparison.run_data import TRAIN_LOSS, RunData
+from samestep.run.records import Record
 
-TRAIN_LOSS = "train_loss"
 ROWS = 6
 
 
@@ -28,33 +27,11 @@ class Point(NamedTuple):
 class Aligned:
     """The values of some curves at the same places."""
 
-    along: Literal["samples", "seconds"]
     places: tuple[float, ...]
     values: tuple[tuple[float | None, ...], ...]
     """One row a place, one value a run; None where a run has none."""
-    recorded: bool
+    as_recorded: bool
     """Whether every run recorded a value at every place; else some lie between two records."""
-
-
-def metrics_of(run: RunData) -> list[str]:
-    """Return what the run measured on its validation set, and its training loss."""
-    found = [
-        name
-        for record in run.of("evaluation")
-        if record.get("split") == "validation"
-        for name, value in record.items()
-        if name not in NOT_METRICS and isinstance(value, int | float)
-    ]
-    trained = [TRAIN_LOSS] if run.of("epoch") or run.of("step") else []
-    return [*dict.fromkeys(found), *trained]
-
-
-def smaller_is_better(run: RunData, metric: str) -> bool:
-    """Whether a metric is to fall: a loss, or what the run monitors with `--mode min`."""
-    settings = run.settings or {}
-    if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
-        return settings["mode"] == "min"
-    return metric.endswith("loss")
 
 
 def curves_of(runs: Sequence[RunData], metric: str) -> list[list[Point]]:
@@ -63,15 +40,11 @@ def curves_of(runs: Sequence[RunData], metric: str) -> list[list[Point]]:
     The training loss is the mean over each epoch where all runs have two epochs or more, else that
     of single steps.
     """
-    if metric != TRAIN_LOSS:
-        return [_evaluations(run, metric) for run in runs]
-    event = "epoch" if all(len(run.of("epoch")) > 1 for run in runs) else "step"
-    return [_curve(run, run.of(event), "loss") for run in runs]
-
-
-def _evaluations(run: RunData, metric: str) -> list[Point]:
-    found = [r for r in run.of("evaluation") if r.get("split") == "validation"]
-    return _curve(run, [r for r in found if isinstance(r.get(metric), int | float)], metric)
+    event, name = "evaluation", metric
+    if metric == TRAIN_LOSS:
+        event = "epoch" if all(len(run.of("epoch")) > 1 for run in runs) else "step"
+        name = "loss"
+    return [_curve(run, run.of(event), name) for run in runs]
 
 
 def _curve(run: RunData, records: list[Record], metric: str) -> list[Point]:
@@ -79,6 +52,7 @@ def _curve(run: RunData, records: list[Record], metric: str) -> list[Point]:
     return [
         Point(r["step"], samples_at(run, r["step"]), between(clock, r["step"]), float(r[metric]))
         for r in records
+        if r.get("split", "validation") == "validation" and isinstance(r.get(metric), int | float)
     ]
 
 
@@ -130,14 +104,15 @@ def by_samples(curves: Sequence[list[Point]]) -> Aligned | None:
         return None
     common = sorted(set.intersection(*({place for place, _ in of_one} for of_one in there)))
     if len(common) > 1 or len(there) == 1:
-        return _at(marks, _some(common), "samples", recorded=True)
+        if len(common) > ROWS:  # the first and the last stay
+            common = [common[round(n * (len(common) - 1) / (ROWS - 1))] for n in range(ROWS)]
+        return _at(marks, common, as_recorded=True)
     low = max(of_one[0][0] for of_one in there)
     high = min(of_one[-1][0] for of_one in there)
     if low > high:
         return None
-    count = ROWS if high > low else 1
-    places = [low + (high - low) * n / max(1, count - 1) for n in range(count)]
-    return _at(marks, places, "samples", recorded=False)
+    places = [low + (high - low) * n / (ROWS - 1) for n in range(ROWS if high > low else 1)]
+    return _at(marks, places, as_recorded=False)
 
 
 def by_seconds(curves: Sequence[list[Point]]) -> Aligned | None:
@@ -152,28 +127,16 @@ def by_seconds(curves: Sequence[list[Point]]) -> Aligned | None:
     if not ends or min(ends) <= 0:
         return None
     low, high = min(ends), max(ends)
-    count = ROWS if high > low else 1
-    places = [low * (high / low) ** (n / max(1, count - 1)) for n in range(count)]
-    return _at(marks, [low, *places[1:-1], high][:count], "seconds", recorded=False)
+    between_them = [low * (high / low) ** (n / (ROWS - 1)) for n in range(1, ROWS - 1)]
+    return _at(marks, [low, *between_them, high] if high > low else [low], as_recorded=False)
 
 
 def _at(
-    marks: Sequence[list[tuple[float, float]]],
-    places: list[float],
-    along: Literal["samples", "seconds"],
-    *,
-    recorded: bool,
+    marks: Sequence[list[tuple[float, float]]], places: list[float], *, as_recorded: bool
 ) -> Aligned:
     def value(of_one: list[tuple[float, float]], place: float) -> float | None:
         covered = of_one and of_one[0][0] <= place <= of_one[-1][0]
         return between(of_one, place) if covered else None
 
     values = tuple(tuple(value(of_one, place) for of_one in marks) for place in places)
-    return Aligned(along=along, places=tuple(places), values=values, recorded=recorded)
-
-
-def _some(places: list[float]) -> list[float]:
-    """Return at most `ROWS` of some places, the first and the last among them."""
-    if len(places) <= ROWS:
-        return places
-    return [places[round(n * (len(places) - 1) / (ROWS - 1))] for n in range(ROWS)]
+    return Aligned(places=tuple(places), values=values, as_recorded=as_recorded)

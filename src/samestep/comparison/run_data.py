@@ -14,13 +14,13 @@ from msgspec import Meta
 from samestep.errors import UserError
 from samestep.run.directory import is_written
 from samestep.run.files import read_object
-from samestep.run.records import Record, as_uninterrupted
+from samestep.run.records import NOT_METRICS, Record, as_uninterrupted
+
+TRAIN_LOSS = "train_loss"
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
-
-
 _SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
 _SIZES = ("world_size", "num_samples", "global_batch_size", "steps_per_epoch")
 # Without these a record says nothing. A record of any other event is whatever it says.
@@ -40,6 +40,7 @@ _FIELDS: dict[str, list[Any]] = {
     "compile": [("seconds", _Seconds)],
 }
 _FORMS = {event: msgspec.defstruct(event, fields) for event, fields in _FIELDS.items()}
+_OTHER_FORM = msgspec.defstruct("other", [("event", str)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,25 @@ class RunData:
         """Return the records of one kind."""
         return [record for record in self.records if record["event"] == event]
 
+    def metrics(self) -> list[str]:
+        """Return what the run measured on its validation set, and its training loss."""
+        found = [
+            name
+            for record in self.of("evaluation")
+            if record.get("split") == "validation"
+            for name, value in record.items()
+            if name not in NOT_METRICS and isinstance(value, int | float)
+        ]
+        trained = [TRAIN_LOSS] if self.of("epoch") or self.of("step") else []
+        return [*dict.fromkeys(found), *trained]
+
+    def smaller_is_better(self, metric: str) -> bool:
+        """Whether a metric is to fall: a loss, or what the run monitors with `--mode min`."""
+        settings = self.settings or {}
+        if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
+            return settings["mode"] == "min"
+        return metric.endswith("loss")
+
 
 def read_run(path: Path) -> RunData:
     """Return what a run's directory tells.
@@ -90,7 +110,10 @@ def read_run(path: Path) -> RunData:
     sizes = dict.fromkeys(start["world_size"] for start in starts)
     if len(sizes) > 1:
         problems.append(f"it ran on {', then '.join(map(str, sizes))} ranks: its figures mix them")
-    settings = None if table is None else _flat(table)
+    settings = None
+    if table is not None:  # settings and options beside each other, as the command line has them
+        settings = {key: table[key] for key in table if key not in ("recipe", "options")}
+        settings |= table["options"] if isinstance(table.get("options"), dict) else {}
     plan = starts[-1] if starts else {}
     name = plan.get("recipe") or result.get("recipe") or (table or {}).get("recipe") or ""
     return RunData(
@@ -114,13 +137,9 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
         return []
     if torn:
         problems.append("the last line of events.jsonl is half-written, and left out")
-    found, damaged = [], []
-    for number, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is None:
-            damaged.append(number)
-        else:
-            found.append(record)
+    read = [_record(line) for line in lines]
+    found = [record for record in read if record is not None]
+    damaged = [number for number, record in enumerate(read, start=1) if record is None]
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
         plural = "s" if len(damaged) > 1 else ""
@@ -133,15 +152,11 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
 def _record(line: bytes) -> Record | None:
     """Return the record of a line, or None if it is none that a run writes."""
     try:
-        record: Any = msgspec.json.decode(line)
-        event = record.get("event") if isinstance(record, dict) else None
-        if not isinstance(event, str):
-            return None
-        if event in _FORMS:
-            msgspec.convert(record, _FORMS[event])
+        record = msgspec.json.decode(line, type=Record)
+        msgspec.convert(record, _FORMS.get(str(record.get("event")), _OTHER_FORM))
     except msgspec.MsgspecError:
         return None
-    return dict(record)
+    return record
 
 
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -152,13 +167,6 @@ def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
         problems.append("settings.toml is damaged: its settings are not known")
     return None
-
-
-def _flat(table: Mapping[str, Any]) -> dict[str, object]:
-    """Return settings and options beside each other, as the command line has them."""
-    options = table.get("options")
-    own = {key: value for key, value in table.items() if key not in ("recipe", "options")}
-    return {**own, **(options if isinstance(options, dict) else {})}
 
 
 def _facts(path: Path, plan: Record, problems: list[str]) -> dict[str, object]:

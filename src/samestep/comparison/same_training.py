@@ -9,18 +9,15 @@ from samestep.comparison.run_data import RunData
 # was measured to stay 10 times below it for hundreds of steps, missing synchronisation 1,000 above.
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
-Verdict = Literal["equal", "rounding", "apart", "unknown"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SameTraining:
     """How far a run is from the one it is held against, on the steps that both have recorded."""
 
-    verdict: Verdict
+    verdict: Literal["equal", "rounding", "apart", "unknown"]
     why: str = ""
     """Why nothing can be said, for `unknown`."""
     steps: int = 0
-    """Steps that both have recorded."""
     largest: float = 0.0
     """Largest difference of the loss."""
     largest_at: int = 0
@@ -37,13 +34,11 @@ class SameTraining:
 
 def compare_losses(one: RunData, other: RunData) -> SameTraining:
     """Compare the losses, and gradient norms, of equal steps."""
-    for name, what in (
-        ("num_samples", "training samples"),
-        ("global_batch_size", "samples a step"),
-    ):
-        mine, its = one.plan.get(name), other.plan.get(name)
-        if mine is None or its is None:
-            return SameTraining(verdict="unknown", why="one of them has no start record")
+    if not one.plan or not other.plan:
+        return SameTraining(verdict="unknown", why="one of them has no start record")
+    sizes = {"num_samples": "training samples", "global_batch_size": "samples a step"}
+    for name, what in sizes.items():
+        mine, its = one.plan[name], other.plan[name]
         if mine != its:
             why = f"{its:,} {what} against {mine:,}, so equal steps are other work"
             return SameTraining(verdict="unknown", why=why)
@@ -56,15 +51,10 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
     # Rounding is of the sums that a loss is made of: where it falls to nothing, they do not.
     scale = max(abs(a["loss"]) for a, _ in pairs)
     largest, at = max(gaps, key=lambda gap: gap[0])
-    far = [
-        a["step"] for (a, _), (gap, _) in zip(pairs, gaps, strict=True) if gap > tolerance * scale
-    ]
-    norms = [
-        abs(a["grad_norm"] - b["grad_norm"]) / max(abs(a["grad_norm"]), 1e-12)
-        for a, b in pairs
-        if a.get("grad_norm") is not None and b.get("grad_norm") is not None
-    ]
-    before = [a["step"] for a, _ in pairs if not far or a["step"] < far[0]]
+    far = [step for gap, step in gaps if gap > tolerance * scale]
+    both = [(a.get("grad_norm"), b.get("grad_norm")) for a, b in pairs]
+    norms = [abs(a - b) / max(abs(a), 1e-12) for a, b in both if a is not None and b is not None]
+    before = [step for _, step in gaps if not far or step < far[0]]
     return SameTraining(
         verdict="apart" if far else "rounding" if largest or any(norms) else "equal",
         steps=len(pairs),
@@ -79,56 +69,3 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
 
 def _tolerance(run: RunData) -> float:
     return TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5)
-
-
-def sentence(found: SameTraining, other: str, one: str, reasons: str = "") -> str:
-    """Return the verdict in words.
-
-    Args:
-        found: the comparison.
-        other: name of the run that is judged.
-        one: name of the run it is held against.
-        reasons: a sentence of what differs and may be why.
-    """
-    if found.verdict == "unknown":
-        return _join(f"{other} and {one} cannot be compared by step: {found.why}.", reasons)
-    steps = f"{found.steps:,} recorded step" + ("s" if found.steps > 1 else "")
-    if found.verdict == "equal":
-        return f"{other} is the same training as {one}: every bit of the loss on {steps}."
-    size = f"at most {found.largest:.1e}, at step {found.largest_at:,}"
-    if found.verdict == "rounding":
-        return (
-            f"{other} is the same training as {one}, to rounding: the losses of {steps} differ by "
-            f"{size} (rounding explains {found.tolerance:.0e})."
-        )
-    if found.last_alike is None:
-        text = (
-            f"{other} is another training than {one}: the losses differ from the first of {steps} "
-            f"on, by {size} (rounding explains {found.tolerance:.0e})."
-        )
-        return _join(text, reasons)
-    text = (
-        f"{other} parts from {one} after step {found.last_alike:,}: up to there the losses are the "
-        f"same to rounding, from step {found.first_apart:,} on they differ by {size}. A difference "
-        "that begins at rounding and grows slowly is rounding's own; a jump is not."
-    )
-    return _join(text, reasons)
-
-
-def reasons_of(one: RunData, other: RunData, deciding: list[str], *, compared: bool) -> str:
-    """Return what differs between two runs and may make two trainings of them, as a sentence."""
-    if deciding:
-        return f"Settings that decide the training differ: {', '.join(deciding)}."
-    if not compared:
-        return ""
-    ranks = [run.plan.get("world_size") for run in (one, other)]
-    if None not in ranks and ranks[0] != ranks[1]:
-        return (
-            "No such setting differs. On another number of ranks dropout draws other numbers, as "
-            "does augmentation that is not keyed by sample; samestep verify names the cause."
-        )
-    return "No setting that decides the training differs; samestep verify looks for the cause."
-
-
-def _join(text: str, reasons: str) -> str:
-    return f"{text} {reasons}" if reasons else text

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from samestep.comparison.run_data import RunData
 from samestep.settings import MAY_CHANGE
@@ -31,26 +30,23 @@ class SettingDifference:
 
 def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     """Return what differs: settings first, then where the runs ran; each in its usual order."""
-    names: dict[str, Literal["setting", "fact"]] = {}
-    for run in runs:
-        names |= dict.fromkeys(run.settings or {}, "setting")
-    for run in runs:
-        names |= {name: "fact" for name in run.facts if name not in names}
+    settings = dict.fromkeys(name for run in runs for name in run.settings or {})
+    facts = dict.fromkeys(name for run in runs for name in run.facts if name not in settings)
     found = []
-    for name, kind in names.items():
-        values = tuple(_value(run, name, kind) for run in runs)
+    for name in (*settings, *facts):
+        values = tuple(_value(run, name, is_fact=name in facts) for run in runs)
         if len({value for value in values if value != UNKNOWN}) > 1:
             decides = name not in _SAME_TRAINING
             found.append(SettingDifference(name=name, values=values, decides=decides))
     return found
 
 
-def _value(run: RunData, name: str, kind: str) -> str:
+def _value(run: RunData, name: str, *, is_fact: bool) -> str:
     if run.settings is not None and name in run.settings:
         return _shown(run.settings[name])
-    if name in run.facts and (kind == "fact" or (run.settings is None and name in _SIZES)):
+    if name in run.facts and (is_fact or (run.settings is None and name in _SIZES)):
         return _shown(run.facts[name])
-    return UNSET if kind == "setting" and run.settings is not None else UNKNOWN
+    return UNKNOWN if is_fact or run.settings is None else UNSET
 
 
 def _shown(value: object) -> str:

@@ -5,27 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from samestep.comparison.curves import (
-    TRAIN_LOSS,
-    Aligned,
-    Point,
-    by_samples,
-    by_seconds,
-    curves_of,
-    metrics_of,
-    smaller_is_better,
-)
-from samestep.comparison.run_data import RunData, read_run
+from samestep.comparison.curves import Aligned, Point, by_samples, by_seconds, curves_of
+from samestep.comparison.run_data import TRAIN_LOSS, RunData, read_run
 from samestep.comparison.same_training import SameTraining, compare_losses
 from samestep.comparison.setting_differences import SettingDifference, differences
-from samestep.comparison.throughput import (
-    TargetReached,
-    Throughput,
-    pauses,
-    phases,
-    reached,
-    throughput,
-)
+from samestep.comparison.throughput import Goal, Throughput, pauses, phases, reached, throughput
 from samestep.errors import UserError
 
 MOST = 26
@@ -42,7 +26,7 @@ class Comparison:
     throughput: list[Throughput | None]
     phases: list[dict[str, float] | None]
     """Milliseconds of a step on rank 0."""
-    pauses: list[dict[str, tuple[int, float]]]
+    pauses: list[dict[str, dict[str, float]]]
     metric: str
     curves: list[list[Point]]
     by_samples: Aligned | None
@@ -50,7 +34,7 @@ class Comparison:
     target: float | None
     smaller: bool
     """Whether the metric is to fall."""
-    reached: list[TargetReached | None]
+    reached: list[Goal | None]
     """Empty without a target."""
     notes: list[str]
 
@@ -67,13 +51,10 @@ def compare_runs(
     *,
     any_recipe: bool = False,
 ) -> Comparison:
-    """Read the runs and put them side by side.
+    """Read two runs or more from their directories and put them side by side.
 
-    Args:
-        paths: their directories, two or more.
-        metric: of the validation set, or `train_loss`; by default accuracy if all have it.
-        target: a value of the metric to look for.
-        any_recipe: whether runs of different recipes may be compared.
+    The metric is of the validation set, or `train_loss`; by default accuracy if all have it. Runs
+    of different recipes are compared with `any_recipe` only.
 
     Raises:
         UserError: one is no run, or they have nothing in common.
@@ -90,16 +71,10 @@ def compare_runs(
     chosen = metric or _default_metric(runs)
     curves = curves_of(runs, chosen)
     if metric is not None and not any(curves):
-        had = "; ".join(f"{run.path}: {', '.join(metrics_of(run)) or 'none'}" for run in runs)
+        had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
     speeds = [throughput(run) for run in runs]
-    smaller = smaller_is_better(runs[0], chosen)
-    goals: list[TargetReached | None] = []
-    if target is not None:
-        goals = [
-            reached(run, curve, target, smaller=smaller)
-            for run, curve in zip(runs, curves, strict=True)
-        ]
+    smaller = runs[0].smaller_is_better(chosen)
     return Comparison(
         runs=runs,
         differences=differences(runs),
@@ -113,7 +88,11 @@ def compare_runs(
         by_seconds=by_seconds(curves),
         target=target,
         smaller=smaller,
-        reached=goals,
+        reached=[
+            reached(run, curve, target, smaller=smaller)
+            for run, curve in zip(runs, curves, strict=True)
+            if target is not None
+        ],
         notes=_notes(runs, speeds, recipes),
     )
 
@@ -142,18 +121,15 @@ def _list(runs: Sequence[RunData]) -> str:
 
 def _default_metric(runs: Sequence[RunData]) -> str:
     """Return the first of accuracy, loss and training loss that all have, or else any has."""
-    found = [metrics_of(run) for run in runs]
-    usual = ("accuracy", "loss", TRAIN_LOSS)
+    found = [run.metrics() for run in runs]
     for has in (all, any):
-        for metric in usual:
+        for metric in ("accuracy", "loss", TRAIN_LOSS):
             if has(metric in metrics for metrics in found):
                 return metric
     return TRAIN_LOSS
 
 
-def _notes(
-    runs: Sequence[RunData], speeds: Sequence[Throughput | None], recipes: set[str]
-) -> list[str]:
+def _notes(runs: list[RunData], speeds: list[Throughput | None], recipes: set[str]) -> list[str]:
     """Return what a reader of the tables has to know."""
     notes = []
     if len(recipes) > 1:

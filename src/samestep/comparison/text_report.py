@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from samestep.comparison.curves import TRAIN_LOSS
-from samestep.comparison.same_training import reasons_of, sentence
+from samestep.comparison.run_data import TRAIN_LOSS
+from samestep.comparison.same_training import SameTraining
 from samestep.comparison.side_by_side import Comparison
 from samestep.screen.words import count, short, wrapped
 
@@ -15,13 +15,8 @@ T = TypeVar("T")
 
 def lines(found: Comparison) -> Iterator[str]:
     """Yield the lines of the whole comparison."""
-    yield from _header(found)
-    yield from _settings(found)
-    yield from _alike(found)
-    yield from _throughput(found)
-    yield from _phases(found)
-    yield from _curves(found)
-    yield from _target(found)
+    for part in (_header, _settings, _alike, _throughput, _phases, _curves, _target):
+        yield from part(found)
     if found.notes:
         yield ""
     for note in found.notes:
@@ -31,10 +26,7 @@ def lines(found: Comparison) -> Iterator[str]:
 def _header(found: Comparison) -> Iterator[str]:
     for name, run in zip(found.names, found.runs, strict=True):
         plan = run.plan
-        where = "?"
-        if plan:
-            ranks = plan["world_size"]
-            where = f"{count(ranks, 'rank')} on {plan.get('device', '?')}"
+        where = f"{count(plan['world_size'], 'rank')} on {plan.get('device', '?')}" if plan else "?"
         steps = max((r["step"] for r in run.records if "step" in r), default=0)
         yield f"{name}  {run.path}"
         head = f"   {run.recipe or 'recipe unknown'}, {where}, {steps:,} steps, {run.status}"
@@ -47,14 +39,13 @@ def _settings(found: Comparison) -> Iterator[str]:
     if not found.differences:
         yield from ("", "settings  no difference is recorded")
         return
-    marked = [d for d in found.differences if d.decides]
     most = max(_LEAST, (_WIDTH - _LABEL) // len(found.runs) - 2)
     rows = [
         (("* " if d.decides else "  ") + d.name, [_cut(value, most) for value in d.values])
         for d in found.differences
     ]
-    yield from _table("settings that differ", found.names, rows)
-    if marked:
+    yield from _table(found, "settings that differ", rows)
+    if any(d.decides for d in found.differences):
         yield "  * makes it another training"
 
 
@@ -67,14 +58,47 @@ def _cut(text: str, most: int) -> str:
 def _alike(found: Comparison) -> Iterator[str]:
     yield from ("", "the same training?")
     for place, result in enumerate(found.alike, start=1):
-        deciding = [
-            d.name for d in found.differences if d.decides and d.values[0] != d.values[place]
-        ]
-        reasons = reasons_of(
-            found.runs[0], found.runs[place], deciding, compared=result.verdict != "unknown"
-        )
-        text = sentence(result, found.names[place], found.names[0], reasons)
+        text = _verdict(result, found.names[place], found.names[0])
+        if result.verdict in ("apart", "unknown"):
+            text += _reasons(found, place)
         yield from wrapped(f"  {text}", "  ")
+
+
+def _verdict(found: SameTraining, other: str, one: str) -> str:
+    if found.verdict == "unknown":
+        return f"{other} and {one} cannot be compared by step: {found.why}."
+    steps = count(found.steps, "recorded step")
+    if found.verdict == "equal":
+        return f"{other} is the same training as {one}: every bit of the loss on {steps}."
+    size = f"by at most {found.largest:.1e}, at step {found.largest_at:,}"
+    explained = f"(rounding explains {found.tolerance:.0e})."
+    if found.verdict == "rounding":
+        alike = f"{other} is the same training as {one}, to rounding"
+        return f"{alike}: the losses of {steps} differ {size} {explained}"
+    if found.last_alike is None:
+        apart = f"{other} is another training than {one}: the losses differ from the first of"
+        return f"{apart} {steps} on, {size} {explained}"
+    return (
+        f"{other} parts from {one} after step {found.last_alike:,}: up to there the losses are the "
+        f"same to rounding, from step {found.first_apart:,} on they differ {size}. A difference "
+        "that begins at rounding and grows slowly is rounding's own; a jump is not."
+    )
+
+
+def _reasons(found: Comparison, place: int) -> str:
+    """Return what differs from the first run and may make another training of this one."""
+    differ = [d.name for d in found.differences if d.decides and d.values[0] != d.values[place]]
+    if differ:
+        return f" Settings that decide the training differ: {', '.join(differ)}."
+    if found.alike[place - 1].verdict == "unknown":
+        return ""
+    # Steps were compared, so both have a plan.
+    if found.runs[0].plan["world_size"] != found.runs[place].plan["world_size"]:
+        return (
+            " No such setting differs. On another number of ranks dropout draws other numbers, as "
+            "does augmentation that is not keyed by sample; samestep verify names the cause."
+        )
+    return " No setting that decides the training differs; samestep verify looks for the cause."
 
 
 def _throughput(found: Comparison) -> Iterator[str]:
@@ -100,13 +124,11 @@ def _throughput(found: Comparison) -> Iterator[str]:
         _row("ms per step", speeds, lambda s: f"{s.ms_per_step:,.3f}"),
         _row("over", speeds, lambda s: s.basis),
     ]
-    yield from _table("throughput", found.names, rows)
+    yield from _table(found, "throughput", rows)
 
 
-def _row(
-    name: str, values: Iterable[T | None], shown: Callable[[T], str], missing: str = "–"
-) -> Row:
-    return f"  {name}", [missing if value is None else shown(value) for value in values]
+def _row(name: str, values: Iterable[T | None], shown: Callable[[T], str], empty: str = "–") -> Row:
+    return f"  {name}", [empty if value is None else shown(value) for value in values]
 
 
 def _phases(found: Comparison) -> Iterator[str]:
@@ -116,13 +138,11 @@ def _phases(found: Comparison) -> Iterator[str]:
             for name in _keys(found.phases)
         ]
         rows.append(_row("together", found.phases, lambda one: f"{sum(one.values()):,.3f}"))
-        yield from _table("ms of a step, rank 0", found.names, rows)
+        yield from _table(found, "ms of a step, rank 0", rows)
     if any(found.pauses):
-        rows = [
-            _row(kind, [one.get(kind) for one in found.pauses], lambda p: f"{p[0]} in {p[1]:.3g} s")
-            for kind in _keys(found.pauses)
-        ]
-        yield from _table("between the steps", found.names, rows)
+        shown = "{0[count]} in {0[seconds]:.3g} s".format
+        rows = [_row(k, [one.get(k) for one in found.pauses], shown) for k in _keys(found.pauses)]
+        yield from _table(found, "between the steps", rows)
 
 
 def _keys(tables: Iterable[Mapping[str, object] | None]) -> Iterable[str]:
@@ -140,14 +160,13 @@ def _curves(found: Comparison) -> Iterator[str]:
     ):
         if curve is None:
             continue
-        how = "as recorded" if curve.recorded else "on the line between two records"
-        yield ""
-        yield from wrapped(f"{what}, by {by}, {how}", "  ")
+        how = "as recorded" if curve.as_recorded else "on the line between two records"
+        heading = wrapped(f"{what}, by {by}, {how}", "  ")
         rows = [
             _row(format(place, form), values, "{:.4f}".format)
             for place, values in zip(curve.places, curve.values, strict=True)
         ]
-        yield from _rows(found.names, f"  {curve.along}", rows)
+        yield from _table(found, f"  {by.split()[0]}", rows, *heading)
 
 
 def metric_name(found: Comparison) -> str:
@@ -172,16 +191,13 @@ def _target(found: Comparison) -> Iterator[str]:
         _row("and of pauses", pauses, "{:.3g}".format, ""),
         _row("best of the run", best, "{:.4f}".format),
     ]
-    yield from ("", f"{metric_name(found)} {sign} {found.target:g}, first seen at a record")
-    yield from _rows(found.names, "", rows)
+    heading = f"{metric_name(found)} {sign} {found.target:g}, first seen at a record"
+    yield from _table(found, "", rows, heading)
 
 
-def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    yield ""
-    yield from _rows(names, title, rows)
-
-
-def _rows(names: Sequence[str], corner: str, rows: Sequence[Row]) -> Iterator[str]:
+def _table(found: Comparison, corner: str, rows: Sequence[Row], *heading: str) -> Iterator[str]:
+    yield from ("", *heading)
+    names = found.names
     label = max(_LABEL, len(corner), *(len(name) for name, _ in rows))
     widths = [max(_LEAST, *(len(cells[place]) for _, cells in rows)) for place in range(len(names))]
     for name, cells in [(corner, names), *rows]:

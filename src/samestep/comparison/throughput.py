@@ -1,12 +1,14 @@
 """What the runs cost: throughput, where a step's time went, time to a metric."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from samestep.comparison.curves import Point
 from samestep.comparison.run_data import RunData
 from samestep.run.phase_names import IN_ORDER
 from samestep.run.records import Record
+
+_PAUSES = ("evaluation", "checkpoint", "compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,20 +22,12 @@ class Throughput:
     steps_per_s: float
     basis: str
     """What it was measured over."""
-
-    @property
-    def ms_per_step(self) -> float:
-        """Milliseconds of a step."""
-        return 1000 / self.steps_per_s
-
-    @property
-    def us_per_sample(self) -> float:
-        """Microseconds of a sample."""
-        return 1e6 / self.samples_per_s
+    ms_per_step: float
+    us_per_sample: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetReached:
+class Goal:
     """Where a metric first was at its target, as far as evaluations tell."""
 
     step: int
@@ -57,29 +51,28 @@ def measured_epochs(run: RunData) -> list[Record]:
 
 def throughput(run: RunData) -> Throughput | None:
     """Return how fast a run trained, or None if too little is recorded."""
-    epochs = measured_epochs(run)
+    epochs, marks = measured_epochs(run), run.of("step")
     if epochs:
+        names = ("samples", "num_steps", "train_seconds")
+        samples, steps, seconds = (sum(r[name] for r in epochs) for name in names)
         rates = [r["samples"] / r["train_seconds"] for r in epochs]
         first, last = epochs[0]["epoch"], epochs[-1]["epoch"]
-        seconds = sum(r["train_seconds"] for r in epochs)
-        return Throughput(
-            samples_per_s=sum(r["samples"] for r in epochs) / seconds,
-            lowest=min(rates),
-            highest=max(rates),
-            steps_per_s=sum(r["num_steps"] for r in epochs) / seconds,
-            basis=f"epoch {first}" if first == last else f"epochs {first}–{last}",
-        )
-    steps = run.of("step")
-    if len(steps) < 2 or steps[-1]["seconds"] <= steps[0]["seconds"]:
+        basis = f"epoch {first}" if first == last else f"epochs {first}–{last}"
+    elif len(marks) > 1 and marks[-1]["seconds"] > marks[0]["seconds"]:
+        names = ("samples", "step", "seconds")
+        samples, steps, seconds = (marks[-1][name] - marks[0][name] for name in names)
+        rates = [samples / seconds]
+        basis = f"steps {marks[0]['step']}–{marks[-1]['step']}"
+    else:
         return None
-    seconds = steps[-1]["seconds"] - steps[0]["seconds"]
-    rate = (steps[-1]["samples"] - steps[0]["samples"]) / seconds
     return Throughput(
-        samples_per_s=rate,
-        lowest=rate,
-        highest=rate,
-        steps_per_s=(steps[-1]["step"] - steps[0]["step"]) / seconds,
-        basis=f"steps {steps[0]['step']}–{steps[-1]['step']}",
+        samples_per_s=samples / seconds,
+        lowest=min(rates),
+        highest=max(rates),
+        steps_per_s=steps / seconds,
+        basis=basis,
+        ms_per_step=1000 / (steps / seconds),
+        us_per_sample=1e6 / (samples / seconds),
     )
 
 
@@ -93,38 +86,33 @@ def phases(run: RunData) -> dict[str, float] | None:
     return {name: 1000 * sum(r["phases"].get(name, 0.0) for r in epochs) / steps for name in names}
 
 
-def pauses(run: RunData) -> dict[str, tuple[int, float]]:
-    """Return for evaluations, checkpoints and compiling how many there were and their seconds."""
+def pauses(run: RunData) -> dict[str, dict[str, float]]:
+    """Return the count and the seconds of evaluations, checkpoints and compiling."""
     found = {}
-    for event in ("evaluation", "checkpoint", "compile"):
-        seconds = [r["seconds"] for r in run.of(event) if isinstance(r.get("seconds"), int | float)]
+    for event in _PAUSES:
+        seconds = [r["seconds"] for r in run.of(event) if r.get("seconds") is not None]
         if seconds:
-            found[event] = (len(seconds), sum(seconds))
+            found[event] = {"count": len(seconds), "seconds": sum(seconds)}
     return found
 
 
-def reached(
-    run: RunData, curve: Sequence[Point], target: float, *, smaller: bool
-) -> TargetReached | None:
+def reached(run: RunData, curve: list[Point], target: float, *, smaller: bool) -> Goal | None:
     """Return where a curve first was at a target, at a recorded value; None if it never was."""
     for point in curve:
         if point.value <= target if smaller else point.value >= target:
             step, samples, seconds, _ = point
             pauses = _with_pauses(run, point)
-            return TargetReached(step=step, samples=samples, seconds=seconds, with_pauses=pauses)
+            return Goal(step=step, samples=samples, seconds=seconds, with_pauses=pauses)
     return None
 
 
 def _with_pauses(run: RunData, point: Point) -> float | None:
     """Add what lay between the steps, up to and with the evaluation that told."""
-    stopped = [r for r in run.records if r["event"] in ("evaluation", "checkpoint", "compile")]
     # The checkpoint after an evaluation has its step, but was not needed to know.
-    before = [
-        r
-        for r in stopped
-        if r.get("step", 0) < point.step
-        or (r.get("step") == point.step and r["event"] == "evaluation" and r.get("split") != "test")
+    seconds: list[Any] = [
+        r.get("seconds")
+        for r in run.records
+        if (r["event"] in _PAUSES and r.get("step", 0) < point.step)
+        or (r["event"] == "evaluation" and r["step"] == point.step and r.get("split") != "test")
     ]
-    if not all(isinstance(r.get("seconds"), int | float) for r in before):
-        return None
-    return point.seconds + float(sum(r["seconds"] for r in before))
+    return None if None in seconds else point.seconds + float(sum(seconds))

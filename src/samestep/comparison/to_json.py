@@ -2,9 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
 
-from samestep.comparison.curves import Aligned
 from samestep.comparison.side_by_side import Comparison
 
 
@@ -19,8 +17,7 @@ def to_json(found: Comparison) -> str:
                     "recipe": run.recipe,
                     "status": run.status,
                     "problems": list(run.problems),
-                    "world_size": run.plan.get("world_size"),
-                    "global_batch_size": run.plan.get("global_batch_size"),
+                    **{key: run.plan.get(key) for key in ("world_size", "global_batch_size")},
                 }
                 for name, run in zip(found.names, found.runs, strict=True)
             ],
@@ -32,29 +29,15 @@ def to_json(found: Comparison) -> str:
                 {"run": name, "against": found.names[0], **asdict(result)}
                 for name, result in zip(found.names[1:], found.alike, strict=True)
             ],
-            "throughput": [
-                {**asdict(s), "ms_per_step": s.ms_per_step, "us_per_sample": s.us_per_sample}
-                if s
-                else None
-                for s in found.throughput
-            ],
+            "throughput": [speed and asdict(speed) for speed in found.throughput],
             "phases_ms_per_step": found.phases,
-            "pauses": [
-                {k: {"count": count, "seconds": seconds} for k, (count, seconds) in one.items()}
-                for one in found.pauses
-            ],
+            "pauses": found.pauses,
             "metric": found.metric,
-            "by_samples": _aligned(found.by_samples),
-            "by_seconds": _aligned(found.by_seconds),
+            "by_samples": found.by_samples and asdict(found.by_samples),
+            "by_seconds": found.by_seconds and asdict(found.by_seconds),
             "target": found.target,
-            "reached": [asdict(goal) if goal else None for goal in found.reached],
+            "reached": [goal and asdict(goal) for goal in found.reached],
             "notes": found.notes,
         },
         indent=2,
     )
-
-
-def _aligned(curve: Aligned | None) -> dict[str, Any] | None:
-    if curve is None:
-        return None
-    return {"places": curve.places, "values": curve.values, "as_recorded": curve.recorded}

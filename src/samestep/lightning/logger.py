@@ -10,7 +10,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from samestep.tracking.follow_run import HYPERPARAMETERS
 from samestep.tracking.record_stream import flatten
 from samestep.tracking.tracker_processes import TrackerProcesses
 
-_OWN = tuple(field.name for field in fields(Settings) if field.name.startswith("track"))
 _OPEN: set[Path] = set()
 """Run directories that loggers of this process write: locks of files hold between processes."""
 _MOST = 250  # characters of a hyperparameter that is no plain value
@@ -69,8 +67,7 @@ class TrackerLogger(Logger):
         """Check what is wanted; nothing is written or started yet.
 
         Args:
-            trackers: their names, with commas between them, or several of them; a file or a
-                module of your own too.
+            trackers: names with commas between them, or a list; a file or a module of your own too.
             save_dir: where the run directories are, which all ranks' nodes need not share.
             name: of the run at the trackers, and of a folder in `save_dir`.
             version: the run directory in that folder; by default a new one. The same one given
@@ -105,8 +102,7 @@ class TrackerLogger(Logger):
         self._run: Run | None = None
         self._trackers: TrackerProcesses | None = None
         self._begun = self._failed = self._warned = False
-        self._step = self._ended_at = 0
-        self._process = os.getpid()
+        self._step = self._ended_at = self._process = 0
 
     @property
     def name(self) -> str:
@@ -153,23 +149,17 @@ class TrackerLogger(Logger):
         epoch = values.pop("epoch", None)
         step = self._step + 1 if step is None else int(step)
         self._step = max(self._step, step)
-        if values:
-            self._begin()
-            if step < self._ended_at:
-                self._warn(
-                    f"this training is at step {step} after one that ended at step "
-                    f"{self._ended_at}, and trackers take each step once, the first. Give "
-                    "each training a TrackerLogger of its own."
-                )
-            self._record(
-                {
-                    "event": "metrics",
-                    "step": step,
-                    "epoch": None if epoch is None else int(epoch),
-                    "time": time.time(),
-                    "values": values,
-                }
+        if not values:
+            return
+        self._begin()
+        if step < self._ended_at:
+            self._warn(
+                f"this training is at step {step} after one that ended at step {self._ended_at}, "
+                "and trackers take each step once, the first. Give each training a TrackerLogger "
+                "of its own."
             )
+        epoch = None if epoch is None else int(epoch)
+        self._record("metrics", step=step, epoch=epoch, time=time.time(), values=values)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -179,7 +169,7 @@ class TrackerLogger(Logger):
         self._begin()
         self._failed = status != "success"
         self._ended_at = self._step
-        self._record({"event": "stop", "step": self._step, "reason": status})
+        self._record("stop", step=self._step, reason=status)
         result = "failed" if self._failed else "completed"
         self._attempt(lambda run: run.write_result({"status": result, "steps": self._step}))
 
@@ -213,8 +203,7 @@ class TrackerLogger(Logger):
             self._run, self._process = Run(Path(self.log_dir)), os.getpid()
             self._trackers = TrackerProcesses(
                 self._settings, self._name, self._show, is_main=True, stopped=lambda: False
-            )
-            self._trackers.start()
+            ).start()
             atexit.register(self.close)
         return self._run
 
@@ -228,22 +217,16 @@ class TrackerLogger(Logger):
         found = {**versions(), "lightning": lightning.__version__}
         self._attempt(lambda run: run.write_environment({"versions": found}))
         resumed = (run.path / "events.jsonl").stat().st_size > 0
-        self._record(
-            {
-                "event": "start",
-                "format": RUN_FORMAT,
-                "time": time.time(),
-                "run_dir": str(run.path),
-                "resumed": resumed,
-            }
-        )
+        more = {"time": time.time(), "run_dir": str(run.path), "resumed": resumed}
+        self._record("start", format=RUN_FORMAT, **more)
 
     def _write_settings(self) -> None:
-        own = {key: value for key, value in as_table(self._settings).items() if key in _OWN}
+        own = {k: v for k, v in as_table(self._settings).items() if k.startswith("track")}
         text = tomli_w.dumps({**own, HYPERPARAMETERS: self._hyperparameters})
         self._attempt(lambda run: write_text(run.path / "settings.toml", text))
 
-    def _record(self, record: Record) -> None:
+    def _record(self, event: str, **values: Any) -> None:
+        record = {"event": event, **values}
         self._attempt(lambda run: run.append(record))
         if self._trackers is not None:
             self._trackers.show(record)

@@ -1,14 +1,12 @@
 """What a test says of each class, in a few lines: its accuracy, and what it is mistaken for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 _MOST_CLASSES = 20
 _MOST_MISTAKES = 3
 
 
-def class_table(
-    per_class: Mapping[str, float | None], confusion: Sequence[Sequence[int]]
-) -> list[str]:
+def class_table(per_class: Mapping[str, float | None], confusion: list[list[int]]) -> list[str]:
     """Return a line for each class, or none where there are more than 20.
 
     Args:
@@ -20,12 +18,10 @@ def class_table(
         return []
     width = max(len(name) for name in names)
     lines = []
-    for place, (name, accuracy) in enumerate(per_class.items()):
+    for (name, accuracy), row in zip(per_class.items(), confusion, strict=True):
         shown = "no samples" if accuracy is None else f"{accuracy:.4f}"
-        row = confusion[place]
-        counted = zip(names, row, strict=True)
-        mistakes = [(count, other) for other, count in counted if count and other != name]
-        most = sorted(mistakes, key=lambda mistake: -mistake[0])
-        taken = ", ".join(f"{other} {count:,}" for count, other in most[:_MOST_MISTAKES])
+        counted = sorted(zip(row, names, strict=True), key=lambda one: -one[0])
+        mistakes = [f"{other} {count:,}" for count, other in counted if count and other != name]
+        taken = ", ".join(mistakes[:_MOST_MISTAKES])
         lines.append(f"{name:<{width}}  {shown}{f'  taken for {taken}' if taken else ''}")
     return lines

@@ -19,8 +19,8 @@ from samestep.screen.words import count, short
 class Screen:
     """Show the records of one run as they come."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
         self._plan: Record = {}
         self._loss = self._accuracy = ""
         self._epoch: Record | None = None
@@ -49,9 +49,7 @@ class Screen:
         """Show one record."""
         if record["event"] not in ("evaluation", "progress", "tracker"):
             self._flush_epoch()
-        handler = getattr(self, f"_show_{record['event']}", None)
-        if handler is not None:
-            handler(record)
+        getattr(self, f"_show_{record['event']}", lambda _: None)(record)
 
     def _print(self, text: str = "") -> None:
         self._console.print(text, soft_wrap=True)
@@ -67,13 +65,17 @@ class Screen:
         uneven = plan["batch_size"] * plan["world_size"] * plan["accumulate"]
         most = "" if uneven == plan["global_batch_size"] else "at most "
         parts = f"{most}{plan['batch_size']} × {ranks} × {count(plan['accumulate'], 'micro-step')}"
+        lr = f"{plan['lr']:.4g}"
+        if plan["lr_scaling"] != "none":
+            ratio = plan["lr"] / plan["base_lr"]
+            lr += f" = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
+        samples = f"{plan['num_samples']:,} training samples"
         rows = {
-            plan["recipe"]: f"{plan['parameters']:,} parameters, "
-            f"{plan['num_samples']:,} training samples",
+            plan["recipe"]: f"{plan['parameters']:,} parameters, {samples}",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
             "batch": f"{plan['global_batch_size']} samples a step = {parts}",
             "length": f"{count(plan['epochs'], 'epoch')}, {count(plan['total_steps'], 'step')}",
-            "lr": _lr(plan),
+            "lr": lr,
             "run": plan["run_dir"],
         }
         for note in plan["notes"]:
@@ -97,12 +99,9 @@ class Screen:
 
     def _show_step(self, record: Record) -> None:
         self._loss = f"loss {record['loss']:.4f}"
-        self._draw(record)
+        self._show_progress(record)
 
     def _show_progress(self, record: Record) -> None:
-        self._draw(record)
-
-    def _draw(self, record: Record) -> None:
         if not self._console.is_terminal:
             return
         left = self._plan["total_steps"] - record["step"]
@@ -148,38 +147,29 @@ class Screen:
 
     def result(self, path: Path, result: dict[str, Any]) -> None:
         """Show how the run ended."""
-        rows: dict[str, str] = {}
         best, test = result["best"], result["test"]
-        rows["status"] = f"{result['status']} ({result['reason']})"
-        rows["trained"] = (
-            f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}, "
-            f"{_duration(result['training_seconds'])}, {short(result['samples_per_s'])} samples/s"
-        )
+        length = f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}"
+        speed = f"{short(result['samples_per_s'])} samples/s"
+        rows = [
+            ("status", f"{result['status']} ({result['reason']})"),
+            ("trained", f"{length}, {_duration(result['training_seconds'])}, {speed}"),
+        ]
         if best["value"] is not None:
-            rows["best"] = (
-                f"{best['metric']} {best['value']:.4f} on validation, epoch {best['epoch']}"
-            )
+            value = f"{best['metric']} {best['value']:.4f}"
+            rows.append(("best", f"{value} on validation, epoch {best['epoch']}"))
         if test:
-            values = {k: v for k, v in test.items() if k not in NOT_METRICS}
-            shown = "  ".join(f"{k} {v:.4f}" for k, v in values.items())
-            rows["test"] = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
-        rows["run"] = str(path)
-        self._print()
-        for name, value in rows.items():
-            self._print(f"[bold]{name:<9}[/]{escape(value)}")
+            shown = "  ".join(f"{k} {v:.4f}" for k, v in test.items() if k not in NOT_METRICS)
+            told = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
+            rows.append(("test", told))
+        rows.append(("run", str(path)))
         if test and "confusion" in test:
             lines = class_table(test["per_class"], test["confusion"])
-            for name, line in zip(["classes", *[""] * len(lines)], lines, strict=False):
-                self._print(f"[bold]{name:<9}[/]{escape(line)}")
+            rows += zip(["classes", *[""] * len(lines)], lines, strict=False)
+        self._print()
+        for name, value in rows:
+            self._print(f"[bold]{name:<9}[/]{escape(value)}")
         if result["status"] == "stopped":
             self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
-
-
-def _lr(plan: Record) -> str:
-    if plan["lr_scaling"] == "none":
-        return f"{plan['lr']:.4g}"
-    ratio = plan["lr"] / plan["base_lr"]
-    return f"{plan['lr']:.4g} = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
 
 
 def _duration(seconds: float) -> str:

@@ -29,25 +29,20 @@ def main() -> int:
     reports = Reports()
     limits = TimeLimits(lambda why: reports.tell(failed=why))
     instructions = Instructions()
+    code = 1
     try:
         order = instructions.order()
         reports.hide(secrets_of(os.environ))
         follow_run(order, instructions, reports, limits)
+        code = 0
     except UserError as error:
         reports.tell(failed=str(error))
     except BaseException as error:  # whatever a tracker does, here it ends
         traceback.print_exc()
-        reports.tell(failed=_in_words(error))
-    else:
-        reports.close()
-        return 0
+        first_line = str(error).strip().splitlines()[:1]
+        reports.tell(failed=": ".join([type(error).__name__, *first_line]))
     reports.close()
-    return 1
-
-
-def _in_words(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return code
 
 
 def _stand_back() -> None:
@@ -64,8 +59,8 @@ def _stand_back() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    exit_code = main()
     # Trackers leave threads and hooks that would hold up an ordinary exit, or send once more.
     end_descendants(os.getpid())
     sys.stdout.flush()
-    os._exit(code)
+    os._exit(exit_code)

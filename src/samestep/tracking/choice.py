@@ -20,7 +20,6 @@ PROJECT_VARIABLES = {
 }
 """The trackers' own variables that name a project, where no flag does."""
 
-_FUNCTIONS = ("start", "record", "finish")
 _MAX_NAME = 128  # of W&B; MLflow takes 500
 _NOT_IN_PROJECTS = "/\\#?%:"  # W&B's own list
 
@@ -38,7 +37,7 @@ def split(text: str | None) -> list[str]:
 
 def short_name(tracker: str) -> str:
     """Return what a tracker's files are called: `wandb`, `my_tracker` for lib/my_tracker.py."""
-    return tracker if tracker in PACKAGES else Path(tracker).stem if _is_file(tracker) else tracker
+    return Path(tracker).stem if tracker.endswith(".py") else tracker
 
 
 def default_project(recipe: str) -> str:
@@ -83,27 +82,26 @@ def check_installed(trackers: list[str]) -> None:
                 f"--track {tracker} needs the package {package}, which is not installed here: "
                 f"pip install 'samestep[{tracker}]'"
             )
-        if _is_file(tracker):
+        folder = tracker.partition(".")[0]
+        if tracker.endswith(".py"):
             _check_file(Path(tracker))
-        elif package is None:
-            _check_module(tracker)
-
-
-def _is_file(tracker: str) -> bool:
-    return tracker.endswith(".py")
+        elif package is None and PathFinder.find_spec(folder, [*sys.path, str(Path.cwd())]) is None:
+            # Only its package is looked for: the training does not import it.
+            raise UserError(
+                f"--track {tracker}: there is no package {folder} here. A tracker of your own is a "
+                "file (my_tracker.py), or a module that can be imported from this folder."
+            )
 
 
 def _check_tracker(tracker: str) -> None:
-    if tracker in PACKAGES:
-        return
-    if _is_file(tracker):
-        if Path(tracker).stem in PACKAGES:
-            raise UserError(
-                f"--track {tracker}: the name {Path(tracker).stem} is taken by samestep's own "
-                "tracker. Give the file another name."
-            )
-        return
-    if "." in tracker and all(part.isidentifier() for part in tracker.split(".")):
+    is_file = tracker.endswith(".py")
+    if is_file and Path(tracker).stem in PACKAGES:
+        raise UserError(
+            f"--track {tracker}: the name {Path(tracker).stem} is taken by samestep's own "
+            "tracker. Give the file another name."
+        )
+    is_module = "." in tracker and all(part.isidentifier() for part in tracker.split("."))
+    if tracker in PACKAGES or is_file or is_module:
         return
     raise UserError(
         f"There is no tracker {tracker!r}. {did_you_mean(tracker, [*PACKAGES, 'none'])}"
@@ -125,16 +123,6 @@ def _check_name(flag: str, name: str | None, refused: str = "") -> None:
         )
 
 
-def _check_module(module: str) -> None:
-    """Check that the package of a tracker's module is there: the training does not import it."""
-    package = module.partition(".")[0]
-    if PathFinder.find_spec(package, [*sys.path, str(Path.cwd())]) is None:
-        raise UserError(
-            f"--track {module}: there is no package {package} here. A tracker of your own is a "
-            "file (my_tracker.py), or a module that can be imported from this folder."
-        )
-
-
 def _check_file(path: Path) -> None:
     """Check a tracker's file by compiling it: the training does not run it."""
     try:
@@ -144,8 +132,8 @@ def _check_file(path: Path) -> None:
         raise UserError(f"--track {path}: it cannot be read: {error.strerror}.") from error
     except (SyntaxError, ValueError) as error:
         raise UserError(f"--track {path}: it is no Python: {error}.") from error
-    missing = [name for name in _FUNCTIONS if name not in names and b"import *" not in text]
-    if missing:
+    missing = [name for name in ("start", "record", "finish") if name not in names]
+    if missing and b"import *" not in text:
         raise UserError(
             f"--track {path}: it has no function {missing[0]}(). A tracker has three: start(run), "
             "record(client, entries), finish(client, result); docs/trackers.md shows one."

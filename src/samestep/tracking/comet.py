@@ -14,15 +14,8 @@ COUNTS_AT_END = True
 
 # Comet would describe this process, not the training, and keep its source.
 _NOT = (
-    "log_code",
-    "log_graph",
-    "parse_args",
-    "log_git_metadata",
-    "log_git_patch",
-    "log_env_details",
-    "auto_output_logging",
-    "auto_param_logging",
-    "auto_metric_logging",
+    *("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"),
+    *("log_env_details", "auto_output_logging", "auto_param_logging", "auto_metric_logging"),
     "auto_log_co2",
 )
 
@@ -42,9 +35,8 @@ def find_server() -> Server:
     # The client would only learn it from the server. What follows the * is the server's address.
     if not re.fullmatch(r"[A-Za-z0-9_-]{20,}(\*\S+)?", key):
         raise UserError("COMET_API_KEY is malformed: Comet's keys are 25 letters and digits")
-    return Server(
-        address=comet_ml.config.get_backend_address(), secrets=(key, key.partition("*")[0])
-    )
+    address = comet_ml.config.get_backend_address()
+    return Server(address=address, secrets=(key, key.partition("*")[0]))
 
 
 def start(run: TrackedRun) -> Started:

@@ -40,10 +40,6 @@ class Deliveries:
     online: Delivery = field(default_factory=Delivery)
     offline: Delivery = field(default_factory=Delivery)
 
-    def to(self, *, offline: bool) -> Delivery:
-        """Return what one of the two has."""
-        return self.offline if offline else self.online
-
 
 def deliveries_path(run: Path, tracker: str) -> Path:
     """Return where it is kept what a tracker has."""

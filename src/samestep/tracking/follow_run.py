@@ -7,6 +7,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -16,7 +17,7 @@ from samestep.run.files import Held, hold, read_object
 from samestep.run.records import first_start
 from samestep.tracking.access import why_unreachable
 from samestep.tracking.choice import PACKAGES
-from samestep.tracking.contract import Scalar, Server, Started, TrackedResult, TrackedRun
+from samestep.tracking.contract import Server, Started, TrackedResult, TrackedRun
 from samestep.tracking.deliveries import FOLDER, read_deliveries, write_deliveries
 from samestep.tracking.machine_samples import MachineSampler
 from samestep.tracking.messages import Instructions, Reports, TrackerOrder
@@ -66,7 +67,7 @@ def follow_run(
     Raises:
         Exception: whatever the tracker raises; the records stay where they are.
     """
-    machine = MachineSampler(order.pid) if order.live else None
+    machine = None if order.pid is None else MachineSampler(order.pid)
     with limits.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
     why = None
@@ -78,15 +79,15 @@ def follow_run(
         return
     (path / FOLDER).mkdir(exist_ok=True)
     reports.log_to(path / FOLDER / f"{order.name}.log")
-    if why is not None and not order.live:
+    if why is not None and order.pid is None:
         raise UserError(f"{why}, and nothing was sent")
     with _lock(path / FOLDER / f"{order.name}.lock", order.timeout_s):
-        offline = order.offline or why is not None
-        run = _FollowedRun(order, path, module, limits, offline=offline)
+        order = replace(order, offline=order.offline or why is not None)
+        run = _FollowedRun(order, path, module, limits)
         run.start(reports.scrub)
-        reports.tell(link=run.delivery.link, offline=offline, why=why)
+        reports.tell(link=run.delivery.link, offline=order.offline, why=why)
         run.follow(instructions, machine)
-        reports.tell(done=True, offline=offline)
+        reports.tell(done=True, offline=order.offline)
 
 
 def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> str | None:
@@ -117,21 +118,14 @@ class _FollowedRun:
     """A run and what one place, a service or files of its own, has of it."""
 
     def __init__(
-        self,
-        order: TrackerOrder,
-        path: Path,
-        module: ModuleType,
-        limits: TimeLimits,
-        *,
-        offline: bool,
+        self, order: TrackerOrder, path: Path, module: ModuleType, limits: TimeLimits
     ) -> None:
         self._order, self._path, self._module, self._limits = order, path, module, limits
-        self._offline = offline
         self._folder = path / FOLDER / order.name
         self._folder.mkdir(exist_ok=True)
         self._deliveries = read_deliveries(path, order.name)
-        self.delivery = self._deliveries.to(offline=offline)
-        self._counts_at_end = offline and getattr(module, "COUNTS_AT_END", False)
+        self.delivery = self._deliveries.offline if order.offline else self._deliveries.online
+        self._counts_at_end = order.offline and getattr(module, "COUNTS_AT_END", False)
         self._records = RecordStream(path, with_checkpoints=order.checkpoints)
         self._client: Any = None
 
@@ -147,7 +141,10 @@ class _FollowedRun:
             raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
         self._client = started.client
         delivery.run = started.run or self._deliveries.id
-        link = started.link or (self._shown_folder() if self._offline else None)
+        link = started.link or None
+        if self._order.offline and not link:
+            near = self._folder.is_relative_to(Path.cwd())
+            link = os.path.relpath(self._folder) if near else str(self._folder)
         delivery.link = None if link is None else scrub(link)
         delivery.finished = False
         if started.lines is not None:
@@ -170,7 +167,8 @@ class _FollowedRun:
         with self._limits.within(max(left_s, self._order.timeout_s), "closing"):
             self._module.finish(self._client, self._result())
         delivery = self.delivery
-        delivery.lines, delivery.system_lines = self._records.lines, self._records.system_lines
+        delivery.lines = self._records.events.num_read
+        delivery.system_lines = self._records.system.num_read
         delivery.finished, delivery.checkpoints = True, self._order.checkpoints
         if self._counts_at_end:
             files = self._folder.rglob("*")
@@ -184,20 +182,14 @@ class _FollowedRun:
             if new:
                 with self._limits.within(self._order.timeout_s, "taking records"):
                     self._module.record(self._client, new)
-            if self._counts_at_end:
-                continue
-            before = (delivery.lines, delivery.system_lines)
-            delivery.lines = max(delivery.lines, records.lines)
-            delivery.system_lines = max(delivery.system_lines, records.system_lines)
-            if new or before != (delivery.lines, delivery.system_lines):
+            before = delivery.lines, delivery.system_lines
+            has = max(before[0], records.events.num_read), max(before[1], records.system.num_read)
+            if not self._counts_at_end and (new or has != before):
+                delivery.lines, delivery.system_lines = has
                 self._write()
 
     def _write(self) -> None:
         write_deliveries(self._path, self._order.name, self._deliveries)
-
-    def _shown_folder(self) -> str:
-        near = self._folder.is_relative_to(Path.cwd())
-        return os.path.relpath(self._folder) if near else str(self._folder)
 
     def _remove_unfinished(self) -> None:
         """Remove what an attempt that was killed left of its files: all of it is written again."""
@@ -224,7 +216,7 @@ class _FollowedRun:
             folder=self._folder,
             id=self._deliveries.id,
             known=self.delivery.run,
-            offline=self._offline,
+            offline=order.offline,
             project=order.project,
             name=order.run_name or path.resolve().name,
             workspace=order.workspace,
@@ -233,7 +225,7 @@ class _FollowedRun:
             facts=scalars(facts),
             started_at=start.get("time", time.time()),
             timeout_s=order.timeout_s,
-            pid=order.pid if order.live else None,
+            pid=order.pid,
         )
 
     def _result(self) -> TrackedResult:
@@ -243,12 +235,8 @@ class _FollowedRun:
         table = read_object(self._path / "result.json")
         known = ("completed", "stopped", "failed")
         status: Any = table.get("status") if table.get("status") in known else "killed"
-        return TrackedResult(status=status, values=_final(table))
-
-
-def _final(table: dict[str, Any]) -> dict[str, Scalar]:
-    dropped = ("recipe", "versions", "device", "backend", "world_size", "global_batch_size")
-    test = table.get("test")
-    if isinstance(test, dict):
-        table = {**table, "test": {k: v for k, v in test.items() if k != "confusion"}}
-    return scalars({key: value for key, value in table.items() if key not in dropped})
+        for name in ("recipe", "versions", "device", "backend", "world_size", "global_batch_size"):
+            table.pop(name, None)
+        if isinstance(table.get("test"), dict):
+            table["test"].pop("confusion", None)
+        return TrackedResult(status=status, values=scalars(table))

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -30,7 +29,6 @@ class MachineSampler:
         self._held: BinaryIO | None = None
         self._due = time.monotonic() + _FIRST_S
         self._taken = False
-        self._nvidia_smi = shutil.which("nvidia-smi")
         psutil.cpu_percent()  # counts from here
         self._training: psutil.Process | None = None
         with contextlib.suppress(psutil.Error):
@@ -39,19 +37,17 @@ class MachineSampler:
 
     def sample(self, run: Path, step: int, *, last: bool = False) -> None:
         """Take a sample if one is due, or, at the end, if none was."""
-        due = not self._taken if last else time.monotonic() >= self._due
-        if not due or not self._is_ours(run / SYSTEM):
+        if self._taken if last else time.monotonic() < self._due:
+            return
+        if self._held is None:
+            with contextlib.suppress(Held, OSError):
+                self._held = hold((run / SYSTEM).with_suffix(".lock"))
+        if self._held is None:
             return
         self._due, self._taken = time.monotonic() + _EVERY_S, True
         line = json.dumps({"event": "system", "time": time.time(), "step": step, **self._measure()})
         with contextlib.suppress(OSError), (run / SYSTEM).open("ab") as file:
             file.write(line.encode() + b"\n")
-
-    def _is_ours(self, path: Path) -> bool:
-        if self._held is None:
-            with contextlib.suppress(Held, OSError):
-                self._held = hold(path.with_suffix(".lock"))
-        return self._held is not None
 
     def _measure(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
@@ -64,19 +60,12 @@ class MachineSampler:
             if self._training is not None:
                 found["process_cpu_percent"] = self._training.cpu_percent()
                 found["process_memory_gib"] = self._training.memory_info().rss / 2**30
-        if self._nvidia_smi:
-            found |= _gpus(self._nvidia_smi)
+        query = ["nvidia-smi", f"--query-gpu={','.join(_GPU.values())}"]
+        query.append("--format=csv,noheader,nounits")
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no driver, or no answer
+            done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+            found |= {f"gpu{n}": parse_gpu(line) for n, line in enumerate(done.stdout.splitlines())}
         return found
-
-
-def _gpus(nvidia_smi: str) -> dict[str, Any]:
-    """Return what the driver's own tool says of each GPU; what it does not know is left out."""
-    query = [nvidia_smi, f"--query-gpu={','.join(_GPU.values())}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {f"gpu{place}": parse_gpu(line) for place, line in enumerate(done.stdout.splitlines())}
 
 
 def parse_gpu(line: str) -> dict[str, float]:

@@ -18,6 +18,8 @@ import msgspec
 
 from samestep.tracking.access import without_credentials
 
+_ORPHANS_S = 20.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerOrder:
@@ -34,10 +36,8 @@ class TrackerOrder:
     offline: bool
     checkpoints: bool
     timeout_s: float
-    live: bool
-    """Whether a training is going on: then it follows it, and may choose to be offline."""
-    pid: int
-    """The process that gave the order."""
+    pid: int | None
+    """The training that goes on, which it follows and may choose to be offline; None after it."""
 
 
 def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
@@ -74,8 +74,8 @@ class MessageReader:
 class Instructions:
     """What a tracker's process is told: its order, `go` with the run directory, `end`."""
 
-    def __init__(self, descriptor: int = 0) -> None:
-        self._messages = MessageReader(descriptor)
+    def __init__(self) -> None:
+        self._messages = MessageReader(0)
 
     def order(self) -> TrackerOrder:
         """Wait for the order."""
@@ -95,9 +95,6 @@ class Instructions:
         if message is None:
             return _ORPHANS_S if self._messages.closed else None
         return float(message["end"])
-
-
-_ORPHANS_S = 20.0
 
 
 class Reports:
@@ -123,8 +120,7 @@ class Reports:
     def hide(self, secrets: tuple[str, ...]) -> None:
         """Show these nowhere either."""
         # Longest first: one may be a part of another.
-        known = {*self._secrets, *secrets} - {""}
-        self._secrets = tuple(sorted(known, key=len, reverse=True))
+        self._secrets = tuple(sorted({*self._secrets, *secrets} - {""}, key=len, reverse=True))
 
     def log_to(self, path: Path) -> None:
         """Keep what is printed in a file; it is made once there is something."""
@@ -136,9 +132,8 @@ class Reports:
         """Say something to whoever gave the order, if it is still there."""
         # The values, not the text: in JSON a secret may be written otherwise, and keys are ours.
         hidden = {k: self.scrub(v) if isinstance(v, str) else v for k, v in message.items()}
-        text = json.dumps(hidden)
         with contextlib.suppress(OSError):
-            os.write(self._messages, (text + "\n").encode())
+            os.write(self._messages, json.dumps(hidden).encode() + b"\n")
 
     def close(self) -> None:
         """Write down what was printed last."""

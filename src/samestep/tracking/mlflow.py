@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -18,10 +16,7 @@ from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedRe
 _MOST = 100  # parameters in one request
 
 
-@dataclass(frozen=True)
-class _Client:
-    store: MlflowClient
-    run: str
+_Client = tuple[MlflowClient, str]  # with the run's id
 
 
 def find_server() -> Server:
@@ -38,15 +33,14 @@ def start(run: TrackedRun) -> Started:
         uri, place = f"sqlite:///{run.folder}/mlflow.db", f"file://{run.folder}/artifacts"
         if run.known is None:  # a store that was killed while it was made cannot be opened
             (run.folder / "mlflow.db").unlink(missing_ok=True)
-        _write_fast()
+        # SQLite need not wait for the disk: what it holds is in events.jsonl too.
+        event.listen(Engine, "connect", lambda link, _: link.execute("PRAGMA synchronous=OFF"))
     store = MlflowClient(uri)
     known = _find(store, run)
     lines = None
     if known is None:
-        experiment = store.get_experiment_by_name(run.project)
-        number = (
-            experiment.experiment_id if experiment else store.create_experiment(run.project, place)
-        )
+        there = store.get_experiment_by_name(run.project)
+        number = there.experiment_id if there else store.create_experiment(run.project, place)
         known = store.create_run(number, int(run.started_at * 1000), run_name=run.name)
         lines = 0  # whatever another server has of it, this one has nothing
     identifier, number = known.info.run_id, known.info.experiment_id
@@ -58,17 +52,14 @@ def start(run: TrackedRun) -> Started:
         for key, value in run.settings.items()
         if known.data.params.get(_name(key), str(value)) != str(value)
     }
-    new = [
-        Param(_name(k), str(v))
-        for k, v in run.settings.items()
-        if _name(k) not in known.data.params
-    ]
+    params = {_name(key): str(value) for key, value in run.settings.items()}
+    new = [Param(key, value) for key, value in params.items() if key not in known.data.params]
     for first in range(0, max(len(new), 1), _MOST):
         store.log_batch(identifier, params=new[first : first + _MOST])
     store.log_batch(identifier, tags=[RunTag(_name(k), v) for k, v in tags.items()])
     store.update_run(identifier, status="RUNNING")
     link = f"{uri.rstrip('/')}/#/experiments/{number}/runs/{identifier}" if "http" in uri else uri
-    return Started(client=_Client(store, identifier), run=identifier, link=link, lines=lines)
+    return Started(client=(store, identifier), run=identifier, link=link, lines=lines)
 
 
 def _find(store: MlflowClient, run: TrackedRun) -> Run | None:
@@ -90,30 +81,23 @@ def _name(text: str) -> str:
 
 def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
     """Log the metrics in few requests; the same ones once more would change nothing."""
+    store, run = client
     metrics = []
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
-            client.store.log_artifact(client.run, str(entry.file), "checkpoints")
+            store.log_artifact(run, str(entry.file), "checkpoints")
         metrics += [
             Metric(_name(key), value, int(entry.time * 1000), entry.at)
             for key, value in entry.values.items()
         ]
     for first in range(0, len(metrics), 1000):
-        client.store.log_batch(client.run, metrics=metrics[first : first + 1000])
+        store.log_batch(run, metrics=metrics[first : first + 1000])
 
 
 def finish(client: _Client, result: TrackedResult) -> None:
     """Log the result as tags, and close the run."""
+    store, run = client
     tags = [RunTag(_name(f"result.{key}"), str(value)) for key, value in result.values.items()]
-    client.store.log_batch(client.run, tags=tags)
+    store.log_batch(run, tags=tags)
     status = {"completed": "FINISHED", "failed": "FAILED"}.get(result.status, "KILLED")
-    client.store.set_terminated(client.run, status)
-
-
-def _write_fast() -> None:
-    """Let SQLite not wait for the disk: what it holds is in events.jsonl too."""
-
-    def set_pragma(connection: Any, _record: object) -> None:
-        connection.execute("PRAGMA synchronous=OFF")
-
-    event.listen(Engine, "connect", set_pragma)
+    store.set_terminated(run, status)

@@ -5,6 +5,7 @@ every series each step counts once: as it was first written. `metrics`, whose na
 own, are as many series as there are sets of names.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -42,9 +43,12 @@ def scalars(table: Mapping[str, Any]) -> dict[str, Scalar]:
     }
 
 
+def _plain(table: Mapping[str, Any]) -> dict[str, float]:
+    return {k: v for k, v in table.items() if type(v) in (int, float)}
+
+
 def _numbers(record: Record, prefix: str) -> dict[str, float]:
-    flat = flatten({k: v for k, v in record.items() if k not in _NO_VALUES}, prefix)
-    return {k: v for k, v in flat.items() if type(v) in (int, float)}
+    return _plain(flatten({k: v for k, v in record.items() if k not in _NO_VALUES}, prefix))
 
 
 class _Lines:
@@ -54,39 +58,33 @@ class _Lines:
         self._path, self._offset = path, 0
         self.num_read = 0
         self.damaged: list[int] = []
+        """The lines, from 1, that are no records."""
         self.torn = False
         """Whether it ended in half a line when it was last read."""
 
     def read(self) -> Iterator[list[tuple[int, Record]]]:
         """Yield what is new, a chunk at a time."""
         self.torn = False
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
-                    if not lines[-1].endswith(b"\n"):
-                        self.torn = True  # it is being written, or was torn off by a kill
-                        lines.pop()  # and is read from its beginning next time
-                    chunk = [
-                        (n, r)
-                        for n, text in enumerate(lines, self.num_read)
-                        if (r := self._parse(n, text)) is not None
-                    ]
-                    self._offset += sum(map(len, lines))
-                    self.num_read += len(lines)
-                    yield chunk
-        except (FileNotFoundError, NotADirectoryError):
-            return
+        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with missing, self._path.open("rb") as file:
+            file.seek(self._offset)
+            while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
+                if not lines[-1].endswith(b"\n"):
+                    self.torn = True  # it is being written, or was torn off by a kill
+                    lines.pop()  # and is read from its beginning next time
+                parsed = list(enumerate(map(_parse, lines), self.num_read))
+                self.damaged += [number + 1 for number, record in parsed if record is None]
+                self._offset += sum(map(len, lines))
+                self.num_read += len(lines)
+                yield [(number, record) for number, record in parsed if record is not None]
 
-    def _parse(self, number: int, text: bytes) -> Record | None:
-        try:
-            record = json.loads(text)
-        except ValueError:
-            record = None
+
+def _parse(line: bytes) -> Record | None:
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
         if isinstance(record, dict) and isinstance(record.get("event"), str):
             return record
-        self.damaged.append(number + 1)
-        return None
+    return None
 
 
 class RecordStream:
@@ -94,31 +92,11 @@ class RecordStream:
 
     def __init__(self, run: Path, *, with_checkpoints: bool = False) -> None:
         self._run, self._with_checkpoints = run, with_checkpoints
-        self._events, self._system = _Lines(run / "events.jsonl"), _Lines(run / SYSTEM)
+        self.events, self.system = _Lines(run / "events.jsonl"), _Lines(run / SYSTEM)
         self._reached: dict[tuple[str, ...], int] = {}
         self._clock = _Clock()
         self.last: Record = {}
         """The newest record."""
-
-    @property
-    def lines(self) -> int:
-        """How many lines of events.jsonl were read."""
-        return self._events.num_read
-
-    @property
-    def system_lines(self) -> int:
-        """How many lines of system.jsonl were read."""
-        return self._system.num_read
-
-    @property
-    def damaged(self) -> list[int]:
-        """The lines of events.jsonl, from 1, that are no records."""
-        return sorted(self._events.damaged)
-
-    @property
-    def torn(self) -> bool:
-        """Whether events.jsonl ended in half a line when it was last read."""
-        return self._events.torn
 
     @property
     def step(self) -> int:
@@ -127,18 +105,29 @@ class RecordStream:
 
     def read(self, after: int = 0, system_after: int = 0) -> Iterator[list[TrackedRecord]]:
         """Yield what is new, in pieces, without the lines that a tracker has already."""
-        for chunk in self._events.read():
+        for chunk in self.events.read():
             entries = [entry for line, record in chunk if (entry := self._read(line, record))]
             yield [entry for entry in entries if entry.line >= after]
-        for chunk in self._system.read():
-            yield [_system_entry(record) for line, record in chunk if line >= system_after]
+        for chunk in self.system.read():
+            yield [
+                TrackedRecord(
+                    event="system",
+                    axis="step",
+                    step=record.get("step", 0),
+                    epoch=None,
+                    time=record.get("time", 0.0),
+                    values=_numbers(record, "system/"),
+                    line=-1,
+                )
+                for line, record in chunk
+                if line >= system_after
+            ]
 
     def _read(self, line: int, record: Record) -> TrackedRecord | None:
-        try:
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
             return self._entry(line, record)
-        except (KeyError, TypeError, AttributeError):
-            self._events.damaged.append(line + 1)  # JSON, but no record of ours
-            return None
+        self.events.damaged.append(line + 1)  # JSON, but no record of ours
+        return None
 
     def _entry(self, line: int, record: Record) -> TrackedRecord | None:
         check_format(record, self._run)
@@ -151,34 +140,17 @@ class RecordStream:
         self._reached[event, *names] = record["step"]
         if event == "checkpoint" and not self._with_checkpoints:
             return None
+        prefix = "train/" if event == "step" else f"{event}/"
         return TrackedRecord(
             event=event,
             axis="epoch" if event == "epoch" else "step",
             step=record["step"],
             epoch=record.get("epoch"),
             time=now,
-            values=_values(event, record),
+            values=_plain(record["values"]) if event == "metrics" else _numbers(record, prefix),
             line=line,
             file=self._run / record["path"] if event == "checkpoint" else None,
         )
-
-
-def _values(event: str, record: Record) -> dict[str, float]:
-    if event == "metrics":
-        return {name: v for name, v in record["values"].items() if type(v) in (int, float)}
-    return _numbers(record, "train/" if event == "step" else f"{event}/")
-
-
-def _system_entry(record: Record) -> TrackedRecord:
-    return TrackedRecord(
-        event="system",
-        axis="step",
-        step=record.get("step", 0),
-        epoch=None,
-        time=record.get("time", 0.0),
-        values=_numbers(record, "system/"),
-        line=-1,
-    )
 
 
 class _Clock:

@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from samestep.errors import UserError
 from samestep.run.directory import lock_run
 from samestep.settings import Settings
 from samestep.tracking.access import find_access
-from samestep.tracking.choice import check_choice, check_installed, chosen, short_name
+from samestep.tracking.choice import check_choice, check_installed, chosen
 from samestep.tracking.deliveries import read_deliveries
 from samestep.tracking.messages import TrackerOrder, wait_for
 from samestep.tracking.record_stream import RecordStream
@@ -22,23 +21,13 @@ from samestep.tracking.tracker_processes import TrackerProcess, make_order
 _ALL_IN_TIMEOUTS = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """What became of one tracker."""
+def send_run(
+    run: Path, overrides: dict[str, object], say: Callable[[str], None]
+) -> list[TrackerProcess]:
+    """Send a run to trackers, one after the other; return their processes, which have ended.
 
-    tracker: str
-    link: str | None
-    offline: bool
-    failed: str | None
-
-
-def send_run(run: Path, overrides: dict[str, object], say: Callable[[str], None]) -> list[Sent]:
-    """Send a run to trackers, one after the other.
-
-    Args:
-        run: the run directory.
-        overrides: settings by name that win over those of the run; `track` names the trackers.
-        say: called with a sentence for each thing that is amiss.
+    The overrides, settings by name, win over those of the run; their `track` names the trackers.
+    `say` is called with a sentence for each thing that is amiss.
 
     Raises:
         UserError: there is no run, it is going on, a tracker has it already, or cannot be used.
@@ -57,10 +46,11 @@ def send_run(run: Path, overrides: dict[str, object], say: Callable[[str], None]
         entries = RecordStream(run)
         for _ in entries.read():
             pass
-        if entries.lines == len(entries.damaged):
+        if entries.events.num_read == len(entries.events.damaged):
             raise UserError(f"{run / 'events.jsonl'} has no records, so there is nothing to send.")
         _say_what_is_amiss(run, entries, say)
-        orders = [_order(run, settings, tracker, recipe, entries.lines) for tracker in trackers]
+        lines = entries.events.num_read
+        orders = [_order(run, settings, tracker, recipe, lines) for tracker in trackers]
         return [_send(run, order) for order in orders]
 
 
@@ -84,58 +74,49 @@ def _settings_of(
 
 def _say_what_is_amiss(run: Path, entries: RecordStream, say: Callable[[str], None]) -> None:
     events = run / "events.jsonl"
-    if entries.damaged:
-        lines = ", ".join(map(str, entries.damaged))
-        several = len(entries.damaged) > 1
-        say(
-            f"{events}: line{'s' * several} {lines} cannot be read and "
-            f"{'are' if several else 'is'} left out."
-        )
-    if entries.torn:
+    if damaged := sorted(entries.events.damaged):
+        which, are = ("lines", "are") if len(damaged) > 1 else ("line", "is")
+        lines = ", ".join(map(str, damaged))
+        say(f"{events}: {which} {lines} cannot be read and {are} left out.")
+    if entries.events.torn:
         say(f"{events}: its last line is half-written and is left out.")
     for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
         path = run / name
         try:
             msgspec.json.decode(path.read_bytes(), type=dict)
-        except FileNotFoundError:
-            say(f"{path} is missing: {what} is not sent.")
-        except (OSError, msgspec.DecodeError):
-            say(f"{path} cannot be read: {what} is not sent.")
+        except (OSError, msgspec.DecodeError) as error:
+            how = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+            say(f"{path} {how}: {what} is not sent.")
 
 
 def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:
     """Return the order for one tracker, unless it has the run already or cannot be reached."""
     access = find_access(tracker)
-    name = short_name(tracker)
     if access.why and not settings.track_offline:
         raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
     order = make_order(settings, tracker, recipe, access, live=False)
-    delivery = read_deliveries(run, name).to(offline=order.offline)
+    both = read_deliveries(run, order.name)
+    delivery = both.offline if order.offline else both.online
     if delivery.finished and delivery.lines >= lines:
         where = f" at {delivery.link}" if delivery.link else ""
-        hint = (
-            " Set MLFLOW_TRACKING_URI to send it to a server."
-            if (name == "mlflow" and order.offline)
-            else ""
-        )
+        hint = ""
+        if tracker == "mlflow" and order.offline:
+            hint = " Set MLFLOW_TRACKING_URI to send it to a server."
         if settings.track_checkpoints and not delivery.checkpoints:
             hint += " Checkpoints go with a run or not at all: they cannot be added."
-        raise UserError(
-            f"{name} has all of {run} already{where}; it is not sent a second time.{hint}"
-        )
+        has = f"{order.name} has all of {run} already{where}"
+        raise UserError(f"{has}; it is not sent again.{hint}")
     return order
 
 
-def _send(run: Path, order: TrackerOrder) -> Sent:
+def _send(run: Path, order: TrackerOrder) -> TrackerProcess:
     tracker = TrackerProcess(order, order.tracker)
     try:
         tracker.tell({"go": str(run.resolve())})
         tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
-        while not tracker.over:
+        while not tracker.messages.closed:
             wait_for([tracker.messages.descriptor], None)  # its own limits bounds it
             tracker.heard()
     finally:
         tracker.close(at_once=True)
-    return Sent(
-        tracker=order.name, link=tracker.link, offline=tracker.offline, failed=tracker.failed
-    )
+    return tracker

@@ -15,17 +15,14 @@ class TimeLimits:
     @contextlib.contextmanager
     def within(self, seconds: float, what: str) -> Iterator[None]:
         """End the process unless the block is left within so many seconds."""
-        timer = self._timer(seconds, what)
+        timer = self.all_within(seconds, what)
         try:
             yield
         finally:
             timer.cancel()
 
-    def all_within(self, seconds: float, what: str) -> None:
-        """End the process after so many seconds, whatever it does."""
-        self._timer(seconds, what)
-
-    def _timer(self, seconds: float, what: str) -> threading.Timer:
+    def all_within(self, seconds: float, what: str) -> threading.Timer:
+        """End the process after so many seconds, whatever it does, unless the timer is stopped."""
         timer = threading.Timer(seconds, self._expire, [f"{what} took more than {seconds:.3g} s"])
         timer.daemon = True
         timer.start()

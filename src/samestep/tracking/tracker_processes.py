@@ -68,8 +68,6 @@ class TrackerProcess:
 
     def heard(self) -> list[dict[str, Any]]:
         """Return what the process has said since, without waiting."""
-        if self.over:
-            return []
         news = []
         while (message := self.messages.read(0.0)) is not None:
             if "failed" in message and self.failed:
@@ -79,17 +77,18 @@ class TrackerProcess:
             self.offline = message.get("offline", self.offline)
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
-        if self.over and not (self.done or self.failed):
-            self.failed = self._how_it_ended()
+        if self.messages.closed and not (self.done or self.failed):
+            self._await_exit()
+            code = self._process.returncode
+            self.failed = f"its process ended with exit code {code}"
+            if code is None:
+                self.failed = "its process has fallen silent"
+            elif code < 0:
+                self.failed = f"its process was killed by signal {-code}"
             news.append({"failed": self.failed})
         return news
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will be heard."""
-        return self.messages.closed
-
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, at_once: bool) -> None:
         """Let go of the process; with `at_once`, end it and what it has started."""
         if at_once and self._process.poll() is None:
             end_descendants(self._process.pid)
@@ -98,22 +97,12 @@ class TrackerProcess:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        if at_once or self.over:
-            self._exit_code()
+        if at_once or self.messages.closed:
+            self._await_exit()
 
-    def _exit_code(self) -> int | None:
-        """Return the exit code of a process that is ending; None if it does not come to it."""
+    def _await_exit(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_REAP_S)
-        return None
-
-    def _how_it_ended(self) -> str:
-        code = self._exit_code()
-        if code is None:
-            return "its process has fallen silent"
-        if code < 0:
-            return f"its process was killed by signal {-code}"
-        return f"its process ended with exit code {code}"
+            self._process.wait(_REAP_S)
 
 
 def make_order(
@@ -132,8 +121,7 @@ def make_order(
         offline=settings.track_offline or access.offline,
         checkpoints=settings.track_checkpoints,
         timeout_s=settings.track_timeout,
-        live=live,
-        pid=os.getpid(),
+        pid=os.getpid() if live else None,
     )
 
 
@@ -149,22 +137,18 @@ class TrackerProcesses:
         is_main: bool,
         stopped: Callable[[], bool],
     ) -> None:
-        self._settings, self._recipe, self._show = settings, recipe, show
+        self._settings, self._recipe, self._show, self._stopped = settings, recipe, show, stopped
         self._names = chosen(settings.track) if is_main else []
-        self._stopped = stopped
         self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
 
     def __enter__(self) -> Self:
-        """Start them."""
-        self.start()
-        return self
+        return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close them."""
         self.close(failed=kind is not None)
 
-    def start(self) -> None:
+    def start(self) -> Self:
         """Start their processes, which import what they need beside the training's own start."""
         for tracker in self._names:
             access = find_access(tracker)
@@ -176,12 +160,11 @@ class TrackerProcesses:
                 self._trackers.append(TrackerProcess(order, tracker, has_server=access.has_server))
             except OSError as error:
                 self._say(name, "warning", f"{name} could not be started: {error}")
+        return self
 
     def show(self, record: Record) -> None:
         """Show a record, and what the trackers have said meanwhile."""
         self._show(record)
-        if not self._trackers:
-            return
         if record["event"] == "start":
             self._run = record["run_dir"]
             for tracker in self._trackers:
@@ -193,22 +176,24 @@ class TrackerProcesses:
         """Wait a bounded time until all is sent, and say what is not; not after a failure."""
         if not failed:
             self._wait()
+        # After a failure the message to the user comes first: they close by themselves.
+        by_themselves = failed and self._run is not None
         for tracker in self._trackers:
-            # After a failure the message to the user comes first: they close by themselves.
-            if failed and self._run is not None:
+            if by_themselves:
                 tracker.tell({"end": END_S})
-                tracker.close()
-            else:
-                tracker.close(at_once=True)
-        if not failed:
-            self._say_what_is_left()
+            tracker.close(at_once=not by_themselves)
+        # How what lies in files is sent; of those that failed it was said.
+        local = [t for t in self._trackers if t.done and t.offline and t.has_server]
+        if local and not failed:
+            names = " and ".join(t.name for t in local)
+            self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")
 
     def _wait(self) -> None:
         patience_s = STOP_S if self._stopped() else END_S
         for tracker in self._trackers:
             tracker.tell({"end": patience_s})
         began, was_stopped = time.monotonic(), self._stopped()
-        while going := [t for t in self._trackers if not t.over]:
+        while going := [t for t in self._trackers if not t.messages.closed]:
             if self._stopped() and not was_stopped:  # a signal while waiting
                 patience_s, was_stopped = time.monotonic() - began + STOP_S, True
             left_s = began + patience_s + 0.5 - time.monotonic()
@@ -232,22 +217,11 @@ class TrackerProcesses:
                 self._warn(tracker)
 
     def _warn(self, tracker: TrackerProcess) -> None:
-        self._say(
-            tracker.name,
-            "warning",
-            f"{tracker.name} failed: {tracker.failed}. The records "
-            f"are whole; send them with: {self._command([tracker])}",
-        )
+        how = f"The records are whole; send them with: {self._command([tracker])}"
+        self._say(tracker.name, "warning", f"{tracker.name} failed: {tracker.failed}. {how}")
 
     def _command(self, trackers: list[TrackerProcess]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
-
-    def _say_what_is_left(self) -> None:
-        """Say how what lies in files is sent; of those that failed it was said."""
-        local = [t for t in self._trackers if t.done and t.offline and t.has_server]
-        if local:
-            names = " and ".join(t.name for t in local)
-            self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")
 
     def _say(self, tracker: str, kind: str, text: str) -> None:
         self._show({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})

@@ -71,14 +71,11 @@ def start(run: TrackedRun) -> Started:
     client.define_metric("epoch/*", step_metric="epoch")
     for series in ("train", "validation", "test"):
         client.define_metric(f"{series}/*", step_metric="step")
+    ours = _Client(client, measures=run.pid is not None)
+    if run.offline:
+        return Started(client=ours, run=run.id)
     # The server knows how far it has come, also after a kill; our lines are its steps.
-    lines = None if run.offline else client.starting_step
-    return Started(
-        client=_Client(client, measures=run.pid is not None),
-        run=run.id,
-        link=None if run.offline else client.url,
-        lines=lines,
-    )
+    return Started(client=ours, run=run.id, link=client.url, lines=client.starting_step)
 
 
 def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
