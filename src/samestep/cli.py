@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 from samestep.ranks.startup import postpone_collections
 from samestep.version import __version__
 
@@ -66,11 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
         hold_warning()
     try:
         if verb not in VERBS:
-            import difflib  # noqa: PLC0415
-
-            close = difflib.get_close_matches(verb, VERBS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"There is no verb {verb!r}.{hint} The verbs are: {', '.join(VERBS)}.")
+            hint = did_you_mean(verb, VERBS)
+            raise UserError(f"There is no verb {verb!r}. {hint}The verbs are: {', '.join(VERBS)}.")
         code: int = importlib.import_module(f"samestep.commands.{verb}").main(rest)
     except KeyboardInterrupt:
         return 130

@@ -25,5 +25,5 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "Did you mean …? " for the closest of some names, or nothing."""
     import difflib  # noqa: PLC0415 - it is needed after a mistake only
 
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}? " if close else ""

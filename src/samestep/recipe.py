@@ -3,7 +3,6 @@
 A recipe says what to train in plain PyTorch. It knows nothing of ranks, devices or precision.
 """
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -18,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 from samestep.settings import Settings
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -107,7 +106,7 @@ class Recipe:
             if key not in known:
                 raise UserError(
                     f"The recipe's settings name {key!r}, which is no setting. "
-                    f"{nearest(key, known)}The settings are: {', '.join(sorted(known))}."
+                    f"{did_you_mean(key, known)}The settings are: {', '.join(sorted(known))}."
                 )
         for accepted in self.accepts:
             if accepted not in get_args(Accepted):
@@ -172,12 +171,6 @@ class Recipe:
             ) from error
 
 
-def nearest(name: str, names: set[str] | list[str]) -> str:
-    """Return "Did you mean …? " for the closest of some names, or nothing."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}? " if close else ""
-
-
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with samestep."""
     package = importlib.import_module("samestep.recipes")
@@ -199,7 +192,7 @@ def find_recipe(name: str) -> Recipe:
                 f"run, a recipe file ending in .py, or a recipe: {', '.join(recipe_names())}."
             )
         raise UserError(
-            f"There is no recipe {name!r}. {nearest(name, recipe_names())}"
+            f"There is no recipe {name!r}. {did_you_mean(name, recipe_names())}"
             f"The recipes are: {', '.join(recipe_names())}; "
             "or give the path of your own file, ending in .py."
         )

@@ -21,13 +21,13 @@ from samestep.commands.target import (
     parse,
     refuse_inside_launcher,
 )
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 from samestep.execution.request import Request
 from samestep.ranks.failure import die_with_parent, rank_of, report
 from samestep.ranks.process import run_as_rank
 from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import abandon, find_world, join, leave
-from samestep.recipe import Accepted, nearest
+from samestep.recipe import Accepted
 from samestep.settings import Settings, flag_name
 from samestep.verification.exchange import StartInstructions, read_json
 from samestep.verification.in_parent import (
@@ -162,7 +162,7 @@ def _accepted(text: str) -> tuple[Accepted, ...]:
         if word not in known:
             raise UserError(
                 f"--accept {text}: {word!r} is nothing that can be accepted. "
-                f"{nearest(word, known)}There is: {', '.join(known)}."
+                f"{did_you_mean(word, known)}There is: {', '.join(known)}."
             )
     return cast("tuple[Accepted, ...]", tuple(words))
 

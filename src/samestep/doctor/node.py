@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,9 +45,9 @@ MUCH_USED_FRACTION = 0.1
 
 def read_machine(
     recipe: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
     *,
     look_outside: bool = True,
-    environment: Mapping[str, str] = os.environ,
 ) -> Machine:
     """Read the facts of this machine; a few seconds at most."""
     found = versions()
@@ -130,25 +131,18 @@ def _gpus() -> tuple[Gpu, ...]:
     if not pytorch.cuda.is_available():
         return ()
     used = _used_bytes()
-    found = map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count()))
-    return tuple(
-        Gpu(
-            name=gpu.name,
-            uuid=str(gpu.uuid),
-            memory_bytes=gpu.total_memory,
-            used_bytes=used.get(str(gpu.uuid), 0),
-        )
-        for gpu in found
-    )
+    gpus = []
+    for gpu in map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count())):
+        uuid, total = str(gpu.uuid), gpu.total_memory
+        gpus.append(Gpu(name=gpu.name, uuid=uuid, memory_bytes=total, used_bytes=used.get(uuid, 0)))
+    return tuple(gpus)
 
 
 def _used_bytes() -> dict[str, int]:
     query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
-        )
-        rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+        printed = subprocess.check_output(query, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
+        rows = csv.reader(printed.decode().splitlines(), skipinitialspace=True)
         return {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}  # no nvidia-smi, or a GPU that does not tell
@@ -160,22 +154,16 @@ def _offline() -> str:
         return ""  # names are resolved by the proxy
     if Path("/proc/net/route").is_file() and not _has_default_route():
         return "no route leads out of this machine"
-    if not value_within(
-        _RESOLVE_S, lambda: bool(socket.getaddrinfo(_TRACKER, 443)), otherwise=False
-    ):
-        return f"{_TRACKER} does not resolve"
-    return ""
+    address = value_within(_RESOLVE_S, lambda: str(socket.getaddrinfo(_TRACKER, 443)), "")
+    return "" if address else f"{_TRACKER} does not resolve"
 
 
 def _has_default_route() -> bool:
-    tables = {"/proc/net/route": 1, "/proc/net/ipv6_route": 0}
-    rows = [
-        (line.split()[column], line.split()[-1])
-        for path, column in tables.items()
-        if Path(path).is_file()
-        for line in Path(path).read_text().splitlines()
-    ]
-    return any(set(target) == {"0"} and interface != "lo" for target, interface in rows)
+    routes = Path("/proc/net/route").read_text().splitlines()
+    table_6 = Path("/proc/net/ipv6_route")
+    routes_6 = table_6.read_text().splitlines() if table_6.is_file() else []
+    rows = [(r.split()[1], r) for r in routes] + [(r.split()[0], r) for r in routes_6]
+    return any(set(target) == {"0"} and row.split()[-1] != "lo" for target, row in rows)
 
 
 def python(machine: Machine) -> Finding:
@@ -219,9 +207,9 @@ def gpus(machine: Machine) -> Finding | None:
     if not machine.gpus:
         return None
     kinds = {gpu.name: gpu for gpu in machine.gpus}
+    counts = Counter(gpu.name for gpu in machine.gpus)
     shown = ", ".join(
-        f"{sum(g.name == name for g in machine.gpus)} × {name} ({gpu.memory_bytes / 2**30:.0f} GiB)"
-        for name, gpu in kinds.items()
+        f"{counts[g.name]} × {g.name} ({g.memory_bytes / 2**30:.0f} GiB)" for g in kinds.values()
     )
     if len(kinds) > 1:
         return yellow(shown, "Every step waits for the slowest; use GPUs of one kind.")
@@ -241,15 +229,11 @@ def cores(machine: Machine) -> Finding:
     usable = min(allowed, quota or allowed)
     found = f"{usable:.3g} of the machine's {machine.machine_cores} ({limits})"
     if quota is not None and quota < 1:
-        return red(
-            f"{found}: less than one",
-            "Every step waits for the scheduler; give the container or job more CPU.",
-        )
+        advice = "Every step waits for the scheduler; give the container or job more CPU."
+        return red(f"{found}: less than one", advice)
     if quota is not None and quota < allowed:
-        return yellow(
-            f"{found}: PyTorch counts {allowed}",
-            f"Threads beyond the quota are stopped in turn: train with --threads {int(quota)}.",
-        )
+        advice = f"Threads beyond the quota are stopped in turn: train with --threads {int(quota)}."
+        return yellow(f"{found}: PyTorch counts {allowed}", advice)
     return green(found)
 
 
@@ -257,13 +241,11 @@ def shared_memory(machine: Machine) -> Finding | None:
     """Loader workers, and NCCL within a node, pass data through /dev/shm."""
     if machine.shm_bytes is None:
         return None
-    found = (
-        f"/dev/shm has {size_name(machine.shm_free_bytes)} free of {size_name(machine.shm_bytes)}"  # noqa: S108
-    )
+    free = machine.shm_free_bytes
+    found = f"/dev/shm has {size_name(free)} free of {size_name(machine.shm_bytes)}"  # noqa: S108
     advice = "Give the container more: docker run --shm-size=8g, or --ipc=host."
     if machine.shm_bytes > SMALL_SHM_BYTES:
         advice = "Something fills it: see ls -l /dev/shm, and remove what died."
-    free = machine.shm_free_bytes
     return graded(found, advice, red_if=free <= DOCKER_SHM_BYTES, yellow_if=free < SMALL_SHM_BYTES)
 
 
@@ -313,7 +295,5 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
-CHECKS: list[Check[Machine]] = [
-    *(python, torch, samestep, cuda, gpus, cores, shared_memory),
-    *(open_files, processes, locked_memory, internet),
-]
+CHECKS: list[Check[Machine]] = [python, torch, samestep, cuda, gpus, cores, shared_memory]
+CHECKS += [open_files, processes, locked_memory, internet]

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from samestep.errors import UserError
-from samestep.recipe import Recipe, find_recipe, nearest, recipe_names
+from samestep.errors import UserError, did_you_mean
+from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
 from samestep.settings import MAY_CHANGE, Settings, as_table, merge_layers
 from samestep.tracking.choice import check_choice
@@ -145,7 +145,7 @@ def _split(
                 f" The options of {recipe.name}: {', '.join(option_types)}." if option_types else ""
             )
             raise UserError(
-                f"{path}: unknown setting {key!r}. {nearest(key, [*valid, *option_types])}"
+                f"{path}: unknown setting {key!r}. {did_you_mean(key, [*valid, *option_types])}"
                 f"The settings: {', '.join(valid)}.{own}"
             )
         home, kind = (ours, types[key]) if key in types else (theirs, option_types[key])

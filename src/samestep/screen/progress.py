@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from samestep.run.records import NOT_METRICS, Record
 from samestep.screen.class_table import class_table
-from samestep.screen.words import count, short
+from samestep.screen.words import count, duration, short
 
 
 class Screen:
@@ -107,7 +107,7 @@ class Screen:
             return
         left = self._plan["total_steps"] - record["step"]
         rate = max(record["samples_per_s"], 1e-9)
-        eta = _duration(left * self._plan["global_batch_size"] / rate)
+        eta = duration(left * self._plan["global_batch_size"] / rate)
         numbers = [self._loss, self._accuracy, f"{short(rate)} samples/s", f"ETA {eta}"]
         done = min(record["step"] // self._plan["steps_per_epoch"] + 1, self._plan["epochs"])
         self._bar.update(
@@ -153,7 +153,7 @@ class Screen:
         rows["status"] = f"{result['status']} ({result['reason']})"
         rows["trained"] = (
             f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}, "
-            f"{_duration(result['training_seconds'])}, {short(result['samples_per_s'])} samples/s"
+            f"{duration(result['training_seconds'])}, {short(result['samples_per_s'])} samples/s"
         )
         if best["value"] is not None:
             rows["best"] = (
@@ -180,9 +180,3 @@ def _lr(plan: Record) -> str:
         return f"{plan['lr']:.4g}"
     ratio = plan["lr"] / plan["base_lr"]
     return f"{plan['lr']:.4g} = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

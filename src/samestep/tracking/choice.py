@@ -1,6 +1,5 @@
 """Which trackers there are, and what can be said of a choice before anything is started."""
 
-import difflib
 import importlib.util
 import os
 import re
@@ -8,7 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 from samestep.settings import Settings
 
 PACKAGES = {"comet": "comet_ml", "mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb"}
@@ -106,10 +105,9 @@ def _check_tracker(tracker: str) -> None:
         return
     if "." in tracker and all(part.isidentifier() for part in tracker.split(".")):
         return
-    close = difflib.get_close_matches(tracker, [*PACKAGES, "none"], n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(tracker, [*PACKAGES, "none"])
     raise UserError(
-        f"There is no tracker {tracker!r}.{hint} The trackers are: {', '.join(PACKAGES)}; or give "
+        f"There is no tracker {tracker!r}. {hint}The trackers are: {', '.join(PACKAGES)}; or give "
         "your own as a file (my_tracker.py) or a module (package.module); none for no tracker."
     )
 
