@@ -55,12 +55,7 @@ def read_defaults(paths: list[Path]) -> UncheckedOptions:
 def apply_flags(
     defaults: UncheckedOptions, flags: UncheckedOptions, paths: list[Path]
 ) -> JobOptions:
-    """Return the options that defaults and the flags laid over them make.
-
-    Args:
-        defaults: what the files set.
-        flags: the same with the flags over it.
-        paths: the files, to be named where what comes of both cannot be.
+    """Return the options that the defaults of some files make with the flags laid over them.
 
     Raises:
         UserError: it is not what a job can ask for.
@@ -107,8 +102,7 @@ def _table(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no valid TOML: {error}.") from error
-    unknown = sorted(document.keys() - {"slurm"})
-    if unknown:
+    if unknown := sorted(document.keys() - {"slurm"}):
         raise UserError(f"{path} has no use for {unknown[0]!r}; its one table is [slurm].")
     table = document.get("slurm", {})
     if not isinstance(table, dict):

@@ -25,12 +25,7 @@ _OF_A_JOB = re.compile(
 
 
 def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
-    """Return what one of Slurm's programs printed.
-
-    Args:
-        name: the program.
-        arguments: its arguments.
-        without: variables that it must not see.
+    """Return what one of Slurm's programs printed, to which some variables were not shown.
 
     Raises:
         UserError: it is not here, it refused, or its controller did not answer.
@@ -39,19 +34,12 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
         raise UserError(NO_SLURM.format(name=name))
     # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
     narrows = () if name == "sbatch" else (f"{name.upper()}_",)
-    environment = {
-        k: v
-        for k, v in outside_of_any_job(os.environ).items()
-        if k not in without and not k.startswith(narrows)
-    }
+    outside = outside_of_any_job(os.environ)
+    shown = {k: v for k, v in outside.items() if k not in without and not k.startswith(narrows)}
+    words = [name, *arguments]
     try:
         done = subprocess.run(
-            [name, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-            env=environment,
+            words, env=shown, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         raise UserError(

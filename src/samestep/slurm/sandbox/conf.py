@@ -37,22 +37,20 @@ def slurm_conf(
     controller_port: int,
     node_ports: Sequence[int],
     cpus: int,
-    memory_mib: int = 8192,
 ) -> str:
     """Return the text of `slurm.conf` for one machine that plays several nodes.
 
     Args:
         folder: holds all files of the sandbox; absolute.
-        user: the name of the user whose processes all daemons and jobs are.
+        user: whose processes all daemons and jobs are.
         host: this machine's own name, without its domain: Slurm's daemons compare it with theirs.
         controller_port: where slurmctld listens.
         node_ports: where the slurmd of each node listens: as many ports as there are nodes.
         cpus: CPUs that each node claims to have, whatever the machine has.
-        memory_mib: memory that each node claims to have, MiB; nothing enforces it.
     """
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
-        f"CPUs={cpus} RealMemory={memory_mib}"
+        f"CPUs={cpus} RealMemory=8192"  # MiB; nothing enforces it
         for name, port in zip(node_names(len(node_ports)), node_ports, strict=True)
     )
     return f"""\

@@ -5,6 +5,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from samestep.errors import UserError
@@ -68,27 +69,19 @@ def start(folder: Path, daemon: str) -> None:
             return _listens(munge / "socket")
         return ask(folder, "scontrol", "ping") is not None
 
-    if not wait_until(answers, within_s=_START_WITHIN_S):
+    if not wait_until(answers, _START_WITHIN_S):
         raise DaemonError(folder, daemon, f"{daemon} does not answer")
 
 
 def ask(folder: Path, name: str, *arguments: str) -> str | None:
     """Return what one of Slurm's programs said of the sandbox; None if it got no answer."""
-    program = _find(name)
-    if program is None:
-        return None
+    words, shown = [_find(name) or name, *arguments], environment(folder)
     try:
-        done = subprocess.run(
-            [program, *arguments],
-            env=environment(folder),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ANSWER_WITHIN_S,
+        return subprocess.check_output(
+            words, env=shown, text=True, stderr=subprocess.DEVNULL, timeout=_ANSWER_WITHIN_S
         )
-    except subprocess.TimeoutExpired:
+    except (FileNotFoundError, subprocess.SubprocessError):
         return None
-    return None if done.returncode else done.stdout
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -115,12 +108,9 @@ def free_ports(count: int) -> list[int]:
     """
     free: list[int] = []
     for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as one:
-            try:
-                one.bind(("", port))  # on all addresses, as Slurm's daemons do
-            except OSError:
-                continue
-        free.append(port)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))  # on all addresses, as Slurm's daemons do
+            free.append(port)
         if len(free) == count:
             return free
     raise UserError(f"There are no {count} free ports between {_PORTS.start} and {_PORTS.stop}.")
@@ -155,8 +145,4 @@ def _run(folder: Path, daemon: str, name: str, *arguments: str) -> None:
 
 def _listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as one:
-        try:
-            one.connect(str(path))
-        except OSError:
-            return False
-    return True
+        return one.connect_ex(str(path)) == 0
