@@ -25,7 +25,7 @@ def kill_node(folder: Path, node: str) -> None:
 
     # The daemons first, lest slurmstepd tells the controller how its tasks ended.
     send(sorted(on_node(), key=lambda process: not process.name.startswith("slurm")), SIGKILL)
-    end(on_node, term_0)
+    end(on_node, 0)
 
 
 def start_node(folder: Path, node: str) -> None:

@@ -69,8 +69,8 @@ def device(allocation: Allocation) -> Finding:
         )
     if odd := _odd_ones(allocation.ranks, _kind):
         return yellow(odd, "Every step waits for the slowest; take nodes of one kind.")
-    kind = _kind(allocation.ranks[0])
-    return green(f"{kind} on all ranks" if len(allocation.ranks) > 1 else kind)
+    everywhere = " on all ranks" if len(allocation.ranks) > 1 else ""
+    return green(_kind(allocation.ranks[0]) + everywhere)
 
 
 def loader_workers(allocation: Allocation) -> Finding:

@@ -28,9 +28,7 @@ from samestep.ranks.launch import Launch
 from samestep.ranks.world import Backend, Device, Store, World, join, leave, open_store
 
 T = TypeVar("T")
-
-_CONNECT_MARGIN_S = 2.0
-_WATCHDOG_MARGIN_S = 60.0
+_CONNECT_MARGIN_S, _WATCHDOG_MARGIN_S = 2.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +125,7 @@ def _cut_off(me: RankFacts, message: str) -> CutOffError:
 
 
 def _open_store(options: DoctorOptions, launch: Launch) -> Store:
-    """Open the store in a bounded time: PyTorch's own bound ends where anything at all listens."""
+    # PyTorch's own bound of time ends where anything at all listens.
     patience_s = options.timeout_s + _CONNECT_MARGIN_S
     return call_within(patience_s, lambda: open_store(launch, options.timeout_s))
 
@@ -161,8 +159,6 @@ def _measure_or_explain(
 
 
 def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -> T:
-    """Return a function's value, or say at which stage the ranks lost each other."""
-
     def on_device() -> T:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)  # it counts for one thread
@@ -175,7 +171,6 @@ def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -
 
 
 def _lost(failures: dict[int, str], world_size: int) -> Finding:
-    """Find the cause in what the ranks reported, and who could not even report."""
     # Who lost contact with another rank tells of the effect.
     cause = next((rank for rank, why in failures.items() if not LOST_PEER.search(why)), 0)
     who = f"rank {cause} " if cause else ""
@@ -211,7 +206,6 @@ def _measure(
 
 
 def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts, ...], Finding]:
-    """Return the ranks that came, and the finding of who did not."""
     found: list[RankFacts] = []
     foreign = []
     missing = [number for number, facts in enumerate(received) if not facts]
@@ -221,10 +215,9 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
         except msgspec.MsgspecError:
             foreign.append(number)
     if foreign:
-        return tuple(found), red(
-            f"{_numbers(foreign)} cannot be understood: another samestep runs there",
-            "Start every rank from one environment, on a shared file system or in one image.",
-        )
+        advice = "Start every rank from one environment, on a shared file system or in one image."
+        what = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
+        return tuple(found), red(what, advice)
     if missing:
         seen = {rank.machine.host.partition(".")[0] for rank in found}
         listed = found[0].slurm.hosts if found[0].slurm else ()

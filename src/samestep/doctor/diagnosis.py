@@ -31,10 +31,7 @@ class Diagnosis:
 def diagnose(
     options: DoctorOptions, environment: Mapping[str, str] = os.environ
 ) -> Diagnosis | None:
-    """Examine this machine, and all others together with the other ranks.
-
-    Returns:
-        The diagnosis on rank 0, nothing on the others.
+    """Examine this machine, and all others with the other ranks; rank 0 returns the diagnosis.
 
     Raises:
         CutOffError: this rank is not rank 0 and cannot reach it, or cannot know whom to reach.

@@ -83,7 +83,7 @@ class Folder:
     """Why a file cannot be written there; empty if it can."""
     free_bytes: int | None = None
     checkpoint_bytes: int | None = None
-    """Size of the newest checkpoint, if this is a run that has one."""
+    """Of the newest checkpoint, if this is a run that has one."""
     num_checkpoints: int | None = None
     """How many the run will keep, the one being written counted in; None if not known."""
     num_workers: int = 0

@@ -23,16 +23,12 @@ _CLOCK_ROUNDS = 5
 CLOCK_YELLOW_S, CLOCK_RED_S = 1.0, 30.0
 """Beyond the first, logs of nodes cannot be laid side by side; beyond the second, files of other
 nodes lie in the future, and tickets and certificates fail."""
-SLOW_RANK_YELLOW, SLOW_RANK_RED = 1.5, 3.0
-"""Times the median: every step waits for the slowest."""
-SLOW_LINK = 3.0
-"""Times slower than the median link."""
+SLOW_RANK_YELLOW, SLOW_RANK_RED = 1.5, 3.0  # times the median: every step waits for the slowest
+SLOW_LINK = 3.0  # times slower than the median link
 YELLOW_GB_S, RED_GB_S = 0.5, 0.05
 """Between hosts: half of what 10 Gbit and 1 Gbit Ethernet can carry, in 10⁹ bytes a second."""
-SLOW_LATENCY_US = 20_000.0
-"""Between hosts: a hundred times what Ethernet takes."""
-JUDGED_BYTES = 1 << 20
-"""Smaller all-reduces are a matter of latency, not of bandwidth."""
+SLOW_LATENCY_US = 20_000.0  # between hosts: a hundred times what Ethernet takes
+JUDGED_BYTES = 1 << 20  # smaller all-reduces are a matter of latency, not of bandwidth
 
 _CABLE = (
     "Name the fast interface on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); then ask "
@@ -41,10 +37,9 @@ _CABLE = (
 
 
 def bus_bandwidth(num_bytes: int, seconds: float, world_size: int) -> float:
-    """Return the bus bandwidth of an all-reduce in GB/s: 2 (n - 1) / n × bytes / time.
+    """Return the bus bandwidth of an all-reduce in GB/s, which any number of ranks can reach.
 
-    It is comparable with the speed of the hardware whatever the number of ranks
-    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     return 2 * (world_size - 1) / world_size * num_bytes / seconds / 1e9
 

@@ -31,10 +31,8 @@ _TRACKER = "api.wandb.ai"  # a name that resolves wherever trackers can be reach
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
-SMALL_SHM_BYTES = 1 << 30
-"""A few workers with batches of images fill less than this."""
-DOCKER_SHM_BYTES = 64 << 20
-"""What a container gets by default: one batch of images can be more."""
+SMALL_SHM_BYTES = 1 << 30  # a few workers with batches of images fill less than this
+DOCKER_SHM_BYTES = 64 << 20  # what a container gets by default: one batch of images can be more
 FEW_FILES, TOO_FEW_FILES = 1024, 256
 """1,024 is the default of most systems, and enough for some ten workers."""
 FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 512
@@ -152,18 +150,13 @@ def _offline() -> str:
     """Say why nothing outside can be reached, in less than two seconds."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy")):
         return ""  # names are resolved by the proxy
-    if Path("/proc/net/route").is_file() and not _has_default_route():
+    tables = {Path("/proc/net/route"): 1, Path("/proc/net/ipv6_route"): 0}
+    texts = {path.read_text(): column for path, column in tables.items() if path.is_file()}
+    routes = [(line.split(), n) for text, n in texts.items() for line in text.splitlines()]
+    if texts and not any(set(row[n]) == {"0"} and row[-1] != "lo" for row, n in routes):
         return "no route leads out of this machine"
     address = value_within(_RESOLVE_S, lambda: str(socket.getaddrinfo(_TRACKER, 443)), "")
     return "" if address else f"{_TRACKER} does not resolve"
-
-
-def _has_default_route() -> bool:
-    routes = Path("/proc/net/route").read_text().splitlines()
-    table_6 = Path("/proc/net/ipv6_route")
-    routes_6 = table_6.read_text().splitlines() if table_6.is_file() else []
-    rows = [(r.split()[1], r) for r in routes] + [(r.split()[0], r) for r in routes_6]
-    return any(set(target) == {"0"} and row.split()[-1] != "lo" for target, row in rows)
 
 
 def python(machine: Machine) -> Finding:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.doctor.diagnosis import Diagnosis
-from samestep.doctor.facts import AllReduce, RankFacts
+from samestep.doctor.facts import RankFacts
 from samestep.doctor.findings import Finding, size_name, worst
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
@@ -21,8 +21,19 @@ def print_table(diagnosis: Diagnosis, console: Console) -> None:
     """Print the table of findings, the all-reduce's sizes, and one sentence."""
     console.print(_findings(diagnosis.findings))
     if diagnosis.all_reduce:
-        console.print("", _sizes(diagnosis.all_reduce), sep="\n")
-    console.print("", _sentence(diagnosis.findings), sep="\n")
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+        for heading in ("all-reduce", "time, µs", "bus bandwidth, GB/s"):
+            table.add_column(heading, justify="right")
+        for size in diagnosis.all_reduce:
+            bandwidth = f"{size.bus_gb_s:.4f}"
+            table.add_row(size_name(size.bytes), f"{size.latency_us:,.0f}", bandwidth)
+        console.print("", table, sep="\n")
+    status = worst(diagnosis.findings)
+    names = [finding.name for finding in diagnosis.findings if finding.status == status]
+    sentence = f"[{_COLOURS[status]}]{len(names)} {status}:[/] {escape(', '.join(names))}"
+    if status == "green":
+        sentence = f"[green]All {len(names)} checks are green.[/]"
+    console.print("", sentence, sep="\n")
 
 
 def to_json(diagnosis: Diagnosis) -> str:
@@ -50,23 +61,6 @@ def _findings(findings: tuple[Finding, ...]) -> Table:
         found = Group(Text(finding.found), advice) if finding.advice else Text(finding.found)
         table.add_row(Text(finding.status, style=colour), finding.name, found)
     return table
-
-
-def _sizes(sizes: tuple[AllReduce, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for heading in ("all-reduce", "time, µs", "bus bandwidth, GB/s"):
-        table.add_column(heading, justify="right")
-    for size in sizes:
-        table.add_row(size_name(size.bytes), f"{size.latency_us:,.0f}", f"{size.bus_gb_s:.4f}")
-    return table
-
-
-def _sentence(findings: tuple[Finding, ...]) -> str:
-    status = worst(findings)
-    names = [finding.name for finding in findings if finding.status == status]
-    if status == "green":
-        return f"[green]All {len(names)} checks are green.[/]"
-    return f"[{_COLOURS[status]}]{len(names)} {status}:[/] {escape(', '.join(names))}"
 
 
 def _rank(rank: RankFacts) -> dict[str, Any]:

@@ -18,9 +18,9 @@ def master_address(rank: RankFacts) -> Finding:
             f"getent hosts {name} on each.",
         )
     shown = name if name == address else f"{name} is {address}"
+    listens = rank.launch.rank == 0 and not agent_serves()
     # Only an address of this host's own can be bound.
-    is_own = rank.launch.rank or agent_serves() or _can_bind(udp_socket(address), address, 0)
-    if not is_own:
+    if listens and not _can_bind(udp_socket(address), address, 0):
         return red(
             f"{shown}, which is not an address of rank 0's host",
             "Set MASTER_ADDR to rank 0's host, or unset it: under srun it follows from the job.",

@@ -22,11 +22,9 @@ class Instructions(msgspec.Struct, frozen=True):
     """What rank 0 tells all others after the roll call."""
 
     join: bool
-    """Whether all came, and are to connect."""
     on_cpu: bool = False
     """Whether to connect by Gloo on the CPU, since not every rank has a GPU of its own."""
     first_ranks: tuple[int, ...] = ()
-    """The first rank of each node."""
 
 
 def collect_facts(

@@ -4,6 +4,7 @@ import shutil
 import stat
 import tempfile
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,12 @@ from samestep.run.records import read_records
 
 PREFIX = ".samestep-doctor-"
 """Begins the name of everything that the doctor writes, and removes again."""
-_ANSWER_S = 15.0
-"""A file system that has not answered by then is one whose server is gone."""
+_ANSWER_S = 15.0  # a file system that has not answered by then is one whose server is gone
 ESTIMATED_CHECKPOINT_BYTES = 1_200_000_000
 """Where no run tells: 100 million parameters, in fp32 with Adam's two moments 12 bytes each."""
 FEW_CHECKPOINTS = 3
 """Where it is not known how many are kept: the last, the best, and the one being written."""
-FULL_BYTES = 64 << 20
-"""Less than this is a full disk for any run."""
+FULL_BYTES = 64 << 20  # less than this is a full disk for any run
 
 
 def read_folder(path: Path) -> Folder:
@@ -50,21 +49,18 @@ def existing(path: Path) -> Path:
     Raises:
         OSError: this user may not look there.
     """
-    return next(place for place in (path, *path.parents) if _is_folder(place))
-
-
-def _is_folder(path: Path) -> bool:
-    try:  # `is_dir` differs between versions of Python where this user may not look
-        return stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    for place in (path, *path.parents):
+        # `is_dir` differs between versions of Python where this user may not look
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if stat.S_ISDIR(place.stat().st_mode):
+                return place
+    raise FileNotFoundError(path)
 
 
 def _try_to_write(path: Path, base: Path) -> str:
     """Write a file over another one by a rename, as checkpoints are; say what went wrong."""
-    blocked = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None)
-    if blocked is not None:
-        return f"{blocked} is a file, not a folder"
+    if blocked := [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]:
+        return f"{blocked[0]} is a file, not a folder"
     try:
         with tempfile.TemporaryDirectory(prefix=PREFIX, dir=base) as folder:
             file = Path(folder) / "file"

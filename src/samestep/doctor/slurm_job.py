@@ -17,8 +17,7 @@ _CONTROLLER_S = 10.0
 _BATCH_STEP = "4294967291"
 _SIGNAL = re.compile(r"^#SBATCH\s+(?:--signal[=\s]\s*)(\S+)", re.MULTILINE)
 _END_OF_OPTIONS = re.compile(r"^\s*[^#\s]", re.MULTILINE)
-SHORT_NOTICE_S = 60
-"""A signal that comes later than this leaves little time to write a checkpoint."""
+SHORT_NOTICE_S = 60  # later than this leaves little time to write a checkpoint
 
 
 def read_slurm(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:

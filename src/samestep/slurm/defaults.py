@@ -26,10 +26,7 @@ class UncheckedOptions(JobOptions):
 
 
 def defaults_files(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the files that apply in a folder, the more general first.
-
-    They are the one in the user's config folder, and the nearest in the folder or above it.
-    """
+    """Return the user's file, and the nearest in a folder or above it, as far as they exist."""
     home = environment.get("XDG_CONFIG_HOME") or str(Path("~/.config").expanduser())
     user = Path(home) / "samestep" / FILE
     project = next((f for p in [folder, *folder.parents] if (f := p / FILE).is_file()), None)
@@ -75,7 +72,7 @@ def apply_flags(
 
 def _layer(path: Path) -> dict[str, Any]:
     """Return the values of one file, by the names of the options."""
-    types = typing.get_type_hints(JobOptions, include_extras=False)
+    types = typing.get_type_hints(JobOptions)
     values: dict[str, Any] = {}
     for key, value in _table(path).items():
         name = key.replace("-", "_")

@@ -102,6 +102,9 @@ class JobOptions:
             raise UserError(f"--mem {self.mem} should be {form}")
         if sum(place is not None for place in (self.venv, self.conda, self.container)) > 1:
             raise UserError("Give one of --venv, --conda and --container, not several.")
+        self._check_words()
+
+    def _check_words(self) -> None:
         for after in self.after:
             dependency(after)
         for text in self.env:

@@ -74,13 +74,13 @@ def _refusal(options: JobOptions, partition: Partition) -> str:
         return f"--nodes {options.nodes}: partition {name} has {partition.nodes} in all."
     if options.gpus_per_node > partition.gpus:
         return (
-            f"--gpus-per-node {options.gpus_per_node}: sinfo says that the nodes of partition {name} "
+            f"--gpus-per-node {options.gpus_per_node}: sinfo says that nodes of partition {name} "
             f"have {partition.gpus or 'no'} GPUs each. Choose another --partition or fewer."
         )
     if (wanted := options.ranks_per_node * cpus) > partition.cores:
         return (
-            f"{options.ranks_per_node} ranks a node × {cpus} cores = {wanted} cores, and the largest "
-            f"node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
+            f"{options.ranks_per_node} ranks a node × {cpus} cores = {wanted} cores, and the "
+            f"largest node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
             "--cpus-per-task."
         )
     limit_s = read_time(partition.limit)  # none for "infinite"

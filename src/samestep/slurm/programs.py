@@ -10,13 +10,6 @@ from samestep.errors import UserError
 
 _TIMEOUT_S = 60.0
 
-NO_SLURM = (
-    "There is no Slurm here: {name} is not on the PATH. On a cluster's login node it is (perhaps "
-    "after `module load slurm`); on Debian or Ubuntu, `apt install slurm-wlm munge` installs it "
-    "and `samestep slurm sandbox up` starts one. `samestep slurm submit … --dry-run` prints the "
-    "job script without it."
-)
-
 # What Slurm, MPI and torchrun tell the processes of a job.
 _OF_A_JOB = re.compile(
     r"SLURM(?!_CONF$|_CLUSTERS$).*|(SRUN_|SALLOC_|PMI|TORCHELASTIC_).*|ROLE_NAME"
@@ -31,7 +24,12 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
         UserError: it is not here, it refused, or its controller did not answer.
     """
     if shutil.which(name) is None:
-        raise UserError(NO_SLURM.format(name=name))
+        raise UserError(
+            f"There is no Slurm here: {name} is not on the PATH. On a cluster's login node it is "
+            "(perhaps after `module load slurm`); on Debian or Ubuntu, `apt install slurm-wlm "
+            "munge` installs it and `samestep slurm sandbox up` starts one. `samestep slurm submit "
+            "… --dry-run` prints the job script without it."
+        )
     # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
     narrows = () if name == "sbatch" else (f"{name.upper()}_",)
     outside = outside_of_any_job(os.environ)

@@ -40,15 +40,10 @@ class QueuedJob:
         """Whether it will not run any more."""
         return bool(_ENDED.fullmatch(self.state))
 
-    @property
-    def is_own(self) -> bool:
-        """Whether it is a job of who asks; $USER may say otherwise than the kernel."""
-        return self.uid in (os.getuid(), None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobAndRun:
-    """What a job's number or a run directory names; the error where the queue could not be asked."""
+    """What a job's number or a run directory names; an error if the queue could not be asked."""
 
     job: QueuedJob | None = None
     run: Path | None = None
@@ -73,7 +68,7 @@ def find_job(job: int) -> QueuedJob | None:
 
 
 def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
-    """Return this user's jobs, perhaps of one run, that samestep submitted and Slurm still knows."""
+    """Return this user's jobs (of one run) that samestep submitted and Slurm still knows."""
     # The controller lists no other user's jobs for it.
     text = call("squeue", "--me", "--all", "--states=all", "--noheader", "--format=%A %k")
     rows = [line.partition(f" {MARK}") for line in text.splitlines()]
@@ -112,8 +107,8 @@ def parse_job(line: str) -> QueuedJob:
 def find_job_or_run(text: str) -> JobAndRun:
     """Return what a job's number or a run directory names.
 
-    A job that Slurm has forgotten is looked for in the runs below this directory. Of the jobs of
-    a run it is the one that runs, or else the newest that has not ended, or else the newest.
+    A job that Slurm has forgotten is looked for in ./runs. Of a run it is the job that runs, or
+    else the newest that has not ended, or else the newest.
 
     Raises:
         UserError: there is neither, or the job is another user's.
@@ -139,7 +134,7 @@ def _find_number(number: int) -> JobAndRun:
     except UserError as error:
         queue_error = error
     if job is not None:
-        if not job.is_own:
+        if job.uid not in (os.getuid(), None):  # $USER may say otherwise than the kernel
             raise UserError(f"Job {job.job} is of user {job.user}; samestep shows your own.")
         return JobAndRun(job=job, run=job.run)
     if logs := list(Path("runs").glob(f"*/slurm-{number}.out")):

@@ -12,25 +12,24 @@ from samestep.ranks.failure import MISTAKE
 from samestep.run.directory import is_run
 from samestep.run.files import read_object, write_text
 
-FILE = "slurm.json"
-"""In the run directory: what the restarts of its job have come to."""
+FILE = "slurm.json"  # in the run directory: what the restarts of its job have come to
 BEGUN = ".begun"
 """There too: the job's script touches it at each start, by the clock of the file server."""
 
 _RESULT = "result.json"
 _INDEX = "checkpoints/index.json"
+_OURS = "samestep: "
 
 Word = Literal["completed", "again", "failed", "cancelled", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """What the job's script knows of its earlier starts."""
+    """What the job's script knows of its earlier starts, and how many made no newer checkpoint."""
 
     job: int = 0
     restarts: int = 0
     without_progress: int = 0
-    """How many of the latest in a row had no newer checkpoint."""
     step: int = 0
     """Step of the newest checkpoint when it last asked."""
 
@@ -40,7 +39,6 @@ class Ending:
     """What is known once the ranks of one start have ended."""
 
     code: int
-    """Exit code of srun."""
     told: str
     """The signal that came to the script: USR1, USR2, TERM or nothing."""
     step: int | None
@@ -181,9 +179,5 @@ def _last_message(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    found = ""
-    for line in lines:
-        if line.startswith("samestep: "):
-            text = line.removeprefix("samestep: ")
-            found = "" if text.startswith("job ") else text
-    return found
+    said = ["", *(line.removeprefix(_OURS) for line in lines if line.startswith(_OURS))]
+    return "" if said[-1].startswith("job ") else said[-1]

@@ -8,8 +8,7 @@ from typing import Literal
 from samestep.slurm.options import JobOptions, assignment, dependency
 from samestep.slurm.restarts import BEGUN
 
-MARK = "samestep:"
-"""What a job's comment begins with; the run directory follows."""
+MARK = "samestep:"  # what a job's comment begins with; the run directory follows
 
 _PLAIN = re.compile(r"[\w./:@%+,=-]+")
 
@@ -27,14 +26,12 @@ class JobScript:
     options: JobOptions
     name: str
     title: str
-    """What it does, for the first comment."""
     run: str
     folder: str
     """The directory that the command was typed in."""
     command: tuple[str, ...]
     """What each rank runs: words after the interpreter, such as ("-m", "samestep", …)."""
     kind: Literal["recipe", "script"]
-    """Whether it is samestep's own training, or any script of the user's."""
     python: str = "python"
     """The interpreter, where no environment is entered that has its own."""
     venv: str | None = None
@@ -43,13 +40,6 @@ class JobScript:
     def enters_environment(self) -> bool:
         """Whether the ranks run in an environment that has its own interpreter."""
         return bool(self.venv or self.options.conda or self.options.container)
-
-    @property
-    def samestep(self) -> tuple[str, ...]:
-        """How the script calls samestep itself."""
-        if self.options.container:
-            return ("apptainer", "exec", self.options.container, "samestep")
-        return ("samestep",) if self.enters_environment else (self.python, "-m", "samestep")
 
 
 def script_text(job: JobScript) -> str:
@@ -262,7 +252,9 @@ def _wrap(words: list[str], width: int = 96) -> list[str]:
 
 
 def _end(job: JobScript) -> list[str]:
-    samestep = shlex.join(job.samestep)
+    samestep = "samestep" if job.enters_environment else shlex.join([job.python, "-m", "samestep"])
+    if job.options.container:
+        samestep = f"apptainer exec {shlex.quote(job.options.container)} samestep"
     again = "" if job.options.requeue else " --no-requeue"
     lines = [
         "# Say how it ended, and whether it goes on.",

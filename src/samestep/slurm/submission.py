@@ -72,8 +72,7 @@ def submit(job: JobScript) -> tuple[int, Path]:
     partitions.append(os.environ.get("SBATCH_PARTITION"))
     check_partitions(job.options, next(filter(None, partitions), None))
     run = Path(job.run)
-    known = run.exists()
-    if known:
+    if known := run.exists():
         _refuse_beside_another(run, job.options)
     script = run / "job.sbatch"
     make_folder(run)
@@ -132,9 +131,7 @@ def _refused(error: ProgramError, script: str) -> UserError:
 
 def with_home_expanded(options: JobOptions) -> JobOptions:
     """Return options with `~` in their paths written out."""
-    changes = {
-        name: os.path.expanduser(value)  # noqa: PTH111 - a string, perhaps with %j
-        for name in ("venv", "container", "output")
-        if (value := getattr(options, name))
-    }
+    paths = {name: getattr(options, name) for name in ("venv", "container", "output")}
+    # They are strings, perhaps with %j.
+    changes = {name: path and os.path.expanduser(path) for name, path in paths.items()}  # noqa: PTH111
     return dataclasses.replace(options, **changes)

@@ -37,7 +37,12 @@ def read_progress(run: Path) -> Progress | None:
         return _progress(run, list(read_records(run)), result)
     except UserError:
         return ended if result else None
-    except (LookupError, TypeError, ValueError):  # no JSON, or not what a run writes
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):  # no JSON, or not what a run writes
         return replace(ended, damage=f"unknown: a line inside {run / 'events.jsonl'} is damaged")
 
 

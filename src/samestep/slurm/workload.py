@@ -12,12 +12,11 @@ from samestep.run.directory import is_run, new_run_path
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What each rank runs, and where its run lies."""
+    """What each rank runs, and where its run lies: an absolute path."""
 
     name: str
     kind: Literal["recipe", "script"]
     run: Path
-    """Absolute path of the run directory."""
     command: tuple[str, ...]
     """Words for the Python interpreter."""
 

@@ -51,8 +51,8 @@ def up(folder: Path, *, nodes: int, cpus: int | None = None) -> Status:
         raise UserError("A sandbox has at least one node (--nodes 1) of one CPU (--cpus 1).")
     if missing := daemons.missing_programs():
         raise UserError(
-            f"A sandbox needs programs that are not here: {', '.join(missing)}. On Debian or Ubuntu, "
-            "`apt install slurm-wlm munge` installs them; nothing needs to be set up or started."
+            f"A sandbox needs programs that are not here: {', '.join(missing)}. On Debian "
+            "or Ubuntu, `apt install slurm-wlm munge` installs them; nothing needs to be set up."
         )
     check_folder(folder, nodes=nodes)
     files.make_folder(folder)
@@ -88,12 +88,9 @@ def status(folder: Path) -> Status:
 
 
 def down(folder: Path) -> bool:
-    """Cancel all jobs, stop all daemons, and remove the sandbox's files.
+    """Cancel all jobs, stop all daemons, and remove the sandbox's files, also of one that crashed.
 
-    It also clears away what is left of one that crashed.
-
-    Returns:
-        Whether there was anything to take down.
+    It returns whether there was anything to take down.
 
     Raises:
         UserError: a process could not be ended, or the folder is another user's.
@@ -163,11 +160,6 @@ def _refuse_if_up(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a sandbox's folder while it changes.
-
-    Raises:
-        UserError: another process is at it.
-    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

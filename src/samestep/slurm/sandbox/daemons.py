@@ -36,7 +36,7 @@ class DaemonError(UserError):
 
 
 def missing_programs() -> list[str]:
-    """Return those of Slurm's and MUNGE's programs that a sandbox needs and that are not here."""
+    """Return the programs that a sandbox needs and that are not here."""
     return [name for name in _PROGRAMS if _find(name) is None]
 
 
@@ -65,9 +65,10 @@ def start(folder: Path, daemon: str) -> None:
         _run(folder, daemon, "munged", "--force", "--origin=127.0.0.1", log, *options)
 
     def answers() -> bool:
-        if daemon == "munged":
-            return _listens(munge / "socket")
-        return ask(folder, "scontrol", "ping") is not None
+        if daemon == "slurmctld":
+            return ask(folder, "scontrol", "ping") is not None
+        with socket.socket(socket.AF_UNIX) as one:
+            return one.connect_ex(str(munge / "socket")) == 0
 
     if not wait_until(answers, _START_WITHIN_S):
         raise DaemonError(folder, daemon, f"{daemon} does not answer")
@@ -92,10 +93,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def node_states(folder: Path) -> dict[str, str]:
-    """Return the state of each node, as `sinfo` names it; empty if the controller is silent.
-
-    A state that ends in `*` is that of a node whose slurmd does not answer.
-    """
+    """Return each node's state, which ends in `*` if its slurmd is silent; {} if no controller."""
     said = ask(folder, "sinfo", "--noheader", "--Node", "--partition=debug", "--format=%N %T")
     return dict(line.split(maxsplit=1) for line in (said or "").splitlines())
 
@@ -141,8 +139,3 @@ def _run(folder: Path, daemon: str, name: str, *arguments: str) -> None:
             raise DaemonError(folder, daemon, f"{name} did not start in time") from None
     if code:
         raise DaemonError(folder, daemon, f"{name} stopped with exit code {code}")
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as one:
-        return one.connect_ex(str(path)) == 0

@@ -63,11 +63,7 @@ def find_processes(folder: Path) -> list[Process]:
 
 
 def end(find: Callable[[], list[Process]], term_within_s: float) -> list[Process]:
-    """Send SIGTERM to the processes that `find` finds, SIGKILL to those still there after that.
-
-    Returns:
-        Those that are there after all of it: none, unless the kernel cannot end them.
-    """
+    """Send SIGTERM to what `find` finds, SIGKILL to the rest; return what even that did not end."""
     send(find(), signal.SIGTERM)
     if wait_until(lambda: not find(), term_within_s):
         return []
