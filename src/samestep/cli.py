@@ -64,10 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         hold_warning()
     try:
         if verb not in VERBS:
-            raise UserError(
-                f"There is no verb {verb!r}. {did_you_mean(verb, VERBS)}"
-                f"The verbs are: {', '.join(VERBS)}."
-            )
+            hint = did_you_mean(verb, VERBS)
+            raise UserError(f"There is no verb {verb!r}. {hint}The verbs are: {', '.join(VERBS)}.")
         code: int = importlib.import_module(f"samestep.commands.{verb}").main(rest)
     except KeyboardInterrupt:
         return 130

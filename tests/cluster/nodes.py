@@ -25,7 +25,7 @@ def kill_node(folder: Path, node: str) -> None:
 
     # The daemons first, lest slurmstepd tells the controller how its tasks ended.
     send(sorted(on_node(), key=lambda process: not process.name.startswith("slurm")), SIGKILL)
-    end(on_node, term_within_s=0)
+    end(on_node, 0)
 
 
 def start_node(folder: Path, node: str) -> None:
@@ -49,7 +49,7 @@ def start_node(folder: Path, node: str) -> None:
             return False
         return daemons.node_states(folder).get(node) in ("idle", "mixed", "allocated")
 
-    if not wait_until(is_back, within_s=_BACK_WITHIN_S):
+    if not wait_until(is_back, _BACK_WITHIN_S):
         raise daemons.DaemonError(folder, node, f"{node} did not come back")
 
 

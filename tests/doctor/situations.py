@@ -85,7 +85,6 @@ MEASURED = Measurements(
         AllReduce(bytes=32, latency_us=40.0, bus_gb_s=0.001),
         AllReduce(bytes=256 << 20, latency_us=20_000.0, bus_gb_s=10.0),
     ),
-    skipped_bytes=None,
 )
 
 

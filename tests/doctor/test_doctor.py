@@ -83,12 +83,12 @@ def _differs_on_1(rank: int, work: Path) -> None:
 
 
 def _other_facts_on_1(rank: int, work: Path) -> None:
-    from samestep.doctor import between_ranks
+    from samestep.doctor import roll_call
 
-    announce = between_ranks.announce
+    announce = roll_call.announce
     other = b'{"another": "samestep"}'
     if rank == 1:
-        between_ranks.announce = lambda store, rank, _, wait_s: announce(store, rank, other, wait_s)
+        roll_call.announce = lambda store, rank, _, wait_s: announce(store, rank, other, wait_s)
 
 
 def _never_comes_1(rank: int, work: Path) -> None:
@@ -98,15 +98,15 @@ def _never_comes_1(rank: int, work: Path) -> None:
 
 def _ended_early(rank: int, work: Path) -> None:
     """Let the launcher ask rank 0 to end just as it waits for rank 1, which does not come."""
-    from samestep.doctor import between_ranks
+    from samestep.doctor import roll_call
 
-    collect_facts = between_ranks.collect_facts
+    collect_facts = roll_call.collect_facts
 
     def ask_and_collect(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return collect_facts(*arguments)
 
-    between_ranks.collect_facts = ask_and_collect
+    roll_call.collect_facts = ask_and_collect
     _never_comes_1(rank, work)
 
 

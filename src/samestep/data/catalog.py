@@ -3,10 +3,9 @@
 Every file is checked against the MD5 that its publishers give, whichever mirror it came from.
 """
 
-import difflib
 from dataclasses import dataclass
 
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,8 @@ def find_dataset(name: str) -> RemoteDataset:
     """
     if name in CATALOG:
         return CATALOG[name]
-    nearest = difflib.get_close_matches(name.lower().replace("_", "-"), CATALOG, n=1)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    hint = did_you_mean(name.lower().replace("_", "-"), CATALOG)
     raise UserError(
-        f"There is no data set {name!r} to download.{hint}\n"
+        f"There is no data set {name!r} to download. {hint}"
         f"The data sets are: {', '.join(CATALOG)}. See: samestep data list"
     )

@@ -14,13 +14,11 @@ def nodes(allocation: Allocation) -> Finding | None:
     if len(allocation.ranks) == 1:
         return None
     by_node = allocation.nodes
-    sizes = {len(ranks) for ranks in by_node}
-    if len(sizes) == 1:
-        each = count(sizes.pop(), "rank")
+    few, many = min(by_node, key=len), max(by_node, key=len)
+    if len(few) == len(many):
         shown = ", ".join(ranks[0].machine.host for ranks in by_node[:4])
-        return green(f"{len(by_node)} × {each}: {shown}{' …' if len(by_node) > 4 else ''}")
-    by_size = sorted(by_node, key=len)
-    few, many = by_size[0], by_size[-1]
+        more = " …" if len(by_node) > 4 else ""
+        return green(f"{len(by_node)} × {count(len(few), 'rank')}: {shown}{more}")
     return yellow(
         f"{len(few)} on {few[0].machine.host}, {len(many)} on {many[0].machine.host}",
         "Equally many on every node make the best use of it: --ntasks-per-node.",
@@ -49,12 +47,9 @@ def same_code(allocation: Allocation) -> Finding | None:
 def recipe(allocation: Allocation) -> Finding | None:
     """Whether the recipe file is there and the same on every rank."""
     here = allocation.ranks[0].machine.recipe
-    missing = [rank for rank in allocation.ranks if rank.machine.recipe == "missing"]
-    if missing:
-        return red(
-            f"the file is not there for {_some(missing)}",
-            "Give its path on a file system that all nodes share.",
-        )
+    if missing := [rank for rank in allocation.ranks if rank.machine.recipe == "missing"]:
+        advice = "Give its path on a file system that all nodes share."
+        return red(f"the file is not there for {_some(missing)}", advice)
     if odd := _odd_ones(allocation.ranks, attrgetter("machine.recipe")):
         return red(f"the file differs: {odd}", "Copy it to every node, or share it.")
     return green(f"the same file for every rank ({here})") if here else None
@@ -62,8 +57,7 @@ def recipe(allocation: Allocation) -> Finding | None:
 
 def device(allocation: Allocation) -> Finding:
     """Whether every rank has a device, of one kind, and no two share a GPU."""
-    without = [rank for rank in allocation.ranks if rank.device_problem]
-    if without:
+    if without := [rank for rank in allocation.ranks if rank.device_problem]:
         return red(
             f"{_some(without)}: {without[0].device_problem}",
             "Start as many ranks as there are GPUs that each of them sees, or use --device cpu.",
@@ -71,13 +65,12 @@ def device(allocation: Allocation) -> Finding:
     if shared := sharing(allocation.ranks):
         return red(
             f"{_some(shared)} share one GPU",
-            "Give each rank its own: one rank for each GPU, and CUDA_VISIBLE_DEVICES and "
-            "--gpu-bind left alone.",
+            "Start one rank for each GPU, and leave CUDA_VISIBLE_DEVICES and --gpu-bind alone.",
         )
     if odd := _odd_ones(allocation.ranks, _kind):
         return yellow(odd, "Every step waits for the slowest; take nodes of one kind.")
-    kind = _kind(allocation.ranks[0])
-    return green(f"{kind} on all ranks" if len(allocation.ranks) > 1 else kind)
+    everywhere = " on all ranks" if len(allocation.ranks) > 1 else ""
+    return green(_kind(allocation.ranks[0]) + everywhere)
 
 
 def loader_workers(allocation: Allocation) -> Finding:
@@ -94,9 +87,7 @@ def loader_workers(allocation: Allocation) -> Finding:
     return yellow(where + found, f"{fewer}, or ask for more cores (--cpus-per-task).")
 
 
-CHECKS: list[Check[Allocation]] = [
-    *(nodes, device, loader_workers, same_versions, same_code, recipe)
-]
+CHECKS: list[Check[Allocation]] = [nodes, device, loader_workers, same_versions, same_code, recipe]
 
 
 def sharing(ranks: Sequence[RankFacts]) -> list[RankFacts]:
@@ -112,16 +103,14 @@ def _kind(rank: RankFacts) -> str:
 
 def _odd_ones(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> str:
     """Say which ranks differ from the most; nothing if none does."""
-    counts = Counter(value(rank) for rank in ranks)
-    if len(counts) == 1:
-        return ""
-    usual = counts.most_common(1)[0][0]
+    usual = Counter(map(value, ranks)).most_common(1)[0][0]
     odd = [rank for rank in ranks if value(rank) != usual]
+    if not odd:
+        return ""
     return f"{value(odd[0]) or 'none'} for {_some(odd)}, {usual or 'none'} for the others"
 
 
 def _some(ranks: Sequence[RankFacts]) -> str:
-    """Name a few ranks."""
     if len(ranks) == 1:
         return ranks[0].label
     numbers = ", ".join(str(rank.launch.rank) for rank in ranks[:4])

@@ -4,6 +4,8 @@ Rank 0 tells the user; only a rank that cannot reach rank 0 has to do that itsel
 """
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,20 +16,11 @@ import msgspec
 import torch
 from tyro.conf import Positional, arg
 
-from samestep.doctor import measurements, rendezvous
+from samestep.doctor import measurements, rendezvous, roll_call
 from samestep.doctor.all_ranks import sharing
 from samestep.doctor.facts import Allocation, Measurements, RankFacts
 from samestep.doctor.findings import Finding, green, named, red, run_checks, worst
 from samestep.doctor.network import announced_address
-from samestep.doctor.roll_call import (
-    Instructions,
-    announce,
-    collect_facts,
-    instruct,
-    noticing_sigterm,
-    read_failures,
-    report_failure,
-)
 from samestep.doctor.shared_folder import NFS_WAIT_S, look_for_token
 from samestep.doctor.timeouts import call_within
 from samestep.errors import LOST_PEER, UserError
@@ -35,9 +28,7 @@ from samestep.ranks.launch import Launch
 from samestep.ranks.world import Backend, Device, Store, World, join, leave, open_store
 
 T = TypeVar("T")
-
-_CONNECT_MARGIN_S = 2.0
-_WATCHDOG_MARGIN_S = 60.0
+_CONNECT_MARGIN_S, _WATCHDOG_MARGIN_S = 2.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +52,7 @@ class DoctorOptions:
 
 
 class CutOffError(Exception):
-    """This rank is not rank 0 and cannot reach it: nobody else can tell the user why.
-
-    Without a message another rank tells.
-    """
+    """This rank cannot reach rank 0, and tells why; without a message another rank does."""
 
 
 class _LostError(Exception):
@@ -82,22 +70,26 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     except (RuntimeError, TimeoutError) as error:
         advice = "Set MASTER_PORT to another port on every rank, and see that no firewall closes it"
         return alone, [*findings, named("roll call", red(_first_line(error), f"{advice}."))]
-    with noticing_sigterm() as ended:
-        received = collect_facts(
-            store, msgspec.json.encode(me), me.launch.world_size, options.timeout_s, ended
+    ended = threading.Event()  # the launcher asks this process to end
+    previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        mine = msgspec.json.encode(me)
+        received = roll_call.collect_facts(
+            store, mine, me.launch.world_size, options.timeout_s, ended
         )
-        waited = f"within {options.timeout_s:g} s"
-        why = "when the launcher ended this" if ended.is_set() else waited
-    ranks, roll = _read_roll(received, why)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    waited = f"within {options.timeout_s:g} s"
+    ranks, roll = _read_roll(received, "when the launcher ended this" if ended.is_set() else waited)
     came = Allocation(ranks=ranks)
     announced = announced_address(came)
-    instructions = Instructions(
+    instructions = roll_call.Instructions(
         # What is sure to fail is not tried: Gloo would take minutes to say so.
         join=roll.status == "green" and not (announced and announced.status == "red"),
         on_cpu=bool(sharing(ranks)) or any(rank.device_uuid == "" for rank in ranks),
         first_ranks=came.first_ranks,
     )
-    instruct(store, instructions, [n for n, facts in enumerate(received) if facts and n])
+    roll_call.instruct(store, instructions, [n for n, facts in enumerate(received) if facts and n])
     findings.append(named("roll call", roll))
     if instructions.join:
         measured, connection = _measure_or_explain(options, world, store, instructions)
@@ -114,14 +106,15 @@ def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
             raise _cut_off(me, f"{finding.name}: {finding.found}. {finding.advice}")
     try:
         store = _open_store(options, launch)
-        instructions = announce(store, launch.rank, msgspec.json.encode(me), options.timeout_s)
+        mine = msgspec.json.encode(me)
+        instructions = roll_call.announce(store, launch.rank, mine, options.timeout_s)
     except (RuntimeError, TimeoutError) as error:
-        raise _cut_off(
-            me,
-            f"Rank 0 did not answer at {launch.master_addr}:{launch.master_port} within "
-            f"{options.timeout_s:g} s: {_first_line(error)}. Check that rank 0 was started and "
-            "that no firewall closes the port between the two nodes.",
-        ) from error
+        where = f"{launch.master_addr}:{launch.master_port} within {options.timeout_s:g} s"
+        message = (
+            f"Rank 0 did not answer at {where}: {_first_line(error)}. Check that rank 0 was "
+            "started and that no firewall closes the port between the two nodes."
+        )
+        raise _cut_off(me, message) from error
     if instructions.join:
         _measure_or_explain(options, world, store, instructions)
 
@@ -132,13 +125,13 @@ def _cut_off(me: RankFacts, message: str) -> CutOffError:
 
 
 def _open_store(options: DoctorOptions, launch: Launch) -> Store:
-    """Open the store in a bounded time: PyTorch's own bound ends where anything at all listens."""
+    # PyTorch's own bound of time ends where anything at all listens.
     patience_s = options.timeout_s + _CONNECT_MARGIN_S
     return call_within(patience_s, lambda: open_store(launch, options.timeout_s))
 
 
 def _measure_or_explain(
-    options: DoctorOptions, world: World, store: Store, instructions: Instructions
+    options: DoctorOptions, world: World, store: Store, instructions: roll_call.Instructions
 ) -> tuple[Measurements | None, Finding]:
     """Connect, measure and disconnect; or say at which of these the ranks lost each other."""
     patience_s = options.timeout_s + options.budget_s
@@ -154,16 +147,14 @@ def _measure_or_explain(
     except _LostError as error:
         if not world.is_main:
             with contextlib.suppress(RuntimeError):  # rank 0 may be gone
-                report_failure(store, world.rank, str(error))
+                store.set(f"failed/{world.rank}", str(error))
             raise CutOffError from error
-        failures = {0: str(error)} | read_failures(store, world.world_size)
+        failures = {0: str(error)} | roll_call.read_failures(store, world.world_size)
         return None, _lost(failures, world.world_size)
     return measured, green(f"{world.world_size} ranks by {world.backend}")
 
 
 def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -> T:
-    """Return a function's value, or say at which stage the ranks lost each other."""
-
     def on_device() -> T:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)  # it counts for one thread
@@ -176,7 +167,6 @@ def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -
 
 
 def _lost(failures: dict[int, str], world_size: int) -> Finding:
-    """Find the cause in what the ranks reported, and who could not even report."""
     # Who lost contact with another rank tells of the effect.
     cause = next((rank for rank, why in failures.items() if not LOST_PEER.search(why)), 0)
     who = f"rank {cause} " if cause else ""
@@ -194,34 +184,24 @@ def _lost(failures: dict[int, str], world_size: int) -> Finding:
 def _measure(
     options: DoctorOptions, world: World, first_ranks: tuple[int, ...], patience_s: float
 ) -> Measurements:
-    """Measure one thing after the other."""
-
     def stage(name: str, function: Callable[..., T], *arguments: object) -> T:
         return _stage(name, world, patience_s, partial(function, world, *arguments))
 
     wait_s = min(NFS_WAIT_S, options.timeout_s / 2)
-    clock_s = stage("comparing clocks", measurements.measure_clocks)
-    unshared = stage("looking for a file", look_for_token, options.run_dir, wait_s)
-    matmul_s = stage("timing products", measurements.time_products)
-    links = tuple(
-        stage(f"timing ranks {a} and {b}", measurements.measure_link, a, b)
-        for a, b in measurements.ring(first_ranks)
-    )
-    all_reduce, skipped_bytes = stage(
-        "timing the all-reduce", measurements.time_all_reduce, options.budget_s
-    )
-    return Measurements(
-        clock_s=clock_s,
-        unshared=unshared,
-        matmul_s=matmul_s,
-        links=links,
-        all_reduce=all_reduce,
-        skipped_bytes=skipped_bytes,
+    time_all_reduce = measurements.time_all_reduce
+    return Measurements(  # one after the other, on all ranks in this order
+        clock_s=stage("comparing clocks", measurements.measure_clocks),
+        unshared=stage("looking for a file", look_for_token, options.run_dir, wait_s),
+        matmul_s=stage("timing products", measurements.time_products),
+        links=tuple(
+            stage(f"timing ranks {a} and {b}", measurements.measure_link, a, b)
+            for a, b in measurements.ring(first_ranks)
+        ),
+        all_reduce=stage("timing the all-reduce", time_all_reduce, options.budget_s),
     )
 
 
 def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts, ...], Finding]:
-    """Return the ranks that came, and the finding of who did not."""
     found: list[RankFacts] = []
     foreign = []
     missing = [number for number, facts in enumerate(received) if not facts]
@@ -231,10 +211,9 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
         except msgspec.MsgspecError:
             foreign.append(number)
     if foreign:
-        return tuple(found), red(
-            f"{_numbers(foreign)} cannot be understood: another samestep runs there",
-            "Start every rank from one environment, on a shared file system or in one image.",
-        )
+        advice = "Start every rank from one environment, on a shared file system or in one image."
+        what = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
+        return tuple(found), red(what, advice)
     if missing:
         seen = {rank.machine.host.partition(".")[0] for rank in found}
         listed = found[0].slurm.hosts if found[0].slurm else ()

@@ -14,13 +14,8 @@ from samestep.errors import UserError
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.ranks.world import World, find_world
 
-SIDE_BY_SIDE = [
-    *all_ranks.CHECKS,
-    *network.CHECKS,
-    measurements.clock,
-    shared_folder,
-    *(measurements.compute, measurements.links, measurements.all_reduce),
-]
+SIDE_BY_SIDE = [*all_ranks.CHECKS, *network.CHECKS, measurements.clock, shared_folder]
+SIDE_BY_SIDE += [measurements.compute, measurements.links, measurements.all_reduce]
 """Checks of all ranks together, in the order of the table."""
 
 
@@ -36,10 +31,7 @@ class Diagnosis:
 def diagnose(
     options: DoctorOptions, environment: Mapping[str, str] = os.environ
 ) -> Diagnosis | None:
-    """Examine this machine, and all others together with the other ranks.
-
-    Returns:
-        The diagnosis on rank 0, nothing on the others.
+    """Examine this machine, and all others with the other ranks; rank 0 returns the diagnosis.
 
     Raises:
         CutOffError: this rank is not rank 0 and cannot reach it, or cannot know whom to reach.
@@ -78,10 +70,10 @@ def _read_rank(
 ) -> RankFacts:
     """Read the facts of this rank; those of its node are read by the first rank of the node."""
     first = launch.local_rank == 0
-    machine = node.read_machine(options.recipe, look_outside=first, environment=environment)
+    machine = node.read_machine(options.recipe, environment, look_outside=first)
     folder = run_directory.read_folder(options.run_dir) if first else None
     of_run = folder.num_workers if folder else 0
-    gpu = world.device.index if world.device.type == "cuda" else None
+    on_gpu = world.device.type == "cuda"
     return RankFacts(
         launch=launch,
         machine=machine,
@@ -89,7 +81,7 @@ def _read_rank(
         folder=folder,
         slurm=slurm_job.read_slurm(environment),
         device=str(world.device),
-        device_uuid=machine.gpus[gpu].uuid if gpu is not None else "",
+        device_uuid=machine.gpus[world.device.index].uuid if on_gpu else "",
         elastic=bool(environment.get("TORCHELASTIC_RUN_ID")),
         num_workers=of_run if options.num_workers is None else options.num_workers,
     )
@@ -103,12 +95,8 @@ def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:
     tables = []
     for rank in (main, *others):
         table = run_checks(slurm_job.CHECKS, rank) + run_checks(node.CHECKS, rank.machine)
-        if rank.folder is not None:
-            table += run_checks(run_directory.CHECKS, rank.folder)
+        table += run_checks(run_directory.CHECKS, rank.folder) if rank.folder else []
         tables.append((rank.label, table))
-    measured = allocation.measured
-    return Diagnosis(
-        findings=(*merge(tables), *findings, *run_checks(SIDE_BY_SIDE, allocation)),
-        ranks=allocation.ranks,
-        all_reduce=measured.all_reduce if measured else (),
-    )
+    rows = (*merge(tables), *findings, *run_checks(SIDE_BY_SIDE, allocation))
+    all_reduce = allocation.measured.all_reduce if allocation.measured else ()
+    return Diagnosis(findings=rows, ranks=allocation.ranks, all_reduce=all_reduce)

@@ -1,6 +1,7 @@
 """What each rank knows of itself, and what all ranks measured: plain data.
 
-It travels as JSON: unlike a pickle, another version of this program can read it.
+It travels as JSON: unlike a pickle, another version of this program can read it. An empty text
+means that there is none; None that it is not known, or that a limit is not set.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ class Gpu:
     uuid: str
     memory_bytes: int
     used_bytes: int = 0
-    """In use by other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +33,25 @@ class Machine:
     torch: str
     samestep: str
     code: str
-    """Hash of samestep's source files."""
     recipe: str = ""
     """Hash of the recipe file; "missing", or empty if none was named."""
     cuda: str = ""
-    """The CUDA version that torch was built for; empty for a build without."""
     nccl: str = ""
     driver: str = ""
-    """NVIDIA's driver; empty where there is none."""
     gpus: tuple[Gpu, ...] = ()
-    """The GPUs that torch can use."""
     num_gpus_in_node: int = 0
     """The NVIDIA GPUs that the kernel knows, whether this process may use them or not."""
     machine_cores: int
     cores: tuple[int, ...]
-    """The cores that this process may run on."""
     quota_cores: float | None = None
     """Cores' worth of time that the control group gives in all; None for no limit."""
     shm_bytes: int | None = None
-    """Size of /dev/shm; None where there is none."""
     shm_free_bytes: int = 0
     open_files: int | None = None
-    """Limit of open files of a process; None for no limit."""
     processes: int | None = None
-    """Limit of processes and threads of this user; None for no limit."""
+    """Limit of processes and threads of this user, as of open files and of locked memory."""
     locked_bytes: int | None = None
-    """Limit of locked memory; None for no limit."""
     has_rdma: bool = False
-    """Whether there is InfiniBand, or another card that reads memory by itself."""
     offline: str | None = None
     """Why nothing outside can be reached; empty if it can, None if it was not tried."""
 
@@ -72,19 +63,15 @@ class Address:
     place: str
     """Differs between any two hosts, also between containers with networks of their own."""
     master: str = ""
-    """The address that the master's name resolves to here; empty if it does not."""
     local: str = ""
     """This host's own address on the way there."""
     interface: str = ""
-    """The interface that has that address; empty if not found."""
     own: str = ""
     """What this host's own name resolves to here; Gloo announces it to the others."""
     chosen: str = ""
     """The interface that samestep names to Gloo by itself; empty where it leaves that to Gloo."""
     gloo_interface: str = ""
-    """GLOO_SOCKET_IFNAME."""
     nccl_interface: str = ""
-    """NCCL_SOCKET_IFNAME."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +79,15 @@ class Folder:
     """A run directory, or the folder in which it will be made."""
 
     path: str
-    """As it was asked for, made absolute."""
     problem: str = ""
     """Why a file cannot be written there; empty if it can."""
     free_bytes: int | None = None
-    """None if the file system does not tell."""
     checkpoint_bytes: int | None = None
-    """Size of the newest checkpoint, if this is a run that has one."""
+    """Of the newest checkpoint, if this is a run that has one."""
     num_checkpoints: int | None = None
     """How many the run will keep, the one being written counted in; None if not known."""
     num_workers: int = 0
-    """Loader workers per rank that the run's settings ask for."""
     epoch_s: float | None = None
-    """Seconds of training in the run's newest whole epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +98,12 @@ class SlurmTask:
     in_step: bool
     """Whether srun started this process, or its launcher, as a task."""
     in_script: bool = False
-    """Whether this process runs in the sbatch script itself."""
     num_tasks: int | None = None
-    """Tasks of the step, or of the job where there is no step."""
     job_nodes: int | None = None
-    """Nodes of the job."""
     hosts: tuple[str, ...] = ()
-    """Their names; of the step, where there is one."""
     tasks_per_node: int | None = None
-    """What --ntasks-per-node asked for."""
     most_step_tasks_on_node: int | None = None
-    """Tasks of this step on the node that has the most."""
     gpus_on_node: int | None = None
-    """GPUs that the job has on this node."""
     gpu_bind: str = ""
     """By which option each task sees GPUs of its own alone; empty if it sees all of its node."""
 
@@ -143,7 +119,6 @@ class SlurmJob:
     signal: str | None = None
     """The script's --signal; empty if it has none, None if the script cannot be read."""
     traps_signal: bool = False
-    """Whether the script has a trap for it, as one that passes it on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +129,14 @@ class RankFacts:
     machine: Machine
     address: Address
     folder: Folder | None = None
-    """The run directory; read by one rank of each node."""
     slurm: SlurmTask | None = None
     job: SlurmJob | None = None
     """Read by rank 0 alone, after it met the others."""
     device: str = "cpu"
     device_uuid: str = ""
-    """Of the GPU that this rank would train on."""
     device_problem: str = ""
-    """Why it has no device; empty if it has one."""
     elastic: bool = False
-    """Whether torchrun's agent started this rank."""
     num_workers: int = 0
-    """Loader workers of this rank in training."""
 
     @property
     def label(self) -> str:
@@ -180,7 +150,6 @@ class AllReduce:
 
     bytes: int
     latency_us: float
-    """Median time of one all-reduce, in microseconds."""
     bus_gb_s: float
     """Bus bandwidth in 10⁹ bytes a second."""
 
@@ -204,11 +173,9 @@ class Measurements:
     unshared: tuple[str, ...] | None
     """Of each rank, why it does not see rank 0's file; None if there was none to see."""
     matmul_s: tuple[float, ...]
-    """Each rank's time for the same product of matrices."""
     links: tuple[Link, ...]
     all_reduce: tuple[AllReduce, ...]
-    skipped_bytes: int | None
-    """The first size that had no time left."""
+    """Of growing sizes, as far as there was time."""
 
 
 @dataclass(frozen=True, kw_only=True)

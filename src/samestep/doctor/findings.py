@@ -84,11 +84,9 @@ def worst(findings: Sequence[Finding]) -> Status:
 
 
 def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """Make one table of several: of each check the worst finding, with who has it.
+    """Make one table of each rank's (who, findings): of each check the worst, with who has it.
 
-    Args:
-        tables: (who, findings) in the order of the ranks; the first one's words are shown where
-            all is well.
+    Where all is well the first rank's words are shown.
     """
     rows: dict[str, list[tuple[str, Finding]]] = {}
     for who, findings in tables:

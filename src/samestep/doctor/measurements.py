@@ -18,23 +18,17 @@ ALL_REDUCE_BYTES = (32, 1 << 10, 1 << 15, 1 << 20, 1 << 24, 1 << 26, 1 << 28)
 LINK_BYTES, LINK_TRIAL_BYTES = 1 << 20, 1 << 16
 
 MEASURED_ROUNDS = 20
-_PER_SIZE_S = 1.0
-_PER_LINK_S = 1.0
+_PER_SIZE_S, _PER_LINK_S, _MATMUL_S = 1.0, 1.0, 0.3
 _CLOCK_ROUNDS = 5
-_MATMUL_S = 0.3
 CLOCK_YELLOW_S, CLOCK_RED_S = 1.0, 30.0
 """Beyond the first, logs of nodes cannot be laid side by side; beyond the second, files of other
 nodes lie in the future, and tickets and certificates fail."""
-SLOW_RANK_YELLOW, SLOW_RANK_RED = 1.5, 3.0
-"""Times the median: every step waits for the slowest."""
-SLOW_LINK = 3.0
-"""Times slower than the median link."""
+SLOW_RANK_YELLOW, SLOW_RANK_RED = 1.5, 3.0  # times the median: every step waits for the slowest
+SLOW_LINK = 3.0  # times slower than the median link
 YELLOW_GB_S, RED_GB_S = 0.5, 0.05
 """Between hosts: half of what 10 Gbit and 1 Gbit Ethernet can carry, in 10⁹ bytes a second."""
-SLOW_LATENCY_US = 20_000.0
-"""Between hosts: a hundred times what Ethernet takes."""
-JUDGED_BYTES = 1 << 20
-"""Smaller all-reduces are a matter of latency, not of bandwidth."""
+SLOW_LATENCY_US = 20_000.0  # between hosts: a hundred times what Ethernet takes
+JUDGED_BYTES = 1 << 20  # smaller all-reduces are a matter of latency, not of bandwidth
 
 _CABLE = (
     "Name the fast interface on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); then ask "
@@ -43,10 +37,9 @@ _CABLE = (
 
 
 def bus_bandwidth(num_bytes: int, seconds: float, world_size: int) -> float:
-    """Return the bus bandwidth of an all-reduce in GB/s: 2 (n - 1) / n × bytes / time.
+    """Return the bus bandwidth of an all-reduce in GB/s, which any number of ranks can reach.
 
-    It is comparable with the speed of the hardware whatever the number of ranks
-    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     return 2 * (world_size - 1) / world_size * num_bytes / seconds / 1e9
 
@@ -90,9 +83,8 @@ def ring(first_ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def measure_link(world: World, first: int, second: int) -> Link:
     """Measure the link between two ranks while all others wait, lest a slow one hides."""
-    speed = 0.0
-    if world.rank in (first, second):
-        speed = _link_speed(world, second if world.rank == first else first)
+    partner = {first: second, second: first}.get(world.rank)
+    speed = 0.0 if partner is None else _link_speed(world, partner)
     return Link(first=first, second=second, gb_s=world.gather(speed)[first])
 
 
@@ -100,10 +92,8 @@ def _link_speed(world: World, partner: int) -> float:
     """Return the speed of one link in GB/s, after a trial that tells how often it may be used."""
     # Gloo adds up what lies on a GPU, but sends from the CPU alone.
     device = world.device if world.backend == "nccl" else torch.device("cpu")
-    trial, block = (
-        torch.zeros(size, dtype=torch.uint8, device=device)
-        for size in (LINK_TRIAL_BYTES, LINK_BYTES)
-    )
+    block = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    trial = block[:LINK_TRIAL_BYTES].clone()
     world.exchange(trial, partner)  # connects
     seconds = _timed(world, lambda: world.exchange(trial, partner))
     affordable = int(_PER_LINK_S / (seconds * LINK_BYTES / LINK_TRIAL_BYTES))
@@ -113,16 +103,10 @@ def _link_speed(world: World, partner: int) -> float:
     return LINK_BYTES / statistics.median(times) / 1e9
 
 
-def time_all_reduce(world: World, budget_s: float) -> tuple[tuple[AllReduce, ...], int | None]:
-    """Time the all-reduce over growing sizes until a budget is spent.
+def time_all_reduce(world: World, budget_s: float) -> tuple[AllReduce, ...]:
+    """Time the all-reduce over growing sizes until a budget in seconds is spent.
 
-    Args:
-        world: this rank.
-        budget_s: seconds that all sizes together may take; a size whose predicted time is beyond
-            it is not begun.
-
-    Returns:
-        What was measured, and the first size that was skipped, if any.
+    A size whose predicted time is beyond it is not begun.
     """
     started = time.perf_counter()
     measured: list[AllReduce] = []
@@ -133,20 +117,15 @@ def time_all_reduce(world: World, budget_s: float) -> tuple[tuple[AllReduce, ...
         left = budget_s - (time.perf_counter() - started)
         rounds = world.broadcast(rounds_within(seconds, left))
         if not rounds:
-            return tuple(measured), num_bytes
+            break
         tensor = torch.zeros(num_bytes // 4, device=world.device)
         reduce = partial(world.add_up, tensor)
         _timed(world, reduce)
         times = [_timed(world, reduce) for _ in range(rounds)]
         seconds, previous = statistics.median(times), num_bytes
-        measured.append(
-            AllReduce(
-                bytes=num_bytes,
-                latency_us=seconds * 1e6,
-                bus_gb_s=bus_bandwidth(num_bytes, seconds, world.world_size),
-            )
-        )
-    return tuple(measured), None
+        speed = bus_bandwidth(num_bytes, seconds, world.world_size)
+        measured.append(AllReduce(bytes=num_bytes, latency_us=seconds * 1e6, bus_gb_s=speed))
+    return tuple(measured)
 
 
 def rounds_within(seconds: float, left: float) -> int:
@@ -158,24 +137,21 @@ def rounds_within(seconds: float, left: float) -> int:
 
 def _timed(world: World, function: Callable[[], object]) -> float:
     """Return the seconds that a function takes, the device's work included."""
-    _synchronise(world)
+    synchronise = world.device.type == "cuda"
+    if synchronise:
+        torch.cuda.synchronize(world.device)
     started = time.perf_counter()
     function()
-    _synchronise(world)
-    return time.perf_counter() - started
-
-
-def _synchronise(world: World) -> None:
-    if world.device.type == "cuda":
+    if synchronise:
         torch.cuda.synchronize(world.device)
+    return time.perf_counter() - started
 
 
 def clock(allocation: Allocation) -> Finding | None:
     """Whether the clocks of the nodes agree."""
     if allocation.measured is None:
         return None
-    offsets = allocation.measured.clock_s
-    rank, offset = max(enumerate(offsets), key=lambda item: abs(item[1]))
+    rank, offset = max(enumerate(allocation.measured.clock_s), key=lambda item: abs(item[1]))
     size = abs(offset)
     if size <= CLOCK_YELLOW_S:
         return green(f"all within {max(size * 1e3, 1):.0f} ms of rank 0's")
@@ -192,14 +168,13 @@ def compute(allocation: Allocation) -> Finding | None:
     if allocation.measured is None:
         return None
     times = allocation.measured.matmul_s
-    median = statistics.median(times)
     rank = max(range(len(times)), key=times.__getitem__)
-    ratio = times[rank] / median
-    label = allocation.ranks[rank].label
-    host = allocation.hosts[allocation.ranks[rank].address.place]
+    ratio = times[rank] / statistics.median(times)
+    slowest = allocation.ranks[rank]
+    host = allocation.hosts[slowest.address.place]
     crowded = cores_together(host) < len(host)  # then ranks take turns, and time says little
     return graded(
-        f"slowest is {label}: {times[rank] * 1e3:.3g} ms, {ratio:.2f} × the median",
+        f"slowest is {slowest.label}: {times[rank] * 1e3:.3g} ms, {ratio:.2f} × the median",
         "See what else runs there (top, nvidia-smi) and whether it throttles (nvidia-smi -q -d "
         "PERFORMANCE); leave the node out: #SBATCH --exclude.",
         red_if=ratio > SLOW_RANK_RED and not crowded,
@@ -223,9 +198,8 @@ def links(allocation: Allocation) -> Finding | None:
     if apart and slowest.gb_s < RED_GB_S:
         return red(f"{text}; less than half of 1 Gbit Ethernet", _CABLE)
     if slowest.gb_s * SLOW_LINK < median:
-        return yellow(
-            text, f"Every step waits for it. {_CABLE} Or leave one out: #SBATCH --exclude."
-        )
+        advice = f"Every step waits for it. {_CABLE} Or leave one out: #SBATCH --exclude."
+        return yellow(text, advice)
     if apart and slowest.gb_s < YELLOW_GB_S:
         return yellow(f"{text}; less than half of 10 Gbit Ethernet", _CABLE)
     return green(text)
@@ -240,7 +214,8 @@ def all_reduce(allocation: Allocation) -> Finding | None:
         return red("not even 32 B in the time given", "Give more: --budget-s 60.")
     first, last = measured.all_reduce[0], measured.all_reduce[-1]
     best = max(measured.all_reduce, key=lambda size: size.bus_gb_s)
-    until = f" (up to {size_name(last.bytes)} in the time given)" if measured.skipped_bytes else ""
+    all_sizes = last.bytes == ALL_REDUCE_BYTES[-1]
+    until = "" if all_sizes else f" (up to {size_name(last.bytes)} in the time given)"
     found = (
         f"{first.latency_us:,.0f} µs for {size_name(first.bytes)}, bus bandwidth "
         f"{speed_name(best.bus_gb_s)} at {size_name(best.bytes)}{until}"

@@ -9,13 +9,7 @@ from pathlib import Path
 from samestep.doctor.facts import Address, Allocation
 from samestep.doctor.findings import Check, Finding, green, red, yellow
 from samestep.doctor.timeouts import value_within
-from samestep.ranks.address import (
-    address_towards,
-    interface_of,
-    interface_towards,
-    is_loopback,
-    resolve,
-)
+from samestep.ranks import address as addresses
 
 RESOLVE_S = 5.0
 
@@ -23,22 +17,22 @@ RESOLVE_S = 5.0
 def read_address(master: str, environment: Mapping[str, str] = os.environ) -> Address:
     """Read the facts; names are given a few seconds to resolve."""
     resolved = _resolve(master)
-    local = address_towards(resolved) if resolved else ""
+    local = addresses.address_towards(resolved) if resolved else ""
     own = _resolve(socket.gethostname())
     return Address(
         place=_place(),
         master=resolved,
         local=local,
-        interface=interface_of(local) if local else "",
+        interface=addresses.interface_of(local) if local else "",
         own=own,
-        chosen=interface_towards(resolved, own) if resolved else "",
+        chosen=addresses.interface_towards(resolved, own) if resolved else "",
         gloo_interface=environment.get("GLOO_SOCKET_IFNAME", ""),
         nccl_interface=environment.get("NCCL_SOCKET_IFNAME", ""),
     )
 
 
 def _resolve(name: str) -> str:
-    return value_within(RESOLVE_S, lambda: resolve(name), "")
+    return value_within(RESOLVE_S, lambda: addresses.resolve(name), "")
 
 
 def _place() -> str:
@@ -57,17 +51,7 @@ def interface(allocation: Allocation) -> Finding | None:
         return None
     home = ranks[0].address
     away = [rank for rank in ranks if rank.address.place != home.place]
-    inside = [rank for rank in away if is_loopback(rank.address.local)]
-    forced = {
-        f"{name}={value}"
-        for rank in ranks
-        for name, value in (
-            ("GLOO_SOCKET_IFNAME", rank.address.gloo_interface),
-            ("NCCL_SOCKET_IFNAME", rank.address.nccl_interface),
-        )
-        if value
-    }
-    if inside:
+    if inside := [rank for rank in away if addresses.is_loopback(rank.address.local)]:
         return red(
             f"{inside[0].label} reaches rank 0 by its own loopback interface",
             "MASTER_ADDR must be a name or address of rank 0's host that means the same on all "
@@ -75,15 +59,15 @@ def interface(allocation: Allocation) -> Finding | None:
         )
     # Rank 0's own host reaches itself by loopback, whatever the others take.
     names = Counter(rank.address.interface or rank.address.local for rank in away or ranks)
-    found = ", ".join([*names, *sorted(forced)])
+    chosen = {("GLOO", r.address.gloo_interface) for r in ranks}
+    chosen |= {("NCCL", r.address.nccl_interface) for r in ranks}
+    forced = [f"{library}_SOCKET_IFNAME={name}" for library, name in sorted(chosen) if name]
+    found = ", ".join([*names, *forced])
     if not away:
         return green(f"{found}: all ranks are on one host")
     if len(names) > 1:
-        return yellow(
-            f"{found}: not the same on all nodes",
-            "Make sure that all are in one network; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
-            "choose.",
-        )
+        advice = "Take one network for all, by NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
+        return yellow(f"{found}: not the same on all nodes", advice)
     return green(found)
 
 
@@ -91,12 +75,11 @@ def announced_address(allocation: Allocation) -> Finding | None:
     """Gloo tells the others the address that a host's own name resolves to there."""
     if not allocation.spans_hosts:
         return None
-    wrong = [
-        rank
-        for rank in allocation.ranks
-        if rank.address.gloo_interface == "lo"
-        or (not rank.address.gloo_interface and not _reachable(rank.address.own))
-    ]
+    wrong = []
+    for rank in allocation.ranks:
+        chosen, own = rank.address.gloo_interface, rank.address.own
+        if chosen == "lo" or (not chosen and (not own or addresses.is_loopback(own))):
+            wrong.append(rank)
     if not wrong:
         return green("every host's own name resolves to an address that others can reach")
     rank = next((r for r in wrong if not r.address.chosen or r.address.gloo_interface), wrong[0])
@@ -116,7 +99,3 @@ def announced_address(allocation: Allocation) -> Finding | None:
 
 
 CHECKS: list[Check[Allocation]] = [interface, announced_address]
-
-
-def _reachable(address: str) -> bool:
-    return bool(address) and not is_loopback(address)

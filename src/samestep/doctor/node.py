@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,10 +31,8 @@ _TRACKER = "api.wandb.ai"  # a name that resolves wherever trackers can be reach
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
-SMALL_SHM_BYTES = 1 << 30
-"""A few workers with batches of images fill less than this."""
-DOCKER_SHM_BYTES = 64 << 20
-"""What a container gets by default: one batch of images can be more."""
+SMALL_SHM_BYTES = 1 << 30  # a few workers with batches of images fill less than this
+DOCKER_SHM_BYTES = 64 << 20  # what a container gets by default: one batch of images can be more
 FEW_FILES, TOO_FEW_FILES = 1024, 256
 """1,024 is the default of most systems, and enough for some ten workers."""
 FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 512
@@ -44,9 +43,9 @@ MUCH_USED_FRACTION = 0.1
 
 def read_machine(
     recipe: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
     *,
     look_outside: bool = True,
-    environment: Mapping[str, str] = os.environ,
 ) -> Machine:
     """Read the facts of this machine; a few seconds at most."""
     found = versions()
@@ -130,25 +129,18 @@ def _gpus() -> tuple[Gpu, ...]:
     if not pytorch.cuda.is_available():
         return ()
     used = _used_bytes()
-    found = map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count()))
-    return tuple(
-        Gpu(
-            name=gpu.name,
-            uuid=str(gpu.uuid),
-            memory_bytes=gpu.total_memory,
-            used_bytes=used.get(str(gpu.uuid), 0),
-        )
-        for gpu in found
-    )
+    gpus = []
+    for gpu in map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count())):
+        uuid, total = str(gpu.uuid), gpu.total_memory
+        gpus.append(Gpu(name=gpu.name, uuid=uuid, memory_bytes=total, used_bytes=used.get(uuid, 0)))
+    return tuple(gpus)
 
 
 def _used_bytes() -> dict[str, int]:
     query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
-        )
-        rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+        printed = subprocess.check_output(query, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
+        rows = csv.reader(printed.decode().splitlines(), skipinitialspace=True)
         return {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}  # no nvidia-smi, or a GPU that does not tell
@@ -158,24 +150,13 @@ def _offline() -> str:
     """Say why nothing outside can be reached, in less than two seconds."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy")):
         return ""  # names are resolved by the proxy
-    if Path("/proc/net/route").is_file() and not _has_default_route():
+    tables = {Path("/proc/net/route"): 1, Path("/proc/net/ipv6_route"): 0}
+    texts = {path.read_text(): column for path, column in tables.items() if path.is_file()}
+    routes = [(line.split(), n) for text, n in texts.items() for line in text.splitlines()]
+    if texts and not any(set(row[n]) == {"0"} and row[-1] != "lo" for row, n in routes):
         return "no route leads out of this machine"
-    if not value_within(
-        _RESOLVE_S, lambda: bool(socket.getaddrinfo(_TRACKER, 443)), otherwise=False
-    ):
-        return f"{_TRACKER} does not resolve"
-    return ""
-
-
-def _has_default_route() -> bool:
-    tables = {"/proc/net/route": 1, "/proc/net/ipv6_route": 0}
-    rows = [
-        (line.split()[column], line.split()[-1])
-        for path, column in tables.items()
-        if Path(path).is_file()
-        for line in Path(path).read_text().splitlines()
-    ]
-    return any(set(target) == {"0"} and interface != "lo" for target, interface in rows)
+    address = value_within(_RESOLVE_S, lambda: str(socket.getaddrinfo(_TRACKER, 443)), "")
+    return "" if address else f"{_TRACKER} does not resolve"
 
 
 def python(machine: Machine) -> Finding:
@@ -219,9 +200,9 @@ def gpus(machine: Machine) -> Finding | None:
     if not machine.gpus:
         return None
     kinds = {gpu.name: gpu for gpu in machine.gpus}
+    counts = Counter(gpu.name for gpu in machine.gpus)
     shown = ", ".join(
-        f"{sum(g.name == name for g in machine.gpus)} × {name} ({gpu.memory_bytes / 2**30:.0f} GiB)"
-        for name, gpu in kinds.items()
+        f"{counts[g.name]} × {g.name} ({g.memory_bytes / 2**30:.0f} GiB)" for g in kinds.values()
     )
     if len(kinds) > 1:
         return yellow(shown, "Every step waits for the slowest; use GPUs of one kind.")
@@ -241,15 +222,11 @@ def cores(machine: Machine) -> Finding:
     usable = min(allowed, quota or allowed)
     found = f"{usable:.3g} of the machine's {machine.machine_cores} ({limits})"
     if quota is not None and quota < 1:
-        return red(
-            f"{found}: less than one",
-            "Every step waits for the scheduler; give the container or job more CPU.",
-        )
+        advice = "Every step waits for the scheduler; give the container or job more CPU."
+        return red(f"{found}: less than one", advice)
     if quota is not None and quota < allowed:
-        return yellow(
-            f"{found}: PyTorch counts {allowed}",
-            f"Threads beyond the quota are stopped in turn: train with --threads {int(quota)}.",
-        )
+        advice = f"Threads beyond the quota are stopped in turn: train with --threads {int(quota)}."
+        return yellow(f"{found}: PyTorch counts {allowed}", advice)
     return green(found)
 
 
@@ -257,13 +234,11 @@ def shared_memory(machine: Machine) -> Finding | None:
     """Loader workers, and NCCL within a node, pass data through /dev/shm."""
     if machine.shm_bytes is None:
         return None
-    found = (
-        f"/dev/shm has {size_name(machine.shm_free_bytes)} free of {size_name(machine.shm_bytes)}"  # noqa: S108
-    )
+    free = machine.shm_free_bytes
+    found = f"/dev/shm has {size_name(free)} free of {size_name(machine.shm_bytes)}"  # noqa: S108
     advice = "Give the container more: docker run --shm-size=8g, or --ipc=host."
     if machine.shm_bytes > SMALL_SHM_BYTES:
         advice = "Something fills it: see ls -l /dev/shm, and remove what died."
-    free = machine.shm_free_bytes
     return graded(found, advice, red_if=free <= DOCKER_SHM_BYTES, yellow_if=free < SMALL_SHM_BYTES)
 
 
@@ -313,7 +288,5 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
-CHECKS: list[Check[Machine]] = [
-    *(python, torch, samestep, cuda, gpus, cores, shared_memory),
-    *(open_files, processes, locked_memory, internet),
-]
+CHECKS: list[Check[Machine]] = [python, torch, samestep, cuda, gpus, cores, shared_memory]
+CHECKS += [open_files, processes, locked_memory, internet]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console, Group
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.doctor.diagnosis import Diagnosis
-from samestep.doctor.facts import AllReduce, RankFacts
+from samestep.doctor.facts import RankFacts
 from samestep.doctor.findings import Finding, size_name, worst
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
@@ -20,10 +21,19 @@ def print_table(diagnosis: Diagnosis, console: Console) -> None:
     """Print the table of findings, the all-reduce's sizes, and one sentence."""
     console.print(_findings(diagnosis.findings))
     if diagnosis.all_reduce:
-        console.print()
-        console.print(_sizes(diagnosis.all_reduce))
-    console.print()
-    console.print(_sentence(diagnosis.findings))
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+        for heading in ("all-reduce", "time, µs", "bus bandwidth, GB/s"):
+            table.add_column(heading, justify="right")
+        for size in diagnosis.all_reduce:
+            bandwidth = f"{size.bus_gb_s:.4f}"
+            table.add_row(size_name(size.bytes), f"{size.latency_us:,.0f}", bandwidth)
+        console.print("", table, sep="\n")
+    status = worst(diagnosis.findings)
+    names = [finding.name for finding in diagnosis.findings if finding.status == status]
+    sentence = f"[{_COLOURS[status]}]{len(names)} {status}:[/] {escape(', '.join(names))}"
+    if status == "green":
+        sentence = f"[green]All {len(names)} checks are green.[/]"
+    console.print("", sentence, sep="\n")
 
 
 def to_json(diagnosis: Diagnosis) -> str:
@@ -44,54 +54,20 @@ def _findings(findings: tuple[Finding, ...]) -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for finding in findings:
-        found: Text | Group = Text(finding.found)
+        colour = _COLOURS[finding.status]
+        advice = Table.grid(padding=(0, 1, 0, 0))  # every line of it is indented below its arrow
         if finding.advice:
-            found = Group(found, _advice(finding))
-        status = Text(finding.status, style=_COLOURS[finding.status])
-        table.add_row(status, finding.name, found)
+            advice.add_row(Text("→", style=colour), Text(finding.advice, overflow="fold"))
+        found = Group(Text(finding.found), advice) if finding.advice else Text(finding.found)
+        table.add_row(Text(finding.status, style=colour), finding.name, found)
     return table
-
-
-def _advice(finding: Finding) -> Table:
-    """Indent every line of the advice below its arrow."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_row(Text("→", style=_COLOURS[finding.status]), Text(finding.advice, overflow="fold"))
-    return table
-
-
-def _sizes(sizes: tuple[AllReduce, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("all-reduce", justify="right")
-    table.add_column("time, µs", justify="right")
-    table.add_column("bus bandwidth, GB/s", justify="right")
-    for size in sizes:
-        table.add_row(size_name(size.bytes), f"{size.latency_us:,.0f}", f"{size.bus_gb_s:.4f}")
-    return table
-
-
-def _sentence(findings: tuple[Finding, ...]) -> str:
-    status = worst(findings)
-    count = sum(finding.status == status for finding in findings)
-    if status == "green":
-        return f"[green]All {count} checks are green.[/]"
-    names = escape(", ".join(f.name for f in findings if f.status == status))
-    return f"[{_COLOURS[status]}]{count} {status}:[/] {names}"
 
 
 def _rank(rank: RankFacts) -> dict[str, Any]:
-    launch, here, address = rank.launch, rank.machine, rank.address
-    return {
-        "rank": launch.rank,
-        "local_rank": launch.local_rank,
-        "node": launch.node,
-        "host": here.host,
-        "device": rank.device,
-        "device_uuid": rank.device_uuid,
-        "cores": list(here.cores),
-        "python": here.python,
-        "torch": here.torch,
-        "samestep": here.samestep,
-        "code": here.code,
-        "interface": address.interface,
-        "address": address.local,
-    }
+    names = (
+        *("launch.rank", "launch.local_rank", "launch.node", "machine.host", "device"),
+        *("device_uuid", "machine.cores", "machine.python", "machine.torch", "machine.samestep"),
+        *("machine.code", "address.interface"),
+    )
+    facts = {name.rpartition(".")[2]: attrgetter(name)(rank) for name in names}
+    return facts | {"address": rank.address.local}

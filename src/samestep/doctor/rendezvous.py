@@ -18,7 +18,9 @@ def master_address(rank: RankFacts) -> Finding:
             f"getent hosts {name} on each.",
         )
     shown = name if name == address else f"{name} is {address}"
-    if rank.launch.rank == 0 and not agent_serves() and not is_own(address):
+    listens = rank.launch.rank == 0 and not agent_serves()
+    # Only an address of this host's own can be bound.
+    if listens and not _can_bind(udp_socket(address), address, 0):
         return red(
             f"{shown}, which is not an address of rank 0's host",
             "Set MASTER_ADDR to rank 0's host, or unset it: under srun it follows from the job.",
@@ -33,7 +35,10 @@ def master_port(rank: RankFacts) -> Finding | None:
         return green(f"{port}, held by torchrun's agent")
     if rank.launch.rank != 0:
         return None
-    if not port_is_free(port):
+    probe = socket.socket()
+    # As PyTorch's own store does: what closed a minute ago is no obstacle.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if not _can_bind(probe, "", port):
         return red(
             f"port {port} on {rank.launch.master_addr} is taken",
             "Set MASTER_PORT to a free port on every rank; `ss -ltnp` shows who has this one.",
@@ -42,19 +47,6 @@ def master_port(rank: RankFacts) -> Finding | None:
 
 
 CHECKS: list[Check[RankFacts]] = [master_address, master_port]
-
-
-def is_own(address: str) -> bool:
-    """Whether an address is one of this host's: only its own can be bound."""
-    return _can_bind(udp_socket(address), address, 0)
-
-
-def port_is_free(port: int) -> bool:
-    """Whether this process could listen on a port."""
-    probe = socket.socket()
-    # As PyTorch's own store does: what closed a minute ago is no obstacle.
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return _can_bind(probe, "", port)
 
 
 def _can_bind(probe: socket.socket, address: str, port: int) -> bool:

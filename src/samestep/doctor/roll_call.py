@@ -5,11 +5,9 @@ the others whether to go on.
 """
 
 import datetime as dt
-import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,35 +22,17 @@ class Instructions(msgspec.Struct, frozen=True):
     """What rank 0 tells all others after the roll call."""
 
     join: bool
-    """Whether all came, and are to connect."""
     on_cpu: bool = False
     """Whether to connect by Gloo on the CPU, since not every rank has a GPU of its own."""
     first_ranks: tuple[int, ...] = ()
-    """The first rank of each node."""
-
-
-@contextmanager
-def noticing_sigterm() -> Iterator[threading.Event]:
-    """Yield an event that is set when the launcher asks this process to end."""
-    asked = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def collect_facts(
     store: Store, mine: bytes, world_size: int, timeout_s: float, ended: threading.Event
 ) -> list[bytes | None]:
-    """Return what each rank says of itself; None for those that have not come in time.
+    """Return what each rank, rank 0 first, says of itself; None for those that have not come.
 
-    Args:
-        store: rank 0's own.
-        mine: what rank 0 says of itself.
-        world_size: how many there are to be.
-        timeout_s: seconds until the rest counts as missing.
-        ended: set when there is no more time to wait.
+    Rank 0 waits for the rest until the timeout, or until `ended` is set.
     """
     deadline = time.monotonic() + timeout_s
     others = range(1, world_size)
@@ -78,11 +58,6 @@ def instruct(store: Store, instructions: Instructions, others: Sequence[int]) ->
     deadline = time.monotonic() + _FAREWELL_S
     for rank in others:
         _wait_for(store, f"read/{rank}", deadline)
-
-
-def report_failure(store: Store, rank: int, reason: str) -> None:
-    """Tell rank 0 why this rank lost the others."""
-    store.set(f"failed/{rank}", reason)
 
 
 def read_failures(store: Store, world_size: int) -> dict[int, str]:

@@ -4,6 +4,7 @@ import shutil
 import stat
 import tempfile
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,27 @@ from samestep.run.records import read_records
 
 PREFIX = ".samestep-doctor-"
 """Begins the name of everything that the doctor writes, and removes again."""
-_ANSWER_S = 15.0
-"""A file system that has not answered by then is one whose server is gone."""
+_ANSWER_S = 15.0  # a file system that has not answered by then is one whose server is gone
 ESTIMATED_CHECKPOINT_BYTES = 1_200_000_000
 """Where no run tells: 100 million parameters, in fp32 with Adam's two moments 12 bytes each."""
 FEW_CHECKPOINTS = 3
 """Where it is not known how many are kept: the last, the best, and the one being written."""
-FULL_BYTES = 64 << 20
-"""Less than this is a full disk for any run."""
+FULL_BYTES = 64 << 20  # less than this is a full disk for any run
 
 
 def read_folder(path: Path) -> Folder:
     """Read the facts of a run directory; what is written for that is removed again."""
     path = path.absolute()
+
+    def read() -> Folder:
+        base = existing(path)
+        problem = _try_to_write(path, base)
+        run = _read_run(path) if is_run(path) else {}
+        free_bytes = shutil.disk_usage(base).free
+        return Folder(path=str(path), problem=problem, free_bytes=free_bytes, **run)
+
     try:
-        return call_within(_ANSWER_S, lambda: _read(path))
+        return call_within(_ANSWER_S, read)
     except OSError as error:  # also if it takes too long
         return Folder(path=str(path), problem=error.strerror or str(error))
 
@@ -42,29 +49,18 @@ def existing(path: Path) -> Path:
     Raises:
         OSError: this user may not look there.
     """
-    return next(place for place in (path, *path.parents) if _is_folder(place))
-
-
-def _is_folder(path: Path) -> bool:
-    try:  # `is_dir` differs between versions of Python where this user may not look
-        return stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def _read(path: Path) -> Folder:
-    base = existing(path)
-    problem = _try_to_write(path, base)
-    run = _read_run(path) if is_run(path) else {}
-    free_bytes = shutil.disk_usage(base).free
-    return Folder(path=str(path), problem=problem, free_bytes=free_bytes, **run)
+    for place in (path, *path.parents):
+        # `is_dir` differs between versions of Python where this user may not look
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if stat.S_ISDIR(place.stat().st_mode):
+                return place
+    raise FileNotFoundError(path)
 
 
 def _try_to_write(path: Path, base: Path) -> str:
     """Write a file over another one by a rename, as checkpoints are; say what went wrong."""
-    blocked = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None)
-    if blocked is not None:
-        return f"{blocked} is a file, not a folder"
+    if blocked := [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]:
+        return f"{blocked[0]} is a file, not a folder"
     try:
         with tempfile.TemporaryDirectory(prefix=PREFIX, dir=base) as folder:
             file = Path(folder) / "file"
@@ -87,10 +83,7 @@ def _read_run(path: Path) -> dict[str, Any]:
         files = [f.stat() for f in (path / "checkpoints").glob("*.pt")]
     except (OSError, UserError, ValueError, KeyError):
         return {}  # a damaged run is told of by whoever resumes it; one that runs may be changing
-    facts: dict[str, Any] = {
-        "num_workers": settings.get("num_workers", 0),
-        "epoch_s": seconds[-1] if seconds else None,
-    }
+    facts = {"num_workers": settings.get("num_workers", 0), "epoch_s": [None, *seconds][-1]}
     if files:
         facts["checkpoint_bytes"] = max(files, key=lambda file: file.st_mtime).st_size
     if "keep_top_k" in settings:
@@ -104,10 +97,8 @@ def _read_run(path: Path) -> dict[str, Any]:
 def run_directory(folder: Folder) -> Finding:
     """Whether a file can be written there whole: under another name, synced, then renamed."""
     if folder.problem:
-        return red(
-            f"{folder.path}: {folder.problem}",
-            "Correct its permissions, or choose another place with --run-dir.",
-        )
+        advice = "Correct its permissions, or choose another place with --run-dir."
+        return red(f"{folder.path}: {folder.problem}", advice)
     return green(f"{folder.path} can be written, renaming is atomic")
 
 
@@ -118,12 +109,9 @@ def free_space(folder: Folder) -> Finding | None:
     one = folder.checkpoint_bytes or ESTIMATED_CHECKPOINT_BYTES
     count = folder.num_checkpoints or FEW_CHECKPOINTS
     measured = "measured" if folder.checkpoint_bytes else "estimated: no run was named"
-    found = (
-        f"{_gb(folder.free_bytes)} free; {count} checkpoints of {_gb(one)} ({measured}) "
-        f"take {_gb(count * one)}"
-    )
+    take = f"{count} checkpoints of {_gb(one)} ({measured}) take {_gb(count * one)}"
     return graded(
-        found,
+        f"{_gb(folder.free_bytes)} free; {take}",
         "Free some space, keep fewer (--keep-top-k 2), or choose another --run-dir.",
         # A checkpoint is written beside the one that it replaces.
         red_if=folder.free_bytes < max(FULL_BYTES, 2 * (folder.checkpoint_bytes or 0)),

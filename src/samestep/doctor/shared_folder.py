@@ -16,9 +16,7 @@ _LOOK_EVERY_S = 0.2
 _MARGIN_S = 1.0
 
 
-def look_for_token(
-    world: World, run_dir: Path, wait_s: float = NFS_WAIT_S
-) -> tuple[str, ...] | None:
+def look_for_token(world: World, run_dir: Path, wait_s: float) -> tuple[str, ...] | None:
     """Let rank 0 write a file, and every rank look for it.
 
     Returns:
@@ -27,10 +25,8 @@ def look_for_token(
     """
     path = run_dir.absolute()
     # Each is bounded: a file system whose server is gone answers never.
-    written = world.broadcast(
-        value_within(wait_s, lambda: _write(path), None) if world.is_main else None
-    )
-    if written is None:
+    written = value_within(wait_s, lambda: _write(path), None) if world.is_main else None
+    if (written := world.broadcast(written)) is None:
         return None
     token, levels = written
     places = (path, *path.parents)
@@ -63,7 +59,6 @@ def _write(path: Path) -> tuple[str, int]:
 def _look(file: Path, token: str, wait_s: float) -> str:
     """Read the file until it is there; nothing tells when another node's file appears."""
     deadline = time.monotonic() + wait_s
-    problem = ""
     while True:
         try:
             next(file.parent.iterdir(), None)  # asks an NFS server anew
@@ -83,10 +78,9 @@ def shared_folder(allocation: Allocation) -> Finding | None:
     """Whether all ranks see the same run directory."""
     if allocation.measured is None or allocation.measured.unshared is None:
         return None
-    blind = [(r, why) for r, why in enumerate(allocation.measured.unshared) if why]
     folder = allocation.ranks[0].folder
     assert folder is not None, "rank 0 is the first of its node"
-    if blind:
+    if blind := [(r, why) for r, why in enumerate(allocation.measured.unshared) if why]:
         rank, why = blind[0]
         more = f" ({len(blind)} ranks in all)" if len(blind) > 1 else ""
         return red(

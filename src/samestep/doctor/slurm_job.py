@@ -5,17 +5,10 @@ import re
 from collections.abc import Mapping
 
 from samestep.doctor.facts import RankFacts, SlurmJob, SlurmTask
-from samestep.doctor.findings import Check, Finding, green, red, yellow
+from samestep.doctor.findings import Check, Finding, graded, green, red, yellow
 from samestep.doctor.timeouts import value_within
 from samestep.errors import UserError
-from samestep.ranks.launch import (
-    MAX_SRUN_STEP,
-    NODE_LISTS,
-    STEP_ID,
-    TASKS_ON_NODES,
-    binds_gpus,
-    expand_node_list,
-)
+from samestep.ranks import launch as launches
 from samestep.screen.words import count
 from samestep.slurm.options import read_time
 from samestep.slurm.programs import call
@@ -24,26 +17,33 @@ _CONTROLLER_S = 10.0
 _BATCH_STEP = "4294967291"
 _SIGNAL = re.compile(r"^#SBATCH\s+(?:--signal[=\s]\s*)(\S+)", re.MULTILINE)
 _END_OF_OPTIONS = re.compile(r"^\s*[^#\s]", re.MULTILINE)
-SHORT_NOTICE_S = 60
-"""A signal that comes later than this leaves little time to write a checkpoint."""
+SHORT_NOTICE_S = 60  # later than this leaves little time to write a checkpoint
 
 
 def read_slurm(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
     """Read a process's place in its job; None outside of Slurm."""
-    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
+    job = _first(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     if not job:
         return None
-    step = next((environment[name] for name in STEP_ID if environment.get(name)), "")
-    in_step = step.isdecimal() and int(step) <= MAX_SRUN_STEP
+    step = _first(environment, *launches.STEP_ID)
+    in_step = step.isdecimal() and int(step) <= launches.MAX_SRUN_STEP
+    listed = _first(environment, *launches.NODE_LISTS)
+    tasks_on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    on_nodes = re.findall(launches.TASKS_ON_NODES, tasks_on_nodes)
+    try:
+        hosts = tuple(launches.expand_node_list(listed))
+    except UserError:
+        hosts = ()
     return SlurmTask(
         job=job,
         in_step=in_step,
         in_script=step == _BATCH_STEP or (not step and bool(environment.get("SLURM_PROCID"))),
         num_tasks=_number(environment, "SLURM_STEP_NUM_TASKS" if in_step else "SLURM_NTASKS"),
         job_nodes=_number(environment, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
-        hosts=_hosts(environment),
+        hosts=hosts,
         tasks_per_node=_number(environment, "SLURM_NTASKS_PER_NODE"),
-        most_step_tasks_on_node=_most(environment.get("SLURM_STEP_TASKS_PER_NODE", "")),
+        # The largest count in Slurm's short form: `4(x2),3` is 4, 4, 3.
+        most_step_tasks_on_node=max((int(n) for n, _ in on_nodes), default=None),
         gpus_on_node=_number(environment, "SLURM_GPUS_ON_NODE"),
         gpu_bind=_gpu_bind(environment),
     )
@@ -56,10 +56,8 @@ def read_job(slurm: SlurmTask) -> SlurmJob | None:
     if "TimeLimit" not in fields:
         return None
     is_batch = fields.get("BatchFlag", "0") != "0"
-    script = ""
-    if is_batch:
-        arguments = ("write", "batch_script", slurm.job, "-")
-        script = value_within(_CONTROLLER_S, lambda: call("scontrol", *arguments), "")
+    write = ("scontrol", "write", "batch_script", slurm.job, "-")
+    script = value_within(_CONTROLLER_S, lambda: call(*write), "") if is_batch else ""
     signal = signal_of(script) if script else None
     return SlurmJob(
         is_batch=is_batch,
@@ -83,16 +81,8 @@ def traps(script: str, signal: str) -> bool:
     return bool(re.search(rf"^\s*trap\s.*\b(?:SIG)?{re.escape(name)}\b", script, re.MULTILINE))
 
 
-def _hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
-    listed = next((environment[name] for name in NODE_LISTS if environment.get(name)), "")
-    try:
-        return tuple(expand_node_list(listed))
-    except UserError:
-        return ()
-
-
 def _gpu_bind(environment: Mapping[str, str]) -> str:
-    if not binds_gpus(environment):
+    if not launches.binds_gpus(environment):
         return ""
     options = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND")
     named = next((name for name in options if environment.get(f"SLURM_{name}")), "GPU_BIND_TYPE")
@@ -100,14 +90,14 @@ def _gpu_bind(environment: Mapping[str, str]) -> str:
     return f"--{named.removesuffix('_TYPE').lower().replace('_', '-')}={value}"
 
 
+def _first(environment: Mapping[str, str], *names: str) -> str:
+    """Return the first of some variables that is set and not empty; or an empty text."""
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
-    value = next((environment[name] for name in names if environment.get(name)), "")
+    value = _first(environment, *names)
     return int(value) if value.isdecimal() else None
-
-
-def _most(tasks: str) -> int | None:
-    """Return the largest count in Slurm's short form: `4(x2),3` is 4, 4, 3."""
-    return max((int(count) for count, _ in re.findall(TASKS_ON_NODES, tasks)), default=None)
 
 
 def launcher(rank: RankFacts) -> Finding:
@@ -115,7 +105,7 @@ def launcher(rank: RankFacts) -> Finding:
     launch = rank.launch
     if launch.launcher == "none":
         return green("none: one process")
-    nodes = f"{launch.num_nodes} nodes" if launch.num_nodes > 1 else "one node"
+    nodes = count(launch.num_nodes, "node")
     return green(f"{launch.launcher}: {launch.world_size} ranks on {nodes}")
 
 
@@ -127,11 +117,9 @@ def slurm_start(rank: RankFacts) -> Finding | None:
     tasks = slurm.num_tasks or 1
     if launch.launcher == "none" and not slurm.in_step and tasks > 1:
         where = "the sbatch script" if slurm.in_script else "a shell of the job"
-        finding = red if slurm.in_script else yellow
-        return finding(
-            f"{where}: one process, though job {slurm.job} has {tasks} tasks",
-            "Put srun before the command: srun samestep … starts one rank for each task.",
-        )
+        found = f"{where}: one process, though job {slurm.job} has {tasks} tasks"
+        advice = "Put srun before the command: srun samestep … starts one rank for each task."
+        return graded(found, advice, red_if=slurm.in_script, yellow_if=True)
     if launch.launcher == "none" and launch.note:
         return green(f"a shell of job {slurm.job}: one process")
     return green(f"job {slurm.job}, started by {launch.launcher}")
@@ -144,9 +132,9 @@ def torchrun_in_srun(rank: RankFacts) -> Finding | None:
         return None
     most = slurm.most_step_tasks_on_node or 1
     if slurm.in_step and most > 1:
+        ranks = count(launch.local_world_size, "rank")
         return red(
-            f"srun started {most} torchruns on a node, each with "
-            f"{count(launch.local_world_size, 'rank')}",
+            f"srun started {most} torchruns on a node, each with {ranks}",
             "Use srun samestep … without torchrun, or srun --ntasks-per-node=1 torchrun ….",
         )
     return green("one torchrun on each node")
@@ -163,14 +151,11 @@ def tasks(rank: RankFacts) -> Finding | None:
     if each and slurm.num_tasks < nodes * each and not rank.elastic:
         return red(
             f"{slurm.num_tasks} tasks, but {nodes} nodes × {each} tasks per node = {nodes * each}",
-            f"Give --ntasks={nodes * each}, or leave --ntasks out and give --nodes and "
-            "--ntasks-per-node alone.",
+            f"Give --ntasks={nodes * each}, or --nodes and --ntasks-per-node alone.",
         )
     if slurm.in_step and rank.launch.num_nodes < nodes:
-        return yellow(
-            f"this step uses {rank.launch.num_nodes} of the job's {nodes} nodes",
-            f"To check them all: srun --nodes={nodes} samestep doctor.",
-        )
+        found = f"this step uses {rank.launch.num_nodes} of the job's {nodes} nodes"
+        return yellow(found, f"To check them all: srun --nodes={nodes} samestep doctor.")
     return green(f"{slurm.num_tasks} on {nodes} nodes" if nodes > 1 else f"{slurm.num_tasks}")
 
 
@@ -198,10 +183,8 @@ def gpu_binding(rank: RankFacts) -> Finding | None:
         bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
         return red(f"{count(seen, 'GPU')} visible for {ranks} ranks of a node{bound}", see_all)
     if seen > ranks:
-        return yellow(
-            f"{seen} GPUs for {ranks} ranks of a node",
-            f"The others stand idle: --ntasks-per-node={seen} uses them.",
-        )
+        advice = f"The others stand idle: --ntasks-per-node={seen} uses them."
+        return yellow(f"{seen} GPUs for {ranks} ranks of a node", advice)
     return green(f"{seen} GPUs for {ranks} ranks of a node") if seen else None
 
 
@@ -233,10 +216,8 @@ def requeue(rank: RankFacts) -> Finding | None:
     if job is None or not job.is_batch:
         return None
     if not job.requeue:
-        return yellow(
-            "off: a failed node or a preemption ends the job",
-            "Add #SBATCH --requeue, and train with --run-dir DIR --resume.",
-        )
+        advice = "Add #SBATCH --requeue, and train with --run-dir DIR --resume."
+        return yellow("off: a failed node or a preemption ends the job", advice)
     return green("on; train with --run-dir DIR --resume")
 
 
@@ -264,14 +245,10 @@ def time_limit(rank: RankFacts) -> Finding | None:
         return green(f"{job.time_limit} (--run-dir RUN compares it with a run's epochs)")
     found = f"{job.time_limit}; an epoch takes {folder.epoch_s:,.0f} s"
     if folder.epoch_s > limit:
-        return yellow(
-            f"{found}: longer",
-            "samestep resumes inside an epoch, but save on the way: --checkpoint-every-minutes 10.",
-        )
+        save = "but save on the way: --checkpoint-every-minutes 10."
+        return yellow(f"{found}: longer", f"samestep resumes inside an epoch, {save}")
     return green(f"{found}: {limit / max(folder.epoch_s, 1e-9):,.0f} of them fit")
 
 
-CHECKS: list[Check[RankFacts]] = [
-    *(launcher, slurm_start, torchrun_in_srun, tasks, gpu_binding),
-    *(stop_signal, requeue, controller, time_limit),
-]
+CHECKS: list[Check[RankFacts]] = [launcher, slurm_start, torchrun_in_srun, tasks, gpu_binding]
+CHECKS += [stop_signal, requeue, controller, time_limit]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,23 +19,20 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
     Raises:
         TimeoutError: it takes too long.
     """
-    values: list[T] = []
-    errors: list[Exception] = []
+    answer: Future[T] = Future()
 
     def call() -> None:
         try:
-            values.append(function())
+            answer.set_result(function())
         except Exception as error:
-            errors.append(error)
+            answer.set_exception(error)
 
     thread = threading.Thread(target=call, name=_NAME, daemon=True)
     thread.start()
     thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not values:
+    if not answer.done():
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return values[0]
+    return answer.result()
 
 
 def value_within(seconds: float, function: Callable[[], T], otherwise: T) -> T:

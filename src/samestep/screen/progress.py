@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from samestep.run.records import NOT_METRICS, Record
 from samestep.screen.class_table import class_table
-from samestep.screen.words import count, short
+from samestep.screen.words import count, duration, short
 
 
 class Screen:
@@ -106,7 +106,7 @@ class Screen:
             return
         left = self._plan["total_steps"] - record["step"]
         rate = max(record["samples_per_s"], 1e-9)
-        eta = _duration(left * self._plan["global_batch_size"] / rate)
+        eta = duration(left * self._plan["global_batch_size"] / rate)
         numbers = [self._loss, self._accuracy, f"{short(rate)} samples/s", f"ETA {eta}"]
         done = min(record["step"] // self._plan["steps_per_epoch"] + 1, self._plan["epochs"])
         self._bar.update(
@@ -152,7 +152,7 @@ class Screen:
         speed = f"{short(result['samples_per_s'])} samples/s"
         rows = [
             ("status", f"{result['status']} ({result['reason']})"),
-            ("trained", f"{length}, {_duration(result['training_seconds'])}, {speed}"),
+            ("trained", f"{length}, {duration(result['training_seconds'])}, {speed}"),
         ]
         if best["value"] is not None:
             value = f"{best['metric']} {best['value']:.4f}"
@@ -170,9 +170,3 @@ class Screen:
             self._print(f"[bold]{name:<9}[/]{escape(value)}")
         if result["status"] == "stopped":
             self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

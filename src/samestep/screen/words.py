@@ -18,6 +18,13 @@ def short(number: float) -> str:
     return f"{number:.3g}G"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds as H:MM:SS, or M:SS below an hour."""
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def ranks(sizes: Iterable[int]) -> str:
     """Return numbers of ranks as a sentence has them, at least one: 1 rank; 1, 2 and 3 ranks."""
     sizes = list(sizes)

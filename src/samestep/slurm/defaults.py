@@ -26,10 +26,7 @@ class UncheckedOptions(JobOptions):
 
 
 def defaults_files(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the files that apply in a folder, the more general first.
-
-    They are the one in the user's config folder, and the nearest in the folder or above it.
-    """
+    """Return the user's file, and the nearest in a folder or above it, as far as they exist."""
     home = environment.get("XDG_CONFIG_HOME") or str(Path("~/.config").expanduser())
     user = Path(home) / "samestep" / FILE
     project = next((f for p in [folder, *folder.parents] if (f := p / FILE).is_file()), None)
@@ -55,12 +52,7 @@ def read_defaults(paths: list[Path]) -> UncheckedOptions:
 def apply_flags(
     defaults: UncheckedOptions, flags: UncheckedOptions, paths: list[Path]
 ) -> JobOptions:
-    """Return the options that defaults and the flags laid over them make.
-
-    Args:
-        defaults: what the files set.
-        flags: the same with the flags over it.
-        paths: the files, to be named where what comes of both cannot be.
+    """Return the options that the defaults of some files make with the flags laid over them.
 
     Raises:
         UserError: it is not what a job can ask for.
@@ -80,7 +72,7 @@ def apply_flags(
 
 def _layer(path: Path) -> dict[str, Any]:
     """Return the values of one file, by the names of the options."""
-    types = typing.get_type_hints(JobOptions, include_extras=False)
+    types = typing.get_type_hints(JobOptions)
     values: dict[str, Any] = {}
     for key, value in _table(path).items():
         name = key.replace("-", "_")
@@ -107,8 +99,7 @@ def _table(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no valid TOML: {error}.") from error
-    unknown = sorted(document.keys() - {"slurm"})
-    if unknown:
+    if unknown := sorted(document.keys() - {"slurm"}):
         raise UserError(f"{path} has no use for {unknown[0]!r}; its one table is [slurm].")
     table = document.get("slurm", {})
     if not isinstance(table, dict):

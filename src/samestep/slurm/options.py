@@ -79,15 +79,9 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         """Check what sbatch would refuse, and what it would take and misunderstand."""
-        for name, least in (
-            ("nodes", 1),
-            ("gpus_per_node", 0),
-            ("ntasks_per_node", 1),
-            ("cpus_per_task", 1),
-            ("restarts", 0),
-            ("max_restarts", 0),
-            ("signal_s", _SHORTEST_WARNING_S),
-        ):
+        least_one = dict.fromkeys(("nodes", "ntasks_per_node", "cpus_per_task"), 1)
+        least_zero = dict.fromkeys(("gpus_per_node", "restarts", "max_restarts"), 0)
+        for name, least in {**least_one, **least_zero, "signal_s": _SHORTEST_WARNING_S}.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{_flag(name)} is {value}; it must be {least} or more.")
@@ -104,9 +98,8 @@ class JobOptions:
                     "would be told to end before they begin. Ask for more time or warn later."
                 )
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
-            raise UserError(
-                f"--mem {self.mem} should be a whole number with K, M, G or T, such as 64G."
-            )
+            form = "a whole number with K, M, G or T, such as 64G."
+            raise UserError(f"--mem {self.mem} should be {form}")
         if sum(place is not None for place in (self.venv, self.conda, self.container)) > 1:
             raise UserError("Give one of --venv, --conda and --container, not several.")
         self._check_words()
@@ -135,8 +128,7 @@ def read_time(text: str) -> int | None:
         return None
     days, *rest = match.groups()
     parts = [int(part) for part in rest if part is not None]
-    hours_first = days is not None or len(parts) == 3
-    units = (3600, 60, 1) if hours_first else (60, 1)
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(parts, units, strict=False))
 
 
@@ -168,8 +160,7 @@ def assignment(text: str) -> tuple[str, str]:
 
 
 def _check_sbatch(option: str) -> None:
-    several = _SEVERAL_JOBS.search(option)
-    if several:
+    if several := _SEVERAL_JOBS.search(option):
         raise UserError(
             f"--sbatch={several[1] or several[2]} would make several jobs, and a run directory is "
             "of one. Submit several jobs instead, each with its own arguments."

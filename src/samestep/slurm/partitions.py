@@ -8,28 +8,24 @@ from samestep.errors import UserError, did_you_mean
 from samestep.slurm.options import JobOptions, read_time
 from samestep.slurm.programs import call
 
+_GPUS = re.compile(r"gpu(?::[^:,(]+)*:([0-9]+)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The most that one partition gives to a job."""
+    """The most that one partition gives to a job, on its largest node; the time as Slurm has it."""
 
     name: str
     nodes: int
     cores: int
-    """Of its largest node."""
     gpus: int
-    """Of the node that has the most."""
     limit: str
-    """Longest time, as Slurm writes it."""
 
 
 def check_partitions(options: JobOptions, partition: str | None) -> None:
-    """Refuse what this cluster can never give.
+    """Refuse what a partition, or all of several with commas between, can never give.
 
-    Args:
-        options: what the job asks for.
-        partition: where it will be queued, several with commas between; None where Slurm, or the
-            site's own rules, choose.
+    None is for any partition: then Slurm, or the site's own rules, choose.
 
     Raises:
         UserError: a partition is unknown, or none has nodes that are that many or that large.
@@ -64,34 +60,28 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             name=name,
             nodes=sum(int(row[0]) for row in mine),
             cores=max(int(row[1].rstrip("+")) for row in mine),
-            gpus=max(_gpus(row[3]) for row in mine),
+            gpus=max(sum(map(int, _GPUS.findall(row[3]))) for row in mine),
             limit=mine[0][2],
         )
         for name, mine in rows.items()
     }
 
 
-def _gpus(resources: str) -> int:
-    return sum(map(int, re.findall(r"gpu(?::[^:,(]+)*:([0-9]+)", resources)))
-
-
 def _refusal(options: JobOptions, partition: Partition) -> str:
     """Return why a partition can never run the job; empty if it can."""
-    name = partition.name
+    name, cpus = partition.name, options.cpus_per_task or 1
     if options.nodes > partition.nodes:
         return f"--nodes {options.nodes}: partition {name} has {partition.nodes} in all."
     if options.gpus_per_node > partition.gpus:
         return (
-            f"--gpus-per-node {options.gpus_per_node}: the nodes of partition {name} have "
-            f"{partition.gpus or 'no'} GPUs each, by what sinfo says. Choose another --partition "
-            "or fewer."
+            f"--gpus-per-node {options.gpus_per_node}: sinfo says that nodes of partition {name} "
+            f"have {partition.gpus or 'no'} GPUs each. Choose another --partition or fewer."
         )
-    wanted = options.ranks_per_node * (options.cpus_per_task or 1)
-    if wanted > partition.cores:
+    if (wanted := options.ranks_per_node * cpus) > partition.cores:
         return (
-            f"{options.ranks_per_node} ranks a node × {options.cpus_per_task or 1} cores = {wanted}"
-            f" cores, and the largest node of partition {name} has {partition.cores}. Lower "
-            "--ntasks-per-node or --cpus-per-task."
+            f"{options.ranks_per_node} ranks a node × {cpus} cores = {wanted} cores, and the "
+            f"largest node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
+            "--cpus-per-task."
         )
     limit_s = read_time(partition.limit)  # none for "infinite"
     if options.time and limit_s is not None and (read_time(options.time) or 0) > limit_s:

@@ -10,13 +10,6 @@ from samestep.errors import UserError
 
 _TIMEOUT_S = 60.0
 
-NO_SLURM = (
-    "There is no Slurm here: {name} is not on the PATH. On a cluster's login node it is (perhaps "
-    "after `module load slurm`); on Debian or Ubuntu, `apt install slurm-wlm munge` installs it "
-    "and `samestep slurm sandbox up` starts one. `samestep slurm submit … --dry-run` prints the "
-    "job script without it."
-)
-
 # What Slurm, MPI and torchrun tell the processes of a job.
 _OF_A_JOB = re.compile(
     r"SLURM(?!_CONF$|_CLUSTERS$).*|(SRUN_|SALLOC_|PMI|TORCHELASTIC_).*|ROLE_NAME"
@@ -25,33 +18,26 @@ _OF_A_JOB = re.compile(
 
 
 def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
-    """Return what one of Slurm's programs printed.
-
-    Args:
-        name: the program.
-        arguments: its arguments.
-        without: variables that it must not see.
+    """Return what one of Slurm's programs printed, to which some variables were not shown.
 
     Raises:
         UserError: it is not here, it refused, or its controller did not answer.
     """
     if shutil.which(name) is None:
-        raise UserError(NO_SLURM.format(name=name))
+        raise UserError(
+            f"There is no Slurm here: {name} is not on the PATH. On a cluster's login node it is "
+            "(perhaps after `module load slurm`); on Debian or Ubuntu, `apt install slurm-wlm "
+            "munge` installs it and `samestep slurm sandbox up` starts one. `samestep slurm submit "
+            "… --dry-run` prints the job script without it."
+        )
     # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
     narrows = () if name == "sbatch" else (f"{name.upper()}_",)
-    environment = {
-        k: v
-        for k, v in outside_of_any_job(os.environ).items()
-        if k not in without and not k.startswith(narrows)
-    }
+    outside = outside_of_any_job(os.environ)
+    shown = {k: v for k, v in outside.items() if k not in without and not k.startswith(narrows)}
+    words = [name, *arguments]
     try:
         done = subprocess.run(
-            [name, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-            env=environment,
+            words, env=shown, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         raise UserError(

@@ -40,24 +40,18 @@ class QueuedJob:
         """Whether it will not run any more."""
         return bool(_ENDED.fullmatch(self.state))
 
-    @property
-    def is_own(self) -> bool:
-        """Whether it is a job of who asks; $USER may say otherwise than the kernel."""
-        return self.uid in (os.getuid(), None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobAndRun:
-    """What a job's number or a run directory names."""
+    """What a job's number or a run directory names; an error if the queue could not be asked."""
 
     job: QueuedJob | None = None
     run: Path | None = None
     queue_error: UserError | None = None
-    """Why the queue could not be asked, where it could not."""
 
     @property
     def note(self) -> str:
-        """The same as a sentence; empty if it was asked."""
+        """The error as a sentence; empty if there was none."""
         why = " ".join(str(self.queue_error).split())
         return f"The queue could not be asked: {why}" if self.queue_error else ""
 
@@ -74,20 +68,16 @@ def find_job(job: int) -> QueuedJob | None:
 
 
 def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
-    """Return this user's jobs that samestep submitted and Slurm still knows.
-
-    Args:
-        of_run: those of one run alone.
-    """
+    """Return this user's jobs (of one run) that samestep submitted and Slurm still knows."""
     # The controller lists no other user's jobs for it.
     text = call("squeue", "--me", "--all", "--states=all", "--noheader", "--format=%A %k")
     rows = [line.partition(f" {MARK}") for line in text.splitlines()]
-    wanted = [
-        find_job(int(job))
+    return [
+        found
         for job, mark, run in rows
         if mark and job.isdigit() and (of_run is None or Path(run).resolve() == of_run.resolve())
+        if (found := find_job(int(job)))
     ]
-    return [job for job in wanted if job is not None]
 
 
 def parse_job(line: str) -> QueuedJob:
@@ -117,8 +107,8 @@ def parse_job(line: str) -> QueuedJob:
 def find_job_or_run(text: str) -> JobAndRun:
     """Return what a job's number or a run directory names.
 
-    A job that Slurm has forgotten is looked for in the runs below this directory. Of the jobs of
-    a run it is the one that runs, or else the newest that has not ended, or else the newest.
+    A job that Slurm has forgotten is looked for in ./runs. Of a run it is the job that runs, or
+    else the newest that has not ended, or else the newest.
 
     Raises:
         UserError: there is neither, or the job is another user's.
@@ -133,10 +123,8 @@ def find_job_or_run(text: str) -> JobAndRun:
         jobs = my_jobs(run)
     except UserError as error:
         return JobAndRun(run=run, queue_error=error)
-    latest = max(
-        jobs, key=lambda job: (not job.ended, job.state == "RUNNING", job.job), default=None
-    )
-    return JobAndRun(job=latest, run=run)
+    jobs.sort(key=lambda job: (not job.ended, job.state == "RUNNING", job.job))
+    return JobAndRun(job=jobs[-1] if jobs else None, run=run)
 
 
 def _find_number(number: int) -> JobAndRun:
@@ -146,11 +134,10 @@ def _find_number(number: int) -> JobAndRun:
     except UserError as error:
         queue_error = error
     if job is not None:
-        if not job.is_own:
+        if job.uid not in (os.getuid(), None):  # $USER may say otherwise than the kernel
             raise UserError(f"Job {job.job} is of user {job.user}; samestep shows your own.")
         return JobAndRun(job=job, run=job.run)
-    logs = list(Path("runs").glob(f"*/slurm-{number}.out"))
-    if logs:
+    if logs := list(Path("runs").glob(f"*/slurm-{number}.out")):
         return JobAndRun(run=logs[0].parent.absolute(), queue_error=queue_error)
     raise queue_error or UserError(
         f"Slurm knows no job {number}, and no run in ./runs has its log. It forgets a job some "

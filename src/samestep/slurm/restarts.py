@@ -12,26 +12,24 @@ from samestep.ranks.failure import MISTAKE
 from samestep.run.directory import is_run
 from samestep.run.files import read_object, write_text
 
-FILE = "slurm.json"
-"""In the run directory: what the restarts of its job have come to."""
+FILE = "slurm.json"  # in the run directory: what the restarts of its job have come to
 BEGUN = ".begun"
 """There too: the job's script touches it at each start, by the clock of the file server."""
 
 _RESULT = "result.json"
 _INDEX = "checkpoints/index.json"
+_OURS = "samestep: "
 
 Word = Literal["completed", "again", "failed", "cancelled", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """What the job's script knows of its earlier starts."""
+    """What the job's script knows of its earlier starts, and how many made no newer checkpoint."""
 
     job: int = 0
     restarts: int = 0
-    """Times that it asked to be started again."""
     without_progress: int = 0
-    """How many of the latest in a row had no newer checkpoint."""
     step: int = 0
     """Step of the newest checkpoint when it last asked."""
 
@@ -41,7 +39,6 @@ class Ending:
     """What is known once the ranks of one start have ended."""
 
     code: int
-    """The exit code of srun."""
     told: str
     """The signal that came to the script: USR1, USR2, TERM or nothing."""
     step: int | None
@@ -69,16 +66,9 @@ class Decision:
 def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True) -> Decision:
     """Return what follows: the end, another start, or neither because Slurm ends it anyway.
 
-    Args:
-        ending: how this start ended.
-        before: what is known of the earlier ones.
-        limit: starts in a row without a newer checkpoint that are allowed.
-        requeue: whether the job may start again at all.
+    The limit is of starts in a row without a newer checkpoint.
     """
     at = f" at step {ending.step:,}" if ending.step else ""
-    saved = (
-        f"saved{at}" if at else "nothing is saved" if ending.step == 0 else "its ranks were told"
-    )
     if ending.code == 0:
         text = "completed."
         if ending.told == "USR1" and ending.step is None:
@@ -86,6 +76,8 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
         return Decision(word="completed", text=text, restarts=before)
     if ending.told in _ENDED:
         word, text = _ENDED[ending.told]
+        unsaved = "its ranks were told" if ending.step is None else "nothing is saved"
+        saved = f"saved{at}" if at else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
     signalled = ending.told == "USR1" or ending.stopped
     if ending.mistake and not signalled:
@@ -98,9 +90,9 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
     )
     cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
     if not requeue:
-        text = cause if signalled else f"failed: {cause}"
+        word, text = ("ended", cause) if signalled else ("failed", f"failed: {cause}")
         text += "; hand it in again to go on (--no-requeue)."
-        return Decision(word="ended" if signalled else "failed", text=text, restarts=before)
+        return Decision(word=word, text=text, restarts=before)
     count = 0 if progressed else before.without_progress + 1
     if count > limit:
         text = (
@@ -108,12 +100,8 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
             f"in {count} starts in a row."
         )
         return Decision(word="failed", text=text, restarts=before)
-    restarts = Restarts(
-        job=before.job,
-        restarts=before.restarts + 1,
-        without_progress=count,
-        step=max(before.step, ending.step or 0),
-    )
+    step, again = max(before.step, ending.step or 0), before.restarts + 1
+    restarts = Restarts(job=before.job, restarts=again, without_progress=count, step=step)
     text = f"{cause}; the job goes on from the newest checkpoint (restart {restarts.restarts})."
     return Decision(word="again", text=text, restarts=restarts)
 
@@ -122,20 +110,11 @@ _ENDED: dict[str, tuple[Word, str]] = {
     "USR2": ("cancelled", "cancelled by you"),
     "TERM": ("ended", "Slurm ended this start (preempted, requeued or cancelled)"),
 }
-_MISTAKE = 2
 _STOPS = frozenset({128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGINT})
 
 
 def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None) -> Ending:
-    """Read from the run directory how a start ended.
-
-    Args:
-        run: the run directory.
-        code: exit code of srun.
-        told: the signal that came to the script, or "".
-        kind: "recipe" or "script".
-        log: the job's log file, if it is known.
-    """
+    """Read from the run directory, and the job's log file, how a start of this kind ended."""
     step = None
     if kind == "recipe":
         last = read_object(run / _INDEX).get("last") or {}
@@ -149,7 +128,7 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         told=told,
         step=step,
         saved=_is_of_this_start(run, _INDEX),
-        mistake=bool(mistake) or code == _MISTAKE,
+        mistake=bool(mistake) or code == 2,  # samestep's own code for a mistake of the user's
         stopped=result.get("status") == "stopped",
         why=mistake or left.removeprefix("failed: ") or _why(code, log),
     )
@@ -183,8 +162,7 @@ def _is_of_this_start(run: Path, name: str) -> bool:
 
 def _why(code: int, log: Path | None) -> str:
     """Return what the ranks said last in this start, or what the exit code means."""
-    said = _last_message(log) if log is not None else ""
-    if said:
+    if log is not None and (said := _last_message(log)):
         return said
     if code == 128 + signal.SIGKILL:
         return "a rank was killed by SIGKILL (out of memory?)."
@@ -201,9 +179,5 @@ def _last_message(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    found = ""
-    for line in lines:
-        if line.startswith("samestep: "):
-            text = line.removeprefix("samestep: ")
-            found = "" if text.startswith("job ") else text
-    return found
+    said = ["", *(line.removeprefix(_OURS) for line in lines if line.startswith(_OURS))]
+    return "" if said[-1].startswith("job ") else said[-1]

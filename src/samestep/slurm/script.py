@@ -8,63 +8,44 @@ from typing import Literal
 from samestep.slurm.options import JobOptions, assignment, dependency
 from samestep.slurm.restarts import BEGUN
 
-MARK = "samestep:"
-"""What a job's comment begins with; the run directory follows."""
+MARK = "samestep:"  # what a job's comment begins with; the run directory follows
 
 _PLAIN = re.compile(r"[\w./:@%+,=-]+")
 
 # Ranks import PyTorch for seconds before they can listen, and Slurm may warn right at the start.
 _LISTEN_S = 20
 _PORTS = (12000, 18000)  # first, how many; below 32768, from where Linux hands out ports itself
+_SC1091 = "# shellcheck disable=SC1091  # it is on the cluster"
+_SC2016 = "# shellcheck disable=SC2016  # each task's own shell fills these in"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobScript:
-    """Everything that a job script says."""
+    """Everything that a job script says; paths are absolute."""
 
     options: JobOptions
     name: str
-    """Name in the queue."""
     title: str
-    """What it does, for the first comment."""
     run: str
-    """Absolute path of the run directory."""
     folder: str
-    """Absolute path of the directory that the command was typed in."""
+    """The directory that the command was typed in."""
     command: tuple[str, ...]
     """What each rank runs: words after the interpreter, such as ("-m", "samestep", …)."""
     kind: Literal["recipe", "script"]
-    """Whether it is samestep's own training, or any script of the user's."""
     python: str = "python"
     """The interpreter, where no environment is entered that has its own."""
     venv: str | None = None
-    """Absolute path of the virtual environment to enter."""
 
     @property
     def enters_environment(self) -> bool:
         """Whether the ranks run in an environment that has its own interpreter."""
         return bool(self.venv or self.options.conda or self.options.container)
 
-    @property
-    def interpreter(self) -> str:
-        """What the ranks run in."""
-        return "python" if self.enters_environment else self.python
-
-    @property
-    def samestep(self) -> tuple[str, ...]:
-        """How the script calls samestep itself."""
-        if self.options.container:
-            return ("apptainer", "exec", self.options.container, "samestep")
-        return ("samestep",) if self.enters_environment else (self.python, "-m", "samestep")
-
 
 def script_text(job: JobScript) -> str:
     """Return the text of the job script."""
-    parts = [
-        *(_directives(job), _signal_handlers(job), _environment(job)),
-        *(_master_address(job), _start_ranks(job), _end(job)),
-    ]
-    return "\n".join(line for part in parts for line in [*part, ""])
+    parts = (_directives, _signal_handlers, _environment, _master_address, _start_ranks, _end)
+    return "\n".join(line for part in parts for line in [*part(job), ""])
 
 
 def sbatch_options(job: JobScript) -> dict[str, str | None]:
@@ -116,10 +97,8 @@ def _cpus_per_task(options: JobOptions) -> int | None:
 
 def _in_directive(value: str) -> str:
     """Quote as sbatch reads it, to which a space is an end and # begins a comment."""
-    if _PLAIN.fullmatch(value):
-        return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return value if _PLAIN.fullmatch(value) else f'"{escaped}"'
 
 
 def _signal_handlers(job: JobScript) -> list[str]:
@@ -152,19 +131,17 @@ def _environment(job: JobScript) -> list[str]:
         lines.append(f'fail() {{ echo "{text}" >&2; exit 2; }}')
     lines += [f"module load {shlex.quote(name)} || fail 'module load'" for name in options.module]
     if job.venv:
-        activate = shlex.quote(f"{job.venv}/bin/activate")
-        lines += [
-            "# shellcheck disable=SC1091  # it is on the cluster",
-            f". {activate} || fail activate",
-        ]
+        lines += [_SC1091, f". {shlex.quote(f'{job.venv}/bin/activate')} || fail activate"]
     if options.conda:
         lines += [
-            "# shellcheck disable=SC1091  # it is on the cluster",
+            _SC1091,
             '. "$(conda info --base)/etc/profile.d/conda.sh" || fail conda.sh',
             f"conda activate {shlex.quote(options.conda)} || fail 'conda activate'",
         ]
     lines.append(f"export SAMESTEP_RUN_DIR={shlex.quote(job.run)}")
-    lines.append(f"export OMP_NUM_THREADS={_threads(options)}  # the cores that a rank really has")
+    share = f"SLURM_CPUS_ON_NODE / {options.ranks_per_node}"
+    threads = options.cpus_per_task or f"$(({share} > 0 ? {share} : 1))"
+    lines.append(f"export OMP_NUM_THREADS={threads}  # the cores that a rank really has")
     if options.interface:
         name = shlex.quote(options.interface)
         lines.append(f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}")
@@ -175,15 +152,7 @@ def _environment(job: JobScript) -> list[str]:
     return lines + [f"export {name}={shlex.quote(value)}" for name, value in variables]
 
 
-def _threads(options: JobOptions) -> str:
-    if options.cpus_per_task:
-        return str(options.cpus_per_task)
-    share = f"SLURM_CPUS_ON_NODE / {options.ranks_per_node}"
-    return f"$(({share} > 0 ? {share} : 1))"
-
-
 def _master_address(job: JobScript) -> list[str]:
-    first, count = _PORTS
     lines = [
         "# The addresses at which Slurm itself reaches the nodes; the ranks meet on the first.",
         'addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |',
@@ -194,7 +163,7 @@ def _master_address(job: JobScript) -> list[str]:
     if "MASTER_ADDR" not in given:
         lines.append("export MASTER_ADDR=${addresses%%$'\\n'*}")
     if "MASTER_PORT" not in given:
-        port = f"{first} + SLURM_JOB_ID % {count}"
+        port = f"{_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}"
         lines.append(f"export MASTER_PORT=$(({port}))  # its own for each job")
     return lines
 
@@ -204,12 +173,10 @@ def _start_ranks(job: JobScript) -> list[str]:
     words = ["srun", "--kill-on-bad-exit=1"]
     if cpus := _cpus_per_task(options):  # srun does not take it over from sbatch
         words.append(f"--cpus-per-task={cpus}")
-    if job.kind == "script":
-        words.append("--label")
-    enter = []
-    if options.container:
-        nvidia = ["--nv"] if options.gpus_per_node else []
-        enter = ["apptainer", "exec", *nvidia, shlex.quote(options.container)]
+    words += ["--label"] if job.kind == "script" else []
+    nvidia = ["--nv"] if options.gpus_per_node else []
+    container = shlex.quote(options.container or "")
+    enter = ["apptainer", "exec", *nvidia, container] if options.container else []
     comments, program = _torchrun(job) if options.launcher == "torchrun" else _rank(job)
     return [
         "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
@@ -227,12 +194,10 @@ def _start_ranks(job: JobScript) -> list[str]:
     ]
 
 
-_SC2016 = "# shellcheck disable=SC2016  # each task's own shell fills these in"
-
-
 def _rank(job: JobScript) -> tuple[list[str], list[str]]:
     """Return comments, and words that are quoted already or meant for the shell."""
-    program = [shlex.quote(word) for word in (job.interpreter, *job.command)]
+    python = "python" if job.enters_environment else job.python
+    program = [shlex.quote(word) for word in (python, *job.command)]
     if job.kind == "recipe":
         return (["# One task for each rank."], program)
     inner = (
@@ -287,7 +252,9 @@ def _wrap(words: list[str], width: int = 96) -> list[str]:
 
 
 def _end(job: JobScript) -> list[str]:
-    samestep = shlex.join(job.samestep)
+    samestep = "samestep" if job.enters_environment else shlex.join([job.python, "-m", "samestep"])
+    if job.options.container:
+        samestep = f"apptainer exec {shlex.quote(job.options.container)} samestep"
     again = "" if job.options.requeue else " --no-requeue"
     lines = [
         "# Say how it ended, and whether it goes on.",

@@ -16,19 +16,17 @@ from samestep.slurm.queue import my_jobs
 from samestep.slurm.script import JobScript, sbatch_options, script_text
 from samestep.slurm.workload import Workload
 
-# What sbatch's refusals speak of → the directive that they mean.
-_MEANS = (
-    (r"partition", "partition"),
-    (r"account", "account"),
-    (r"qos", "qos"),
-    (r"time limit|time specification", "time"),
-    (r"node count|more processors|too many nodes", "nodes"),
-    (r"memory", "mem"),
-    (r"dependency", "dependency"),
-    (r"gres|gpu|tres", "gpus-per-node"),
-    (r"cpu count|cpus", "cpus-per-task"),
-    (r"node configuration", "ntasks-per-node"),
-)
+# The directive → what sbatch's refusals speak of when they mean it.
+_MEANS = {
+    **{word: word for word in ("partition", "account", "qos")},
+    "time": r"time limit|time specification",
+    "nodes": r"node count|more processors|too many nodes",
+    "mem": "memory",
+    "dependency": "dependency",
+    "gpus-per-node": "gres|gpu|tres",
+    "cpus-per-task": "cpu count|cpus",
+    "ntasks-per-node": "node configuration",
+}
 
 _PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
 # Of one run there is one job; and who submits does not wait for its end.
@@ -71,22 +69,18 @@ def submit(job: JobScript) -> tuple[int, Path]:
     text = script_text(job)
     named = (_PARTITION.match(option) for option in job.options.sbatch)
     partitions = [job.options.partition, *(match[1] for match in named if match)]
-    check_partitions(
-        job.options, next(filter(None, partitions), os.environ.get("SBATCH_PARTITION"))
-    )
+    partitions.append(os.environ.get("SBATCH_PARTITION"))
+    check_partitions(job.options, next(filter(None, partitions), None))
     run = Path(job.run)
-    known = run.exists()
-    if known:
+    if known := run.exists():
         _refuse_beside_another(run, job.options)
     script = run / "job.sbatch"
     make_folder(run)
     write_text(script, text)
     # Slurm takes the shell's SBATCH_* over what the script says, and options that are typed over
     # both: what was asked for this job has to win.
-    words = [
-        f"--{name}" + ("" if value is None else f"={value}")
-        for name, value in sbatch_options(job).items()
-    ]
+    options = sbatch_options(job).items()
+    words = [f"--{name}" + ("" if value is None else f"={value}") for name, value in options]
     words += [word for option in job.options.sbatch for word in shlex.split(option)]
     try:
         answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
@@ -124,27 +118,20 @@ def make_folder(run: Path) -> None:
 def _refused(error: ProgramError, script: str) -> UserError:
     """Return sbatch's own words with the line of the script that they mean."""
     lines = script.splitlines()
-    for pattern, directive in _MEANS:
-        if re.search(pattern, error.said, re.IGNORECASE):
-            found = [
-                (n, line)
-                for n, line in enumerate(lines, 1)
-                if line.startswith(f"#SBATCH --{directive}=")
-            ]
-            if found:
-                number, line = found[0]
-                return UserError(f"sbatch refused the job:\n{error.said}\nLine {number}: {line}")
-    return UserError(
-        f"sbatch refused the job:\n{error.said}\nThe directives are the #SBATCH lines that "
-        "`samestep slurm submit … --dry-run` prints."
+    meant = [word for word, what in _MEANS.items() if re.search(what, error.said, re.IGNORECASE)]
+    found = (
+        f"Line {number}: {line}"
+        for directive in meant
+        for number, line in enumerate(lines, 1)
+        if line.startswith(f"#SBATCH --{directive}=")
     )
+    where = "The directives are the #SBATCH lines that `samestep slurm submit … --dry-run` prints."
+    return UserError(f"sbatch refused the job:\n{error.said}\n{next(found, where)}")
 
 
 def with_home_expanded(options: JobOptions) -> JobOptions:
     """Return options with `~` in their paths written out."""
-    changes = {
-        name: os.path.expanduser(value)  # noqa: PTH111 - a string, perhaps with %j
-        for name in ("venv", "container", "output")
-        if (value := getattr(options, name))
-    }
+    paths = {name: getattr(options, name) for name in ("venv", "container", "output")}
+    # They are strings, perhaps with %j.
+    changes = {name: path and os.path.expanduser(path) for name, path in paths.items()}  # noqa: PTH111
     return dataclasses.replace(options, **changes)

@@ -19,11 +19,9 @@ class Progress:
     epochs: int = 0
     loss: float | None = None
     checkpoint_step: int | None = None
-    """Step of the newest announced checkpoint."""
     eta_s: float | None = None
     """Seconds of training that are left at the latest speed."""
     starts: int = 0
-    """How often the training began or went on."""
     status: str = ""
     """From result.json: completed, stopped or failed; empty while it runs."""
     why: str = ""
@@ -39,17 +37,22 @@ def read_progress(run: Path) -> Progress | None:
         return _progress(run, list(read_records(run)), result)
     except UserError:
         return ended if result else None
-    except (LookupError, TypeError, ValueError):  # no JSON, or not what a run writes
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):  # no JSON, or not what a run writes
         return replace(ended, damage=f"unknown: a line inside {run / 'events.jsonl'} is damaged")
 
 
 def _progress(run: Path, records: list[Record], result: dict[str, Any]) -> Progress | None:
-    starts = [r for r in records if r["event"] == "start"]
+    starts, steps, saved = (
+        [r for r in records if r["event"] == event] for event in ("start", "step", "checkpoint")
+    )
     if not starts:
         return None
     plan = starts[-1]
-    steps = [r for r in records if r["event"] == "step"]
-    saved = [r for r in records if r["event"] == "checkpoint"]
     moved = [r for r in records if r["event"] in ("step", "epoch", "checkpoint", "stop")]
     step = max((r["step"] for r in moved), default=0)
     eta = None

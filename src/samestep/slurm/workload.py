@@ -12,12 +12,11 @@ from samestep.run.directory import is_run, new_run_path
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What each rank runs, and where its run lies."""
+    """What each rank runs, and where its run lies: an absolute path."""
 
     name: str
     kind: Literal["recipe", "script"]
     run: Path
-    """Absolute path of the run directory."""
     command: tuple[str, ...]
     """Words for the Python interpreter."""
 
@@ -25,10 +24,7 @@ class Workload:
 def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
     """Return the target that a recipe's name, a file or a run directory names.
 
-    Args:
-        text: what the user typed.
-        arguments: of the training or the script.
-        recipes: names of the recipes that come with samestep.
+    The arguments are those of the training or the script; recipes come with samestep.
 
     Raises:
         UserError: there is nothing of this name, or its own flags name what the job decides.
@@ -96,14 +92,9 @@ def _is_recipe_file(path: Path) -> bool:
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no Python that can be read: {error}.") from error
     nodes = list(ast.walk(tree))
-    targets = [
-        target
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
+    targets = [target for n in tree.body if isinstance(n, ast.Assign) for target in n.targets]
+    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
     imported = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
     imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    return any(
-        isinstance(target, ast.Name) and target.id == "recipe" for target in targets
-    ) and any(name.split(".")[0] == "samestep" for name in imported)
+    assigned = [target.id for target in targets if isinstance(target, ast.Name)]
+    return "recipe" in assigned and any(name.split(".")[0] == "samestep" for name in imported)

@@ -14,6 +14,7 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from samestep.commands.help import Switch, parse_flags
+from samestep.screen.words import duration
 from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
 from samestep.slurm.training_progress import Progress, read_progress
 
@@ -65,8 +66,8 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         rows["job"] = f"{job.job}, {job.name}: {job.state}{waits}{nodes}"
         if job.state == "PENDING" and job.starts_at not in ("Unknown", "N/A"):
             rows["starts"] = job.starts_at
-        limit = _duration(job.limit_s) if job.limit_s else "no limit"
-        rows["time"] = f"{_duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
+        limit = duration(job.limit_s) if job.limit_s else "no limit"
+        rows["time"] = f"{duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
     else:
         forgot = "Slurm knows it no more (it forgets a job some minutes after its end)"
         rows["job"] = found.note or forgot
@@ -94,7 +95,7 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     if progress.status:
         rows["ended"] = f"{progress.status} ({progress.why})"
     elif progress.eta_s is not None:
-        rows["ETA"] = _duration(progress.eta_s) + _against_limit(job, progress.eta_s)
+        rows["ETA"] = duration(progress.eta_s) + _against_limit(job, progress.eta_s)
     return rows
 
 
@@ -103,9 +104,9 @@ def _against_limit(job: QueuedJob | None, eta_s: float) -> str:
         return ""
     left = max(0, job.limit_s - job.elapsed_s)
     if eta_s <= left:
-        return f", within the {_duration(left)} that are left"
+        return f", within the {duration(left)} that are left"
     more = math.ceil((eta_s - left) / job.limit_s)
-    return f"; {_duration(left)} left, so {more} more start{'s' * (more > 1)}"
+    return f"; {duration(left)} left, so {more} more start{'s' * (more > 1)}"
 
 
 def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
@@ -129,10 +130,10 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
             str(job.job),
             escape(job.name),
             job.state,
-            _duration(job.elapsed_s),
+            duration(job.elapsed_s),
             f"{p.step:,}{percent}",
             "" if p.loss is None else f"{p.loss:.4f}",
-            "" if p.eta_s is None or job.ended else _duration(p.eta_s),
+            "" if p.eta_s is None or job.ended else duration(p.eta_s),
             str(p.starts),
         )
     return table
@@ -145,9 +146,3 @@ def _json(found: JobAndRun, progress: Progress | None) -> dict[str, object]:
         "training": dataclasses.asdict(progress) if progress else None,
         "run": found.run,
     }
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

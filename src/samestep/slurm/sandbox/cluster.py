@@ -9,20 +9,9 @@ from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.slurm.sandbox import daemons
+from samestep.slurm.sandbox import folder as files
 from samestep.slurm.sandbox.conf import check_folder, node_names, nodes_of
-from samestep.slurm.sandbox.folder import (
-    export_line,
-    is_sandbox,
-    make_folder,
-    remove_files,
-    write_files,
-)
 from samestep.slurm.sandbox.processes import end, find_processes, wait_until
-
-NO_PROGRAMS = (
-    "A sandbox needs programs that are not here: {names}. On Debian or Ubuntu, "
-    "`apt install slurm-wlm munge` installs them; nothing of Slurm needs to be set up or started."
-)
 
 _IDLE_WITHIN_S = 30.0
 _TERM_WITHIN_S = 5.0
@@ -33,16 +22,12 @@ class Status:
     """What there is of a sandbox."""
 
     folder: Path
-    """Holds all its files."""
-
     daemons: dict[str, int | None]
     """The process id of each daemon that should run, by its name; None if it does not run."""
-
     nodes: dict[str, str]
     """The state of each node, as `sinfo` names it; empty if the controller does not answer."""
-
     num_job_processes: int
-    """How many processes of jobs there are, slurmstepd's included."""
+    """slurmstepd's included."""
 
     @property
     def is_up(self) -> bool:
@@ -53,10 +38,8 @@ class Status:
 def up(folder: Path, *, nodes: int, cpus: int | None = None) -> Status:
     """Start a Slurm of some nodes, all on this machine, and wait until every node is idle.
 
-    Args:
-        folder: for all its files; it is made, and readable by this user only.
-        nodes: how many, at least 1.
-        cpus: how many each node claims to have; None: the machine's, and at least 4.
+    Its folder is made, and readable by this user only. Each node claims to have that many CPUs,
+    whatever the machine has; by default the machine's, and at least 4.
 
     Raises:
         UserError: it is up already, or something that it needs is not there.
@@ -67,13 +50,16 @@ def up(folder: Path, *, nodes: int, cpus: int | None = None) -> Status:
     if nodes < 1 or cpus < 1:
         raise UserError("A sandbox has at least one node (--nodes 1) of one CPU (--cpus 1).")
     if missing := daemons.missing_programs():
-        raise UserError(NO_PROGRAMS.format(names=", ".join(missing)))
+        raise UserError(
+            f"A sandbox needs programs that are not here: {', '.join(missing)}. On Debian "
+            "or Ubuntu, `apt install slurm-wlm munge` installs them; nothing needs to be set up."
+        )
     check_folder(folder, nodes=nodes)
-    make_folder(folder)
+    files.make_folder(folder)
     with _locked(folder):
         _refuse_if_up(folder)
-        remove_files(folder)
-        write_files(folder, nodes=nodes, cpus=cpus)
+        files.remove_files(folder)
+        files.write_files(folder, nodes=nodes, cpus=cpus)
         try:
             _start(folder, node_names(nodes))
         except BaseException:  # also when the user has lost patience
@@ -91,23 +77,20 @@ def status(folder: Path) -> Status:
         nodes = nodes_of((folder / "slurm.conf").read_text())
     except OSError:
         nodes = []
-    expected = ["munged", "slurmctld", *nodes]
+    # Without its controller or munged, Slurm's programs only wait.
+    answers = by_part.keys() >= {"munged", "slurmctld"}
     return Status(
         folder=folder,
-        daemons={daemon: by_part.get(daemon) for daemon in expected},
-        # Without its controller or munged, Slurm's programs only wait.
-        nodes=daemons.node_states(folder) if by_part.keys() >= set(expected[:2]) else {},
+        daemons={daemon: by_part.get(daemon) for daemon in ("munged", "slurmctld", *nodes)},
+        nodes=daemons.node_states(folder) if answers else {},
         num_job_processes=sum(process.is_of_job for process in running),
     )
 
 
 def down(folder: Path) -> bool:
-    """Cancel all jobs, stop all daemons, and remove the sandbox's files.
+    """Cancel all jobs, stop all daemons, and remove the sandbox's files, also of one that crashed.
 
-    It also clears away what is left of one that crashed.
-
-    Returns:
-        Whether there was anything to take down.
+    It returns whether there was anything to take down.
 
     Raises:
         UserError: a process could not be ended, or the folder is another user's.
@@ -121,9 +104,9 @@ def down(folder: Path) -> bool:
         return _end_all(folder)
     with _locked(folder):
         was_there = _end_all(folder)
-        if not is_sandbox(folder):
+        if not files.is_sandbox(folder):
             return was_there
-        remove_files(folder)
+        files.remove_files(folder)
         if not any(folder.iterdir()):
             folder.rmdir()
     return True
@@ -133,7 +116,7 @@ def _start(folder: Path, nodes: list[str]) -> None:
     for daemon in ("munged", "slurmctld", *nodes):
         daemons.start(folder, daemon)
     idle = dict.fromkeys(nodes, "idle")
-    if not wait_until(lambda: daemons.node_states(folder) == idle, within_s=_IDLE_WITHIN_S):
+    if not wait_until(lambda: daemons.node_states(folder) == idle, _IDLE_WITHIN_S):
         states = daemons.node_states(folder)
         guilty = next((node for node in nodes if states.get(node) != "idle"), "slurmctld")
         state = states.get(guilty, "unknown")
@@ -151,10 +134,9 @@ def _end_all(folder: Path) -> bool:
         if jobs and jobs.split():
             daemons.ask(folder, "scancel", "--quiet", *jobs.split())
             wait_until(
-                lambda: not any(process.is_of_job for process in find_processes(folder)),
-                within_s=_TERM_WITHIN_S,
+                lambda: not any(one.is_of_job for one in find_processes(folder)), _TERM_WITHIN_S
             )
-    if rest := end(lambda: find_processes(folder), term_within_s=_TERM_WITHIN_S):
+    if rest := end(lambda: find_processes(folder), _TERM_WITHIN_S):
         names = ", ".join(f"{process.name} ({process.pid})" for process in rest)
         raise UserError(f"These processes of the sandbox in {folder} do not end: {names}.")
     return True
@@ -165,7 +147,7 @@ def _refuse_if_up(folder: Path) -> None:
     if now.is_up:
         raise UserError(
             f"A sandbox of {len(now.nodes)} nodes is up already in {folder}. To use it:\n"
-            f"{export_line(folder)}\n"
+            f"{files.export_line(folder)}\n"
             "`samestep slurm sandbox down` takes it down; --dir gives a second one its own folder."
         )
     if find_processes(folder):
@@ -178,11 +160,6 @@ def _refuse_if_up(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a sandbox's folder while it changes.
-
-    Raises:
-        UserError: another process is at it.
-    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,8 +12,7 @@ from samestep.errors import UserError
 HEADER = "# Written by `samestep slurm sandbox up`; `… down` removes it."
 """The first line of a sandbox's `slurm.conf`: by it `down` knows that a folder is a sandbox."""
 
-LONGEST_SOCKET_BYTES = 107
-"""A unix socket's path holds 108 bytes on Linux, the last of them zero."""
+LONGEST_SOCKET_BYTES = 107  # Linux has 108, the last of them zero
 
 TASK_PROLOG = """\
 #!/bin/sh
@@ -37,22 +36,15 @@ def slurm_conf(
     controller_port: int,
     node_ports: Sequence[int],
     cpus: int,
-    memory_mib: int = 8192,
 ) -> str:
     """Return the text of `slurm.conf` for one machine that plays several nodes.
 
-    Args:
-        folder: holds all files of the sandbox; absolute.
-        user: the name of the user whose processes all daemons and jobs are.
-        host: this machine's own name, without its domain: Slurm's daemons compare it with theirs.
-        controller_port: where slurmctld listens.
-        node_ports: where the slurmd of each node listens: as many ports as there are nodes.
-        cpus: CPUs that each node claims to have, whatever the machine has.
-        memory_mib: memory that each node claims to have, MiB; nothing enforces it.
+    The folder is absolute, and the host is this machine's own name without its domain, as Slurm's
+    daemons know it. Each node has a port, and claims that many CPUs, whatever the machine has.
     """
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
-        f"CPUs={cpus} RealMemory={memory_mib}"
+        f"CPUs={cpus} RealMemory=8192"  # MiB; nothing enforces it
         for name, port in zip(node_names(len(node_ports)), node_ports, strict=True)
     )
     return f"""\
@@ -121,11 +113,9 @@ def check_folder(folder: Path, *, nodes: int) -> None:
     """Refuse a folder whose name Slurm could not use.
 
     Raises:
-        UserError: its name is too long for a socket, or has a character that `slurm.conf` takes
-            for its own.
+        UserError: it is too long for a socket, or `slurm.conf` takes a character for its own.
     """
-    strange = sorted(set(re.sub(r"[\w./@+~-]", "", str(folder))))
-    if strange:
+    if strange := sorted(set(re.sub(r"[\w./@+~-]", "", str(folder)))):
         raise UserError(
             f"A sandbox cannot live in {folder}: `slurm.conf` cannot hold a path with "
             f"{' '.join(repr(character) for character in strange)}. Give another with --dir."

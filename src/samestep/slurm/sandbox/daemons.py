@@ -5,6 +5,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from samestep.errors import UserError
@@ -35,7 +36,7 @@ class DaemonError(UserError):
 
 
 def missing_programs() -> list[str]:
-    """Return those of Slurm's and MUNGE's programs that a sandbox needs and that are not here."""
+    """Return the programs that a sandbox needs and that are not here."""
     return [name for name in _PROGRAMS if _find(name) is None]
 
 
@@ -64,31 +65,24 @@ def start(folder: Path, daemon: str) -> None:
         _run(folder, daemon, "munged", "--force", "--origin=127.0.0.1", log, *options)
 
     def answers() -> bool:
-        if daemon == "munged":
-            return _listens(munge / "socket")
-        return ask(folder, "scontrol", "ping") is not None
+        if daemon == "slurmctld":
+            return ask(folder, "scontrol", "ping") is not None
+        with socket.socket(socket.AF_UNIX) as one:
+            return one.connect_ex(str(munge / "socket")) == 0
 
-    if not wait_until(answers, within_s=_START_WITHIN_S):
+    if not wait_until(answers, _START_WITHIN_S):
         raise DaemonError(folder, daemon, f"{daemon} does not answer")
 
 
 def ask(folder: Path, name: str, *arguments: str) -> str | None:
     """Return what one of Slurm's programs said of the sandbox; None if it got no answer."""
-    program = _find(name)
-    if program is None:
-        return None
+    words, shown = [_find(name) or name, *arguments], environment(folder)
     try:
-        done = subprocess.run(
-            [program, *arguments],
-            env=environment(folder),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ANSWER_WITHIN_S,
+        return subprocess.check_output(
+            words, env=shown, text=True, stderr=subprocess.DEVNULL, timeout=_ANSWER_WITHIN_S
         )
-    except subprocess.TimeoutExpired:
+    except (FileNotFoundError, subprocess.SubprocessError):
         return None
-    return None if done.returncode else done.stdout
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -99,10 +93,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def node_states(folder: Path) -> dict[str, str]:
-    """Return the state of each node, as `sinfo` names it; empty if the controller is silent.
-
-    A state that ends in `*` is that of a node whose slurmd does not answer.
-    """
+    """Return each node's state, which ends in `*` if its slurmd is silent; {} if no controller."""
     said = ask(folder, "sinfo", "--noheader", "--Node", "--partition=debug", "--format=%N %T")
     return dict(line.split(maxsplit=1) for line in (said or "").splitlines())
 
@@ -115,12 +106,9 @@ def free_ports(count: int) -> list[int]:
     """
     free: list[int] = []
     for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as one:
-            try:
-                one.bind(("", port))  # on all addresses, as Slurm's daemons do
-            except OSError:
-                continue
-        free.append(port)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))  # on all addresses, as Slurm's daemons do
+            free.append(port)
         if len(free) == count:
             return free
     raise UserError(f"There are no {count} free ports between {_PORTS.start} and {_PORTS.stop}.")
@@ -151,12 +139,3 @@ def _run(folder: Path, daemon: str, name: str, *arguments: str) -> None:
             raise DaemonError(folder, daemon, f"{name} did not start in time") from None
     if code:
         raise DaemonError(folder, daemon, f"{name} stopped with exit code {code}")
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as one:
-        try:
-            one.connect(str(path))
-        except OSError:
-            return False
-    return True

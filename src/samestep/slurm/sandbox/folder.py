@@ -33,8 +33,7 @@ def make_folder(folder: Path) -> None:
     """Make the folder, for this user's eyes only.
 
     Raises:
-        UserError: it cannot be made, or it holds files of the user's own, not to be mixed with
-            ours.
+        UserError: it cannot be made, or it holds files of the user's own.
     """
     try:
         if folder.is_dir() and not is_sandbox(folder) and any(folder.iterdir()):
@@ -61,21 +60,14 @@ def write_files(folder: Path, *, nodes: int, cpus: int) -> None:
         raise UserError(
             f"This user (uid {os.getuid()}) has no name in /etc/passwd; Slurm needs one."
         ) from None
-    controller_port, *node_ports = free_ports(nodes + 1)
+    host, (port, *ports) = socket.gethostname().partition(".")[0], free_ports(nodes + 1)
     text = slurm_conf(
-        folder,
-        user=user,
-        host=socket.gethostname().partition(".")[0],
-        controller_port=controller_port,
-        node_ports=node_ports,
-        cpus=cpus,
+        folder, user=user, host=host, controller_port=port, node_ports=ports, cpus=cpus
     )
     # First, for by it a folder is known as a sandbox, should we be killed in between.
     (folder / "slurm.conf").write_text(text)
-    for name in _FOLDERS:
+    for name in (*_FOLDERS, *(f"spool/{node}" for node in node_names(nodes))):
         (folder / name).mkdir(mode=0o700)
-    for node in node_names(nodes):
-        (folder / "spool" / node).mkdir(mode=0o700)
     (folder / "munge" / "key").write_bytes(secrets.token_bytes(128))
     (folder / "munge" / "key").chmod(0o600)
     (folder / "task_prolog.sh").write_text(TASK_PROLOG)

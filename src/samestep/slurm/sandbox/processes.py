@@ -27,10 +27,8 @@ class Process:
 
     pid: int
     """Its id now; look again before a signal is sent."""
-
     name: str
     """The program's name as the kernel knows it."""
-
     part: str
     """The part it belongs to: munged, slurmctld, or the name of a node."""
 
@@ -64,16 +62,12 @@ def find_processes(folder: Path) -> list[Process]:
     return found
 
 
-def end(find: Callable[[], list[Process]], *, term_within_s: float) -> list[Process]:
-    """Send SIGTERM to the processes that `find` finds, SIGKILL to those still there after that.
-
-    Returns:
-        Those that are there after all of it: none, unless the kernel cannot end them.
-    """
+def end(find: Callable[[], list[Process]], term_within_s: float) -> list[Process]:
+    """Send SIGTERM to what `find` finds, SIGKILL to the rest; return what even that did not end."""
     send(find(), signal.SIGTERM)
-    if wait_until(lambda: not find(), within_s=term_within_s):
+    if wait_until(lambda: not find(), term_within_s):
         return []
-    wait_until(lambda: not send(find(), signal.SIGKILL), within_s=10)
+    wait_until(lambda: not send(find(), signal.SIGKILL), 10)
     return find()
 
 
@@ -85,7 +79,7 @@ def send(processes: list[Process], number: signal.Signals) -> list[Process]:
     return processes
 
 
-def wait_until(condition: Callable[[], bool], *, within_s: float) -> bool:
+def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
     """Return whether a condition came true within a number of seconds."""
     deadline = time.monotonic() + within_s
     while not condition():
