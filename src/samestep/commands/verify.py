@@ -29,7 +29,7 @@ from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import abandon, find_world, join, leave
 from samestep.recipe import Accepted, nearest
 from samestep.settings import Settings, flag_name
-from samestep.verification.exchange import StartInstructions, read_json
+from samestep.verification.exchange import StartInstructions, read_left
 from samestep.verification.in_parent import (
     INSTRUCTIONS_FILE,
     gather,
@@ -219,7 +219,7 @@ def _telling() -> Iterator[Any]:
 
 def _rank(arguments: list[str], path: Path) -> int:
     """Run as one rank of a start; nothing of it reaches the screen."""
-    folder, instructions = path.parent, read_json(path, StartInstructions)
+    folder, instructions = path.parent, read_left(path, StartInstructions)
     assert instructions is not None
     log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"
     with log.open("ab") as file:

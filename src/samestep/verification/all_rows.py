@@ -28,48 +28,22 @@ from samestep.verification.rows import (
     stop_and_resume,
     unused_parameters,
 )
-from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
+from samestep.verification.short_trainings import MAIN, ShortTraining
 
 ROWS: tuple[TableRow, ...] = (
-    one_process.ROW,
-    several_ranks.ROW,
-    own_precision.ROW,
-    accumulation.ROW,
-    stop_and_resume.ROW,
-    lightning.ROW,
-    batchnorm.ROW,
-    dropout.ROW,
-    sample_order.ROW,
-    augmentation.ROW,
-    loss.ROW,
-    last_batch.ROW,
-    unused_parameters.ROW,
-    state.ROW,
-    samples_apart.ROW,
-    evaluation.ROW,
-    metrics.ROW,
-    one_writer.ROW,
-    one_device.ROW,
+    *(one_process.ROW, several_ranks.ROW, own_precision.ROW, accumulation.ROW, stop_and_resume.ROW),
+    *(lightning.ROW, batchnorm.ROW, dropout.ROW, sample_order.ROW, augmentation.ROW, loss.ROW),
+    *(last_batch.ROW, unused_parameters.ROW, state.ROW, samples_apart.ROW, evaluation.ROW),
+    *(metrics.ROW, one_writer.ROW, one_device.ROW),
 )
 UNKNOWN = "unknown"
 
 
 def plan_trainings(start: Start, facts: RecipeFacts, chosen: Precision) -> list[ShortTraining]:
-    """Return what one start trains, the decisive ones first: a failure on several ranks ends it.
-
-    Args:
-        start: the ranks.
-        facts: what is known about the recipe.
-        chosen: the precision of the user's settings.
-    """
-    planned = PlannedStart(start, facts, chosen)
-    trainings = [t for row in ROWS if row.trainings for t in row.trainings(planned)]
-    if start.closing:
-        return [training for training in trainings if training.resumes is not None]
-    return sorted(
-        trainings,
-        key=lambda t: (t.lightning, t.precision != facts.exact, t.halves or t.resumes is not None),
-    )
+    """Return what one start trains, the decisive ones first: a failure on several ranks ends it."""
+    trainings = [row.training for row in ROWS if row.training]
+    taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
+    return sorted(taken, key=lambda t: (t.lightning, t.own_precision, t.halves or t.resumes))
 
 
 def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
@@ -121,8 +95,8 @@ def _cause_of_failure(evidence: Evidence, failure: RankFailure) -> Cause:
 
 
 def _unknown(check: Check) -> Cause:
-    first = [f"step {check.first_step}"] if check.first_step else []
-    first += [part for part in (check.what, check.first_parameter) if part]
+    step = f"step {check.first_step}" if check.first_step else None
+    first = [part for part in (step, check.what, check.first_parameter) if part]
     return Cause(
         UNKNOWN,
         f"None of the known causes was found. What differs first: {', '.join(first)}.",

@@ -13,6 +13,7 @@ from samestep.execution.request import Request
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.screen.words import count
+from samestep.settings import Precision
 from samestep.training.window import KEPT
 from samestep.verification.all_rows import judge
 from samestep.verification.evidence import Check, Evidence
@@ -21,9 +22,9 @@ from samestep.verification.exchange import (
     Start,
     StartInstructions,
     folder_of,
-    read_json,
-    read_report,
-    write_json,
+    read_left,
+    read_reports,
+    write_left,
 )
 from samestep.verification.short_trainings import MAIN, plan_starts
 from samestep.verification.trace import load_trace
@@ -87,14 +88,12 @@ def gather(
             instructions = StartInstructions(
                 start=start, sizes=everything, batch=batch, lightning=lightning
             )
-            failure = _run(instructions, folder, launch)
-            if failure is not None:
-                ended[start.place] = failure
+            ended |= _run(instructions, folder, launch)
             if start.place == 0 and not (folder_of(folder, 0, 0) / f"{MAIN}.pt").is_file():
                 break
-            if start.resumes is not None:  # these runs may be large, and have been resumed now
-                shutil.rmtree(folder / f"start-{start.resumes}" / "runs", ignore_errors=True)
-        return _read_evidence(folder, starts, request, ended)
+            if start.place:  # these runs may be large, and have been resumed now
+                shutil.rmtree(folder / f"start-{start.place - 1}" / "runs", ignore_errors=True)
+        return _read_evidence(folder, starts, request.settings.precision, ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -134,54 +133,47 @@ def judge_evidence(
     )
 
 
-def _run(instructions: StartInstructions, folder: Path, launch: Launch) -> str | None:
-    """Run one start; return its error message, if it failed."""
+def _run(instructions: StartInstructions, folder: Path, launch: Launch) -> dict[int, str]:
+    """Run one start; return its number with its error message, if it failed."""
     start = instructions.start
-    path = folder / f"instructions-{start.place}.json"
-    write_json(path, instructions)
+    path = folder / f"instructions-{start.place}"
+    write_left(path, instructions)
     ended = launch(start.world_size, path)
     if ended.code == 0:
-        return None
+        return {}
     if ended.code > 128:
         raise KeyboardInterrupt
-    reports = [read_report(folder, start.place, rank) for rank in range(start.world_size)]
-    failures = [failure for report in reports for failure in report.failures]
+    failures = [failure for report in read_reports(folder, start) for failure in report.failures]
     failure = min(failures, key=lambda f: f.lost_peer, default=None)
     message = failure.message if failure else ended.message.partition("; the other ranks")[0]
     # Nothing was kept before these few steps.
     message = message.replace(f"{KEPT} ", "")
     if start.place == 0 and (failure.mistake if failure else ended.code == 2):
         raise UserError(message)
-    return message or f"It ended with exit code {ended.code}."
+    return {start.place: message or f"It ended with exit code {ended.code}."}
 
 
 def _read_evidence(
-    folder: Path, starts: Sequence[Start], request: Request, ended: dict[int, str]
+    folder: Path, starts: Sequence[Start], chosen: Precision, ended: dict[int, str]
 ) -> Evidence:
     """Read back what the ranks left.
 
     Raises:
         UserError: there is nothing.
     """
-    facts = read_json(folder / "facts.json", RecipeFacts)
+    facts = read_left(folder / "facts", RecipeFacts)
     if facts is None:
         raise UserError(ended.get(0, "The first process left nothing."))
-    traces, reports = {}, {}
+    traces = {}
     for start in starts:
-        everyone = range(start.world_size)
-        ranks = [folder_of(folder, start.place, rank) for rank in everyone]
+        ranks = [folder_of(folder, start.place, rank) for rank in range(start.world_size)]
         for name in {path.name for path in ranks[0].glob("*.pt")}:
             if all((rank / name).is_file() for rank in ranks):
                 key = (start.place, name.removesuffix(".pt"))
                 traces[key] = [load_trace(rank / name) for rank in ranks]
-        reports[start.place] = [read_report(folder, start.place, rank) for rank in everyone]
+    reports = {start.place: read_reports(folder, start) for start in starts}
     return Evidence(
-        facts=facts,
-        starts=starts,
-        traces=traces,
-        reports=reports,
-        ended=ended,
-        chosen=request.settings.precision,
+        facts=facts, starts=starts, traces=traces, reports=reports, ended=ended, chosen=chosen
     )
 
 

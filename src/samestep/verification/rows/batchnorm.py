@@ -30,4 +30,4 @@ def _answer(evidence: Evidence) -> Check:
     return answer(evidence, "batchnorm", compared, cause, "batchnorm")
 
 
-ROW = TableRow(name=NAME, look=_look, trainings=left_free("batchnorm"), answer=_answer)
+ROW = TableRow(name=NAME, look=_look, training=left_free("batchnorm"), answer=_answer)

@@ -29,4 +29,4 @@ def _answer(evidence: Evidence) -> Check:
     return answer(evidence, "dropout", "draws as they are", cause, "dropout")
 
 
-ROW = TableRow(name=NAME, look=_look, trainings=left_free("dropout"), answer=_answer)
+ROW = TableRow(name=NAME, look=_look, training=left_free("dropout"), answer=_answer)

@@ -101,6 +101,4 @@ def _generators(names: list[str]) -> Cause:
     )
 
 
-ROW = TableRow(
-    name=NAME, look=_look, trainings=left_free("state"), answer=_answer, explain=_explain
-)
+ROW = TableRow(name=NAME, look=_look, training=left_free("state"), answer=_answer, explain=_explain)
