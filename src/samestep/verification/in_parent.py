@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.ranks.start import Ended
@@ -27,7 +29,7 @@ from samestep.verification.exchange import (
     write_left,
 )
 from samestep.verification.short_trainings import MAIN, plan_starts
-from samestep.verification.trace import load_trace
+from samestep.verification.trace import Trace
 
 INSTRUCTIONS_FILE = "SAMESTEP_VERIFY"
 """Set, in the ranks that are started here, to the file that says what they do."""
@@ -170,7 +172,8 @@ def _read_evidence(
         for name in {path.name for path in ranks[0].glob("*.pt")}:
             if all((rank / name).is_file() for rank in ranks):
                 key = (start.place, name.removesuffix(".pt"))
-                traces[key] = [load_trace(rank / name) for rank in ranks]
+                left = [torch.load(rank / name, weights_only=True) for rank in ranks]
+                traces[key] = [Trace(**trace) for trace in left]
     reports = {start.place: read_reports(folder, start) for start in starts}
     return Evidence(
         facts=facts, starts=starts, traces=traces, reports=reports, ended=ended, chosen=chosen

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from samestep.data.recipe_splits import load_splits
@@ -37,7 +38,7 @@ from samestep.verification.record import keep_record, recording
 from samestep.verification.rows import one_device, one_writer
 from samestep.verification.rows.unused_parameters import unused_parameters
 from samestep.verification.short_trainings import MAIN, ShortTraining, settings_of
-from samestep.verification.trace import Trace, save_trace
+from samestep.verification.trace import Trace
 from samestep.verification.training_size import choose_training_size
 
 _HEAVY = 1_000_000
@@ -100,7 +101,7 @@ class _Start:
                 if self._world.world_size > 1 or training.name == MAIN:
                     raise
             else:
-                save_trace(self.own / f"{training.name}.pt", trace)
+                torch.save(vars(trace), self.own / f"{training.name}.pt")
         if self._start.closing:
             run = run_of(self._folder, self._start.place - 1, MAIN)
             loaded = one_device.evaluate_checkpoint(self._tested(), run)

@@ -13,11 +13,7 @@ from samestep.verification.recipe_under_test import RecipeUnderTest
 NAME = "augmentation"
 CAUSE = "unkeyed augmentation"
 Part = Literal["dataset", "transform", "augment"]
-_READERS: dict[Part, str] = {
-    "dataset": "The data set",
-    "transform": "transform()",
-    "augment": "augment()",
-}
+_READERS = {"dataset": "The data set", "transform": "transform()", "augment": "augment()"}
 _ADVICE: dict[Part, str] = {
     "dataset": "Draw in __getitem__ from torch, random or np.random themselves, not from a "
     "generator of your own: samestep seeds those by (seed, epoch, sample).",
@@ -73,12 +69,10 @@ def _explain(evidence: Evidence) -> Cause | None:
     changes = evidence.found(NAME, Changes)
     if changes is None:
         return None
-    reader = _READERS[changes.part]
-    why = (
-        f"{reader} gives a sample something else when other samples are beside it."
-        if changes.batchwise
-        else f"{reader} gives something else each time the same sample is read in the same epoch."
-    )
+    when = "each time the same sample is read in the same epoch"
+    if changes.batchwise:
+        when = "for a sample when other samples are beside it"
+    why = f"{_READERS[changes.part]} gives something else {when}."
     return Cause(CAUSE, why, _ADVICE[changes.part])
 
 

@@ -59,19 +59,14 @@ def _answer(evidence: Evidence) -> Check:
         return Check("different", _COMPARED, cause=cause)
     others = [one for start in evidence.several for one in _outputs(evidence, start.place)[1:]]
     printed = {line: text for output in others for line, text in output.printed.items()}
-    if printed:
-        line, text = next(iter(printed.items()))
-        cause = Cause(
-            "every rank prints",
-            f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others "
-            "in rank-N.log.",
-        )
-        return Check("note", _COMPARED, cause=cause)
-    return Check("same", _COMPARED)
+    if not printed:
+        return Check("same", _COMPARED)
+    line, text = next(iter(printed.items()))
+    why = f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others in "
+    return Check("note", _COMPARED, cause=Cause("every rank prints", f"{why}rank-N.log."))
 
 
 def _outputs(evidence: Evidence, place: int) -> list[RecipeOutput]:
-    """Return the output of each rank of a start."""
     found = [decoded(r.found, NAME, RecipeOutput) for r in evidence.reports.get(place, [])]
     return [output or RecipeOutput() for output in found]
 
