@@ -30,12 +30,7 @@ from samestep.ranks.world import abandon, find_world, join, leave
 from samestep.recipe import Accepted, nearest
 from samestep.settings import Settings, flag_name
 from samestep.verification.exchange import StartInstructions, read_left
-from samestep.verification.in_parent import (
-    INSTRUCTIONS_FILE,
-    gather,
-    instructions_of_this_rank,
-    judge_evidence,
-)
+from samestep.verification.in_parent import INSTRUCTIONS_FILE, gather, judge_evidence
 from samestep.verification.on_rank import run_start
 from samestep.verification.result_output import as_json, show
 from samestep.verification.rows.one_writer import watch_output
@@ -83,9 +78,8 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb: 0 the same, 1 different, 2 a mistake in the command or the recipe."""
-    instructions = instructions_of_this_rank()
-    if instructions is not None:
-        return _rank(arguments, instructions)
+    if instructions := os.environ.get(INSTRUCTIONS_FILE):
+        return _rank(arguments, Path(instructions))
     return run_as_rank(lambda _log: _verify(arguments))
 
 

@@ -75,7 +75,6 @@ class RankFailure:
     """How a short training failed on a rank."""
 
     training: str
-    """Its name."""
     step: int
     """The step that was being taken, counted from 1; 0 before the first."""
     message: str

@@ -1,7 +1,6 @@
 """What the parent process does: start the ranks, one size after the other, and judge the rest."""
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -67,13 +66,9 @@ def gather(
 ) -> Evidence:
     """Start ranks, one size after the other, and read back what they left.
 
-    Args:
-        request: the recipe, its options and settings.
-        sizes: numbers of ranks; one process is always among them.
-        launch: starts ranks, and waits for their end.
-        batch: the global batch, if not the smallest that will do.
-        lightning: whether Lightning's Trainer is compared too, if it is installed.
-        tell: called with what is being done.
+    One process is always among the sizes; the global batch is the smallest that will do, unless it
+    is given; Lightning's Trainer is compared too if it is installed. `tell` is called with what is
+    being done.
 
     Raises:
         UserError: the recipe cannot be trained in one process, or has too few samples.
@@ -81,16 +76,14 @@ def gather(
     """
     starts = plan_starts(sizes)
     lightning = lightning and importlib.util.find_spec("lightning") is not None
-    everything = tuple(sorted({1, *sizes}))
+    sizes = tuple(sorted({1, *sizes}))
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     ended: dict[int, str] = {}
     try:
         for start in starts:
             tell(f"{count(start.world_size, 'rank')} ({start.place + 1} of {len(starts)} starts)")
-            instructions = StartInstructions(
-                start=start, sizes=everything, batch=batch, lightning=lightning
-            )
-            ended |= _run(instructions, folder, launch)
+            told = StartInstructions(start=start, sizes=sizes, batch=batch, lightning=lightning)
+            ended |= _run(told, folder, launch)
             if start.place == 0 and not (folder_of(folder, 0, 0) / f"{MAIN}.pt").is_file():
                 break
             if start.place:  # these runs may be large, and have been resumed now
@@ -111,19 +104,13 @@ def judge_evidence(
 ) -> Verification:
     """Return whether the recipe trains the same, by what its ranks left.
 
-    Args:
-        request: the recipe, its options and settings.
-        evidence: what the ranks left.
-        accept: what may differ by intent, beside what the recipe accepts.
-        tolerance: largest relative difference of losses; else everything is compared, to rounding.
-        notes: what the user should know about how it was done.
-        seconds: what it took.
+    `accept` may differ by intent, beside what the recipe accepts. `tolerance` is the largest
+    relative difference of losses, which are then compared alone; else everything is, to rounding.
     """
     accepts = frozenset({*request.recipe.accepts, *accept})
     evidence = replace(evidence, accepts=accepts, tolerance=tolerance)
     if tolerance is not None:
-        note = f"With --tolerance {tolerance:g} trainings are compared by their losses."
-        notes = (*notes, note)
+        notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
     return Verification(
         recipe=request.recipe.name,
         sizes=tuple(sorted({start.world_size for start in evidence.starts})),
@@ -178,9 +165,3 @@ def _read_evidence(
     return Evidence(
         facts=facts, starts=starts, traces=traces, reports=reports, ended=ended, chosen=chosen
     )
-
-
-def instructions_of_this_rank() -> Path | None:
-    """Return the file that says what this rank does, if this process is one."""
-    named = os.environ.get(INSTRUCTIONS_FILE)
-    return Path(named) if named else None

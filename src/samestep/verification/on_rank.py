@@ -42,6 +42,7 @@ from samestep.verification.trace import Trace
 from samestep.verification.training_size import choose_training_size
 
 _HEAVY = 1_000_000
+"""Parameters of a model so large that a minute needs fewer steps."""
 
 
 def run_start(
@@ -114,15 +115,21 @@ class _Start:
     def _size(self) -> RecipeFacts:
         """Return how much of the data is trained and evaluated."""
         name, total = evaluated_split(self._splits), self.report.num_samples
+        settings, lightning = self._request.settings, self._instructions.lightning
+        seed_alike(settings.seed)
+        try:
+            model = self._recipe.build_model(self._request.options)
+            heavy = sum(p.numel() for p in model.parameters()) > _HEAVY
+        except UserError:  # the run will tell of it
+            heavy = False
         size = choose_training_size(
             total,
             num_samples(getattr(self._splits, name)),
             self._instructions.sizes,
             batch=self._instructions.batch,
-            drop_last=self._request.settings.drop_last,
-            heavy=self._is_heavy(),
+            drop_last=settings.drop_last,
+            heavy=heavy,
         )
-        lightning = self._instructions.lightning
         return RecipeFacts(num_samples=total, size=size, evaluates=name, lightning=lightning)
 
     def _look(self, chosen: Precision) -> None:
@@ -132,15 +139,6 @@ class _Start:
         if not problem:
             self._facts = look(self._tested(), self._facts)
         write_left(self._folder / "facts", self._facts)
-
-    def _is_heavy(self) -> bool:
-        """Whether the model is so large that a minute needs fewer steps."""
-        seed_alike(self._request.settings.seed)
-        try:
-            model = self._recipe.build_model(self._request.options)
-        except UserError:  # the run will tell of it
-            return False
-        return sum(p.numel() for p in model.parameters()) > _HEAVY
 
     def _tested(self, precision: Precision | None = None) -> RecipeUnderTest:
         return RecipeUnderTest(
@@ -153,7 +151,6 @@ class _Start:
         )
 
     def _take(self, training: ShortTraining, trace: Trace) -> None:
-        """Run one short training; what happened is in the trace."""
         place, name = self._start.place, training.name
         if training.resumes:
             place, name = place - 1, MAIN
@@ -205,10 +202,7 @@ def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFai
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = f"{type(error).__name__}: {text.partition(chr(10))[0]}{where}"
+    step, lost = max(trace.samples, default=0), not mistake and bool(LOST_PEER.search(str(error)))
     return RankFailure(
-        training=training.name,
-        step=max(trace.samples, default=0),
-        message=text,
-        mistake=mistake,
-        lost_peer=not mistake and bool(LOST_PEER.search(str(error))),
+        training=training.name, step=step, message=text, mistake=mistake, lost_peer=lost
     )

@@ -79,11 +79,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen, self._hold = seen, hold
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -97,18 +93,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         line = users_line(sys._getframe(1))  # noqa: SLF001
         self._seen.draws.setdefault(name, line)
         generator = given.get("generator")
-        if generator is not None and not _is_torchs(generator):
+        # Those of the devices are seeded by samestep in every step.
+        if generator not in (None, torch.default_generator, *torch.cuda.default_generators):
             state = generator.get_state().numpy().tobytes()
             stood = hashlib.blake2b(state, digest_size=8).hexdigest()
             self._seen.own.setdefault(line, []).append(stood)
         return _constant(name, func, given) if self._hold else func(*args, **kwargs)
-
-
-def _is_torchs(generator: torch.Generator) -> bool:
-    """Whether it is the one of its device, which samestep seeds in every step."""
-    if generator.device.type == "cuda":
-        return any(generator is known for known in torch.cuda.default_generators)
-    return generator is torch.default_generator
 
 
 def _draws_nothing(name: str, given: Mapping[str, Any]) -> bool:
@@ -179,12 +169,8 @@ def hold_model(
 ) -> None:
     """Let a built model note what it draws, and hold some of it still, in place.
 
-    Args:
-        model: on its device.
-        seen: what is noted.
-        held: what is held still.
-        calibrate: returns some inputs, the same on every rank, for the statistics that batch
-            normalisation is then held at; else they stay as they were built.
+    `calibrate` returns some inputs, the same on every rank, for the statistics that batch
+    normalisation is then held at; else they stay as they were built.
     """
     if "dropout" in held:
         for module in model.modules():
@@ -192,11 +178,14 @@ def hold_model(
                 module.p = 0.0
             if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
                 module.dropout = 0.0
-    norms = batch_norms(model).values() if "batchnorm" in held else ()
+    norms = [*batch_norms(model).values()] if "batchnorm" in held else []
     if norms and calibrate is not None:
-        _calibrate(model, list(norms), calibrate())
+        _calibrate(model, norms, calibrate())
     for norm in norms:
-        _freeze(norm)
+        norm.eval()
+        norm.train = partial(_stay, norm)  # type: ignore[method-assign]
+        if norm.running_mean is None:  # it takes the batch's statistics in an evaluation too
+            norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
     model.forward = watched(model.forward, seen, held)
 
 
@@ -211,13 +200,6 @@ def _calibrate(model: nn.Module, norms: list[_BatchNorm], inputs: Any) -> None:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.train(was_training)
-
-
-def _freeze(norm: _BatchNorm) -> None:
-    norm.eval()
-    norm.train = partial(_stay, norm)  # type: ignore[method-assign]
-    if norm.running_mean is None:  # it takes the batch's statistics in an evaluation too
-        norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
 
 
 def _stay(norm: _BatchNorm, mode: bool = True) -> _BatchNorm:  # noqa: ARG001 - as every train()

@@ -107,20 +107,11 @@ class RecipeUnderTest:
         return model.train()
 
     def batch(
-        self,
-        step: int = 0,
-        *,
-        recipe: Recipe | None = None,
-        seed: int = 0,
-        world: World | None = None,
+        self, step: int = 0, recipe: Recipe | None = None, seed: int = 0, world: World | None = None
     ) -> Block:
-        """Return a step of the first epoch, read anew.
+        """Return a step of the first epoch, counted from 0, or a world's part of it, read anew.
 
-        Args:
-            step: of the epoch, counted from 0.
-            recipe: another one that reads the same data.
-            seed: of the global generators while it is read.
-            world: whose part of the step.
+        Another recipe may read the same data; the seed is that of the global generators meanwhile.
         """
         global_batch, drop_last = self.size.global_batch, self.size.drop_last
         with self.source(self.splits.train, recipe, world) as source:

@@ -23,11 +23,8 @@ def recording(
 ) -> Engine:
     """Return an engine that fills a trace; Lightning's own steps are not looked into.
 
-    Args:
-        training: what it takes.
-        stop: the step that a short one ends with, and whose checkpoint alone is kept.
-        trace: what is filled.
-        prepare: called with the model before anything is computed.
+    A short training ends with the step `stop`, whose checkpoint alone is kept. `prepare` is called
+    with the model before anything is computed.
     """
     inner = NATIVE
     if training.lightning:

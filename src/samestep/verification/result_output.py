@@ -127,7 +127,6 @@ def _number(value: float | None) -> str:
 
 
 def _explain(checks: list[Check], console: Console) -> None:
-    """Print the cause of some rows below the table."""
     check, style = checks[0], _COLOURS[checks[0].status]
     where = [f"from step {check.first_step}"] if check.first_step else []
     where += [f"first in {check.first_parameter}"] if check.first_parameter else []

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-Marks = list[str]
-
 
 @dataclass(kw_only=True)
 class Trace:
@@ -19,9 +17,9 @@ class Trace:
     """Step → parameter → its norm and values, as `fingerprints.values_of` keeps them."""
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """After each step; under Lightning after the last one only."""
-    samples: dict[int, Marks] = field(default_factory=dict)
+    samples: dict[int, list[str]] = field(default_factory=dict)
     """The samples of this rank, in their order."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step → loss and metrics over all samples; 0 is before training."""
-    evaluated: Marks = field(default_factory=list)
+    evaluated: list[str] = field(default_factory=list)
     """The samples that this rank evaluated before training."""

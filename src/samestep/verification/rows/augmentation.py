@@ -1,6 +1,5 @@
 """Augmentation: a sample that is read again, or in another batch, is the same sample."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -46,17 +45,13 @@ def _look(tested: RecipeUnderTest) -> Changes | None:
         halves = [replace(tested.world, rank=rank, world_size=2) for rank in range(2)]
         return [mark for half in halves for mark in marks(recipe, world=half)] == marks(recipe)
 
-    if not same_twice(tested.recipe):
-        return Changes(_changing_part(tested.recipe, same_twice), batchwise=False)
-    if not same_in_parts(tested.recipe):
-        return Changes(_changing_part(tested.recipe, same_in_parts), batchwise=True)
-    return None
-
-
-def _changing_part(recipe: Recipe, is_same: Callable[[Recipe], bool]) -> Part:
-    if not is_same(replace(recipe, augment=None, transform=None)):
-        return "dataset"
-    return "augment" if is_same(replace(recipe, augment=None)) else "transform"
+    is_same = same_in_parts if same_twice(tested.recipe) else same_twice
+    if is_same(tested.recipe):
+        return None
+    part: Part = "augment" if is_same(replace(tested.recipe, augment=None)) else "transform"
+    if not is_same(replace(tested.recipe, augment=None, transform=None)):
+        part = "dataset"
+    return Changes(part, batchwise=is_same is same_in_parts)
 
 
 def changing_part(evidence: Evidence) -> Part | None:

@@ -74,7 +74,6 @@ def _answer(evidence: Evidence) -> Check:
 
 
 def _cause(evidence: Evidence, name: str) -> Cause | None:
-    """Return the cause if it is the metric itself."""
     on_ranks = evidence.found_on_ranks(NAME, dict[str, float])
     across = any(found.get(name, 0.0) > evidence.exact for found in on_ranks)
     in_batch = (evidence.found(NAME, dict[str, float]) or {}).get(name, 0.0) > evidence.exact

@@ -5,6 +5,8 @@ from dataclasses import replace
 from samestep.verification.evidence import OWN_PRECISION, Check, Evidence, TableRow, training_check
 from samestep.verification.short_trainings import ShortTraining
 
+_TRAINING = ShortTraining(name=OWN_PRECISION, own_precision=True)
+
 
 def _answer(evidence: Evidence) -> list[Check]:
     one = evidence.trace(0, OWN_PRECISION)
@@ -20,8 +22,4 @@ def _answer(evidence: Evidence) -> list[Check]:
     return [replace(check, name=evidence.chosen)]
 
 
-ROW = TableRow(
-    name=OWN_PRECISION,
-    answer=_answer,
-    training=ShortTraining(name=OWN_PRECISION, own_precision=True),
-)
+ROW = TableRow(name=OWN_PRECISION, answer=_answer, training=_TRAINING)

@@ -19,14 +19,13 @@ CAUSE = Cause(
 )
 
 
-def _look_on_rank(tested: RecipeUnderTest, _world: World) -> list[str]:
+def _look(tested: RecipeUnderTest, _world: World) -> list[str]:
     """Return the marks of the first samples as they are stored."""
     block = tested.batch(recipe=replace(tested.recipe, augment=None, transform=None))
     return sample_marks(block.inputs, block.targets)
 
 
 def _explain(evidence: Evidence) -> Cause | None:
-    """Return the cause if processes hold other samples in the same places."""
     reports = [r for ranks in evidence.reports.values() for r in ranks if r.num_samples]
     numbers = {report.num_samples for report in reports}
     marks = {tuple(marks) for marks in evidence.found_on_ranks(NAME, list[str])}
@@ -55,7 +54,7 @@ def _answer(evidence: Evidence) -> Check:
 
 ROW = TableRow(
     name=NAME,
-    look_on_rank=_look_on_rank,
+    look_on_rank=_look,
     answer=_answer,
     explain=_explain,
     explain_failure=_explain_failure,

@@ -72,33 +72,27 @@ def _explain(evidence: Evidence) -> Cause | None:
 def _answer(evidence: Evidence) -> Check:
     found = evidence.found(NAME, OutsideState)
     if found and not found.remembers and found.own_generators:
-        compared = "no generator that goes on by itself"
-        return cause_check(evidence, compared, _own_generator(found.own_generators))
+        lines = ", ".join(filter(None, found.own_generators))
+        where = f" ({lines})" if lines else ""
+        cause = Cause(
+            CAUSE,
+            f"The model or the loss draws from a torch.Generator of its own{where}, "
+            "which goes on from step to step: no checkpoint holds it, so a resumed run draws other "
+            "numbers, and each rank has one.",
+            "Draw without generator=: torch's own is seeded in every step.",
+        )
+        return cause_check(evidence, "no generator that goes on by itself", cause)
     if found and not found.remembers and found.generators:
-        return answer(evidence, "state", "draws as they are", _generators(found.generators))
+        cause = Cause(
+            CAUSE,
+            f"The model or the loss draws from {' and '.join(found.generators)}, whose state "
+            "differs on every rank and after a stop; with it held still the difference is gone.",
+            "Draw from torch, which is seeded in every step, or from what all ranks have alike, "
+            "such as the weights or the inputs.",
+        )
+        return answer(evidence, "state", "draws as they are", cause)
     difference = found.remembers.difference if found and found.remembers else None
     return cause_check(evidence, "a second forward gives the same", _explain(evidence), difference)
-
-
-def _own_generator(lines: list[str]) -> Cause:
-    where = f" ({', '.join(line for line in lines if line)})" if any(lines) else ""
-    return Cause(
-        CAUSE,
-        f"The model or the loss draws from a torch.Generator of its own{where}, which goes on from "
-        "step to step: no checkpoint holds it, so a resumed run draws other numbers, and each rank "
-        "has one.",
-        "Draw without generator=: torch's own is seeded in every step.",
-    )
-
-
-def _generators(names: list[str]) -> Cause:
-    return Cause(
-        CAUSE,
-        f"The model or the loss draws from {' and '.join(names)}, whose state differs on every "
-        "rank and after a stop; with it held still the difference is gone.",
-        "Draw from torch, which is seeded in every step, or from what all ranks have alike, such "
-        "as the weights or the inputs.",
-    )
 
 
 ROW = TableRow(name=NAME, look=_look, training=left_free("state"), answer=_answer, explain=_explain)

@@ -14,7 +14,6 @@ _UNUSED = re.compile(
 
 
 def _look(tested: RecipeUnderTest) -> list[str]:
-    """Return the parameters that have no gradient after a backward."""
     named = tested.free_step.model.named_parameters()
     return [name for name, p in named if p.requires_grad and p.grad is None]
 
