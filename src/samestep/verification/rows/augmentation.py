@@ -46,11 +46,11 @@ def _look(tested: RecipeUnderTest) -> Changes | None:
         return [mark for half in halves for mark in marks(recipe, world=half)] == marks(recipe)
 
     is_same = same_in_parts if same_twice(tested.recipe) else same_twice
-    if is_same(tested.recipe):
+    if is_same is same_in_parts and is_same(tested.recipe):
         return None
-    part: Part = "augment" if is_same(replace(tested.recipe, augment=None)) else "transform"
-    if not is_same(replace(tested.recipe, augment=None, transform=None)):
-        part = "dataset"
+    part: Part = "dataset"
+    if is_same(replace(tested.recipe, augment=None, transform=None)):
+        part = "augment" if is_same(replace(tested.recipe, augment=None)) else "transform"
     return Changes(part, batchwise=is_same is same_in_parts)
 
 
