@@ -20,7 +20,6 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
 # What only one rank can succeed at (a folder that is made or removed, a file that must be new) is
 # no file that several write; where it is no mistake to come second, all try.
 _CHANGES = ("os.rename", "os.remove", "os.truncate")
-_NOT_FILES = ("/dev/", "/proc/")
 _paths = sysconfig.get_paths()
 _LIBRARIES = tuple(_paths[kind] + os.sep for kind in ("purelib", "platlib"))
 _PYTHON = (*(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib")), "<frozen ")
@@ -88,7 +87,7 @@ def watch_output(folder: Path) -> RecipeOutput:
         if not writes or not isinstance(details[0], str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(details[0]))  # noqa: PTH100 - it may be anything
-        if path.startswith((own, *_NOT_FILES)) or "__pycache__" in path:
+        if path.startswith((own, "/dev/", "/proc/")) or "__pycache__" in path:
             return
         line = line_that_writes(sys._getframe(1))  # noqa: SLF001
         if line:

@@ -3,12 +3,7 @@
 from dataclasses import dataclass
 
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.module_outputs import (
-    ModuleDifference,
-    Outputs,
-    first_difference,
-    outputs_of_modules,
-)
+from samestep.verification.module_outputs import ModuleDifference, first_difference
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
 from samestep.verification.rows.left_free import answer, left_free
 
@@ -42,12 +37,7 @@ def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
     block = tested.batch()
     model = held_model(tested, block)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def run() -> Outputs:
-        model.load_state_dict(state)
-        return outputs_of_modules(tested, model, block.inputs)
-
-    return first_difference(tested, model, run, run)
+    return first_difference(tested, model, block.inputs, block.inputs, state=state)
 
 
 def remembers(evidence: Evidence) -> ModuleDifference | None:
