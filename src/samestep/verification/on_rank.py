@@ -84,7 +84,7 @@ class _Start:
         self._recipe: Recipe = replace(request.recipe, complete=None)
         self._request = replace(request, options=options, resume=True)
         seed_alike(request.settings.seed)
-        # Not all of the data is prepared, as a run does it: a few samples are used.
+        # A run prepares all of its data; here a few samples are used.
         self._splits = load_splits(self._recipe, options, self._world, prepare=False)
         self.report.num_samples = num_samples(self._splits.train)
         first = self._start.place == 0
