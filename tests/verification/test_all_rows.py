@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import math
 import pkgutil
 from dataclasses import replace
 
@@ -208,6 +209,13 @@ def test_a_metric_that_differs_is_told_from_a_loss_that_does(across):
         assert causes(differs) == {"metrics": UNKNOWN}
         differs = on_rank(differs, "metrics", {"accuracy": 0.25})
     assert causes(differs) == {"metrics": metrics.CAUSE}
+
+
+def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself():
+    evidence = undisturbed(metrics={"accuracy": math.nan})
+    assert causes(on_rank(evidence, "metrics", {"accuracy": math.nan})) == {}
+    nothing = {"loss": 0.7, "accuracy": math.nan}
+    assert causes(on_rank(evidence, "one device", nothing, place=2)) == {"one device": UNKNOWN}
 
 
 def test_a_checkpoint_that_one_device_evaluates_otherwise_is_a_difference():

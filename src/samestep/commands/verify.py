@@ -21,7 +21,7 @@ from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import find_world, join, leave
 from samestep.recipe import Accepted
 from samestep.settings import Settings
-from samestep.verification.exchange import StartInstructions, read_json
+from samestep.verification.exchange import StartInstructions, read_left
 from samestep.verification.in_parent import gather, judge_evidence
 from samestep.verification.on_rank import run_start
 from samestep.verification.result_output import as_json, show
@@ -142,7 +142,7 @@ def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
 
 def _rank(path: Path, arguments: list[str]) -> int:
     """Run as one rank of a start; nothing of it reaches the screen."""
-    folder, instructions = path.parent, read_json(path, StartInstructions)
+    folder, instructions = path.parent, read_left(path, StartInstructions)
     assert instructions is not None
     log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"
     with log.open("ab") as file:

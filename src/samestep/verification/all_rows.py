@@ -5,7 +5,7 @@ from dataclasses import replace
 from samestep.ranks.world import World
 from samestep.settings import Precision
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow
-from samestep.verification.exchange import Found, RankFailure, RecipeFacts, Start, encoded
+from samestep.verification.exchange import Found, RecipeFacts, Start, encoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows import (
     accumulation,
@@ -28,48 +28,22 @@ from samestep.verification.rows import (
     stop_and_resume,
     unused_parameters,
 )
-from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
+from samestep.verification.short_trainings import MAIN, ShortTraining
 
 ROWS: tuple[TableRow, ...] = (
-    one_process.ROW,
-    several_ranks.ROW,
-    own_precision.ROW,
-    accumulation.ROW,
-    stop_and_resume.ROW,
-    lightning.ROW,
-    batchnorm.ROW,
-    dropout.ROW,
-    sample_order.ROW,
-    augmentation.ROW,
-    loss.ROW,
-    last_batch.ROW,
-    unused_parameters.ROW,
-    state.ROW,
-    samples_apart.ROW,
-    evaluation.ROW,
-    metrics.ROW,
-    one_writer.ROW,
-    one_device.ROW,
+    *(one_process.ROW, several_ranks.ROW, own_precision.ROW, accumulation.ROW, stop_and_resume.ROW),
+    *(lightning.ROW, batchnorm.ROW, dropout.ROW, sample_order.ROW, augmentation.ROW, loss.ROW),
+    *(last_batch.ROW, unused_parameters.ROW, state.ROW, samples_apart.ROW, evaluation.ROW),
+    *(metrics.ROW, one_writer.ROW, one_device.ROW),
 )
 UNKNOWN = "unknown"
 
 
 def plan_trainings(start: Start, facts: RecipeFacts, chosen: Precision) -> list[ShortTraining]:
-    """Return what one start trains, the decisive ones first: a failure on several ranks ends it.
-
-    Args:
-        start: the ranks.
-        facts: what is known about the recipe.
-        chosen: the precision of the user's settings.
-    """
-    planned = PlannedStart(start, facts, chosen)
-    trainings = [t for row in ROWS if row.trainings for t in row.trainings(planned)]
-    if start.closing:
-        return [training for training in trainings if training.resumes is not None]
-    return sorted(
-        trainings,
-        key=lambda t: (t.lightning, t.precision != facts.exact, t.halves or t.resumes is not None),
-    )
+    """Return what one start trains, the decisive ones first: a failure on several ranks ends it."""
+    trainings = [row.training for row in ROWS if row.training]
+    taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
+    return sorted(taken, key=lambda t: (t.lightning, t.own_precision, t.halves or t.resumes))
 
 
 def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
@@ -103,29 +77,25 @@ def judge(evidence: Evidence) -> list[Check]:
 
 def _explained(evidence: Evidence, check: Check) -> Check:
     """Return a check with its cause, if other rows found it."""
-    if check.failure:
-        cause = _cause_of_failure(evidence, check.failure)
-        why = f"It failed: {check.failure.message.rstrip('.')}. {cause.why}".strip()
+    if failure := check.failure:
+        # A message says more than the step, by which the last batch is known: so that comes last.
+        rows = sorted(ROWS, key=lambda row: row is last_batch.ROW)
+        causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
+        cause = next(filter(None, causes), Cause())
+        why = f"It failed: {failure.message.rstrip('.')}. {cause.why}".strip()
         return replace(check, cause=replace(cause, why=why))
     if check.passed or check.cause.name:
         return check
-    causes = (row.explain(evidence) for row in ROWS if row.explain)
-    return replace(check, cause=next(filter(None, causes), None) or _unknown(check))
-
-
-def _cause_of_failure(evidence: Evidence, failure: RankFailure) -> Cause:
-    # An error message says more than the step in which it came, by which the last batch is known.
-    rows = sorted(ROWS, key=lambda row: row is last_batch.ROW)
-    causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
-    return next(filter(None, causes), Cause())
+    explanations = (row.explain(evidence) for row in ROWS if row.explain)
+    return replace(check, cause=next(filter(None, explanations), None) or _unknown(check))
 
 
 def _unknown(check: Check) -> Cause:
-    first = [f"step {check.first_step}"] if check.first_step else []
-    first += [part for part in (check.what, check.first_parameter) if part]
+    step = f"step {check.first_step}" if check.first_step else None
+    first = ", ".join(filter(None, (step, check.what, check.first_parameter)))
     return Cause(
         UNKNOWN,
-        f"None of the known causes was found. What differs first: {', '.join(first)}.",
+        f"None of the known causes was found. What differs first: {first}.",
         "Look for what depends on the rank, on how many samples a rank holds, or on what ran "
         "before.",
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,13 +42,8 @@ def difference(
 
     Losses and norms are compared relative to the larger of both; each parameter's gradient relative
     to the largest entry of the whole gradient, each weight to the largest weight. (A gradient that
-    is zero but for rounding has no scale of its own.)
-
-    Args:
-        one: the training of one process.
-        other: another, perhaps begun later.
-        tolerance: what is no difference.
-        losses_only: whether the losses alone decide; the first parameter is named all the same.
+    is zero but for rounding has no scale of its own.) The first parameter that differs beyond the
+    tolerance is named also where losses alone decide.
     """
     largest, first = 0.0, TrainingDifference()
     for step in sorted(other.losses):
@@ -59,7 +54,7 @@ def difference(
         if first.first_step is None and any(size > tolerance for _, _, size in decisive):
             named = next((name for _, name in beyond if name), None)
             first = TrainingDifference(first_step=step, first_parameter=named, what=beyond[0][0])
-    return TrainingDifference(largest, first.first_step, first.first_parameter, first.what)
+    return replace(first, largest=largest)
 
 
 Found = tuple[str, str, float]

@@ -1,6 +1,6 @@
 """What the starts left, and the parts of a row: how it looks, answers and explains."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -11,7 +11,7 @@ from samestep.settings import Precision
 from samestep.verification.difference import ROUNDING, TrainingDifference, difference, worst
 from samestep.verification.exchange import RankFailure, RankReport, RecipeFacts, Start, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
+from samestep.verification.short_trainings import MAIN, ShortTraining
 from samestep.verification.trace import Trace
 
 T = TypeVar("T")
@@ -120,12 +120,8 @@ class Evidence:
         self, trace: Trace, training: str = MAIN, *, reference: Trace | None = None
     ) -> TrainingDifference:
         """Compare a training with one process, by all that was kept or by the losses alone."""
-        return difference(
-            reference or self.reference,
-            trace,
-            self.tolerance_of(training),
-            losses_only=self.losses_only(training),
-        )
+        tolerance, losses_only = self.tolerance_of(training), self.losses_only(training)
+        return difference(reference or self.reference, trace, tolerance, losses_only=losses_only)
 
     def compare_starts(self, training: str) -> dict[Start, TrainingDifference]:
         """Compare a short training of all starts that ran it with that of one process."""
@@ -165,8 +161,8 @@ class TableRow:
     name: str
     answer: Callable[[Evidence], Check | list[Check]]
     """Judges the evidence. A difference whose check names no cause is explained by other rows."""
-    trainings: Callable[[PlannedStart], list[ShortTraining]] | None = None
-    """What each start trains for this row."""
+    training: ShortTraining | None = None
+    """What starts train for this row."""
     look: Callable[[RecipeUnderTest], Any] | None = None
     """An experiment of the first process; `Evidence.found` returns its result, unless None."""
     look_on_rank: Callable[[RecipeUnderTest, World], Any] | None = None
@@ -181,17 +177,10 @@ def measured(
     compared: str, found: TrainingDifference, tolerance: float, cause: Cause | None = None
 ) -> Check:
     """Return the check of a measured difference, with its cause if the row knows it itself."""
-    same = found.largest <= tolerance
-    return Check(
-        "same" if same else "different",
-        compared,
-        found.largest,
-        tolerance,
-        Cause() if same or cause is None else cause,
-        found.first_step,
-        found.first_parameter,
-        found.what,
-    )
+    same, where = found.largest <= tolerance, (found.first_step, found.first_parameter, found.what)
+    known = cause if cause and not same else Cause()
+    status: Status = "same" if same else "different"
+    return Check(status, compared, found.largest, tolerance, known, *where)
 
 
 def cause_check(
@@ -215,34 +204,31 @@ def cause_check(
 def failed_start(evidence: Evidence, compared: str, place: int) -> Check:
     """Return the check of a start that ended before its ranks had trained."""
     ended = RankFailure(training=MAIN, step=0, message=evidence.ended.get(place, "it ended"))
-    return _failed(compared, next(iter(evidence.failures(place=place)), ended))
+    return _failed(compared, [*evidence.failures(place=place), ended])
 
 
 def training_check(
     evidence: Evidence,
     training: str,
     compared: str,
-    found: Mapping[Start, TrainingDifference],
-    names: Callable[[Iterable[int]], str] = ranks,
+    found: Mapping[Start, TrainingDifference] | None = None,
+    sizes: str = "",
 ) -> Check:
-    """Return the check of a short training that one or several starts ran.
+    """Return the check of a short training, by the difference that each start had that ran it.
 
-    Args:
-        evidence: what the starts left.
-        training: its name.
-        compared: what was compared.
-        found: the difference of each start.
-        names: how the sizes of these starts are shown.
+    Without these it is compared with one process; `sizes` are the numbers of ranks in words.
     """
     failures = evidence.failures(training=training)
     if failures:
-        return _failed(compared, failures[0])
+        return _failed(compared, failures)
+    found = evidence.compare_starts(training) if found is None else found
     if not found:
         return Check("skipped", NOT_REACHED)
-    sizes = names(start.world_size for start in found)
+    sizes = sizes or ranks(start.world_size for start in found)
     tolerance = evidence.tolerance_of(training)
     return measured(f"{compared}: {sizes}", worst(found.values()), tolerance)
 
 
-def _failed(compared: str, failure: RankFailure) -> Check:
-    return Check("different", compared, first_step=failure.step or None, failure=failure)
+def _failed(compared: str, failures: Sequence[RankFailure]) -> Check:
+    first_step = failures[0].step or None
+    return Check("different", compared, first_step=first_step, failure=failures[0])

@@ -7,24 +7,24 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from samestep.run.files import write_text
+from samestep.run.files import write_atomically
 from samestep.settings import Precision
 from samestep.verification.randomness import Kind
 from samestep.verification.training_size import TrainingSize
 
 T = TypeVar("T")
 Found = dict[str, msgspec.Raw]
-"""Row of the table → what its experiment found, as JSON; absent where it found nothing."""
+"""Row of the table → what its experiment found, encoded; absent where it found nothing."""
 
 
 def encoded(value: Any) -> msgspec.Raw:
-    """Return a finding as `Found` keeps it."""
-    return msgspec.Raw(msgspec.json.encode(value))
+    """Return a finding as `Found` keeps it: in msgpack, since JSON has no NaN and no infinity."""
+    return msgspec.Raw(msgspec.msgpack.encode(value))
 
 
 def decoded(found: Mapping[str, msgspec.Raw], row: str, kind: type[T]) -> T | None:
     """Return what a row's experiment found, if it found anything."""
-    return msgspec.json.decode(found[row], type=kind) if row in found else None
+    return msgspec.msgpack.decode(found[row], type=kind) if row in found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,8 @@ class Start:
     """Ranks that are started once and run several short trainings."""
 
     place: int
-    """Its number, counted from 0."""
+    """Its number, counted from 0. All but the first resume the checkpoint of the one before."""
     world_size: int
-    resumes: int | None
-    """The earlier start whose checkpoint is resumed here."""
     closing: bool = False
     """Whether this start only resumes, and evaluates a checkpoint on one device."""
 
@@ -77,7 +75,6 @@ class RankFailure:
     """How a short training failed on a rank."""
 
     training: str
-    """Its name."""
     step: int
     """The step that was being taken, counted from 1; 0 before the first."""
     message: str
@@ -107,16 +104,17 @@ def run_of(folder: Path, place: int, training: str) -> Path:
     return folder / f"start-{place}" / "runs" / training.replace(" ", "-")
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_left(path: Path, value: Any) -> None:
     """Leave instructions, facts or a report for another process."""
-    write_text(path, msgspec.json.encode(value).decode())
+    write_atomically(path, lambda file: file.write(encoded(value)))
 
 
-def read_json(path: Path, kind: type[T]) -> T | None:
+def read_left(path: Path, kind: type[T]) -> T | None:
     """Return what another process left, or None if it left nothing."""
-    return msgspec.json.decode(path.read_bytes(), type=kind) if path.is_file() else None
+    return msgspec.msgpack.decode(path.read_bytes(), type=kind) if path.is_file() else None
 
 
-def read_report(folder: Path, place: int, rank: int) -> RankReport:
-    """Return a rank's report; an empty one if the rank was killed before it wrote one."""
-    return read_json(folder_of(folder, place, rank) / "report.json", RankReport) or RankReport()
+def read_reports(folder: Path, start: Start) -> list[RankReport]:
+    """Return the reports of all ranks; an empty one for a rank that was killed before it wrote."""
+    ranks = [folder_of(folder, start.place, rank) for rank in range(start.world_size)]
+    return [read_left(rank / "report", RankReport) or RankReport() for rank in ranks]

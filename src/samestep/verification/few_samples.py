@@ -1,6 +1,7 @@
 """A recipe's data cut down to a few samples, spread evenly over it, read as in training."""
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,19 +67,16 @@ def _spread(total: int, count: int) -> list[int]:
 
 def _readable(dataset: Any, count: int) -> list[int]:
     """Return places of samples that can be read, where those that cannot are left out."""
-    total = len(dataset)
-    found: list[int] = []
-    problems: list[UserError] = []
-    wanted = [*_spread(total, count), *range(total)]
-    for place in wanted:
+    total, broken = len(dataset), 0
+    found: set[int] = set()
+    for place in chain(_spread(total, count), range(total)):
         if place in found or len(found) == count:
             continue
         try:
             dataset[place]
-        except UserError as error:
-            problems.append(error)
-            if len(problems) == _MOST_BROKEN:
+            found.add(place)
+        except UserError:
+            broken += 1
+            if broken == _MOST_BROKEN:
                 raise
-        else:
-            found.append(place)
     return sorted(found)

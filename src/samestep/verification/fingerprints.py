@@ -13,10 +13,9 @@ _VALUES = 1024
 
 
 def sample_marks(*trees: Any) -> list[str]:
-    """Return a mark for each sample of a batch: equal for equal samples, bit by bit.
+    """Return a mark for each sample of inputs and targets: equal for equal samples, bit by bit.
 
-    Args:
-        trees: inputs, targets: tensors (batch, …), or trees of them.
+    They are tensors (batch, …), or trees of them.
     """
     leaves = [leaf.detach().cpu().contiguous() for tree in trees for leaf in tree_leaves(tree)]
     marks = []
@@ -46,9 +45,5 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return what `values_of` keeps of each parameter's gradient."""
-    named = model.named_parameters()
-    return {
-        name: values_of(p.grad)
-        for name, p in named
-        if p.grad is not None and p.grad.is_floating_point() and p.numel()
-    }
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return {name: values_of(g) for name, g in named if g.is_floating_point() and g.numel()}

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.screen.words import count
+from samestep.settings import Precision
 from samestep.training.window import KEPT
 from samestep.verification.all_rows import judge
 from samestep.verification.evidence import Check, Evidence
@@ -20,12 +23,12 @@ from samestep.verification.exchange import (
     Start,
     StartInstructions,
     folder_of,
-    read_json,
-    read_report,
-    write_json,
+    read_left,
+    read_reports,
+    write_left,
 )
 from samestep.verification.short_trainings import MAIN, plan_starts
-from samestep.verification.trace import load_trace
+from samestep.verification.trace import Trace
 
 Launch = Callable[[int, Path], Ended]
 """(number of ranks, file of instructions) → how they ended."""
@@ -60,13 +63,9 @@ def gather(
 ) -> Evidence:
     """Start ranks, one size after the other, and read back what they left.
 
-    Args:
-        request: the recipe, its options and settings.
-        sizes: numbers of ranks; one process is always among them.
-        launch: starts ranks, and waits for their end.
-        batch: the global batch, if not the smallest that will do.
-        lightning: whether Lightning's Trainer is compared too, if it is installed.
-        tell: called with what is being done.
+    One process is always among the sizes; the global batch is the smallest that will do, unless it
+    is given; Lightning's Trainer is compared too if it is installed. `tell` is called with what is
+    being done.
 
     Raises:
         UserError: the recipe cannot be trained in one process, or has too few samples.
@@ -74,23 +73,19 @@ def gather(
     """
     starts = plan_starts(sizes)
     lightning = lightning and importlib.util.find_spec("lightning") is not None
-    everything = tuple(sorted({1, *sizes}))
+    sizes = tuple(sorted({1, *sizes}))
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     ended: dict[int, str] = {}
     try:
         for start in starts:
             tell(f"{count(start.world_size, 'rank')} ({start.place + 1} of {len(starts)} starts)")
-            instructions = StartInstructions(
-                start=start, sizes=everything, batch=batch, lightning=lightning
-            )
-            failure = _run(instructions, folder, launch)
-            if failure is not None:
-                ended[start.place] = failure
+            told = StartInstructions(start=start, sizes=sizes, batch=batch, lightning=lightning)
+            ended |= _run(told, folder, launch)
             if start.place == 0 and not (folder_of(folder, 0, 0) / f"{MAIN}.pt").is_file():
                 break
-            if start.resumes is not None:  # these runs may be large, and have been resumed now
-                shutil.rmtree(folder / f"start-{start.resumes}" / "runs", ignore_errors=True)
-        return _read_evidence(folder, starts, request, ended)
+            if start.place:  # these runs may be large, and have been resumed now
+                shutil.rmtree(folder / f"start-{start.place - 1}" / "runs", ignore_errors=True)
+        return _read_evidence(folder, starts, request.settings.precision, ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -106,19 +101,13 @@ def judge_evidence(
 ) -> Verification:
     """Return whether the recipe trains the same, by what its ranks left.
 
-    Args:
-        request: the recipe, its options and settings.
-        evidence: what the ranks left.
-        accept: what may differ by intent, beside what the recipe accepts.
-        tolerance: largest relative difference of losses; else everything is compared, to rounding.
-        notes: what the user should know about how it was done.
-        seconds: what it took.
+    `accept` may differ by intent, beside what the recipe accepts. `tolerance` is the largest
+    relative difference of losses, which are then compared alone; else everything is, to rounding.
     """
     accepts = frozenset({*request.recipe.accepts, *accept})
     evidence = replace(evidence, accepts=accepts, tolerance=tolerance)
     if tolerance is not None:
-        note = f"With --tolerance {tolerance:g} trainings are compared by their losses."
-        notes = (*notes, note)
+        notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
     return Verification(
         recipe=request.recipe.name,
         sizes=tuple(sorted({start.world_size for start in evidence.starts})),
@@ -130,52 +119,46 @@ def judge_evidence(
     )
 
 
-def _run(instructions: StartInstructions, folder: Path, launch: Launch) -> str | None:
-    """Run one start; return its error message, if it failed."""
+def _run(instructions: StartInstructions, folder: Path, launch: Launch) -> dict[int, str]:
+    """Run one start; return its number with its error message, if it failed."""
     start = instructions.start
-    path = folder / f"instructions-{start.place}.json"
-    write_json(path, instructions)
+    path = folder / f"instructions-{start.place}"
+    write_left(path, instructions)
     ended = launch(start.world_size, path)
     if ended.code == 0:
-        return None
+        return {}
     if ended.code > 128:
         raise KeyboardInterrupt
-    reports = [read_report(folder, start.place, rank) for rank in range(start.world_size)]
-    failures = [failure for report in reports for failure in report.failures]
+    failures = [failure for report in read_reports(folder, start) for failure in report.failures]
     failure = min(failures, key=lambda f: f.lost_peer, default=None)
     message = failure.message if failure else ended.message.partition("; the other ranks")[0]
     # Nothing was kept before these few steps.
     message = message.replace(f"{KEPT} ", "")
     if start.place == 0 and (failure.mistake if failure else ended.code == 2):
         raise UserError(message)
-    return message or f"It ended with exit code {ended.code}."
+    return {start.place: message or f"It ended with exit code {ended.code}."}
 
 
 def _read_evidence(
-    folder: Path, starts: Sequence[Start], request: Request, ended: dict[int, str]
+    folder: Path, starts: Sequence[Start], chosen: Precision, ended: dict[int, str]
 ) -> Evidence:
     """Read back what the ranks left.
 
     Raises:
         UserError: there is nothing.
     """
-    facts = read_json(folder / "facts.json", RecipeFacts)
+    facts = read_left(folder / "facts", RecipeFacts)
     if facts is None:
         raise UserError(ended.get(0, "The first process left nothing."))
-    traces, reports = {}, {}
+    traces = {}
     for start in starts:
-        everyone = range(start.world_size)
-        ranks = [folder_of(folder, start.place, rank) for rank in everyone]
+        ranks = [folder_of(folder, start.place, rank) for rank in range(start.world_size)]
         for name in {path.name for path in ranks[0].glob("*.pt")}:
             if all((rank / name).is_file() for rank in ranks):
                 key = (start.place, name.removesuffix(".pt"))
-                traces[key] = [load_trace(rank / name) for rank in ranks]
-        reports[start.place] = [read_report(folder, start.place, rank) for rank in everyone]
+                left = [torch.load(rank / name, weights_only=True) for rank in ranks]
+                traces[key] = [Trace(**trace) for trace in left]
+    reports = {start.place: read_reports(folder, start) for start in starts}
     return Evidence(
-        facts=facts,
-        starts=starts,
-        traces=traces,
-        reports=reports,
-        ended=ended,
-        chosen=request.settings.precision,
+        facts=facts, starts=starts, traces=traces, reports=reports, ended=ended, chosen=chosen
     )

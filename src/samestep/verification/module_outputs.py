@@ -1,6 +1,6 @@
 """Find the first module of a model whose output differs between two forward passes."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from samestep.data.trees import tree_leaves
 from samestep.verification.recipe_under_test import RecipeUnderTest
-
-Outputs = list[tuple[str, list[Tensor]]]
-"""The name of each module and its outputs, in the order in which they returned; the model last."""
 
 
 class ModuleDifference(NamedTuple):
@@ -24,12 +21,21 @@ class ModuleDifference(NamedTuple):
 def first_difference(
     tested: RecipeUnderTest,
     model: nn.Module,
-    one: Callable[[], Outputs],
-    other: Callable[[], Outputs],
+    *inputs: Any,
+    rows: int | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> ModuleDifference | None:
-    """Return the first module with another output, if the model's own output differs at all."""
+    """Return the first module with another output, if the model's own output differs at all.
+
+    Two inputs' first few rows are compared, or all; the model may begin both times with a state.
+    """
     try:
-        pairs = list(zip(one(), other(), strict=True))
+        passes = []
+        for each in inputs:
+            if state is not None:
+                model.load_state_dict(state)
+            passes.append(_outputs_of_modules(tested, model, each, rows))
+        pairs = list(zip(*passes, strict=True))
     except Exception:  # a module that does not run each time, or a batch size that fails
         return None
     found = [(name, _apart(mine, others)) for (name, mine), (_, others) in pairs]
@@ -39,11 +45,11 @@ def first_difference(
     return ModuleDifference(name or type(model).__name__, difference)
 
 
-def outputs_of_modules(
-    tested: RecipeUnderTest, model: nn.Module, inputs: Any, rows: int | None = None
-) -> Outputs:
-    """Return what each module gives for some inputs: all rows of it, or the first few."""
-    found: Outputs = []
+def _outputs_of_modules(
+    tested: RecipeUnderTest, model: nn.Module, inputs: Any, rows: int | None
+) -> list[tuple[str, list[Tensor]]]:
+    """Return each module's name and outputs in the order in which they returned, the model last."""
+    found: list[tuple[str, list[Tensor]]] = []
 
     def kept(output: Any) -> list[Tensor]:
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -7,14 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import LOST_PEER, UserError
 from samestep.execution.request import Request
-from samestep.execution.session import NATIVE, Engine, run_session
+from samestep.execution.session import run_session
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
+from samestep.settings import Precision
 from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Received
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
@@ -25,21 +27,22 @@ from samestep.verification.exchange import (
     StartInstructions,
     encoded,
     folder_of,
-    read_json,
+    read_left,
     run_of,
-    write_json,
+    write_left,
 )
 from samestep.verification.few_samples import cut_down, evaluated_split, num_samples
-from samestep.verification.randomness import ALL_KINDS, Seen, hold_model, is_users, watched
+from samestep.verification.randomness import ALL_KINDS, Kind, Seen, hold_model, is_users, watched
 from samestep.verification.recipe_under_test import RecipeUnderTest, exact_precision, few_inputs
 from samestep.verification.record import keep_record, recording
 from samestep.verification.rows import one_device, one_writer
 from samestep.verification.rows.unused_parameters import unused_parameters
 from samestep.verification.short_trainings import MAIN, ShortTraining, settings_of
-from samestep.verification.trace import Trace, save_trace
+from samestep.verification.trace import Trace
 from samestep.verification.training_size import choose_training_size
 
 _HEAVY = 1_000_000
+"""Parameters of a model so large that a minute needs fewer steps."""
 
 
 def run_start(
@@ -54,162 +57,129 @@ def run_start(
     Raises:
         Exception: whatever a short training failed with; it is in the rank's report.
     """
-    own = folder_of(folder, instructions.start.place, world.rank)
-    own.mkdir(parents=True, exist_ok=True)
-    report = RankReport()
+    start = _Start(request, instructions, folder, world)
+    start.own.mkdir(parents=True, exist_ok=True)
     try:
-        _Start(request, instructions, folder, world, report).run()
+        start.run()
     finally:
-        report.found[one_writer.NAME] = encoded(output)
-        write_json(own / "report.json", report)
+        start.report.found[one_writer.NAME] = encoded(output)
+        write_left(start.own / "report", start.report)
 
 
 class _Start:
     """The short trainings of one start on one rank, and the data that they share."""
 
     def __init__(
-        self,
-        request: Request,
-        instructions: StartInstructions,
-        folder: Path,
-        world: World,
-        report: RankReport,
+        self, request: Request, instructions: StartInstructions, folder: Path, world: World
     ) -> None:
-        self._instructions, self._folder = instructions, folder
-        self._world, self._report = world, report
-        self._start, self._chosen = instructions.start, request.settings.precision
-        options = world.on_main(lambda: request.recipe.complete_options(request.options))
-        self._recipe: Recipe = replace(request.recipe, complete=None)
-        self._request = replace(request, options=options, resume=True)
+        self._request, self._instructions, self._folder = request, instructions, folder
+        self._world, self._start = world, instructions.start
+        self.report = RankReport()
+        self.own = folder_of(folder, self._start.place, world.rank)
 
     def run(self) -> None:
         """Look at the recipe if this is the first start, then run what is planned."""
-        self._load()
+        request, chosen = self._request, self._request.settings.precision
+        options = self._world.on_main(lambda: request.recipe.complete_options(request.options))
+        self._recipe: Recipe = replace(request.recipe, complete=None)
+        self._request = replace(request, options=options, resume=True)
+        seed_alike(request.settings.seed)
+        # A run prepares all of its data; here a few samples are used.
+        self._splits = load_splits(self._recipe, options, self._world, prepare=False)
+        self.report.num_samples = num_samples(self._splits.train)
         first = self._start.place == 0
-        found = None if first else read_json(self._folder / "facts.json", RecipeFacts)
-        self._facts = found or self._look()
-        self._cut_down(self._facts)
-        self._report.found |= look_on_rank(self._tested(), self._world)
-        for training in plan_trainings(self._start, self._facts, self._chosen):
+        found = None if first else read_left(self._folder / "facts", RecipeFacts)
+        self._use(found or self._size())
+        if first:
+            self._look(chosen)
+        self.report.found |= look_on_rank(self._tested(), self._world)
+        for training in plan_trainings(self._start, self._facts, chosen):
             trace = Trace()
             try:
                 self._take(training, trace)
             except Exception as error:
-                self._report.failures.append(_failure(training, trace, error))
+                self.report.failures.append(_failure(training, trace, error))
                 if self._world.world_size > 1 or training.name == MAIN:
                     raise
             else:
-                own = folder_of(self._folder, self._start.place, self._world.rank)
-                save_trace(own / f"{training.name}.pt", trace)
-        if self._start.closing and self._start.resumes is not None:
-            run = run_of(self._folder, self._start.resumes, MAIN)
+                torch.save(vars(trace), self.own / f"{training.name}.pt")
+        if self._start.closing:
+            run = run_of(self._folder, self._start.place - 1, MAIN)
             loaded = one_device.evaluate_checkpoint(self._tested(), run)
-            self._report.found[one_device.NAME] = encoded(loaded)
+            self.report.found[one_device.NAME] = encoded(loaded)
 
-    def _load(self) -> None:
-        """Load the data as a run does, without preparing all of it: a few samples are used."""
-        seed_alike(self._request.settings.seed)
-        self._splits = load_splits(self._recipe, self._request.options, self._world, prepare=False)
-        self._report.num_samples = num_samples(self._splits.train)
-
-    def _cut_down(self, facts: RecipeFacts) -> None:
+    def _use(self, facts: RecipeFacts) -> None:
+        self._facts = facts
         self._few = cut_down(self._splits, facts.size.num_samples, facts.size.num_evaluated)
 
-    def _look(self) -> RecipeFacts:
-        """Find out what one process can tell, and leave it for the others."""
-        name = evaluated_split(self._splits)
-        settings = self._request.settings
-        facts = RecipeFacts(
-            num_samples=num_samples(self._splits.train),
-            size=choose_training_size(
-                num_samples(self._splits.train),
-                num_samples(getattr(self._splits, name)),
-                self._instructions.sizes,
-                batch=self._instructions.batch,
-                drop_last=settings.drop_last,
-                heavy=self._is_heavy(),
-            ),
-            evaluates=name,
-            lightning=self._instructions.lightning,
-        )
-        self._facts = facts
-        self._cut_down(facts)
-        exact, why, problem = exact_precision(self._tested(), self._chosen)
-        facts = replace(facts, exact=exact, inexact=why)
-        if not problem:
-            self._facts = facts
-            facts = look(self._tested(), facts)
-        write_json(self._folder / "facts.json", facts)
-        return facts
-
-    def _is_heavy(self) -> bool:
-        """Whether the model is so large that a minute needs fewer steps."""
-        seed_alike(self._request.settings.seed)
+    def _size(self) -> RecipeFacts:
+        """Return how much of the data is trained and evaluated."""
+        name, total = evaluated_split(self._splits), self.report.num_samples
+        settings, lightning = self._request.settings, self._instructions.lightning
+        seed_alike(settings.seed)
         try:
             model = self._recipe.build_model(self._request.options)
+            heavy = sum(p.numel() for p in model.parameters()) > _HEAVY
         except UserError:  # the run will tell of it
-            return False
-        return sum(p.numel() for p in model.parameters()) > _HEAVY
-
-    def _tested(self, precision: str | None = None) -> RecipeUnderTest:
-        settings = replace(
-            self._request.settings,
-            precision=precision or self._facts.exact,  # type: ignore[arg-type]
+            heavy = False
+        size = choose_training_size(
+            total,
+            num_samples(getattr(self._splits, name)),
+            self._instructions.sizes,
+            batch=self._instructions.batch,
+            drop_last=settings.drop_last,
+            heavy=heavy,
         )
+        return RecipeFacts(num_samples=total, size=size, evaluates=name, lightning=lightning)
+
+    def _look(self, chosen: Precision) -> None:
+        """Find out what one process can tell, and leave it for the others."""
+        exact, why, problem = exact_precision(self._tested(), chosen)
+        self._facts = replace(self._facts, exact=exact, inexact=why)
+        if not problem:
+            self._facts = look(self._tested(), self._facts)
+        write_left(self._folder / "facts", self._facts)
+
+    def _tested(self, precision: Precision | None = None) -> RecipeUnderTest:
         return RecipeUnderTest(
             recipe=self._recipe,
             options=self._request.options,
-            settings=settings,
+            settings=replace(self._request.settings, precision=precision or self._facts.exact),
             splits=self._few,
             size=self._facts.size,
             world=World(device=self._world.device),
         )
 
     def _take(self, training: ShortTraining, trace: Trace) -> None:
-        """Run one short training; what happened is in the trace."""
-        place = training.resumes if training.resumes is not None else self._start.place
-        name = MAIN if training.resumes is not None else training.name
-        run = run_of(self._folder, place, name)
-        held = ALL_KINDS - training.free
-        size = self._facts.size
+        place, name = self._start.place, training.name
+        if training.resumes:
+            place, name = place - 1, MAIN
+        held, run = ALL_KINDS - training.free, run_of(self._folder, place, name)
         settings = settings_of(
             training, self._request.settings, self._facts, self._world.world_size, run
         )
         if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
-        request = replace(
-            self._request,
-            recipe=self._held_recipe(held, evaluates=training.evaluates),
-            settings=settings,
-        )
 
         def inputs() -> Any:
-            return few_inputs(self._tested(training.precision).batch())
+            return few_inputs(self._tested(settings.precision).batch())
 
         def prepare(model: nn.Module) -> None:
             # A checkpoint brings the statistics that it was trained with.
-            calibrate = inputs if training.resumes is None else None
-            hold_model(model, Seen(), held, calibrate)
+            hold_model(model, Seen(), held, None if training.resumes else inputs)
 
-        engine = recording(
-            self._engine(lightning=training.lightning),
-            trace,
-            prepare=prepare,
-            saves_at=size.stop if training.saves else None,
-            ends_at=size.stop if training.short else None,
-            evaluates=training.evaluates and not training.lightning,
-        )
+        recipe = self._held_recipe(held, evaluates=training.evaluates)
         run_session(
-            request,
+            replace(self._request, recipe=recipe, settings=settings),
             self._world,
             received=Received(),
             show=partial(keep_record, trace),
             begin=lambda _path: None,
             started_at=time.time(),
-            engine=engine,
+            engine=recording(training, self._facts.size.stop, trace, prepare),
         )
 
-    def _held_recipe(self, held: frozenset[Any], *, evaluates: bool) -> Recipe:
+    def _held_recipe(self, held: frozenset[Kind], *, evaluates: bool) -> Recipe:
         """Return the recipe with its few samples, and without parameters that nothing uses."""
         few = self._few if evaluates else replace(self._few, validation=None)
         recipe, unused = self._recipe, unused_parameters(self._facts)
@@ -221,16 +191,8 @@ class _Start:
                     parameter.requires_grad = False
             return built
 
-        return replace(
-            recipe, model=model, data=lambda *_: few, loss=watched(recipe.loss, Seen(), held)
-        )
-
-    def _engine(self, *, lightning: bool) -> Engine:
-        if lightning:
-            from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
-
-            return LIGHTNING
-        return NATIVE
+        loss = watched(recipe.loss, Seen(), held)
+        return replace(recipe, model=model, data=lambda *_: few, loss=loss)
 
 
 def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFailure:
@@ -240,10 +202,7 @@ def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFai
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = f"{type(error).__name__}: {text.partition(chr(10))[0]}{where}"
+    step, lost = max(trace.samples, default=0), not mistake and bool(LOST_PEER.search(str(error)))
     return RankFailure(
-        training=training.name,
-        step=max(trace.samples, default=0),
-        message=text,
-        mistake=mistake,
-        lost_peer=not mistake and bool(LOST_PEER.search(str(error))),
+        training=training.name, step=step, message=text, mistake=mistake, lost_peer=lost
     )

@@ -8,6 +8,7 @@ sample the same, whatever rank it is on; what then still differs has another cau
 import contextlib
 import hashlib
 import os
+import pickle
 import random
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -44,8 +46,8 @@ class Seen:
 
     draws: dict[str, str] = field(default_factory=dict)
     """Random operation of torch → the user's line that called it, or nothing."""
-    generators: dict[str, str] = field(default_factory=dict)
-    """"Python's random" or "NumPy's random" → the user's line, if it was found."""
+    generators: set[str] = field(default_factory=set)
+    """"Python's random", "NumPy's random"."""
     own: dict[str, list[str]] = field(default_factory=dict)
     """The user's line that drew from a `torch.Generator` of its own → where that stood, by call."""
 
@@ -77,11 +79,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen, self._hold = seen, hold
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -95,20 +93,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         line = users_line(sys._getframe(1))  # noqa: SLF001
         self._seen.draws.setdefault(name, line)
         generator = given.get("generator")
-        if generator is not None and not _is_torchs(generator):
-            self._seen.own.setdefault(line, []).append(_place_of(generator))
+        # Those of the devices are seeded by samestep in every step.
+        if generator not in (None, torch.default_generator, *torch.cuda.default_generators):
+            state = generator.get_state().numpy().tobytes()
+            stood = hashlib.blake2b(state, digest_size=8).hexdigest()
+            self._seen.own.setdefault(line, []).append(stood)
         return _constant(name, func, given) if self._hold else func(*args, **kwargs)
-
-
-def _is_torchs(generator: torch.Generator) -> bool:
-    """Whether it is the one of its device, which samestep seeds in every step."""
-    if generator.device.type == "cuda":
-        return any(generator is known for known in torch.cuda.default_generators)
-    return generator is torch.default_generator
-
-
-def _place_of(generator: torch.Generator) -> str:
-    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _draws_nothing(name: str, given: Mapping[str, Any]) -> bool:
@@ -133,9 +123,8 @@ def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
     low = given.get("low", given.get("from", 0)) or 0
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
-            leaf.fill_(
-                1 if name.startswith("bernoulli") else 0.5 if leaf.is_floating_point() else low
-            )
+            middle = 0.5 if leaf.is_floating_point() else low
+            leaf.fill_(1 if name.startswith("bernoulli") else middle)
     return result
 
 
@@ -154,28 +143,20 @@ def watched(
 @contextlib.contextmanager
 def _outside(seen: Seen, *, hold: bool) -> Iterator[None]:
     """Note whether Python's or NumPy's generator is used; held, both begin at the same place."""
-    numpy = sys.modules.get("numpy")
-    saved = random.getstate(), numpy.random.get_state() if numpy else None
+    saved = random.getstate(), np.random.get_state()  # noqa: NPY002 - as recipes draw
     if hold:
         random.seed(0)
-        if numpy:
-            numpy.random.seed(0)
-    before = random.getstate(), numpy.random.get_state() if numpy else None
+        np.random.seed(0)  # noqa: NPY002
+    before = random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
     try:
         yield
     finally:
-        if random.getstate() != before[0]:
-            seen.generators.setdefault("Python's random", "")
-        if numpy and _moved(before[1], numpy.random.get_state()):
-            seen.generators.setdefault("NumPy's random", "")
+        after = random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
+        names = ("Python's random", "NumPy's random")
+        seen.generators |= {name for name, a, b in zip(names, before, after, strict=True) if a != b}
         if hold:
             random.setstate(saved[0])
-            if numpy:
-                numpy.random.set_state(saved[1])
-
-
-def _moved(before: Any, after: Any) -> bool:
-    return bool(before[2:] != after[2:] or (before[1] != after[1]).any())
+            np.random.set_state(saved[1])  # noqa: NPY002
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -188,12 +169,8 @@ def hold_model(
 ) -> None:
     """Let a built model note what it draws, and hold some of it still, in place.
 
-    Args:
-        model: on its device.
-        seen: what is noted.
-        held: what is held still.
-        calibrate: returns some inputs, the same on every rank, for the statistics that batch
-            normalisation is then held at; else they stay as they were built.
+    `calibrate` returns some inputs, the same on every rank, for the statistics that batch
+    normalisation is then held at; else they stay as they were built.
     """
     if "dropout" in held:
         for module in model.modules():
@@ -201,11 +178,14 @@ def hold_model(
                 module.p = 0.0
             if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
                 module.dropout = 0.0
-    norms = batch_norms(model).values() if "batchnorm" in held else ()
+    norms = [*batch_norms(model).values()] if "batchnorm" in held else []
     if norms and calibrate is not None:
-        _calibrate(model, list(norms), calibrate())
+        _calibrate(model, norms, calibrate())
     for norm in norms:
-        _freeze(norm)
+        norm.eval()
+        norm.train = partial(_stay, norm)  # type: ignore[method-assign]
+        if norm.running_mean is None:  # it takes the batch's statistics in an evaluation too
+            norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
     model.forward = watched(model.forward, seen, held)
 
 
@@ -220,13 +200,6 @@ def _calibrate(model: nn.Module, norms: list[_BatchNorm], inputs: Any) -> None:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.train(was_training)
-
-
-def _freeze(norm: _BatchNorm) -> None:
-    norm.eval()
-    norm.train = partial(_stay, norm)  # type: ignore[method-assign]
-    if norm.running_mean is None:  # it takes the batch's statistics in an evaluation too
-        norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
 
 
 def _stay(norm: _BatchNorm, mode: bool = True) -> _BatchNorm:  # noqa: ARG001 - as every train()

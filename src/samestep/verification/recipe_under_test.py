@@ -1,6 +1,7 @@
 """A recipe with its few samples, on one device: what the experiments ask."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from samestep.data.batches import open_source
 from samestep.data.blocks import Block
+from samestep.data.source import Source
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
@@ -79,11 +81,11 @@ class RecipeUnderTest:
         seen, block, model = Seen(), self.batch(), self.build()
         hold_model(model, seen, frozenset())
         loss = watched(self.recipe.loss, seen)
-        self._free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
+        self.free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
         stood = dict(seen.own)
         if stood:  # one that is made or seeded anew in each forward has no state to be saved
             seen.own.clear()
-            self._free_loss(model, block, loss)
+            self.free_loss(model, block, loss)
         return FreeStep(model, seen, [line for line in stood if stood[line] != seen.own.get(line)])
 
     @cached_property
@@ -105,24 +107,25 @@ class RecipeUnderTest:
         return model.train()
 
     def batch(
-        self,
-        step: int = 0,
-        *,
-        recipe: Recipe | None = None,
-        seed: int = 0,
-        world: World | None = None,
+        self, step: int = 0, recipe: Recipe | None = None, seed: int = 0, world: World | None = None
     ) -> Block:
-        """Return a step of the first epoch, read anew.
+        """Return a step of the first epoch, counted from 0, or a world's part of it, read anew.
 
-        Args:
-            step: of the epoch, counted from 0.
-            recipe: another one that reads the same data.
-            seed: of the global generators while it is read.
-            world: whose part of the step.
+        Another recipe may read the same data; the seed is that of the global generators meanwhile.
         """
+        global_batch, drop_last = self.size.global_batch, self.size.drop_last
+        with self.source(self.splits.train, recipe, world) as source:
+            seed_alike(seed)
+            blocks = source.blocks(0, step, global_batch=global_batch, drop_last=drop_last)
+            return next(single for block in blocks for single in block.singles())
+
+    def source(
+        self, data: Any, recipe: Recipe | None = None, world: World | None = None
+    ) -> closing[Source]:
+        """Return what reads a split in this process; it is to be closed."""
         recipe = recipe or self.recipe
         source = open_source(
-            self.splits.train,
+            data,
             world or self.world,
             seed=self.settings.seed,
             dtype=self.dtype,
@@ -130,14 +133,7 @@ class RecipeUnderTest:
             transform=recipe.transform,
             augment=recipe.augment,
         )
-        seed_alike(seed)
-        try:
-            blocks = source.blocks(
-                0, step, global_batch=self.size.global_batch, drop_last=self.size.drop_last
-            )
-            return next(single for block in blocks for single in block.singles())
-        finally:
-            source.close()
+        return closing(source)
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's outputs in the precision of the settings."""
@@ -149,16 +145,8 @@ class RecipeUnderTest:
         with autocast(self.settings.precision, self.world.device):
             return cast("Tensor", watched(self.recipe.loss, Seen(), ALL_KINDS)(outputs, targets))
 
-    def problem(self) -> str:
-        """Return how a forward and backward fails, or nothing."""
-        try:
-            loss = self._free_loss(self.build(), self.batch(), self.recipe.loss)
-            loss.backward()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            return first_line(error)
-        return ""
-
-    def _free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
+    def free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
+        """Return the loss of a batch with nothing held still."""
         with autocast(self.settings.precision, self.world.device):
             return cast("Tensor", loss(model(block.inputs), block.targets))
 
@@ -185,7 +173,13 @@ def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precisi
     """Return the precision to compare in, why it is not float64, and why no other works either."""
 
     def problem_in(precision: Precision) -> str:
-        return replace(tested, settings=replace(tested.settings, precision=precision)).problem()
+        other = replace(tested, settings=replace(tested.settings, precision=precision))
+        try:
+            loss = other.free_loss(other.build(), other.batch(), other.recipe.loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            return first_line(error)
+        return ""
 
     mps = tested.world.device.type == "mps"
     no_float64 = "Apple GPUs have no float64" if mps else problem_in("fp64")

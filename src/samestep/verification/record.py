@@ -12,72 +12,62 @@ from samestep.run.records import Record
 from samestep.training.between import checkpoint_name, evaluate_now, evaluate_work
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter
-from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full
+from samestep.training.work import State, Work, close_epoch, epoch_is_full
 from samestep.verification.fingerprints import gradients_of, sample_marks, weights_of
+from samestep.verification.short_trainings import ShortTraining
 from samestep.verification.trace import Trace
 
 
 def recording(
-    inner: Engine,
-    trace: Trace,
-    *,
-    prepare: Callable[[nn.Module], None],
-    saves_at: int | None = None,
-    ends_at: int | None = None,
-    evaluates: bool = False,
+    training: ShortTraining, stop: int, trace: Trace, prepare: Callable[[nn.Module], None]
 ) -> Engine:
-    """Return an engine that fills a trace.
+    """Return an engine that fills a trace; Lightning's own steps are not looked into.
 
-    Args:
-        inner: samestep's own engine, or another one, whose steps are not looked into.
-        trace: what is filled.
-        prepare: called with the model before anything is computed.
-        saves_at: the one step whose checkpoint is kept; large ones take their time.
-        ends_at: the step after which enough is known.
-        evaluates: whether to evaluate before training too.
+    A short training ends with the step `stop`, whose checkpoint alone is kept. `prepare` is called
+    with the model before anything is computed.
     """
+    inner = NATIVE
+    if training.lightning:
+        from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
+
+        inner = LIGHTNING
 
     def drive(task: Task) -> None:
         work, state = task.work, task.state
         prepare(work.trainee.model)
-        if evaluates:
-            _evaluate_at_first(work, trace)
-        if inner is NATIVE:
-            _record_steps(task, trace, saves_at=saves_at, ends_at=ends_at)
-        else:
+        if training.lightning:
             not_saved: Record = {"event": "not saved"}
             inner.drive(replace(task, write=lambda *_: not_saved))
+        else:
+            if training.evaluates:
+                source = work.validation if work.validation is not None else work.train
+                trace.evaluations[0] = _values(evaluate_work(work, _Marked(source, trace)))
+            _record_steps(task, trace, training, stop)
         trace.weights[state.position.step] = weights_of(work.trainee.model)
 
     return Engine(wrap=inner.wrap, drive=drive)
 
 
-def _record_steps(task: Task, trace: Trace, *, saves_at: int | None, ends_at: int | None) -> None:
+def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:
     work, state = task.work, task.state
-    meter = Meter(work, state)
+    meter, model = Meter(work, state), work.trainee.model
     for taken in rehearse(work, state):
-        step = state.position.step
-        _look(work, taken, trace, step)
+        step, block = state.position.step, taken.block
+        if block is not None and block.weight:
+            trace.samples[step] = sample_marks(block.inputs, block.targets)
+        trace.gradients[step], trace.weights[step] = gradients_of(model), weights_of(model)
         for record in meter.count(taken):
             task.emit(record)
         if work.validation is not None and _evaluates(work, state):
             task.emit(evaluate_now(work, state, work.validation)[0])
-        if step == saves_at:
+        if step == stop and training.saves:
             meter.settle()
             if epoch_is_full(work, state):
                 close_epoch(work, state)
             task.emit(task.between.save(checkpoint_name(state), None))
-        if step == ends_at:
+        if step == stop and training.short:
             break
     state.stop_reason = "enough is known"
-
-
-def _look(work: Work, taken: Taken, trace: Trace, step: int) -> None:
-    block, model = taken.block, work.trainee.model
-    if block is not None and block.weight:
-        trace.samples[step] = sample_marks(block.inputs, block.targets)
-    trace.gradients[step] = gradients_of(model)
-    trace.weights[step] = weights_of(model)
 
 
 def _evaluates(work: Work, state: State) -> bool:
@@ -100,11 +90,6 @@ def keep_record(trace: Trace, record: Record) -> None:
 def _values(record: Record) -> dict[str, float]:
     words = ("event", "split", "epoch", "step", "samples", "seconds")
     return {k: v for k, v in record.items() if k not in words and isinstance(v, float)}
-
-
-def _evaluate_at_first(work: Work, trace: Trace) -> None:
-    source = work.validation if work.validation is not None else work.train
-    trace.evaluations[0] = _values(evaluate_work(work, _Marked(source, trace)))
 
 
 class _Marked:

@@ -22,6 +22,11 @@ _COLOURS = {
     "different": "bold red",
 }
 _INDENT = 11
+_HELD = {
+    "batchnorm": "BatchNorm frozen",
+    "dropout": "draws from torch constant",
+    "state": "draws from Python and NumPy alike",
+}
 
 
 def show(found: Verification, console: Console) -> None:
@@ -43,25 +48,20 @@ def show(found: Verification, console: Console) -> None:
     for note in notes:
         console.print(_block("note", note, "yellow"))
     if facts.present:
-        console.print(_block("held still", held_words(facts.present)))
+        held = ", ".join(words for kind, words in _HELD.items() if kind in facts.present)
+        console.print(_block("held still", f"{held}, except in the rows of their names"))
     console.print()
     console.print(_table(found.checks))
-    for checks in _by_cause(found.checks):
+    # Rows that say the same are explained together.
+    explained: dict[tuple[object, ...], list[Check]] = {}
+    for check in found.checks:
+        if check.cause.why:
+            explained.setdefault((check.cause, check.status), []).append(check)
+    for checks in explained.values():
         console.print()
         _explain(checks, console)
     console.print()
     console.print(_sentence(found))
-
-
-def held_words(present: frozenset[str]) -> str:
-    """Say what is held still where ranks are compared."""
-    words = {
-        "batchnorm": "BatchNorm frozen",
-        "dropout": "draws from torch constant",
-        "state": "draws from Python and NumPy alike",
-    }
-    named = ", ".join(words[kind] for kind in words if kind in present)
-    return f"{named}, except in the rows of their names"
 
 
 def as_json(found: Verification) -> str:
@@ -85,17 +85,13 @@ def as_json(found: Verification) -> str:
 
 
 def _object(check: Check) -> dict[str, Any]:
-    largest = check.difference
+    fields = ("name", "passed", "status", "compared", "tolerance", "difference", "first_step")
+    table = {name: getattr(check, name) for name in (*fields, "first_parameter")}
+    # JSON has no infinity: a difference that cannot be measured is null.
+    if not math.isfinite(check.difference or 0.0):
+        table["difference"] = None
     return {
-        "name": check.name,
-        "passed": check.passed,
-        "status": check.status,
-        "compared": check.compared,
-        "tolerance": check.tolerance,
-        # JSON has no infinity: a difference that cannot be measured is null.
-        "difference": largest if largest is None or math.isfinite(largest) else None,
-        "first_step": check.first_step,
-        "first_parameter": check.first_parameter,
+        **table,
         "cause": check.cause.name,
         "why": check.cause.why,
         "advice": check.cause.advice,
@@ -119,13 +115,8 @@ def _table(checks: list[Check]) -> Table:
     table.add_column("compared", overflow="fold")
     for check in checks:
         status = Text(check.status, style=_COLOURS[check.status])
-        table.add_row(
-            status,
-            check.name,
-            _number(check.difference),
-            _number(check.tolerance),
-            Text(check.compared),
-        )
+        numbers = (_number(check.difference), _number(check.tolerance))
+        table.add_row(status, check.name, *numbers, Text(check.compared))
     return table
 
 
@@ -135,44 +126,29 @@ def _number(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else "∞"
 
 
-def _by_cause(checks: list[Check]) -> list[list[Check]]:
-    """Return the rows that have something to say, those that say the same together."""
-    groups: dict[tuple[object, ...], list[Check]] = {}
-    for check in checks:
-        if check.cause.why:
-            groups.setdefault((check.cause, check.status), []).append(check)
-    return list(groups.values())
-
-
 def _explain(checks: list[Check], console: Console) -> None:
-    """Print the cause of some rows below the table."""
-    check = checks[0]
+    check, style = checks[0], _COLOURS[checks[0].status]
     where = [f"from step {check.first_step}"] if check.first_step else []
     where += [f"first in {check.first_parameter}"] if check.first_parameter else []
-    head = Text(check.cause.name or "failure", style=_COLOURS[check.status])
-    head.append(f"  {', '.join(c.name for c in checks)}", style="not bold default")
-    if where:
-        head.append(f": {', '.join(where)}", style="not bold default")
-    console.print(head)
+    rows = f"  {', '.join(c.name for c in checks)}{': ' if where else ''}{', '.join(where)}"
+    head = Text(check.cause.name or "failure", style=style)
+    console.print(head.append(rows, style="not bold default"))
     console.print(Padding(Text(check.cause.why), (0, 0, 0, 2)))
     if check.cause.advice:
         advice = Table.grid(padding=(0, 1, 0, 0))
-        advice.add_row(Text("→", style=_COLOURS[check.status]), Text(check.cause.advice))
+        advice.add_row(Text("→", style=style), Text(check.cause.advice))
         console.print(Padding(advice, (0, 0, 0, 2)))
 
 
 def _sentence(found: Verification) -> Text:
-    seconds = f"{found.seconds:.0f} s"
-    accepted = [check.name for check in found.checks if check.status == "accepted"]
-    if found.same and accepted:
-        return Text(
-            f"The same training, but for {' and '.join(accepted)}: known and accepted. ({seconds})",
-            style="green",
-        )
-    if found.same:
-        return Text(f"The same training. ({seconds})", style="green")
+    accepted = " and ".join(check.name for check in found.checks if check.status == "accepted")
     different = [check for check in found.checks if not check.passed]
-    causes = dict.fromkeys(check.cause.name or check.name for check in different)
-    if {check.name for check in different} == {one_writer.NAME}:
-        return Text(f"The same training, but {'; '.join(causes)}. ({seconds})", style="bold red")
-    return Text(f"Not the same training: {'; '.join(causes)}. ({seconds})", style="bold red")
+    causes = "; ".join(dict.fromkeys(check.cause.name or check.name for check in different))
+    if found.same:
+        but = f", but for {accepted}: known and accepted" if accepted else ""
+        text = f"The same training{but}."
+    elif {check.name for check in different} == {one_writer.NAME}:
+        text = f"The same training, but {causes}."
+    else:
+        text = f"Not the same training: {causes}."
+    return Text(f"{text} ({found.seconds:.0f} s)", style="green" if found.same else "bold red")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from samestep.settings import Precision, Settings
 from samestep.verification.exchange import RecipeFacts, Start
@@ -19,43 +18,40 @@ def plan_starts(sizes: Sequence[int]) -> list[Start]:
 
     The last is one process again, which resumes the training of the largest number of ranks.
     """
-    order = [1, *sorted(size for size in set(sizes) if size > 1), 1]
-    return [
-        Start(
-            place=place,
-            world_size=size,
-            resumes=place - 1 if place else None,
-            closing=place == len(order) - 1,
-        )
-        for place, size in enumerate(order)
-    ]
+    order = [1, *sorted({*sizes} - {1})]
+    starts = [Start(place=place, world_size=size) for place, size in enumerate(order)]
+    return [*starts, Start(place=len(starts), world_size=1, closing=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShortTraining:
-    """One short training of a start."""
+    """A short training, taken by every start that has a use for it."""
 
     name: str
-    precision: Precision
+    own_precision: bool = False
+    """Whether it computes in the precision of the user's settings, not in the most exact one."""
     free: frozenset[Kind] = frozenset()
     """What is left as it is; the rest of what differs with the number of ranks is held still."""
     halves: bool = False
     """Whether each rank takes its share in two micro-steps."""
-    resumes: int | None = None
+    resumes: bool = False
+    """Whether it goes on from the checkpoint of the start before."""
     saves: bool = False
     short: bool = False
     """Whether it ends where others stop and resume."""
     evaluates: bool = False
     lightning: bool = False
 
-
-class PlannedStart(NamedTuple):
-    """What decides which short trainings a start runs."""
-
-    start: Start
-    facts: RecipeFacts
-    chosen: Precision
-    """The precision of the user's settings."""
+    def is_taken(self, start: Start, facts: RecipeFacts, chosen: Precision) -> bool:
+        """Whether a start takes it, where the user's settings chose a precision."""
+        if start.closing or self.resumes:
+            return self.resumes and start.place > 0
+        if self.own_precision:
+            return chosen != facts.exact
+        if self.free or self.lightning:  # one process and the fewest ranks are enough
+            there = facts.lightning if self.lightning else self.free <= facts.present
+            return there and start.place <= 1
+        return True
 
 
 def settings_of(
@@ -69,7 +65,7 @@ def settings_of(
         run_dir=str(run),
         epochs=None,
         max_steps=size.steps,
-        precision=training.precision,
+        precision=settings.precision if training.own_precision else facts.exact,
         global_batch_size=size.global_batch,
         accumulate=None,
         batch_size=-(-share // 2) if training.halves else share,

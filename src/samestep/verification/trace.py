@@ -1,13 +1,8 @@
 """What one rank keeps of one short training, in a file of its own."""
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
-
-Marks = list[str]
 
 
 @dataclass(kw_only=True)
@@ -19,24 +14,12 @@ class Trace:
     norms: dict[int, float] = field(default_factory=dict)
     """Of the gradient, before clipping."""
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Step → parameter → its norm and values, as `digest.values_of` keeps them."""
+    """Step → parameter → its norm and values, as `fingerprints.values_of` keeps them."""
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """After each step; under Lightning after the last one only."""
-    samples: dict[int, Marks] = field(default_factory=dict)
+    samples: dict[int, list[str]] = field(default_factory=dict)
     """The samples of this rank, in their order."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step → loss and metrics over all samples; 0 is before training."""
-    evaluated: Marks = field(default_factory=list)
+    evaluated: list[str] = field(default_factory=list)
     """The samples that this rank evaluated before training."""
-
-
-def save_trace(path: Path, trace: Trace) -> None:
-    """Write a trace; each rank has its own file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(asdict(trace), path)
-
-
-def load_trace(path: Path) -> Trace:
-    """Read a trace."""
-    table: dict[str, Any] = torch.load(path, weights_only=True)
-    return Trace(**table)

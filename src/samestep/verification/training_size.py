@@ -55,15 +55,9 @@ def choose_training_size(
 ) -> TrainingSize:
     """Return the smallest training that shows what may differ on these numbers of ranks.
 
-    Its batch is one that at least one of them does not divide, and neither do they its last one.
-
-    Args:
-        num_samples: of the training set.
-        num_evaluated: samples of what is evaluated.
-        sizes: the numbers of ranks.
-        batch: the global batch, if the user wants a certain one.
-        drop_last: whether the incomplete batch is left out.
-        heavy: whether a step takes so long that one full batch an epoch has to do.
+    Its batch is one that at least one of them does not divide, and neither do they its last one;
+    or it is the one that the user wants. Where a step is heavy, it takes so long that one full
+    batch an epoch has to do.
 
     Raises:
         UserError: there are too few samples.
@@ -121,8 +115,7 @@ def _candidates(sizes: Sequence[int], batch: int | None) -> Iterator[tuple[int, 
         global_batch = next(
             n for n in range(start, start + 20) if not several or any(n % size for size in several)
         )
-        yield 2, global_batch, rest
-        yield 1, global_batch, rest
+        yield from ((2, global_batch, rest), (1, global_batch, rest))
 
 
 def _uneven(number: int, sizes: Sequence[int]) -> bool:

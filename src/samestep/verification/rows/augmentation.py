@@ -1,6 +1,5 @@
 """Augmentation: a sample that is read again, or in another batch, is the same sample."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -13,11 +12,7 @@ from samestep.verification.recipe_under_test import RecipeUnderTest
 NAME = "augmentation"
 CAUSE = "unkeyed augmentation"
 Part = Literal["dataset", "transform", "augment"]
-_READERS: dict[Part, str] = {
-    "dataset": "The data set",
-    "transform": "transform()",
-    "augment": "augment()",
-}
+_READERS = {"dataset": "The data set", "transform": "transform()", "augment": "augment()"}
 _ADVICE: dict[Part, str] = {
     "dataset": "Draw in __getitem__ from torch, random or np.random themselves, not from a "
     "generator of your own: samestep seeds those by (seed, epoch, sample).",
@@ -50,17 +45,13 @@ def _look(tested: RecipeUnderTest) -> Changes | None:
         halves = [replace(tested.world, rank=rank, world_size=2) for rank in range(2)]
         return [mark for half in halves for mark in marks(recipe, world=half)] == marks(recipe)
 
-    if not same_twice(tested.recipe):
-        return Changes(_changing_part(tested.recipe, same_twice), batchwise=False)
-    if not same_in_parts(tested.recipe):
-        return Changes(_changing_part(tested.recipe, same_in_parts), batchwise=True)
-    return None
-
-
-def _changing_part(recipe: Recipe, is_same: Callable[[Recipe], bool]) -> Part:
-    if not is_same(replace(recipe, augment=None, transform=None)):
-        return "dataset"
-    return "augment" if is_same(replace(recipe, augment=None)) else "transform"
+    is_same = same_in_parts if same_twice(tested.recipe) else same_twice
+    if is_same is same_in_parts and is_same(tested.recipe):
+        return None
+    part: Part = "dataset"
+    if is_same(replace(tested.recipe, augment=None, transform=None)):
+        part = "augment" if is_same(replace(tested.recipe, augment=None)) else "transform"
+    return Changes(part, batchwise=is_same is same_in_parts)
 
 
 def changing_part(evidence: Evidence) -> Part | None:
@@ -73,12 +64,10 @@ def _explain(evidence: Evidence) -> Cause | None:
     changes = evidence.found(NAME, Changes)
     if changes is None:
         return None
-    reader = _READERS[changes.part]
-    why = (
-        f"{reader} gives a sample something else when other samples are beside it."
-        if changes.batchwise
-        else f"{reader} gives something else each time the same sample is read in the same epoch."
-    )
+    when = "each time the same sample is read in the same epoch"
+    if changes.batchwise:
+        when = "for a sample when other samples are beside it"
+    why = f"{_READERS[changes.part]} gives something else {when}."
     return Cause(CAUSE, why, _ADVICE[changes.part])
 
 

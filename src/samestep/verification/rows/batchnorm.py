@@ -10,7 +10,6 @@ CAUSE = "BatchNorm statistics per rank"
 
 
 def _look(tested: RecipeUnderTest) -> list[str]:
-    """Return the names of the batch normalisations."""
     return list(batch_norms(tested.free_step.model))
 
 
@@ -27,7 +26,7 @@ def _answer(evidence: Evidence) -> Check:
         'batchnorm, in the recipe accepts=("batchnorm",).',
     )
     compared = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
-    return answer(evidence, "batchnorm", compared, cause, "batchnorm")
+    return answer(evidence, "batchnorm", compared, cause)
 
 
-ROW = TableRow(name=NAME, look=_look, trainings=left_free("batchnorm"), answer=_answer)
+ROW = TableRow(name=NAME, look=_look, training=left_free("batchnorm"), answer=_answer)

@@ -26,7 +26,7 @@ def _answer(evidence: Evidence) -> Check:
         'accepts=("dropout",); or compare losses alone, up to --tolerance 0.1. Otherwise set its '
         "probability to 0.",
     )
-    return answer(evidence, "dropout", "draws as they are", cause, "dropout")
+    return answer(evidence, "dropout", "draws as they are", cause)
 
 
-ROW = TableRow(name=NAME, look=_look, trainings=left_free("dropout"), answer=_answer)
+ROW = TableRow(name=NAME, look=_look, training=left_free("dropout"), answer=_answer)

@@ -58,11 +58,10 @@ def _answer(evidence: Evidence) -> Check:
         return Check("skipped", "--drop-last leaves none")
     compared = f"{count(size.rest, 'sample')} in step {size.uneven_step}"
     if size.rest in fails:
-        cause = _cause(size.rest, f"it fails: {fails[size.rest]}")
-        return cause_check(evidence, compared, cause)
-    if parts and bent and not bent_in_full_batches:
-        step = size.uneven_step
-        return cause_check(evidence, compared, bent, parts.uneven, first_step=step)
+        return cause_check(evidence, compared, _cause(size.rest, f"it fails: {fails[size.rest]}"))
+    uneven = parts.uneven if parts else None
+    if bent and not bent_in_full_batches:
+        return cause_check(evidence, compared, bent, uneven, first_step=size.uneven_step)
     if 1 in fails:
         advice = "Choose sizes that never leave one sample, or --drop-last."
         cause = Cause(CAUSE, f"It fails: {fails[1]}.", advice)
@@ -70,7 +69,6 @@ def _answer(evidence: Evidence) -> Check:
     # A loss that is no mean in a full batch says nothing about this one.
     if bent_in_full_batches:
         return Check("skipped", "the loss is bent in full batches too")
-    uneven = parts.uneven if parts else None
     return cause_check(evidence, f"{compared}, and 1 alone", None, uneven)
 
 

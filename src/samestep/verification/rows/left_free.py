@@ -4,34 +4,21 @@ BatchNorm, draws from torch, and draws from Python and NumPy would hide every ot
 All trainings hold them still but these, so a difference here has this one cause.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from samestep.recipe import Accepted
 from samestep.verification.evidence import NOT_REACHED, Cause, Check, Evidence, measured
 from samestep.verification.randomness import Kind
-from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
+from samestep.verification.short_trainings import MAIN, ShortTraining
 
 
-def left_free(kind: Kind) -> Callable[[PlannedStart], list[ShortTraining]]:
-    """Return the short trainings that leave one kind as it is, if the recipe has any of it."""
-
-    def trainings(planned: PlannedStart) -> list[ShortTraining]:
-        precision = planned.facts.exact
-        training = ShortTraining(
-            name=_training(kind), precision=precision, free=frozenset({kind}), short=True
-        )
-        # One process and the fewest ranks are enough.
-        return [training] if planned.start.place <= 1 and kind in planned.facts.present else []
-
-    return trainings
+def left_free(kind: Kind) -> ShortTraining:
+    """Return the short training that leaves one kind as it is."""
+    return ShortTraining(name=f"{kind} as it is", free=frozenset({kind}), short=True)
 
 
-def answer(
-    evidence: Evidence, kind: Kind, compared: str, cause: Cause, accepted: Accepted | None = None
-) -> Check:
+def answer(evidence: Evidence, kind: Kind, compared: str, cause: Cause) -> Check:
     """Return the check of one kind: the same, different, or different and accepted."""
-    name = _training(kind)
+    name = left_free(kind).name
     one, many = evidence.trace(0, name), evidence.trace(1, name)
     if one is None or many is None:
         return Check("skipped", f"{compared}; {evidence.not_compared() or NOT_REACHED}")
@@ -41,10 +28,6 @@ def answer(
         evidence.tolerance_of(MAIN),
         cause,
     )
-    if check.passed or accepted not in evidence.accepts:
+    if check.passed or kind == "state" or kind not in evidence.accepts:
         return check
     return replace(check, status="accepted", cause=replace(cause, advice=""))
-
-
-def _training(kind: Kind) -> str:
-    return f"{kind} as it is"

@@ -32,15 +32,13 @@ def _look(tested: RecipeUnderTest) -> LossOfParts | None:
     if tested.held_forward is None:
         return None
     model, size = tested.held_forward.model, tested.size
-    from_mean, from_sum = zip(
-        *(_parts(tested, model, step) for step in range(size.full)), strict=True
-    )
+    parts = [_parts(tested, model, step) for step in range(size.full)]
+    full, from_sum = (max(apart) for apart in zip(*parts, strict=True))
     uneven = 0.0
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
             uneven, _ = _parts(tested, model, size.full)
-    full = max(from_mean)
-    return LossOfParts(full, uneven, adds_up=max(from_sum) <= tested.rounding < full)
+    return LossOfParts(full, uneven, adds_up=from_sum <= tested.rounding < full)
 
 
 def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:

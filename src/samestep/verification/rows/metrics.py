@@ -10,7 +10,7 @@ from samestep.data.trees import narrow
 from samestep.ranks.world import World
 from samestep.verification.difference import TrainingDifference, evaluations_apart
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, measured
-from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest
 from samestep.verification.short_trainings import MAIN
 
 NAME = "metrics"
@@ -26,10 +26,7 @@ def _look(tested: RecipeUnderTest) -> dict[str, float]:
     halves = [range(rows // 2 + 1), range(rows // 2 + 1, rows)]
     for name, metric in tested.recipe.metrics.items():
         try:
-            whole, *parts = (
-                _of_rows(metric, held.outputs, held.block.targets, part)
-                for part in (range(rows), *halves)
-            )
+            whole, *parts = (_of_rows(metric, held, part) for part in (range(rows), *halves))
             found[name] = float((whole - torch.cat(parts)).abs().max())
         except Exception:  # the evaluation says how it fails
             found[name] = 0.0
@@ -41,25 +38,21 @@ def _look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, float]:
 
     It measures its samples while the others measure theirs, then all measure the same ones.
     """
-    if world.world_size == 1:
-        return {}
-    held, found = tested.held_forward, {}
+    held, found = None if world.world_size == 1 else tested.held_forward, {}
     if held is None:
         return {}
     rows = range(held.block.rows)
     parts = [share(rows, rank, world.world_size) for rank in range(world.world_size)]
     for name, metric in tested.recipe.metrics.items():
-        together, *alone = (
-            _of_rows(metric, held.outputs, held.block.targets, part)
-            for part in (parts[world.rank], *parts)
-        )
+        together, *alone = (_of_rows(metric, held, part) for part in (parts[world.rank], *parts))
         found[name] = float((together - alone[world.rank]).abs().max())
     return found
 
 
-def _of_rows(metric: Any, outputs: Any, targets: Any, rows: range) -> Tensor:
+def _of_rows(metric: Any, held: HeldForward, rows: range) -> Tensor:
     """Return a metric of some consecutive samples: (samples,)."""
-    values: Tensor = metric(*(narrow(tree, rows.start, len(rows)) for tree in (outputs, targets)))
+    trees = (held.outputs, held.block.targets)
+    values: Tensor = metric(*(narrow(tree, rows.start, len(rows)) for tree in trees))
     return values.double()
 
 
@@ -81,7 +74,6 @@ def _answer(evidence: Evidence) -> Check:
 
 
 def _cause(evidence: Evidence, name: str) -> Cause | None:
-    """Return the cause if it is the metric itself."""
     on_ranks = evidence.found_on_ranks(NAME, dict[str, float])
     across = any(found.get(name, 0.0) > evidence.exact for found in on_ranks)
     in_batch = (evidence.found(NAME, dict[str, float]) or {}).get(name, 0.0) > evidence.exact

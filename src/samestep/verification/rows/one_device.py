@@ -1,8 +1,8 @@
 """One device: a single process loads and evaluates a checkpoint of several ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from samestep.data.batches import open_source
 from samestep.run import checkpoints
 from samestep.training.evaluation import evaluate
 from samestep.training.snapshot import load_model
@@ -24,15 +24,7 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     model = tested.build()
     load_model(model, newest[1])
     hold_model(model, Seen(), ALL_KINDS)
-    source = open_source(
-        tested.splits.validation,
-        tested.world,
-        seed=tested.settings.seed,
-        dtype=tested.dtype,
-        num_workers=0,
-        transform=tested.recipe.transform,
-    )
-    try:
+    with tested.source(tested.splits.validation, replace(tested.recipe, augment=None)) as source:
         values = evaluate(
             model,
             source,
@@ -42,8 +34,6 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
             batch_size=256,
             precision=tested.settings.precision,
         )
-    finally:
-        source.close()
     return {name: value for name, value in values.items() if isinstance(value, float)}
 
 

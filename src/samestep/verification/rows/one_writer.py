@@ -20,7 +20,6 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
 # What only one rank can succeed at (a folder that is made or removed, a file that must be new) is
 # no file that several write; where it is no mistake to come second, all try.
 _CHANGES = ("os.rename", "os.remove", "os.truncate")
-_NOT_FILES = ("/dev/", "/proc/")
 _paths = sysconfig.get_paths()
 _LIBRARIES = tuple(_paths[kind] + os.sep for kind in ("purelib", "platlib"))
 _PYTHON = (*(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib")), "<frozen ")
@@ -45,7 +44,15 @@ class RecipeOutput:
 def _answer(evidence: Evidence) -> Check:
     if not evidence.several:
         return Check("skipped", evidence.not_compared())
-    written = _written_by_several(evidence)
+    starts = [
+        [decoded(report.found, NAME, RecipeOutput) or RecipeOutput() for report in reports]
+        for reports in evidence.reports.values()
+    ]
+    written: dict[str, str] = {}
+    for outputs in starts:
+        writers = Counter(path for output in outputs for path in output.written)
+        lines = {path: line for output in outputs for path, line in output.written.items()}
+        written |= {path: lines[path] for path, times in writers.items() if times > 1}
     if written:
         path, line = next(iter(written.items()))
         more = len(written) - 1
@@ -57,34 +64,13 @@ def _answer(evidence: Evidence) -> Check:
             'into its name: os.environ.get("RANK", "0").',
         )
         return Check("different", _COMPARED, cause=cause)
-    others = [one for start in evidence.several for one in _outputs(evidence, start.place)[1:]]
+    others = [output for outputs in starts for output in outputs[1:]]
     printed = {line: text for output in others for line, text in output.printed.items()}
-    if printed:
-        line, text = next(iter(printed.items()))
-        cause = Cause(
-            "every rank prints",
-            f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others "
-            "in rank-N.log.",
-        )
-        return Check("note", _COMPARED, cause=cause)
-    return Check("same", _COMPARED)
-
-
-def _outputs(evidence: Evidence, place: int) -> list[RecipeOutput]:
-    """Return the output of each rank of a start."""
-    found = [decoded(r.found, NAME, RecipeOutput) for r in evidence.reports.get(place, [])]
-    return [output or RecipeOutput() for output in found]
-
-
-def _written_by_several(evidence: Evidence) -> dict[str, str]:
-    """Return the files that two ranks of one start wrote, each with the user's line."""
-    written: dict[str, str] = {}
-    for place in evidence.reports:
-        outputs = _outputs(evidence, place)
-        writers = Counter(path for output in outputs for path in output.written)
-        lines = {path: line for output in outputs for path, line in output.written.items()}
-        written |= {path: lines[path] for path, times in writers.items() if times > 1}
-    return written
+    if not printed:
+        return Check("same", _COMPARED)
+    line, text = next(iter(printed.items()))
+    why = f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others in "
+    return Check("note", _COMPARED, cause=Cause("every rank prints", f"{why}rank-N.log."))
 
 
 ROW = TableRow(name=NAME, answer=_answer)
@@ -97,13 +83,11 @@ def watch_output(folder: Path) -> RecipeOutput:
 
     def audit(event: str, details: tuple[Any, ...]) -> None:
         flags = details[2] if event == "open" and isinstance(details[2], int) else 0
-        writes = flags & _WRITES and not flags & os.O_EXCL
-        if not writes and event not in _CHANGES:
-            return
-        if not isinstance(details[0], str | bytes | os.PathLike):
+        writes = event in _CHANGES or (flags & _WRITES and not flags & os.O_EXCL)
+        if not writes or not isinstance(details[0], str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(details[0]))  # noqa: PTH100 - it may be anything
-        if path.startswith((own, *_NOT_FILES)) or "__pycache__" in path:
+        if path.startswith((own, "/dev/", "/proc/")) or "__pycache__" in path:
             return
         line = line_that_writes(sys._getframe(1))  # noqa: SLF001
         if line:

@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from samestep.verification.evidence import OWN_PRECISION, Check, Evidence, TableRow, training_check
-from samestep.verification.short_trainings import PlannedStart, ShortTraining
+from samestep.verification.short_trainings import ShortTraining
 
-
-def _trainings(planned: PlannedStart) -> list[ShortTraining]:
-    training = ShortTraining(name=OWN_PRECISION, precision=planned.chosen)
-    return [training] if planned.chosen != planned.facts.exact else []
+_TRAINING = ShortTraining(name=OWN_PRECISION, own_precision=True)
 
 
 def _answer(evidence: Evidence) -> list[Check]:
@@ -25,4 +22,4 @@ def _answer(evidence: Evidence) -> list[Check]:
     return [replace(check, name=evidence.chosen)]
 
 
-ROW = TableRow(name=OWN_PRECISION, answer=_answer, trainings=_trainings)
+ROW = TableRow(name=OWN_PRECISION, answer=_answer, training=_TRAINING)

@@ -1,6 +1,5 @@
 """Order: every process holds the same samples, and the ranks share out those of one process."""
 
-import re
 from dataclasses import replace
 
 from samestep.ranks.world import World
@@ -18,17 +17,15 @@ CAUSE = Cause(
     "others, each time it is called.",
     "Sort what comes from a folder or a set, and give each generator in data() a fixed seed.",
 )
-_OTHER_SIZES = re.compile(r"loaded data of different sizes")
 
 
-def _look_on_rank(tested: RecipeUnderTest, _world: World) -> list[str]:
+def _look(tested: RecipeUnderTest, _world: World) -> list[str]:
     """Return the marks of the first samples as they are stored."""
     block = tested.batch(recipe=replace(tested.recipe, augment=None, transform=None))
     return sample_marks(block.inputs, block.targets)
 
 
 def _explain(evidence: Evidence) -> Cause | None:
-    """Return the cause if processes hold other samples in the same places."""
     reports = [r for ranks in evidence.reports.values() for r in ranks if r.num_samples]
     numbers = {report.num_samples for report in reports}
     marks = {tuple(marks) for marks in evidence.found_on_ranks(NAME, list[str])}
@@ -37,16 +34,15 @@ def _explain(evidence: Evidence) -> Cause | None:
 
 
 def _explain_failure(_evidence: Evidence, failure: RankFailure) -> Cause | None:
-    return CAUSE if _OTHER_SIZES.search(failure.message) else None
+    return CAUSE if "loaded data of different sizes" in failure.message else None
 
 
 def _answer(evidence: Evidence) -> Check:
     if _explain(evidence):
         return cause_check(evidence, "the same data in every process", CAUSE)
-    if changing_part(evidence):
-        return Check("skipped", "samples change when they are read")
-    if evidence.not_compared():
-        return Check("skipped", evidence.not_compared())
+    changing = "samples change when they are read" if changing_part(evidence) else ""
+    if skipped := changing or evidence.not_compared():
+        return Check("skipped", skipped)
     compared = "on all ranks that of one process"
     for start in evidence.several:
         traces = evidence.traces.get((start.place, MAIN), [])
@@ -58,7 +54,7 @@ def _answer(evidence: Evidence) -> Check:
 
 ROW = TableRow(
     name=NAME,
-    look_on_rank=_look_on_rank,
+    look_on_rank=_look,
     answer=_answer,
     explain=_explain,
     explain_failure=_explain_failure,

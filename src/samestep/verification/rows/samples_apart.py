@@ -2,11 +2,7 @@
 
 from samestep.data.trees import narrow
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.module_outputs import (
-    ModuleDifference,
-    first_difference,
-    outputs_of_modules,
-)
+from samestep.verification.module_outputs import ModuleDifference, first_difference
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows.state import remembers
 
@@ -19,13 +15,8 @@ def _look(tested: RecipeUnderTest) -> ModuleDifference | None:
     held = tested.held_forward
     if held is None or held.block.rows < 2:
         return None
-    rows = held.block.rows // 2
-    return first_difference(
-        tested,
-        held.model,
-        lambda: outputs_of_modules(tested, held.model, held.block.inputs, rows),
-        lambda: outputs_of_modules(tested, held.model, narrow(held.block.inputs, 0, rows), rows),
-    )
+    inputs, rows = held.block.inputs, held.block.rows // 2
+    return first_difference(tested, held.model, inputs, narrow(inputs, 0, rows), rows=rows)
 
 
 def _explain(evidence: Evidence) -> Cause | None:

@@ -2,16 +2,11 @@
 
 from dataclasses import replace
 
-from samestep.verification.difference import TrainingDifference, difference, worst
+from samestep.verification.difference import difference, worst
 from samestep.verification.evidence import Check, Evidence, TableRow, failed_start, measured
 from samestep.verification.exchange import Start
-from samestep.verification.short_trainings import MAIN, PlannedStart, ShortTraining
+from samestep.verification.short_trainings import MAIN, ShortTraining
 from samestep.verification.trace import Trace
-
-
-def _trainings(planned: PlannedStart) -> list[ShortTraining]:
-    precision = planned.facts.exact
-    return [ShortTraining(name=MAIN, precision=precision, saves=True, evaluates=True)]
 
 
 def _answer(evidence: Evidence) -> list[Check]:
@@ -31,18 +26,16 @@ def _compare(evidence: Evidence, start: Start) -> Check:
     trace = evidence.trace(start.place, MAIN)
     if trace is None or evidence.died(start.place):
         return failed_start(evidence, compared, start.place)
-    found = worst([evidence.compare(trace), _between_ranks(evidence, start)])
-    return measured(compared, found, evidence.tolerance_of(MAIN))
-
-
-def _between_ranks(evidence: Evidence, start: Start) -> TrainingDifference:
-    """Compare the weights that the ranks of a start hold at its end."""
     last = evidence.facts.size.steps
     first, *others = (
         Trace(losses={last: 0.0}, weights={last: trace.weights[last]})
         for trace in evidence.traces[start.place, MAIN]
     )
-    return worst(difference(first, other, evidence.exact) for other in others)
+    between = (difference(first, other, evidence.exact) for other in others)
+    found = worst([evidence.compare(trace), *between])
+    return measured(compared, found, evidence.tolerance_of(MAIN))
 
 
-ROW = TableRow(name="ranks", answer=_answer, trainings=_trainings)
+ROW = TableRow(
+    name="ranks", answer=_answer, training=ShortTraining(name=MAIN, saves=True, evaluates=True)
+)

@@ -3,12 +3,7 @@
 from dataclasses import dataclass
 
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.module_outputs import (
-    ModuleDifference,
-    Outputs,
-    first_difference,
-    outputs_of_modules,
-)
+from samestep.verification.module_outputs import ModuleDifference, first_difference
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
 from samestep.verification.rows.left_free import answer, left_free
 
@@ -42,12 +37,7 @@ def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
     block = tested.batch()
     model = held_model(tested, block)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def run() -> Outputs:
-        model.load_state_dict(state)
-        return outputs_of_modules(tested, model, block.inputs)
-
-    return first_difference(tested, model, run, run)
+    return first_difference(tested, model, block.inputs, block.inputs, state=state)
 
 
 def remembers(evidence: Evidence) -> ModuleDifference | None:
@@ -72,35 +62,27 @@ def _explain(evidence: Evidence) -> Cause | None:
 def _answer(evidence: Evidence) -> Check:
     found = evidence.found(NAME, OutsideState)
     if found and not found.remembers and found.own_generators:
-        compared = "no generator that goes on by itself"
-        return cause_check(evidence, compared, _own_generator(found.own_generators))
+        lines = ", ".join(filter(None, found.own_generators))
+        where = f" ({lines})" if lines else ""
+        cause = Cause(
+            CAUSE,
+            f"The model or the loss draws from a torch.Generator of its own{where}, "
+            "which goes on from step to step: no checkpoint holds it, so a resumed run draws other "
+            "numbers, and each rank has one.",
+            "Draw without generator=: torch's own is seeded in every step.",
+        )
+        return cause_check(evidence, "no generator that goes on by itself", cause)
     if found and not found.remembers and found.generators:
-        return answer(evidence, "state", "draws as they are", _generators(found.generators))
+        cause = Cause(
+            CAUSE,
+            f"The model or the loss draws from {' and '.join(found.generators)}, whose state "
+            "differs on every rank and after a stop; with it held still the difference is gone.",
+            "Draw from torch, which is seeded in every step, or from what all ranks have alike, "
+            "such as the weights or the inputs.",
+        )
+        return answer(evidence, "state", "draws as they are", cause)
     difference = found.remembers.difference if found and found.remembers else None
     return cause_check(evidence, "a second forward gives the same", _explain(evidence), difference)
 
 
-def _own_generator(lines: list[str]) -> Cause:
-    where = f" ({', '.join(line for line in lines if line)})" if any(lines) else ""
-    return Cause(
-        CAUSE,
-        f"The model or the loss draws from a torch.Generator of its own{where}, which goes on from "
-        "step to step: no checkpoint holds it, so a resumed run draws other numbers, and each rank "
-        "has one.",
-        "Draw without generator=: torch's own is seeded in every step.",
-    )
-
-
-def _generators(names: list[str]) -> Cause:
-    return Cause(
-        CAUSE,
-        f"The model or the loss draws from {' and '.join(names)}, whose state differs on every "
-        "rank and after a stop; with it held still the difference is gone.",
-        "Draw from torch, which is seeded in every step, or from what all ranks have alike, such "
-        "as the weights or the inputs.",
-    )
-
-
-ROW = TableRow(
-    name=NAME, look=_look, trainings=left_free("state"), answer=_answer, explain=_explain
-)
+ROW = TableRow(name=NAME, look=_look, training=left_free("state"), answer=_answer, explain=_explain)

@@ -14,7 +14,6 @@ _UNUSED = re.compile(
 
 
 def _look(tested: RecipeUnderTest) -> list[str]:
-    """Return the parameters that have no gradient after a backward."""
     named = tested.free_step.model.named_parameters()
     return [name for name, p in named if p.requires_grad and p.grad is None]
 
@@ -26,15 +25,12 @@ def unused_parameters(facts: RecipeFacts) -> list[str]:
 
 def _cause(names: list[str]) -> Cause:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    why = (
-        f"The loss does not depend on {shown}, so ranks would wait for a gradient that never comes."
-        if names
-        else "In some steps the loss does not depend on all parameters, so ranks wait for a "
-        "gradient that never comes."
-    )
-    return Cause(
-        CAUSE, why, "Use them in forward in every step, or freeze them: requires_grad_(False)."
-    )
+    loss = f"The loss does not depend on {shown}"
+    if not names:
+        loss = "In some steps the loss does not depend on all parameters"
+    why = f"{loss}, so ranks would wait for a gradient that never comes."
+    advice = "Use them in forward in every step, or freeze them: requires_grad_(False)."
+    return Cause(CAUSE, why, advice)
 
 
 def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
@@ -43,12 +39,10 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
 
 def _answer(evidence: Evidence) -> Check:
     names = unused_parameters(evidence.facts)
-    return cause_check(
-        evidence,
-        "every parameter gets a gradient",
-        _cause(names) if names else None,
-        first_parameter=names[0] if names else None,
-    )
+    compared = "every parameter gets a gradient"
+    if not names:
+        return Check("same", compared)
+    return cause_check(evidence, compared, _cause(names), first_parameter=names[0])
 
 
 ROW = TableRow(name=NAME, look=_look, answer=_answer, explain_failure=_explain_failure)
