@@ -109,9 +109,8 @@ def profile_script(
         if failure is None:
             ranks.end(hooks.steps)
     if failure is None and (stages.span is None or (epoch is not None and stages.tracer is None)):
-        raise UserError(
-            _why_not(script, hooks, None if stages.tracer else epoch), on_all_ranks=True
-        )
+        why = _why_nothing(script, hooks, None if stages.tracer else epoch)
+        raise UserError(why, on_all_ranks=True)
     profile = None
     if stages.span is not None and (failure is None or ranks.world_size == 1):
         mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)

@@ -1,4 +1,4 @@
-"""What a profile counts of a rank's time, by its own clocks and those that Linux keeps of threads."""
+"""What a profile counts of a rank's time, by its own clocks and those that Linux has of threads."""
 
 import contextlib
 import os
