@@ -93,8 +93,7 @@ def run_session(
     request = _completed(request, world)
     built = build(request, world, engine.wrap)
     work, state = built.work, built.state
-    run, begun = _open(path, world), False
-    world.on_every(lambda: _begin(begin, path))
+    run, begun = _open(path, world, begin), False
     try:
         resumed = resume(request, work, state, path)
         write = make_writer(work, state, path)
@@ -152,25 +151,25 @@ def choose_path(request: Request) -> Path:
     return path
 
 
-def _begin(begin: Callable[[Path], None], path: Path) -> None:
-    try:
-        begin(path)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be used here: {error.strerror}. The run directory must be on a file "
-            "system that all nodes share; choose it with --run-dir."
-        ) from error
-
-
-def _open(path: Path, world: World) -> Run | None:
-    """Open the run on rank 0, and wait on the others until its directory is there."""
+def _open(path: Path, world: World, begin: Callable[[Path], None]) -> Run | None:
+    """Open the run on rank 0; tell every rank of its directory once it is there."""
     run: Run | None = None
 
     def open_run() -> None:
         nonlocal run
         run = Run(path)
 
+    def tell() -> None:
+        try:
+            begin(path)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be used here: {error.strerror}. The run directory must be on a "
+                "file system that all nodes share; choose it with --run-dir."
+            ) from error
+
     world.on_main(open_run)
+    world.on_every(tell)
     return run
 
 
