@@ -120,7 +120,9 @@ def test_a_recipe_cannot_accept_what_is_no_cause(here):
 
 
 def test_help_says_what_it_does_and_shows_examples(here, capsys):
-    assert _verify(["--help"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        _verify(["--help"])
+    assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "samestep verify TARGET [flags]" in text
     assert max(len(line) for line in text.splitlines()) <= 80
