@@ -26,7 +26,7 @@ def check_format(record: Record, path: Path) -> None:
     Raises:
         UserError: a newer samestep has written the run.
     """
-    found = record.get("format", RUN_FORMAT) if record.get("event") == "start" else RUN_FORMAT
+    found = record.get("format", RUN_FORMAT) if record["event"] == "start" else RUN_FORMAT
     if isinstance(found, int) and found > RUN_FORMAT:
         raise UserError(
             f"{path} has run format {found}, and this samestep reads formats up to {RUN_FORMAT}. "
