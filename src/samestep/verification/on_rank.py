@@ -202,7 +202,7 @@ def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFai
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = f"{type(error).__name__}: {text.partition(chr(10))[0]}{where}"
-    step, lost = max(trace.samples, default=0), not mistake and bool(LOST_PEER.search(str(error)))
+    lost = not mistake and bool(LOST_PEER.search(str(error)))
     return RankFailure(
-        training=training.name, step=step, message=text, mistake=mistake, lost_peer=lost
+        training=training.name, step=trace.begun, message=text, mistake=mistake, lost_peer=lost
     )

@@ -51,6 +51,7 @@ def recording(
 def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:
     work, state = task.work, task.state
     meter, model = Meter(work, state), work.trainee.model
+    trace.begun = state.position.step + 1
     for taken in rehearse(work, state):
         step, block = state.position.step, taken.block
         if block is not None and block.weight:
@@ -67,6 +68,7 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             task.emit(task.between.save(checkpoint_name(state), None))
         if step == stop and training.short:
             break
+        trace.begun = step + 1
     state.stop_reason = "enough is known"
 
 

@@ -23,3 +23,5 @@ class Trace:
     """Step → loss and metrics over all samples; 0 is before training."""
     evaluated: list[str] = field(default_factory=list)
     """The samples that this rank evaluated before training."""
+    begun: int = 0
+    """The step that was begun last; 0 before the first."""
