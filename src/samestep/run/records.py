@@ -20,13 +20,13 @@ NOT_METRICS = {
 """What an `evaluation` record has beside its metrics."""
 
 
-def check_format(record: Record, path: Path) -> None:
-    """Check that this samestep can read what a record begins.
+def check_format(start: Record, path: Path) -> None:
+    """Check that this samestep can read what a `start` record begins.
 
     Raises:
         UserError: a newer samestep has written the run.
     """
-    found = record.get("format", RUN_FORMAT) if record["event"] == "start" else RUN_FORMAT
+    found = start.get("format", RUN_FORMAT)
     if isinstance(found, int) and found > RUN_FORMAT:
         raise UserError(
             f"{path} has run format {found}, and this samestep reads formats up to {RUN_FORMAT}. "
@@ -71,9 +71,10 @@ def as_uninterrupted(written: Iterable[Record], path: Path) -> list[Record]:
     """
     records: list[Record] = []
     for record in written:
-        check_format(record, path)
-        if record["event"] == "start" and not record["resumed"]:
-            records = []  # killed before its first checkpoint, and begun anew
+        if record["event"] == "start":
+            check_format(record, path)
+            if not record["resumed"]:
+                records = []  # killed before its first checkpoint, and begun anew
         if record["event"] == "resume":
             records = _up_to_checkpoint(records, record)
         records.append(record)
