@@ -351,9 +351,9 @@ def write_toml(path: Path, table: dict) -> str:
 def resolved(flags: list[str]) -> dict:
     """Return the settings and options that `samestep train spiral` makes of some flags."""
     _, request = parse(["spiral", *flags])
-    saved = tomllib.loads(
-        to_toml(request, make_plan(request.settings, 7000, 1, resumed=request.resume))
-    )
+    plan = make_plan(request.settings, 7000, 1, resumed=request.resume)
+    sizes = {"batch_size": plan.batch_size, "global_batch_size": plan.global_batch_size}
+    saved = tomllib.loads(to_toml(request, **sizes))
     saved |= saved.pop("options")
     values = {**dataclasses.asdict(request.settings), **dataclasses.asdict(request.options)}
     for name in set(saved) - {"recipe", "batch_size", "global_batch_size"}:

@@ -18,7 +18,8 @@ PER_STEP = str(MNIST_PROFILING / "per_step.py")
 IMAGES = 120
 
 # The two traces are made once, for all tests of this file.
-pytestmark = pytest.mark.xdist_group("mnist profiling")
+# A plain script of the handbook: its commands run in the second target, as those of the pages do.
+pytestmark = [pytest.mark.xdist_group("mnist profiling"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, forked, run
 from tests.tracking.readers import comet_messages
 
 # Their parts, 709, 151 and 153, are odd: two ranks cannot share them equally.
+# A plain script of the handbook: it runs in the second target, as the commands of the pages do.
+pytestmark = pytest.mark.slow
 ODD = ("--num_samples", "1013")
 
 
@@ -257,7 +259,6 @@ def test_to_evaluate_each_sample_is_given_out_once(world_size, modules):
     assert sorted(index for share in shares for index in share) == list(range(11))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("comet_ml") is None, reason="not installed: comet_ml")
 @pytest.mark.xdist_group("trackers")
 def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):

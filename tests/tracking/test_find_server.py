@@ -18,6 +18,7 @@ MISSING = [p for p in ("comet_ml", "mlflow", "wandb") if importlib.util.find_spe
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
+    pytest.mark.slow,  # it imports each client, seconds at a time
     pytest.mark.filterwarnings("ignore"),
 ]
 KEY = "0123456789abcdef" * 3
