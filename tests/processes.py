@@ -21,7 +21,7 @@ _ROOT = Path(__file__).parent.parent
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preloaded"])
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 
 
 def free_port() -> int:

@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
 def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch):
     bin_folder = Path(sys.executable).parent
@@ -75,7 +75,7 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
 def typed(words: list[str], folder: Path) -> tuple[int, str]:
     """Run a command as it is typed; return its exit code and what it said."""
     done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, capture_output=True, text=True, timeout=240, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -53,7 +53,7 @@ def starts(job: Submitted) -> int:
     return sum(record["event"] == "start" for record in job.all_records())
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_job_that_twice_comes_to_its_time_limit_goes_on_and_completes(
     sandbox, recipe, tmp_path, uninterrupted
 ):
@@ -120,7 +120,7 @@ def test_a_job_whose_rank_was_killed_goes_on(sandbox, recipe, tmp_path, uninterr
     assert_nothing_lost(job, uninterrupted)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_job_whose_node_was_lost_goes_on(sandbox, recipe, tmp_path, uninterrupted):
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--", "--checkpoint-every-steps", "2")
     job.wait_for_step(4)

@@ -35,7 +35,7 @@ SMALL = {
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 # The notebook is executed once, for all tests of this file.
-pytestmark = [pytest.mark.xdist_group("walkthrough"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("walkthrough"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

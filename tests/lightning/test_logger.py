@@ -28,7 +28,7 @@ MISSING = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
 REAL_CLIENTS = (
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.slow,  # tests/tracking has the clients on runs of samestep's own
 )
 PLANTED = "hunter2" * 6

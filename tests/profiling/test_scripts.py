@@ -184,7 +184,8 @@ def test_steps_that_a_script_profiles_itself_are_in_no_number(here):
     measured = found["measured"]
     assert measured["profiled_itself"]
     assert found["verdict"]["notes"]
-    assert measured["ranks"][0]["phases"]["other"] < 0.3 * measured["wall"]
+    # With the 0.3 s after each of its profilers it would be three quarters.
+    assert measured["ranks"][0]["phases"]["other"] < 0.5 * measured["wall"]
     assert found["traces"]
     assert sum(measured["ranks"][0]["phases"].values()) == pytest.approx(measured["wall"], rel=0.02)
 

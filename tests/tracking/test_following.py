@@ -25,7 +25,7 @@ TRACKER = str(Path(own_tracker.__file__))
 TRACK = ("--track", TRACKER)
 
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 """Of a busy machine, where nothing is to be given up."""
 
 
