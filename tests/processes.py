@@ -6,6 +6,7 @@ costs about as much as a function call. Nothing is ever forked from pytest's own
 
 import contextlib
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import socket
@@ -24,11 +25,21 @@ _context.set_forkserver_preload(["tests.preloaded"])
 TIMEOUT_S = 240.0
 
 
+# Below those that Linux hands out for outgoing connections: one of these could take a port between
+# its choice and its use. Each pytest process has its own.
+_PORTS_EACH = 250
+_first_port = 30_000 + _PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10)
+_ports = itertools.cycle(range(_first_port, _first_port + _PORTS_EACH))
+
+
 def free_port() -> int:
-    """Return a port that is free right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free, and that no other test takes soon."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
