@@ -95,9 +95,9 @@ def _before_checkpoint(strike: Strike) -> None:
 
 
 def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
-    from samestep.run.checkpoints import _HashingWriter
+    from samestep.run.checkpoints import _Writer
 
-    original = _HashingWriter.write
+    original = _Writer.write
 
     def write(self: Any, data: Any) -> int:
         before = getattr(self, "num_bytes", 0)
@@ -108,7 +108,7 @@ def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
             strike()
         return count
 
-    _HashingWriter.write = write
+    _Writer.write = write
 
 
 def _sync(name: str, *, after: bool) -> Callable[[Strike], None]:

@@ -63,20 +63,30 @@ def resume(request: Request, work: Work, state: State, path: Path) -> tuple[str,
     if not request.resume or not world.on_main(lambda: is_run(path)):
         return None
     # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
-    found = world.on_main(lambda: _newest(path))
+    content: dict[str, Any] = {}
+
+    def newest() -> tuple[Entry, list[str]] | None:
+        found = _newest(path)
+        if found is None:
+            return None
+        entry, saved, problems = found
+        content.update(saved)
+        return entry, problems
+
+    found = world.on_main(newest)
     if found is None:
         return None
     entry, problems = found
-    saved = world.on_every(lambda: checkpoints.load(path / "checkpoints", entry))
+    saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
     restore(work, state, request.recipe.name, saved)
     return entry.path, problems
 
 
-def _newest(path: Path) -> tuple[Entry, list[str]] | None:
+def _newest(path: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     found = checkpoints.load_newest(path / "checkpoints")
     if found is None and any(r["event"] == "checkpoint" for r in read_records(path)):
         raise UserError(
             f"{path / 'checkpoints' / 'index.json'} names no checkpoint, though the run announced "
             "some. Restore it from a backup, or start a new run."
         )
-    return (found[0], found[2]) if found else None
+    return found

@@ -2,6 +2,9 @@
 
 import hashlib
 import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -15,11 +18,11 @@ FORMAT = 1
 """What this version writes and reads; a file says which one it is in."""
 
 
-class _HashingWriter(io.RawIOBase):
-    """Pass bytes on and hash them; keep the error that torch's own writer would hide."""
+class _Writer(io.RawIOBase):
+    """Pass bytes on; keep the error that torch's own writer would hide."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.hash = file, hashlib.sha256()
+    def __init__(self, file: BinaryIO, grown: Callable[[], None]) -> None:
+        self._file, self._grown = file, grown
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -31,8 +34,41 @@ class _HashingWriter(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-        self.hash.update(data)
+        self._grown()
         return len(data)
+
+
+class _FileHash:
+    """The SHA-256 of a file that is still being written, computed by a thread that follows it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)  # before it has its last name
+        self._grown, self._whole = threading.Event(), False
+        helper = ThreadPoolExecutor(1)
+        self._digest = helper.submit(self._follow)
+        helper.shutdown(wait=False)
+
+    def grown(self) -> None:
+        """Read on: there is more."""
+        self._grown.set()
+
+    def end(self) -> str:
+        """Return the hash of the file, which is whole now."""
+        self._whole = True
+        self._grown.set()
+        return self._digest.result()
+
+    def _follow(self) -> str:
+        sha256, chunk = hashlib.sha256(), memoryview(bytearray(1 << 20))
+        with self._file:
+            while True:
+                whole = self._whole  # asked first: what is written meanwhile is read the next time
+                while count := self._file.readinto(chunk):
+                    sha256.update(chunk[:count])
+                if whole:
+                    return sha256.hexdigest()
+                self._grown.wait()
+                self._grown.clear()
 
 
 def save(folder: Path, name: str, state: dict[str, Any]) -> str:
@@ -41,18 +77,23 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
     Raises:
         UserError: it could not be written; nothing is left behind.
     """
+    hashes: list[_FileHash] = []
 
-    def write(file: BinaryIO) -> str:
-        writer = _HashingWriter(file)
+    def write(file: BinaryIO) -> None:
+        hashes.append(_FileHash(Path(file.name)))
+        writer = _Writer(file, hashes[0].grown)
         try:
             torch.save(state, cast("BinaryIO", writer))
         except Exception:
             if writer.error is not None:
                 raise writer.error from None
             raise
-        return writer.hash.hexdigest()
 
-    return write_atomically(folder / name, write)
+    try:
+        write_atomically(folder / name, write)
+    finally:  # the file's sync took place meanwhile
+        digest = hashes[0].end() if hashes else ""
+    return digest
 
 
 def load(folder: Path, entry: Entry) -> dict[str, Any]:

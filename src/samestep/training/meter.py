@@ -1,6 +1,6 @@
 """What the steps of a training gave and took: their losses, seconds and phases, as records."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,37 +25,42 @@ class Meter:
         work.phases.earlier = dict(state.position.phases)
         work.phases.begin()
 
-    def count(self, taken: Taken) -> Iterator[Record]:
-        """Count the steps just taken; yield `compile`, `step` and `progress` records.
+    def count(self, taken: Taken) -> list[Record]:
+        """Count the steps just taken; return `compile`, `step` and `progress` records.
+
+        Most steps have none: a list costs less than a generator that yields nothing.
 
         Raises:
             UserError: a loss is NaN or infinite; it shows when the host reads it.
         """
         first, size, lrs, logged, result, _block = taken
         position, clock = self._state.position, self._clock
-        for note in result.notes:
+        records = list(result.notes)
+        for note in records:
             clock.leave_out(note["seconds"])
-            yield note
         self._window.add(first, result.losses, size)
         if logged or self._window.full:
             losses = self._read(logged, lrs[-1])
             for step, loss in zip(logged, losses, strict=True):
                 norms, place = result.grad_norms, step - first - 1
-                yield {
-                    "event": "step",
-                    "step": step,
-                    "epoch": position.epoch + 1,
-                    "loss": loss,
-                    "grad_norm": None if norms is None else float(norms[place]),
-                    "lr": lrs[place],
-                    "samples": position.samples - (len(lrs) - place - 1) * size,
-                    **clock.rate(position),
-                }
+                records.append(
+                    {
+                        "event": "step",
+                        "step": step,
+                        "epoch": position.epoch + 1,
+                        "loss": loss,
+                        "grad_norm": None if norms is None else float(norms[place]),
+                        "lr": lrs[place],
+                        "samples": position.samples - (len(lrs) - place - 1) * size,
+                        **clock.rate(position),
+                    }
+                )
             if logged:
                 clock.mark(position)
         if clock.shows():
             progress = {"event": "progress", "step": position.step, "samples": position.samples}
-            yield progress | clock.rate(position)
+            records.append(progress | clock.rate(position))
+        return records
 
     def settle(self) -> None:
         """Bring the state up to date with what the steps gathered; all ranks call it.
