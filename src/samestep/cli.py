@@ -6,7 +6,7 @@ import sys
 import time
 
 from samestep.errors import UserError, did_you_mean
-from samestep.ranks.startup import hold_warning, postpone_collections
+from samestep.ranks.startup import PARENT, hold_warning, postpone_collections
 from samestep.version import __version__
 
 _STARTED_AT = time.time()
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "--version":
         sys.stdout.write(f"samestep {__version__}\n")
         return 0
-    if "SAMESTEP_PARENT" not in os.environ:  # else it is for the command that started this rank
+    if PARENT not in os.environ:  # else it is for the command that started this rank
         os.environ["SAMESTEP_STARTED_AT"] = str(_STARTED_AT)
     # Threads that spin while they wait take the core from the one they wait for as soon as
     # anything else runs here: measured with one neighbour, a step took 4 to 6 times as long.

@@ -1,7 +1,8 @@
 """The one error that a user's mistake raises; the command line turns it into exit code 2."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 # What a rank meets when another one is gone: an effect, never the cause.
 LOST_PEER = re.compile(
@@ -19,6 +20,33 @@ class UserError(Exception):
         super().__init__(message)
         self.on_all_ranks = on_all_ranks
         """Whether every rank raises it by agreement, so that rank 0 alone needs to tell."""
+
+
+class AlreadyTold(SystemExit):
+    """The command ends with this exit code, and the user knows why."""
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Run code of the user's; a call of `exit()` in it is a mistake.
+
+    Raises:
+        UserError: it was called.
+    """
+    try:
+        yield
+    except AlreadyTold:
+        raise
+    except SystemExit as error:
+        import traceback  # noqa: PLC0415 - it is needed after a mistake only
+
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [f for f in frames if "_sitebuiltins" not in f.filename][-1]  # exit() is there
+        code = "" if error.code is None else repr(error.code)
+        raise UserError(
+            f"exit({code}) was called at {frame.filename}:{frame.lineno}. A recipe must not end "
+            "the process: other ranks may be waiting for it. Raise an error there instead."
+        ) from error
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

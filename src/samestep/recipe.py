@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import UserError, did_you_mean
+from samestep.errors import UserError, did_you_mean, no_exit
 from samestep.settings import Settings
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -154,7 +154,8 @@ class Recipe:
         """Call `model` or `data`; what its code gets wrong is told with the line it is in."""
         function = getattr(self, name)
         try:
-            return function(options) if self.options else function()
+            with no_exit():
+                return function(options) if self.options else function()
         except UserError:
             raise
         except Exception as error:
@@ -210,7 +211,8 @@ def _from_file(path: Path) -> Recipe:
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.parent.resolve()))  # the file may import its neighbours
     try:
-        spec.loader.exec_module(module)
+        with no_exit():
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         text = (error.text or "").strip()
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {text}") from error

@@ -76,9 +76,11 @@ class Settings:
     sync_batchnorm: bool = False
     """Normalise over the samples of all ranks, not of each; on NVIDIA GPUs alone."""
     threads: int | None = None
-    """CPU threads per rank; by default chosen from the cores here and the size of the model."""
+    """CPU threads per rank; by default OMP_NUM_THREADS, else chosen from cores and model."""
     num_workers: int = 0
     """Loader processes per rank, for data that is not held in memory."""
+    oversubscribe: bool = False
+    """Insist on more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
     log_every: int = 50
     """Steps between two `step` records."""
@@ -151,7 +153,7 @@ _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_worker
 MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
-        *("checkpoint_activations", "threads", "num_workers"),
+        *("checkpoint_activations", "threads", "num_workers", "oversubscribe"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
         *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),

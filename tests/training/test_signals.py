@@ -4,16 +4,20 @@ The second half does so through the real command with --nproc: signals to the pa
 """
 
 import contextlib
+import json
 import os
+import pty
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from samestep.ranks.startup import stop_signals
 from tests.faults import Fault
 from tests.tiny import (
     STEPS,
@@ -29,7 +33,7 @@ from tests.tiny import (
     write_recipe,
 )
 
-TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
 
 
@@ -49,7 +53,7 @@ def assert_stopped(run: Path, signum: int, printed: str) -> int:
 
 @pytest.mark.parametrize(
     ("world_size", "signum", "rank"),
-    [(1, TERM, 0), (1, USR1, 0), (1, INT, 0), (2, TERM, 1), (2, USR1, None), (2, INT, 0)],
+    [(1, TERM, 0), (1, USR1, 0), (1, HUP, 0), (2, TERM, 1), (2, USR1, None), (2, INT, 0)],
 )
 def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit(
     uninterrupted, uninterrupted_on_two, recipe, tmp_path, world_size, signum, rank
@@ -225,7 +229,7 @@ def rank_pids(parent: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("signum", [TERM, USR1, INT])
+@pytest.mark.parametrize("signum", [TERM, USR1, INT, HUP])
 def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
     uninterrupted_on_two, recipe, tmp_path, signum
 ):
@@ -243,6 +247,39 @@ def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
     resume(run, "--max-steps", str(max(step, STEPS)), world_size=2, folder=tmp_path)
     assert step <= STEPS
     assert_same_training(run, uninterrupted_on_two, tolerance=0)
+
+
+def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(recipe, tmp_path):
+    run = tmp_path / "run"
+    set_pace(recipe, 0.02)
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "samestep", "train", str(recipe), "--run-dir", str(run)]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command], stdin=its, stdout=its, stderr=its
+    )
+    os.close(its)
+    drain = threading.Thread(target=_read_all, args=(ours,), daemon=True)
+    drain.start()
+    until(lambda: process.poll() is not None or num_records(run) >= 6)
+    os.close(ours)  # whatever it prints from here on fails
+    process.wait(60)
+    assert json.loads((run / "result.json").read_text())["reason"] == "SIGHUP"
+    assert newest_announced(run) == all_records(run)[-1]["step"]
+
+
+def _read_all(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(descriptor, 4096):
+            pass
+
+
+def test_where_sighup_is_ignored_as_under_nohup_it_stays_ignored():
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        assert HUP not in stop_signals()
+    finally:
+        signal.signal(HUP, before)
+    assert HUP in stop_signals()
 
 
 def test_killing_the_command_ends_its_ranks(uninterrupted, recipe, tmp_path):

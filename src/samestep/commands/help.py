@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import tyro
 
-from samestep.errors import UserError
+from samestep.errors import AlreadyTold, UserError
 from samestep.settings import flag_name
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def examples(*lines: str) -> Iterator[None]:
     except SystemExit as stop:
         if not stop.code:
             sys.stdout.write("\n" + example_text(*lines))
-        raise
+        raise AlreadyTold(stop.code) from None
 
 
 def example_text(*lines: str) -> str:
@@ -44,11 +44,11 @@ def show_general_help(arguments: list[str], text: str) -> None:
     """Print what a verb says of itself, and end, where the first argument asks for it or lacks.
 
     Raises:
-        SystemExit: 0 if it was asked for, 2 if there is no argument.
+        AlreadyTold: 0 if it was asked for, 2 if there is no argument.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(text)
-        raise SystemExit(0 if arguments else 2)
+        raise AlreadyTold(0 if arguments else 2)
 
 
 def recipe_files() -> list[str]:

@@ -22,10 +22,12 @@ from samestep.commands.help import (
     show_general_help,
 )
 from samestep.errors import UserError
-from samestep.ranks.failure import PARENT, TASK, is_lost_peer, leave_for_parent, print_error
+from samestep.ranks.failure import TASK, is_lost_peer, leave_for_parent, print_error
 from samestep.ranks.launch import detect_launch
+from samestep.ranks.limits import NumRanks, check_workers, cores
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
+from samestep.ranks.startup import PARENT
 from samestep.run.directory import is_run, new_run_path
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ nothing in it has to change. `samestep profile TARGET --help` shows all flags.
 
 @dataclass(frozen=True)
 class _Extent:
-    nproc: int = 1
-    """Ranks to start on this machine."""
+    nproc: NumRanks = 1
+    """Ranks to start on this machine; auto: one per GPU, else one per core."""
     epoch: int | None = None
     """Trace this epoch as a whole, counted from 1; by default a few steps."""
     seconds: float = 3.0
@@ -93,6 +95,8 @@ class ScriptCommand(_Extent):
 
     out: Path | None = None
     """Directory for the traces; by default a new one in runs/."""
+    oversubscribe: Switch = False
+    """Insist on more than 4 ranks per core."""
     json: Switch = False
     """Print one JSON object; what the script prints goes to standard error."""
 
@@ -166,13 +170,22 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
             "out: a new directory is made in runs/.",
             on_all_ranks=True,
         )
-    code = start_nproc(command.nproc, ["profile", *arguments])
+    settings = request.settings
+    if workers and not settings.oversubscribe:
+        num_ranks = command.nproc if command.nproc != "auto" else 1
+        check_workers(max(workers), num_ranks, cores())
+    code = start_nproc(
+        command.nproc,
+        ["profile", *arguments],
+        device=settings.device,
+        oversubscribe=settings.oversubscribe,
+    )
     if code is not None:
         return code
     from samestep.profiling.of_recipe import Wishes, profile_recipe  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
-    world = find_world(request.settings.device, request.settings.backend)
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world)
     wishes = Wishes(
         workers=workers,
@@ -219,7 +232,9 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
         _check_module(name)
     place = os.environ.get(TASK)  # of the parent, for all ranks
     out = Path(place or command.out or new_run_path(f"profile-{name if module else script.stem}"))
-    code = start_nproc(command.nproc, ["profile", *arguments], task=str(out))
+    code = start_nproc(
+        command.nproc, ["profile", *arguments], task=str(out), oversubscribe=command.oversubscribe
+    )
     if code is not None:
         return code
     launch = detect_launch(os.environ)

@@ -15,9 +15,10 @@ import tyro
 
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import parse_target
-from samestep.errors import UserError
+from samestep.errors import AlreadyTold, UserError
 from samestep.execution.request import Request
 from samestep.ranks.failure import STARTED_AT, TASK
+from samestep.ranks.limits import check_ranks
 from samestep.ranks.process import refuse_inside_launcher, run_as_rank
 from samestep.ranks.world import find_world, join, leave
 from samestep.scale import scaling_tables as shown
@@ -75,13 +76,14 @@ def _scale(arguments: list[str]) -> int:
         raise UserError("samestep scale measures samestep's own loop: leave --engine out.")
     check_positive(seconds=command.seconds, rounds=command.rounds)
     refuse_inside_launcher("samestep scale", "Start it as one process.")
+    check_ranks(max(sizes), oversubscribe=request.settings.oversubscribe)
     modes: Sequence[Mode] = ("weak", "strong") if command.mode == "both" else (command.mode,)
 
     def launch(ranks: int, task: MeasurementTask) -> None:
         os.environ[STARTED_AT] = str(time.time())
         code = start_ranks(ranks, ["scale", *arguments], msgspec.json.encode(task).decode())
         if code:
-            raise SystemExit(code)  # what went wrong has been told
+            raise AlreadyTold(code)
 
     with tempfile.TemporaryDirectory(prefix="samestep-scale-") as temporary:
         folder = _empty(Path(request.settings.run_dir or temporary))
@@ -109,7 +111,8 @@ def _rank(arguments: list[str]) -> int:
     os.dup2(2, 1)  # standard output is the report's
     _, request = _parse(arguments)
     task = msgspec.json.decode(os.environ[TASK], type=MeasurementTask)
-    world = find_world(request.settings.device, request.settings.backend)
+    settings = request.settings
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world)
     started_at = float(os.environ.get(STARTED_AT, time.time()))
     signum = 0

@@ -13,6 +13,7 @@ from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, run_session
 from samestep.ranks.failure import STARTED_AT
+from samestep.ranks.limits import NumRanks
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
 from samestep.ranks.world import find_world, join, leave
@@ -28,8 +29,8 @@ class Command:
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    nproc: int = 1
-    """Ranks to start on this machine."""
+    nproc: NumRanks = 1
+    """Ranks to start on this machine; auto: one per GPU, else one per core."""
     resume: Switch = False
     """Go on from the newest whole checkpoint of the run."""
 
@@ -59,7 +60,13 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
 
 def _train(arguments: list[str], log: RankLog) -> int:
     command, request = parse(arguments)
-    code = start_nproc(command.nproc, ["train", *arguments])
+    settings = request.settings
+    code = start_nproc(
+        command.nproc,
+        ["train", *arguments],
+        device=settings.device,
+        oversubscribe=settings.oversubscribe,
+    )
     return _run_rank(request, log) if code is None else code
 
 
@@ -71,7 +78,7 @@ def _run_rank(request: Request, log: RankLog) -> int:
 
         check_settings(settings)
         engine = LIGHTNING
-    world = find_world(settings.device, settings.backend)
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world)
     world.on_main(lambda: check_installed(chosen(settings.track)))
     screen = Screen()

@@ -16,6 +16,7 @@ from samestep.commands.target import names_given, parse_target
 from samestep.errors import UserError, did_you_mean
 from samestep.execution.request import Request
 from samestep.ranks.failure import TASK, rank_of
+from samestep.ranks.limits import check_ranks
 from samestep.ranks.process import refuse_inside_launcher, run_as_rank
 from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import find_world, join, leave
@@ -77,6 +78,8 @@ def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     command, request = parse(arguments)
     sizes = numbers("world-sizes", command.world_sizes, most=_MOST_RANKS)
+    insists = request.settings.oversubscribe
+    check_ranks(max(sizes), oversubscribe=insists, flag="--world-sizes")
     accepted = _accepted(command.accept)
     check_positive(tolerance=command.tolerance)
     device, notes = _device(request.settings, max(sizes))
@@ -153,7 +156,8 @@ def _rank(path: Path, arguments: list[str]) -> int:
 
     output = watch_output(folder)
     _, request = parse(arguments)
-    world = find_world(request.settings.device, request.settings.backend)
+    settings = request.settings
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world, _TIMEOUT_S)
     run_start(request, instructions, folder, world, output)
     leave(world)

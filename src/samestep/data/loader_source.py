@@ -15,6 +15,7 @@ from samestep.data.keyed_random import mix
 from samestep.data.source import Reading, Source
 from samestep.data.trees import map_leaves
 from samestep.errors import UserError
+from samestep.ranks.startup import stop_signals
 
 
 class LoaderSource(Source):
@@ -110,6 +111,5 @@ def _end_workers(loader: DataLoader[Any]) -> None:
 
 def _ignore_stop_signals(_worker: int) -> None:
     # A stop is the ranks' to handle: their workers serve until the step is done.
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from samestep.data.batches import open_split
+from samestep.data.loader_source import LoaderSource
 from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
+from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.settings import Settings
@@ -74,7 +76,7 @@ def build(
         lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
     )
     seed_rank(settings.seed, world.rank)
-    threads = _share_cores(settings, model, world)
+    threads = _share_cores(settings, model, world, train)
     keep_freed_memory(world.device)
     compiles = what_compiles(settings, world, model)
     # Compile first, then wrap: DDP breaks a graph that starts outside it.
@@ -105,10 +107,16 @@ def build(
     return Built(work, State(watch=_watch(request, splits)), splits, threads)
 
 
-def _share_cores(settings: Settings, model: nn.Module, world: World) -> int:
-    """Set the number of threads of this rank, among those with the same cores; return it."""
+def _share_cores(settings: Settings, model: nn.Module, world: World, train: Source) -> int:
+    """Set the number of threads of this rank, among those with the same cores; return it.
+
+    Raises:
+        UserError: these cores do not carry that many loader processes.
+    """
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
+    if isinstance(train, LoaderSource) and not settings.oversubscribe:
+        world.on_every(lambda: check_workers(settings.num_workers, neighbours, len(cores)))
     threads = choose_threads(settings.threads, model, len(cores), neighbours)
     torch.set_num_threads(threads)
     return threads

@@ -32,8 +32,9 @@ class Outcome:
     """The signal that stopped it, or 0."""
 
 
-def leave_why(run: Run, request: Request, work: Work, state: State) -> None:
+def leave_why(run: Run, request: Request, work: Work, state: State, error: Exception) -> None:
     """Write down why the run failed, as far as the disk still allows."""
+    state.stop_reason = f"failed: {error}"
     with contextlib.suppress(UserError):
         run.append({"event": "stop", "step": state.position.step, "reason": state.stop_reason})
         run.write_result(_result(request, work, state, "failed"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from samestep.data.memory_source import MemorySource
-from samestep.errors import UserError
+from samestep.errors import UserError, no_exit
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
 from samestep.execution.request import RECIPE_COPY, Request, to_toml
@@ -103,23 +103,22 @@ def run_session(
         begun = True
         _announce(emit, request, built, path, resumed)
         timed = _Timed(emit, started_at)
-        engine.drive(
-            Task(
-                request=request,
-                work=work,
-                state=state,
-                between=_between(request, work, state, received, write),
-                checkpoint=path / "checkpoints" / resumed[0] if resumed is not None else None,
-                path=path,
-                emit=timed,
-                write=write,
-            )
+        task = Task(
+            request=request,
+            work=work,
+            state=state,
+            between=_between(request, work, state, received, write),
+            checkpoint=path / "checkpoints" / resumed[0] if resumed is not None else None,
+            path=path,
+            emit=timed,
+            write=write,
         )
-        return finish_run(request, built, path, run, emit, timed.first_step_s)
+        with no_exit():
+            engine.drive(task)
+            return finish_run(request, built, path, run, emit, timed.first_step_s)
     except Exception as error:
         if run is not None and begun:  # what was refused leaves the run as it was
-            state.stop_reason = f"failed: {error}"
-            leave_why(run, request, work, state)
+            leave_why(run, request, work, state, error)
         raise
     finally:
         work.close()

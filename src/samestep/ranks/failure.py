@@ -6,10 +6,8 @@ only if nobody has ended it by then.
 """
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -19,9 +17,8 @@ from pathlib import Path
 from samestep.errors import LOST_PEER, UserError
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.log import RankLog
+from samestep.ranks.startup import PARENT
 
-PARENT = "SAMESTEP_PARENT"
-"""Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
 TASK = "SAMESTEP_TASK"
 """Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
 JOB_RUN = "SAMESTEP_RUN_DIR"
@@ -81,8 +78,9 @@ def _with_rank(rank: int, message: str) -> str:
 
 def print_error(message: str, descriptor: int = 2) -> None:
     """Print one error message to standard error."""
-    sys.stderr.flush()
-    os.write(descriptor, f"samestep: {message}\n".encode())
+    with contextlib.suppress(OSError):  # a terminal that was closed takes nothing more
+        sys.stderr.flush()
+        os.write(descriptor, f"samestep: {message}\n".encode())
 
 
 def _describe(error: BaseException, log: Path | None) -> str:
@@ -108,14 +106,3 @@ def leave_for_parent(message: str, code: int) -> None:
         when = {"timestamp": str(int(time.time()))}
         failure = {"message": message, "errorCode": code, "extraInfo": when}
         Path(path).write_text(json.dumps({"message": failure}))
-
-
-def die_with_parent() -> None:
-    """Let the kernel end this rank when the parent that started it is killed (Linux only).
-
-    Otherwise killing the command would leave ranks that go on training unseen.
-    """
-    if os.environ.get(PARENT) and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
-            os._exit(1)

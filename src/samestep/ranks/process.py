@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from samestep.errors import UserError
-from samestep.ranks.failure import GRACE_S, PARENT, die_with_parent, rank_of, report
+from samestep.errors import AlreadyTold, UserError, no_exit
+from samestep.ranks.failure import GRACE_S, rank_of, report
 from samestep.ranks.launch import detect_launch
+from samestep.ranks.limits import NumRanks, ranks_to_start
 from samestep.ranks.log import RankLog
+from samestep.ranks.startup import PARENT
 
 
 def run_as_rank(verb: Callable[[RankLog], int]) -> int:
@@ -19,15 +21,15 @@ def run_as_rank(verb: Callable[[RankLog], int]) -> int:
 
     Raises:
         BrokenPipeError: the reader of the output has left, as `head` does.
-        SystemExit: of the parsing of flags, after rank 0 has had time to tell.
+        AlreadyTold: of the parsing of flags, after rank 0 has had time to tell.
     """
-    die_with_parent()
     log = RankLog(rank_of())
     try:
-        code = verb(log)
+        with no_exit():
+            code = verb(log)
     except BrokenPipeError:
         raise
-    except SystemExit:
+    except AlreadyTold:
         if log.rank != 0:  # a launcher ends all ranks with the first that ends
             time.sleep(GRACE_S)
         raise
@@ -40,25 +42,38 @@ def run_as_rank(verb: Callable[[RankLog], int]) -> int:
     return code
 
 
-def start_nproc(nproc: int, arguments: list[str], task: str = "") -> int | None:
+def start_nproc(
+    nproc: NumRanks,
+    arguments: list[str],
+    task: str = "",
+    *,
+    device: str = "auto",
+    oversubscribe: bool = False,
+) -> int | None:
     """Start the ranks of `--nproc`; return their exit code, or None in a process that is to work.
 
     Args:
-        nproc: how many.
+        nproc: how many, or "auto" for as many as this machine has GPUs, else cores.
         arguments: of `samestep`, on each of them.
         task: what else they are to know; they find it as `TASK`.
+        device: where they compute.
+        oversubscribe: whether the user insists on more than the machine carries.
 
     Raises:
         UserError: there can be no such number of ranks, or a launcher has already started some.
     """
-    if nproc < 1:
-        raise UserError(f"--nproc is {nproc}; it must be 1 or more.")
     if nproc == 1 or os.environ.get(PARENT):
         return None
-    refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
+    if nproc != "auto":
+        refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
+    elif detect_launch(os.environ).world_size > 1:
+        return None
+    number = ranks_to_start(nproc, device, oversubscribe=oversubscribe)
+    if number == 1:
+        return None
     from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
-    return start_ranks(nproc, arguments, task)
+    return start_ranks(number, arguments, task)
 
 
 def refuse_inside_launcher(what: str, instead: str) -> None:

@@ -13,10 +13,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from samestep.ranks.failure import PARENT, STARTED_AT, TASK, print_error
-from samestep.ranks.startup import held_warning
-
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # schedulers send the last ahead of the time limit
+from samestep.ranks.failure import STARTED_AT, TASK, print_error
+from samestep.ranks.limits import THREADS_WISHED
+from samestep.ranks.startup import PARENT, held_warning, stop_signals
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,14 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
         return Ended(128 + held_warning())  # no rank has begun, so none has to be told
     variables = dict(os.environ)
     # The agent keeps them, and would raise its own exception where nobody expects it.
-    kept = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    kept = stop_signals()
     handlers = [signal.getsignal(number) for number in kept]
     os.environ[PARENT] = str(os.getpid())
     os.environ.setdefault(STARTED_AT, str(time.time()))
     if task:
         os.environ[TASK] = task
-    # The ranks choose their threads themselves; torchrun would set 1 with a warning.
+    # The ranks choose their threads themselves, unless the user has.
+    os.environ.setdefault(THREADS_WISHED, os.environ.get("OMP_NUM_THREADS", ""))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A stop may first have to write a checkpoint; the agent's own patience is 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
@@ -80,7 +80,7 @@ def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             local_addr="127.0.0.1",
-            signals_to_handle=",".join(_SIGNALS),
+            signals_to_handle=",".join(number.name for number in stop_signals()),
         )
         try:
             elastic_launch(config, sys.executable)("-m", "samestep", *arguments)

@@ -10,11 +10,51 @@ So collections wait until a rank joins the others; what exists by then is never 
 
 import contextlib
 import gc
+import os
 import signal
+import sys
+
+PARENT = "SAMESTEP_PARENT"
+"""Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
 
 _held: list[int] = []
 _usual = gc.get_threshold()
 _DURING_START = (10_000, 1_000, 1_000)  # not never: a command that joins no others ends with these
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this rank when the parent that started it is killed (Linux only).
+
+    Otherwise killing the command would leave ranks that go on training unseen.
+    """
+    parent = os.environ.get(PARENT)
+    if parent and sys.platform == "linux":
+        import ctypes  # noqa: PLC0415 - other commands need it later, or not at all
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(parent) and not _exists(int(parent)):
+            os._exit(1)  # it died before it could be asked for
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a training with a checkpoint.
+
+    Schedulers send SIGUSR1 ahead of the time limit. SIGHUP, of a terminal that closes, is not
+    among them where it is ignored, as under `nohup`.
+    """
+    names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+    found = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return [s for s in found if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
 
 
 def hold_warning() -> None:

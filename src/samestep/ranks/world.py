@@ -135,11 +135,13 @@ def choose_device(
     cuda: int | None = None,
     mps: bool | None = None,
     one_each: bool = False,
+    oversubscribe: bool = False,
 ) -> torch.device:
     """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU.
 
     "auto" takes the best device. `cuda`, the number of CUDA devices, and `mps`, whether Apple's GPU
     is here, are asked of torch if not given. `one_each`: the launcher shows each rank its own GPU.
+    `oversubscribe`: ranks beyond the number of GPUs share them in turn.
 
     Raises:
         UserError: the device asked for is absent, or the node has fewer GPUs than ranks.
@@ -159,12 +161,13 @@ def choose_device(
     if wanted == "cuda" or (wanted == "auto" and cuda):
         if one_each and cuda == 1:
             return torch.device("cuda", 0)
-        if local_rank >= cuda:
+        if local_rank >= cuda and not oversubscribe:
             raise UserError(
                 f"Local rank {local_rank} has no GPU: {cuda} visible on this node. Start as "
-                "many ranks as GPUs (--nproc, --ntasks-per-node), or use --device cpu."
+                "many ranks as GPUs (--nproc, --ntasks-per-node), use --device cpu, or let ranks "
+                "share a GPU with --oversubscribe."
             )
-        return torch.device("cuda", local_rank)
+        return torch.device("cuda", local_rank % cuda)
     if wanted == "mps" or (wanted == "auto" and has_mps):
         return torch.device("mps")
     return torch.device("cpu")
@@ -186,14 +189,34 @@ def choose_backend(wanted: Backend, device: torch.device, platform: str = sys.pl
 
 
 def find_world(
-    device: Device = "auto", backend: Backend = "auto", environment: Mapping[str, str] = os.environ
+    device: Device = "auto",
+    backend: Backend = "auto",
+    environment: Mapping[str, str] = os.environ,
+    *,
+    oversubscribe: bool = False,
 ) -> World:
-    """Return the world that the environment describes, not joined yet."""
+    """Return the world that the environment describes, not joined yet.
+
+    Args:
+        device: the device wanted; "auto" takes the best one here.
+        backend: what connects the ranks; "auto" chooses by platform and device.
+        environment: the launcher's variables.
+        oversubscribe: whether several ranks may share a GPU.
+
+    Raises:
+        UserError: a device or backend is absent, or the launcher's variables are wrong.
+    """
     launch = detect_launch(environment)
     one_each = launch.launcher == "srun" and binds_gpus(environment)
-    chosen = choose_device(device, launch.local_rank, one_each=one_each)
-    connects = choose_backend(backend, chosen)  # also for one rank: what cannot be is refused
+    chosen = choose_device(
+        device, launch.local_rank, one_each=one_each, oversubscribe=oversubscribe
+    )
     notes = [launch.note] if launch.note else []
+    gpus = torch.cuda.device_count() if chosen.type == "cuda" and not one_each else 0
+    if oversubscribe and 0 < gpus < launch.local_world_size and backend != "nccl":
+        notes.append(f"{launch.local_world_size} ranks share {gpus} GPUs, connected by Gloo.")
+        backend = "gloo"  # NCCL refuses two ranks on one GPU
+    connects = choose_backend(backend, chosen)  # also for one rank: what cannot be is refused
     if chosen.type == "mps" and launch.world_size > 1:
         notes.append("All ranks share the one Apple GPU of this machine: no parallelism is gained.")
         if device == "auto":  # and Gloo cannot reduce what lies on it

@@ -3,18 +3,20 @@
 import math
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import Signals
 from types import FrameType
 
 import torch
 
-from samestep.ranks.startup import held_warning
+from samestep.ranks.startup import held_warning, stop_signals
 from samestep.ranks.world import World
 
-_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Ranks agree about once in this many seconds; a signal waits at most that long, or one step.
 _AGREE_EVERY_S = 0.5
 
@@ -28,21 +30,30 @@ class Received:
 
 @contextmanager
 def catch_signals() -> Iterator[Received]:
-    """Turn SIGTERM, SIGUSR1 and the first SIGINT into a request; a second SIGINT ends at once."""
+    """Turn the stop signals into a request; a second SIGINT ends at once."""
     received = Received(held_warning())
 
     def remember(signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGINT and received.signum == signal.SIGINT:
             os._exit(128 + signum)  # Python's own teardown could wait for the other ranks
+        if Signals(signum).name == "SIGHUP":
+            _leave_terminal()
         received.signum = signum
 
-    names = [name for name in _SIGNALS if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), remember) for name in names}
+    before = {number: signal.signal(number, remember) for number in stop_signals()}
     try:
         yield received
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """Print nowhere from now on: whatever is written to a terminal that has closed fails."""
+    with Path(os.devnull).open("w") as nowhere:
+        for descriptor in (1, 2):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere.fileno(), descriptor)
 
 
 @dataclass(frozen=True)
