@@ -1,6 +1,7 @@
 """What the hooks make of a script's calls into PyTorch: phases, steps, epochs, profilers."""
 
 import io
+import time
 from itertools import groupby
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.trace_events import COLLATE
+from samestep.training.phases import Phases
 
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))
 STEP = ["data", "forward", "backward", "optimizer"]
@@ -97,7 +99,7 @@ def test_from_eval_to_train_all_is_evaluation_with_the_data_that_it_reads(script
     script.evaluate(DataLoader(DATA, batch_size=12))
     assert set(laps.seen()) == {"evaluation"}
     script.step()
-    assert laps.seen() == ["forward", "backward", "optimizer"]
+    assert laps.seen() == ["optimizer", "forward", "backward", "optimizer"]
 
 
 def test_a_model_that_trains_with_a_frozen_part_in_eval_mode_is_not_evaluated(script, laps):
@@ -124,6 +126,90 @@ def test_what_an_optimizer_does_around_its_closure_is_its_own(script, laps, how)
     else:
         optimizer.step(closure=closure)
     assert laps.seen() == ["optimizer", "forward", "backward", "optimizer"]
+
+
+def closure_of(script, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = script.model(DATA.tensors[0]).square().mean()
+        loss.backward()
+        return loss
+
+    return lambda: optimizer.step(closure)
+
+
+def of_a_function(script, optimizer):
+    """A model that is no module, as in `x @ w`."""
+    weight = script.model.weight
+
+    def step():
+        optimizer.zero_grad()
+        (DATA.tensors[0] @ weight.T).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda script: script.step,
+        lambda script: closure_of(script, script.optimizer),
+        lambda script: closure_of(
+            script, torch.optim.LBFGS(script.model.parameters(), max_iter=2)
+        ),
+        lambda script: of_a_function(script, script.optimizer),
+    ],
+    ids=["a plain step", "a closure", "LBFGS", "a model that is a function"],
+)
+def test_python_between_the_steps_of_a_loop_without_a_loader_is_other(make):
+    script = Script()
+    script.hooks.phases = Phases()
+    step = make(script)
+    with script.hooks.installed():
+        for _ in range(3):
+            step()
+            time.sleep(0.02)  # planted: the script's own Python
+        step()
+    seconds = script.hooks.phases.running()
+    assert seconds["other"] >= 0.06
+    assert seconds["forward"] + seconds["backward"] + seconds["optimizer"] < seconds["other"]
+
+
+def test_data_that_a_closure_makes_is_no_part_of_the_forward():
+    script = Script()
+    script.hooks.phases = Phases()
+
+    def closure():
+        time.sleep(0.02)
+        script.optimizer.zero_grad()
+        loss = script.model(DATA.tensors[0]).square().mean()
+        loss.backward()
+        return loss
+
+    with script.hooks.installed():
+        for _ in range(2):
+            script.optimizer.step(closure)
+    assert script.hooks.phases.running()["other"] >= 0.04
+
+
+def test_python_between_a_loaders_batch_and_a_step_with_a_closure_is_not_the_optimizers(
+    script, laps
+):
+    step = closure_of(script, script.optimizer)
+    for _ in DataLoader(DATA, batch_size=12):
+        laps.clear()
+        step()
+    assert laps[0] == "other"
+
+
+def test_a_compiled_graph_holds_nothing_of_what_is_noted(script, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    script.step()
+    script.hooks.phases.clear()
+    script.model(DATA.tensors[0])
+    script.optimizer.zero_grad()
+    assert script.hooks.phases == []
 
 
 def test_only_the_first_optimizers_steps_count(script):
@@ -193,7 +279,10 @@ def test_a_profiler_that_the_script_starts_is_told_of(script):
 
 
 def test_pytorch_is_as_before_once_the_hooks_are_taken_off():
-    places = [(DataLoader, "__iter__"), (torch.autograd, "backward"), (torch, "save")]
+    places = [
+        *[(DataLoader, "__iter__"), (torch.autograd, "backward"), (torch, "save")],
+        *[(nn.Module, "__call__"), (torch.optim.Optimizer, "zero_grad")],
+    ]
     before = [getattr(place, name) for place, name in places]
     script = Script()
     with pytest.raises(KeyError), script.hooks.installed():

@@ -1,8 +1,8 @@
 """Tell the phases of any training script's steps, from what it calls of PyTorch.
 
 Nothing of the script is changed. While it runs, a few functions of PyTorch that its loop calls
-(the loader's `__iter__` and `__next__`, `backward`, `Optimizer.step`, `torch.save`, `train` and
-`eval` of a model) note the time, then do as ever.
+(the loader's `__iter__` and `__next__`, the call of a model, `backward`, `Optimizer.zero_grad` and
+`step`, `torch.save`, `train` and `eval` of a model) note the time, then do as ever.
 """
 
 import contextlib
@@ -50,6 +50,10 @@ class Hooks:
         self._evaluating = False
         self._eval_mode = False
         self._depth = 0
+        self._between = False
+        """Whether an optimizer has stepped and nothing of the next step has been seen yet."""
+        self._has_gradients = False
+        """Whether a backward has run since the last optimizer step."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -64,12 +68,31 @@ class Hooks:
                 (torch.autograd, "backward", self._around_backward),
                 (torch, "save", self._around_save),
                 (nn.Module, "train", self._around_train),
+                (Optimizer, "zero_grad", self._around_zero_grad),
                 (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
             ):
                 original = getattr(place, name)
                 stack.callback(setattr, place, name, original)
                 setattr(place, name, _replacement(original, around))
+            call = nn.Module.__call__
+            stack.callback(setattr, nn.Module, "__call__", call)
+            nn.Module.__call__ = self._noted_call(call)  # type: ignore[method-assign]
             yield
+
+    def _noted_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of a model that ends what lies between two steps."""
+
+        @functools.wraps(original)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # A graph that is being compiled must hold nothing of this.
+            if torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
+            if self._between and torch.is_grad_enabled() and not self._eval_mode:
+                self._lap_or_evaluation()
+                self._between = self._evaluating = False
+            return original(module, *args, **kwargs)
+
+        return call
 
     def _lap_or_evaluation(self, phase: str = "other") -> None:
         self.phases.lap("evaluation" if self._evaluating else phase)
@@ -77,14 +100,21 @@ class Hooks:
     def _steps(
         self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Let the time around the closure, if there is one, count as the optimizer's own."""
-        self.phases.lap("optimizer")
+        """Let the time around the closure, if there is one, count as the optimizer's own.
+
+        What lies before the step is clipping if there are gradients, else the script's own Python.
+        """
+        if self._has_gradients:
+            self.phases.lap("optimizer")
+        else:
+            self._lap_or_evaluation()
         given = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(given):
             return None
 
         def closure() -> Any:
             self.phases.lap("optimizer")
+            self._between = True
             value = given()
             self._lap_or_evaluation()
             return value
@@ -95,6 +125,7 @@ class Hooks:
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self.phases.lap("optimizer")
+        self._between, self._has_gradients = True, False
         if self.optimizer is None:
             self.optimizer = optimizer
             device = optimizer.param_groups[0]["params"][0].device
@@ -141,6 +172,7 @@ class Hooks:
             # The first batch of new workers comes when they have started.
             self._lap_or_evaluation("workers" if starts else "data")
         if not self._evaluating:
+            self._between = False
             self._latest = loader
             self.batches += loader is self.loader
         return batch
@@ -156,6 +188,7 @@ class Hooks:
             return original(tensors, *args, **kwargs)
         self.phases.lap("forward")
         self._evaluating = self._eval_mode = False  # also where a frozen part stays in eval()
+        self._between, self._has_gradients = False, True
         if self.loader is None and self._latest is not None:
             self.loader = self._latest
             self.batches = 1
@@ -171,6 +204,17 @@ class Hooks:
         finally:
             self._depth -= 1
             self.phases.lap(ends)
+
+    def _around_zero_grad(
+        self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if torch.compiler.is_compiling() or not self._between:
+            return original(optimizer, *args, **kwargs)
+        self._lap_or_evaluation()
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            self.phases.lap("optimizer")
 
     def _around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._lap_or_evaluation()
