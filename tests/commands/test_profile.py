@@ -161,6 +161,24 @@ def test_the_table_fits_80_columns_and_json_is_nothing_but_json(here):
     assert found == read_json(here / "b" / "profile.json")
 
 
+STOPS = """
+import itertools
+import os
+import signal
+from dataclasses import replace
+
+calls = itertools.count(1)
+without = recipe.loss
+
+def loss(outputs, targets):
+    if next(calls) == 100:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return without(outputs, targets)
+
+recipe = replace(recipe, loss=loss)
+"""
+
+
 def write(here: Path, text: str, name: str = "train.py") -> str:
     (here / name).write_text(text)
     return name
@@ -288,6 +306,7 @@ def test_a_scripts_exit_code_is_passed_on(here):
         (LOOP, ("--workers", "0,1"), "--workers"),
         (LOOP, ("--epoch", "0"), "--epoch is 0"),
         (LOOP, ("--seconds", "0"), "--seconds is 0"),
+        (LOOP, ("--steps", "1"), "--steps is 1"),
         (LOOP, ("--nproc", "0"), "--nproc is 0"),
         (LOOP, ("--lr", "1"), "Unrecognized"),
         (LOOP, ("--out", "/dev/null/x"), "/dev/null/x"),
@@ -313,6 +332,19 @@ def test_what_is_wrong_with_a_script_is_one_message(here, text, arguments, says)
 def test_what_is_wrong_with_the_profile_of_a_recipe_is_one_message(here, arguments, says):
     recipe = str(tiny.write_recipe(here))
     assert says in refusal("profile", recipe, *arguments, folder=here.parent / "o")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_ends_the_profile_of_a_recipe_and_shows_what_was_measured(here, world_size):
+    """Every rank sends the signal to itself, as a scheduler would, when it trains step 100."""
+    recipe = tiny.write_recipe(here)
+    recipe.write_text(recipe.read_text() + STOPS)
+    flags = ("--seconds", "60", "--run-dir", "out")
+    ranks = start("profile", str(recipe), *flags, world_size=world_size, folder=here.parent / "o")
+    assert set(ranks.wait()) == {143}
+    found = read_json(here / "out" / "profile.json")
+    assert found["measured"]["stopped"]
+    assert "verdict" in ranks.printed(0)
 
 
 def test_a_directory_that_holds_a_profile_is_not_written_to_again(here):

@@ -78,6 +78,12 @@ def operations(**shares):
             measured({"all_reduce": 0.2}, {"all_reduce": 0.2}, gradient_bytes=1 << 10),
             "--batch-size",
         ),
+        (
+            "communication-bound",
+            measured({"all_reduce": 0.2}, {"all_reduce": 0.2}, gradient_bytes=136),
+            " 136 bytes ",
+        ),
+        ("loop-bound", measured({"other": 0.3}, script=True, in_memory=True), "making batches"),
         ("straggler", measured({"all_reduce": 0.3}, {"forward": 0.32}), "rank 1"),
         (
             "straggler",

@@ -155,9 +155,7 @@ def of_a_function(script, optimizer):
     [
         lambda script: script.step,
         lambda script: closure_of(script, script.optimizer),
-        lambda script: closure_of(
-            script, torch.optim.LBFGS(script.model.parameters(), max_iter=2)
-        ),
+        lambda script: closure_of(script, torch.optim.LBFGS(script.model.parameters(), max_iter=2)),
         lambda script: of_a_function(script, script.optimizer),
     ],
     ids=["a plain step", "a closure", "LBFGS", "a model that is a function"],

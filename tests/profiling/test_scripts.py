@@ -140,6 +140,39 @@ def test_what_was_measured_until_a_script_failed_is_kept(here):
     assert read_json(here / "out" / "profile.json")["measured"]["steps"] > 50
 
 
+def test_sigterm_ends_a_script_and_shows_what_was_measured(here):
+    """The script sends the signal itself, in the midst of a step, once there is enough."""
+    text = "import os, signal, sys\n" + STEPS.format(100)
+    text += "os.kill(os.getpid(), signal.SIGTERM)\nprint('went on')\n"
+    flags = ("--seconds", "60", "--out", "out")
+    ranks = start("profile", script(here, text), *flags, folder=here.parent / "o")
+    assert ranks.wait() == [143]
+    (said,) = [line for line in ranks.output().splitlines() if line.startswith("samestep: ")]
+    assert re.findall(r"SIGTERM|\b\d+\b", said) == ["SIGTERM", "100"]
+    assert "verdict" in ranks.output()
+    assert "went on" not in ranks.output()
+    assert read_json(here / "out" / "profile.json")["measured"]["steps"] > 50
+
+
+def test_as_many_steps_are_measured_as_are_asked_for(here):
+    text = EPOCHS.format(epochs=10**9, loader="DataLoader(data, batch_size=10)")
+    assert profiled(here, text, "--steps", "50")["measured"]["steps"] == 50
+
+
+INDEXED = """
+for _ in range(10**9):
+    order = torch.randperm(120)
+    x = torch.stack([data.tensors[0][i] for i in order[:4]])
+    step(x, data.tensors[1][:4])
+"""
+
+
+def test_tensors_that_are_an_index_are_no_numbers_read(here):
+    found = profiled(here, INDEXED, "--steps", "50")
+    assert found["measured"]["ranks"][0]["operations"]["syncs"] == 0
+    assert not found["verdict"]["notes"]
+
+
 UNEVEN = "import os\n" + STEPS.format("60 if os.environ['RANK'] == '0' else 10**9")
 
 

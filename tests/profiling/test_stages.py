@@ -146,6 +146,24 @@ def test_of_an_epoch_without_an_end_what_there_is_after_20_seconds_is_measured()
     assert training.seconds_per_step == pytest.approx(STEP_S)
 
 
+@pytest.mark.parametrize("wished", [2, 37, 500])
+def test_so_many_steps_are_measured_as_are_wished_for_whatever_the_epochs(wished):
+    training = Training(num_steps=wished, per_epoch=100, wants_epochs=lambda: True, seconds=1.0)
+    assert training.run()
+    assert training.stages.span.steps == wished
+    assert training.stages.tracer.steps == 5
+
+
+@pytest.mark.parametrize("taken", [30, 41])
+def test_a_stop_signal_ends_it_with_what_was_measured_until_then(taken):
+    """With 3 s to measure, step 30 is one of those, and step 41 is traced in the midst of an epoch."""
+    training = Training(seconds=3.0, stop=lambda: training.taken >= taken)
+    assert training.run()
+    assert training.stages.stopped
+    assert taken <= training.taken <= 1.25 * taken
+    assert training.seconds_per_step == pytest.approx(STEP_S)
+
+
 def test_one_epoch_is_traced_from_its_first_step_to_its_last():
     training = Training(per_epoch=11, epoch=2)
     assert training.run()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from samestep.profiling.intervals import common, length, lengths_in, union, without
 from samestep.profiling.trace_digest import digest
-from samestep.profiling.trace_events import COLLATE, own_times, phases_of
+from samestep.profiling.trace_events import COLLATE, INDEX, own_times, phases_of, short_name
 from samestep.profiling.tracing import memory_timeline, peak_memory
 
 STEP_US = 1000
@@ -112,6 +112,56 @@ def test_an_optimizer_that_reads_again_and_again_is_no_loop_of_the_scripts():
     found = digest(trace([*ranges, *closures]), 5)
     assert found.syncs == 48
     assert found.sync > 0.5
+
+
+def test_a_number_that_is_read_as_an_index_does_not_count():
+    """As in `x[i]` and `x[:i]`, where PyTorch reads the tensor `i`, which is on the CPU."""
+    places = range(400, 880, 40)
+    reads = [event("aten::_local_scalar_dense", start + 2, 1) for start in places]
+    indexing = [event(INDEX, start, 5, "user_annotation") for start in places]
+    found = digest(trace([*indexing, *reads]), 5)
+    assert (found.syncs, found.sync) == (0, 0)
+    assert digest(trace(reads), 5).syncs == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("aten::addmm", "addmm"),
+        ("ampere_sgemm_128x64_nn", "ampere_sgemm_128x64_nn"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
+            "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>)",
+            "CUDAFunctor_add",
+        ),
+        (
+            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<"
+            "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>(int)>",
+            "direct_copy_kernel_cuda",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
+            "at::native::MeanOps<float, float, float, float>, unsigned int> >(int)",
+            "MeanOps",
+        ),
+        (
+            "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>(Params)",
+            "cutlass_80_tensorop_s1688gemm_128x64_16…",
+        ),
+        (
+            "void at::native::(anonymous namespace)::softmax_warp_forward<float, float, float, 7>()",
+            "softmax_warp_forward",
+        ),
+        (
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8",
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_t…",
+        ),
+        ("<unknown>", "<unknown>"),
+    ],
+)
+def test_of_a_long_name_the_telling_part_stays(name, told):
+    assert short_name(name) == told
+    assert len(told) <= 40
 
 
 def test_putting_samples_together_is_told_as_a_share_of_the_wait():

@@ -45,6 +45,9 @@ _EXAMPLES = (
     "profile train.py --nproc 2 -- --epochs 1",
 )
 
+_STOPPED = 143
+"""The exit code after SIGTERM, as a shell has it."""
+
 _HELP = """\
 usage: samestep profile TARGET [flags]
        samestep profile SCRIPT.py [flags] [-- ARGUMENTS OF THE SCRIPT]
@@ -69,6 +72,8 @@ class _Extent:
     """Trace this epoch as a whole, counted from 1; by default a few steps."""
     seconds: float = 3.0
     """How long to measure, at least."""
+    steps: int | None = None
+    """Measure this many steps, whatever time they take, in place of --seconds."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +156,19 @@ def is_recipe_file(path: Path) -> bool:
     return "recipe" in named
 
 
+def _check_extent(extent: _Extent) -> None:
+    check_positive(epoch=extent.epoch, seconds=extent.seconds, steps=extent.steps)
+    if extent.steps == 1:
+        raise UserError("--steps is 1; it must be 2 or more.")
+
+
 def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.commands.target import parse_target  # noqa: PLC0415 - imports torch
     from samestep.profiling.apply_settings import check_place  # noqa: PLC0415 - as does the package
 
     about = "Profile {}: where the time of its steps goes."
     command, request = parse_target("profile", about, Command, arguments, *_EXAMPLES)
-    check_positive(epoch=command.epoch, seconds=command.seconds)
+    _check_extent(command)
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes)
     if command.apply and not (workers or batch_sizes):
@@ -192,11 +203,14 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
         batch_sizes=batch_sizes,
         epoch=command.epoch,
         seconds=command.seconds,
+        num_steps=command.steps,
         begin=log.move_to,
     )
     found = profile_recipe(request, world, wishes)
     world.on_main(lambda: _save_and_show(found, as_json=command.json))
-    if world.is_main and place is not None:
+    if found.measured.stopped:
+        code = _STOPPED
+    if world.is_main and place is not None and code is None:
         code = _apply(place, found, request.source)
     leave(world)
     return code or 0
@@ -227,7 +241,7 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
                 f"pass its arguments after `--`, and profile it once with each."
             )
     command = parse_flags(ScriptCommand, f"profile {script}", flags[:cut], *_EXAMPLES)
-    check_positive(epoch=command.epoch, seconds=command.seconds)
+    _check_extent(command)
     if module:
         _check_module(name)
     place = os.environ.get(TASK)  # of the parent, for all ranks
@@ -260,6 +274,7 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
             out,
             epoch=command.epoch,
             seconds=command.seconds,
+            num_steps=command.steps,
             quiet=command.json,
             module=module,
         )
@@ -271,7 +286,7 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
         return _failed(error, script, as_json=command.json)
     if found is not None:
         _save_and_show(found, as_json=command.json)
-    return 0
+    return _STOPPED if found is not None and found.measured.stopped else 0
 
 
 def _check_module(name: str) -> None:

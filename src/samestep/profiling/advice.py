@@ -20,6 +20,11 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{min(digits, 4)}f} ms"
 
 
+def _bytes(size: int) -> str:
+    """Return less than a MiB with its unit: 136 bytes, 12 KiB."""
+    return f"{size / 1024:,.0f} KiB" if size >= 1024 else f"{size} bytes"
+
+
 def _of_step(seconds: float, measured: MeasuredSteps) -> str:
     step = measured.typical.step + measured.evaluation + measured.checkpoint
     return f"{milliseconds(seconds)} of a step of {milliseconds(step)}"
@@ -77,8 +82,8 @@ def _communication(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
         why += ", beyond what backward hides."
     elif size < _LATENCY_BYTES:
         why += (
-            f" of {size / 1024:,.0f} KiB of gradients: so few bytes are all latency, paid once per "
-            "step whatever the batch."
+            f" of {_bytes(size)} of gradients: so few bytes are all latency, paid once per step "
+            "whatever the batch."
         )
     else:
         speed = 2 * (number - 1) / number * size / seconds / 1e9 if number > 1 else 0.0
@@ -185,7 +190,10 @@ def _rarely(phase: str, seconds: float, measured: MeasuredSteps) -> tuple[str, s
 
 
 def _loop(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
-    why = f"What lies between the steps (logging, metrics) takes {_of_step(seconds, measured)}."
+    what = "logging, metrics"
+    if measured.script and measured.in_memory:  # no DataLoader, so that data is not told apart
+        what = "making batches, logging, metrics"
+    why = f"The loop's own Python between the steps ({what}) takes {_of_step(seconds, measured)}."
     if measured.script:
         return why, "Do what lies between two steps once in many: logging, metrics, images, prints."
     return why, "--log-every with a larger number."

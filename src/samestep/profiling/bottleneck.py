@@ -109,6 +109,8 @@ def split(measured: MeasuredSteps) -> list[StepPart]:
 
 def _notes(measured: MeasuredSteps, kind: str, starved: float) -> tuple[str, ...]:
     notes = []
+    if measured.stopped:
+        notes.append(f"A stop signal came: this is what {measured.steps:,} steps until then show.")
     if starved >= _STARVED * measured.typical.step and kind != "oversubscribed":
         notes.append(
             f"Other programs use the cores: a thread waited {milliseconds(starved)} per step for "

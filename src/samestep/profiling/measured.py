@@ -92,6 +92,8 @@ class MeasuredSteps:
     profiled_itself: bool = False
     """Whether the script had a profiler of its own on in some steps, which are in no number."""
     compiled: bool = False
+    stopped: bool = False
+    """Whether a signal ended it before all was measured."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Steps between two evaluations and two checkpoints, as the settings have it."""
 

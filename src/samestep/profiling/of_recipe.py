@@ -26,9 +26,10 @@ from samestep.profiling.sweep import sweep, variant
 from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.ranks.world import World
 from samestep.run.directory import Run, new_run_path
+from samestep.screen.words import count
 from samestep.training.loop import rehearse
 from samestep.training.precision import data_dtype
-from samestep.training.stopping import Watch
+from samestep.training.stopping import Watch, catch_signals
 from samestep.training.work import ENDLESS, State, Work, epoch_is_full
 
 
@@ -40,6 +41,8 @@ class Wishes:
     batch_sizes: tuple[int, ...] = ()
     epoch: int | None = None
     seconds: float = 3.0
+    num_steps: int | None = None
+    """Steps to measure, in place of the seconds."""
     begin: Callable[[Path], None] = lambda _path: None
     """Called on every rank with the directory once it is there."""
 
@@ -87,7 +90,7 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
     world.on_main(begin)
     world.on_every(lambda: wishes.begin(path))
     measured = measure(work, built.state, path, wishes)
-    sweeps = _sweep(request, built, path, wishes)
+    sweeps = () if measured.stopped else _sweep(request, built, path, wishes)
     work.train.close()
     return Profile(
         name=request.recipe.name,
@@ -103,7 +106,7 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
 def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSteps:
     """Measure some steps without the profiler and trace some with it, on every rank."""
     world = work.world
-    span, mine = _run_stages(work, state, path, wishes)
+    span, mine, stopped = _run_stages(work, state, path, wishes)
     cores = usable_cores()
     between = every(work)
     return MeasuredSteps(
@@ -111,8 +114,11 @@ def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSte
         steps=span.steps,
         wall=span.seconds / span.steps,
         samples=work.plan.global_batch_size,
-        evaluation=evaluation_seconds(work) / between["evaluation"],
-        checkpoint=checkpoint_seconds(work, state, path) / between["checkpoint"],
+        # After a stop signal there may be no time for them.
+        evaluation=0.0 if stopped else evaluation_seconds(work) / between["evaluation"],
+        checkpoint=0.0
+        if stopped
+        else checkpoint_seconds(work, state, path) / between["checkpoint"],
         device=world.device.type,
         cores=len(cores),
         local_ranks=world.gather((world.node, cores)).count((world.node, cores)),
@@ -121,34 +127,53 @@ def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSte
         in_memory=isinstance(work.train, MemorySource),
         gradient_bytes=sum(p.nbytes for p in work.trainee.model.parameters() if p.requires_grad),
         compiled=work.settings.compile == "on",
+        stopped=stopped,
         counts=between,
     )
 
 
 def _run_stages(
     work: Work, state: State, path: Path, wishes: Wishes
-) -> tuple[MeasuredSpan, MeasuredRank]:
-    """Train through warm-up, measured and traced steps; keep the trace."""
+) -> tuple[MeasuredSpan, MeasuredRank, bool]:
+    """Train through warm-up, measured and traced steps; keep the trace.
+
+    Returns:
+        What was measured, also of this rank, and whether a stop signal ended it early.
+
+    Raises:
+        UserError: the stop signal came before there was anything to tell.
+    """
     world = work.world
-    stages = Stages(
-        TimeAccount(lambda: work.phases),
-        agree=lambda function: world.broadcast(function() if world.is_main else 0),
-        seconds=wishes.seconds,
-        epoch=wishes.epoch,
-    )
-    stages.epoch_begins(state.position.epoch + 1)
-    for _ in rehearse(work.endless(), state):
-        stages.at(state.position.step)
-        if epoch_is_full(work, state):
-            stages.epoch_begins(state.position.epoch + 2)
-        if stages.done:
-            break
+    with catch_signals() as received:
+        stages = Stages(
+            TimeAccount(lambda: work.phases),
+            agree=lambda function: world.broadcast(function() if world.is_main else 0),
+            seconds=wishes.seconds,
+            num_steps=wishes.num_steps,
+            epoch=wishes.epoch,
+            stop=lambda: received.signum != 0,
+        )
+        stages.epoch_begins(state.position.epoch + 1)
+        for _ in rehearse(work.endless(), state):
+            stages.at(state.position.step)
+            if epoch_is_full(work, state):
+                stages.epoch_begins(state.position.epoch + 2)
+            if world.world_size == 1 and received.signum and not stages.done:
+                stages.end()
+            if stages.done:
+                break
     span, tracer = stages.span, stages.tracer
-    assert span is not None
-    assert tracer is not None
+    if span is None:
+        raise UserError(
+            f"A stop signal came after {count(state.position.step, 'step')}: too few to tell "
+            "anything.",
+            on_all_ranks=True,
+        )
+    if tracer is None or not tracer.steps:
+        return span, span.rank, stages.stopped
     name = f"rank{world.rank}_workers_{work.settings.num_workers}"
     operations, memory = world.on_every(lambda: tracer.keep(path / "traces", name))
-    return span, replace(span.rank, operations=operations, memory=memory)
+    return span, replace(span.rank, operations=operations, memory=memory), stages.stopped
 
 
 def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[Sweep, ...]:

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import torch
@@ -43,11 +45,15 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
 
     def told(self, script: Path) -> str:
         """Return the one line to show below the script's own error."""
-        how = "an error" if isinstance(self.__cause__, Exception) else f"exit code {self.code}"
+        how = f"ended with exit code {self.code}"
+        if isinstance(self.__cause__, _Done):
+            how = "was ended by SIGTERM"
+        elif isinstance(self.__cause__, Exception):
+            how = "ended with an error"
         found = "nothing was measured"
         if self.found is not None:
             found = "the profile is of what was measured until then"
-        return f"{script.name} ended with {how} after {count(self.steps, 'step')}: {found}."
+        return f"{script.name} {how} after {count(self.steps, 'step')}: {found}."
 
 
 class _Done(BaseException):
@@ -72,30 +78,47 @@ def profile_script(
     *,
     epoch: int | None = None,
     seconds: float = 3.0,
+    num_steps: int | None = None,
     quiet: bool = False,
     module: bool = False,
 ) -> Profile | None:
     """Run a script until some of its steps are measured and traced; return what rank 0 has to show.
 
     `script` is a Python file; with `module` a module's name, to be run as `python -m` does. At
-    least `seconds` are measured; traced is `epoch`, counted from 1, or by default a few steps. The
-    traces go to `out`; with `quiet` what the script prints goes to standard error.
+    least `seconds` are measured, or `num_steps`; traced is `epoch`, counted from 1, or by default
+    a few steps. The traces go to `out`; with `quiet` what the script prints goes to standard error.
+    SIGTERM ends the script; what was measured until then is found.
 
     Raises:
-        ScriptFailed: the script failed by itself.
+        ScriptFailed: the script failed by itself, or was ended by SIGTERM as a single rank.
         UserError: it took too few steps, or other ranks took more; a file could not be written.
     """
     ranks.join()
     hooks = Hooks(Phases(), several=ranks.world_size > 1)
     account, wants = TimeAccount(lambda: hooks.phases), lambda: hooks.loader is not None
-    stages = Stages(account, ranks.agree, seconds=seconds, epoch=epoch, wants_epochs=wants)
+    received: list[int] = []
+    stages = Stages(
+        account,
+        ranks.agree,
+        seconds=seconds,
+        num_steps=num_steps,
+        epoch=epoch,
+        wants_epochs=wants,
+        stop=lambda: bool(received),
+    )
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
     failure = None
     try:
-        with hooks.installed(), _to_stderr() if quiet else contextlib.nullcontext():
+        with (
+            hooks.installed(),
+            _to_stderr() if quiet else contextlib.nullcontext(),
+            _noting_sigterm(received, alone=ranks.world_size == 1),
+        ):
             _run(script, arguments, module=module)
+        if received and ranks.world_size == 1:
+            raise ScriptFailed(128 + received[0], "") from _Done()
     except RankZeroEnded as ended:
         raise UserError(
             f"Rank 0 of {script} ended after {ended.steps:,} optimizer steps, and rank "
@@ -117,7 +140,8 @@ def profile_script(
         gathered = ranks.gather(msgspec.json.encode(mine).decode())
         if ranks.rank == 0:
             found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
-            profile = _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
+            local = ranks.local_world_size
+            profile = _profile(script, found, stages, hooks, out, local, stopped=bool(received))
     if failure is not None:
         failure.steps, failure.found = hooks.steps, profile
         raise failure
@@ -127,6 +151,26 @@ def profile_script(
 def _stop_if(done: bool) -> None:
     if done:
         raise _Done
+
+
+@contextmanager
+def _noting_sigterm(received: list[int], *, alone: bool) -> Iterator[None]:
+    """Note a first SIGTERM; it ends the script of a single rank at once, several agree on it."""
+    own = os.getpid()
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        if os.getpid() != own:  # a process that the script has forked, as a loader does
+            os.kill(os.getpid(), signum)
+        received.append(signum)
+        if alone:
+            raise _Done
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(script: Path, arguments: list[str], *, module: bool) -> None:
@@ -230,13 +274,16 @@ def _rank_found(
 def _profile(
     script: Path,
     found: list[_RankFound],
-    span: MeasuredSpan,
+    stages: Stages,
     hooks: Hooks,
     out: Path,
     local_ranks: int,
+    *,
+    stopped: bool,
 ) -> Profile:
-    loader, optimizer = hooks.loader, hooks.optimizer
+    loader, optimizer, span = hooks.loader, hooks.optimizer, stages.span
     assert optimizer is not None
+    assert span is not None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     batch = getattr(loader, "batch_size", None) or 0
     measured = MeasuredSteps(
@@ -255,6 +302,7 @@ def _profile(
         gradient_bytes=sum(p.nbytes for p in parameters),
         script=True,
         profiled_itself=any(each.profiled_itself for each in found),
+        stopped=stopped,
     )
     traces = tuple(each.trace for each in found if each.trace is not None)
     return Profile(

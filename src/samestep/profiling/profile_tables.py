@@ -83,7 +83,11 @@ def _phases(measured: MeasuredSteps, verdict: Bottleneck) -> Table:
     shared = {"evaluation": measured.evaluation, "checkpoint": measured.checkpoint}
     for phase, name in PHASE_NAMES.items():
         values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0) for rank in columns.values()]
-        if any(values) or any(phase in rank.phases for rank in columns.values()):
+        if phase in shared and not any(values):
+            # What falls due more rarely than that has its costs all the same.
+            if measured.script or measured.stopped:
+                table.add_row(name, f"not seen in {measured.steps:,} steps")
+        elif any(values) or any(phase in rank.phases for rank in columns.values()):
             typical = measured.typical.phases.get(phase, 0.0) + shared.get(phase, 0.0)
             table.add_row(name, *map(_number, values), f"{typical / verdict.step:.0%}")
     totals = [_number(rank.step + sum(shared.values())) for rank in columns.values()]
@@ -117,7 +121,10 @@ def _verdict(profile: Profile) -> list[tuple[str, str]]:
     if measured.samples:
         samples = _speed(measured.samples / verdict.step)
         said = f"{_speed(1 / verdict.step)} steps per second, {samples} samples per second"
-        lines.append(("speed", f"{said}, with evaluations and checkpoints."))
+        parts = {part.kind for part in verdict.parts if part.seconds}
+        between = [f"{name}s" for name in ("evaluation", "checkpoint") if f"{name}-bound" in parts]
+        end = f", with {' and '.join(between)}." if between else "."
+        lines.append(("speed", f"{said}{end}"))
     if measured.typical.memory is not None:
         most, phase = measured.typical.memory
         size = f"{most:,.1f} MiB" if most >= 1 else f"{most * 1024:,.1f} KiB"

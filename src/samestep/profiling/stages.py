@@ -40,25 +40,31 @@ class Stages:
         agree: Callable[[Callable[[], int]], int],
         *,
         seconds: float = 3.0,
+        num_steps: int | None = None,
         epoch: int | None = None,
         wants_epochs: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] = lambda: False,
         new_tracer: Callable[[Phases], Tracer] = Tracer,
         own_profiler_runs: Callable[[], bool] = profiler_runs,
     ) -> None:
         """Begin to warm up.
 
         `agree` calls a function on rank 0, and returns its value on every rank. At least `seconds`
-        are measured; `wants_epochs` says whether to measure a whole epoch, with what lies between
-        it and the next. Traced is `epoch`, counted from 1, or by default a few steps.
+        are measured, or `num_steps` if they are given; `wants_epochs` says whether to measure a
+        whole epoch, with what lies between it and the next. Traced is `epoch`, counted from 1, or
+        by default a few steps. `stop` says whether to make do with what there is.
         """
         self.stage: Literal["warm-up", "measure", "trace", "done"] = "warm-up"
         self.span: MeasuredSpan | None = None
         """What was measured."""
         self.tracer: Tracer | None = None
+        self.stopped = False
+        """Whether the training ended before all was measured and traced."""
         self.profiled_itself = False
         """Whether the script had a profiler of its own on in some steps."""
         self._account, self._agree = account, agree
         self._seconds, self._epoch, self._wants_epochs = seconds, epoch, wants_epochs
+        self._num_steps, self._stop = num_steps, stop
         self._new_tracer, self._own_profiler_runs = new_tracer, own_profiler_runs
         self._began = account.now()
         self._step = 0
@@ -82,9 +88,13 @@ class Stages:
             self.tracer.step()
             if self._epoch is None and step >= self._trace_until:
                 self._end_trace()
-        elif step >= self._next_decision:
+        if step >= self._next_decision and not self.done:
             self._next_decision = max(step + 1, int(step * _GROWTH))
-            self._decide()
+            if self._agree(self._stop):
+                self.end()
+            elif self.stage != "trace":
+                self._decide()
+            self._decide_after_the_last_step()
         return self.done
 
     def epoch_begins(self, number: int) -> bool:
@@ -114,7 +124,8 @@ class Stages:
             self._account.epochs.clear()  # none that has begun until now is a whole one
 
     def end(self) -> None:
-        """Make do with what there is: the training has ended by itself."""
+        """Make do with what there is: the training has ended by itself, or has to end."""
+        self.stopped = True
         if self.stage == "trace":
             self._end_trace()
         self._finish()
@@ -132,6 +143,13 @@ class Stages:
         """
         traces = self.stage == "trace" and self._epoch is None
         self._account.mark(self._step, counts=not (self._paused or traces))
+
+    def _decide_after_the_last_step(self) -> None:
+        """Decide no later than when as many steps are measured as are wished for."""
+        if self._num_steps is not None and self.stage == "measure":
+            last = self._account.readings[0].step + self._num_steps
+            if last > self._step:
+                self._next_decision = min(self._next_decision, last)
 
     def _decide(self) -> None:
         if self.stage == "warm-up":
@@ -151,6 +169,8 @@ class Stages:
 
     def _is_enough(self) -> bool:
         steps, seconds = self._account.passed(self._step)
+        if self._num_steps is not None:
+            return not self._paused and steps >= self._num_steps
         if self._paused or steps < _LEAST_STEPS or seconds < self._seconds:
             return False
         return self.tracer is None or self._has_its_epochs()
@@ -158,7 +178,8 @@ class Stages:
     def _has_its_epochs(self) -> bool:
         _, seconds = self._account.passed(self._step)
         too_long = seconds >= max(_LONGEST_S, self._seconds)
-        return not self._wants_epochs() or len(self._account.epochs) > 1 or too_long
+        wants = self._wants_epochs() and self._num_steps is None
+        return not wants or len(self._account.epochs) > 1 or too_long
 
     def _begin_trace(self) -> None:
         if self._epoch is None:
@@ -199,4 +220,5 @@ class Stages:
 
     def _measure(self) -> None:
         """Add up what counts: whole epochs if there are any, else all since the warm-up."""
-        self.span = self._account.span(self._step, whole_epochs=self._wants_epochs())
+        whole = self._wants_epochs() and self._num_steps is None
+        self.span = self._account.span(self._step, whole_epochs=whole)

@@ -17,6 +17,7 @@ from samestep.profiling.measured import Operations
 from samestep.profiling.trace_events import (
     COLLATE,
     FLOOR,
+    INDEX,
     READ,
     Event,
     IntervalIndex,
@@ -26,6 +27,7 @@ from samestep.profiling.trace_events import (
     of_optimizers,
     own_times,
     phases_of,
+    short_name,
     span,
     spans_of,
     works,
@@ -68,8 +70,7 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
     whole = split.matmul + split.memory + split.launch + split.sync or 1.0
     top: dict[bool, dict[str, float]] = {kind: defaultdict(float) for kind in (True, False)}
     for name, duration in split.names.items():
-        short = name.removeprefix("aten::").split("(")[0].split("<")[0][-40:]
-        top[multiplies(name)][short] += duration / whole
+        top[multiplies(name)][short_name(name)] += duration / whole
     most = {kind: tuple(sorted(top[kind].items(), key=lambda item: -item[1])[:5]) for kind in top}
     put_together = common(spans_of(events, *_COLLATES), waits)
     return Operations(
@@ -88,9 +89,10 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
 def _count_reads(events: Sequence[Event]) -> int:
     """Count the numbers read from tensors, without those that PyTorch reads for itself.
 
-    Optimizers read their counters and loaders their seeds; all of these lie on the CPU.
+    Optimizers read their counters, loaders their seeds, and tensors that are an index are read
+    too; all of these lie on the CPU.
     """
-    others = spans_of(events, "enumerate(DataLoader)#", "aten::_fused")
+    others = spans_of(events, "enumerate(DataLoader)#", "aten::_fused", INDEX)
     itself = IntervalIndex(union([*others, *of_optimizers(events)]))
     return sum(itself.of(e["ts"]) < 0 for e in calls(events) if e["name"] == READ)
 
@@ -135,7 +137,8 @@ def _split_host(events: Sequence[Event], compute: list[Interval]) -> ComputeSpli
     steps = [step for step, seconds in zip(every, computed, strict=True) if seconds > 0]
     steps = steps or [(compute[0][0], compute[-1][1])]
     where = IntervalIndex(steps)
-    chains = common(union(_chains(host, where, IntervalIndex(of_optimizers(events)))), compute)
+    itself = IntervalIndex(union([*of_optimizers(events), *spans_of(events, INDEX)]))
+    chains = common(union(_chains(host, where, itself)), compute)
     reading = IntervalIndex(chains)
     # An operation that does no work takes what the trace itself has measured.
     floors = [call["dur"] for call in IntervalIndex(spans_of(events, FLOOR)).among(calls(events))]
@@ -181,16 +184,16 @@ def _per_step(pieces: Iterable[tuple[str, int, float]], num_steps: int) -> dict[
 
 
 def _chains(
-    host: Sequence[Event], where: IntervalIndex, optimizers: IntervalIndex
+    host: Sequence[Event], where: IntervalIndex, itself: IntervalIndex
 ) -> Iterator[Interval]:
     """Yield the time from one read of a number to the next, in loops that read again and again.
 
-    What optimizers read for themselves is not the script's to change.
+    What PyTorch reads for itself is not the script's to change.
     """
     before: float | None = None
     between = 0
     for event in host:
-        if event["name"] != READ or optimizers.of(event["ts"]) >= 0:
+        if event["name"] != READ or itself.of(event["ts"]) >= 0:
             between += "::" in event["name"]
             continue
         if before is not None and where.of(before) == where.of(event["ts"]) and between <= _CHAIN:

@@ -18,6 +18,8 @@ FLOOR = MARK + "floor"
 """A range with operations on a single number: what an operation costs that does no work."""
 COLLATE = "collate_fn of DataLoader"
 """A range in which a script's loader puts samples together, where it does so itself."""
+INDEX = "index by a tensor on the CPU"
+"""A range in which a tensor is read as an index, as in `x[i]`: no device is waited for."""
 READ = "aten::_local_scalar_dense"
 """A number is read from a tensor: `.item()`, `float()`, `int()`, `bool()`."""
 
@@ -29,6 +31,29 @@ _COMMUNICATION = re.compile(r"nccl|gloo|all_reduce|c10d", re.IGNORECASE)
 _COMPILED = re.compile(r"Torch-Compiled|CompiledF|cpp_fused|triton_", re.IGNORECASE)
 """One call for a whole graph: what is in it cannot be told apart, and it is there to compute."""
 _PASSES_ON = ("autograd::", "torch::autograd", MARK)
+
+
+_LONGEST_NAME = 40
+_GENERIC = re.compile(r"kernel\d*$|^Kernel\d*$|^run$", re.IGNORECASE)
+"""Names of templates that say nothing: what they compute is among their arguments."""
+_NO_FUNCTION = re.compile(r"gpu_kernel_impl\w*|ReduceOp|lambda|native|\w{1,5}|\w*_t")
+
+
+def short_name(name: str) -> str:
+    """Return the telling part of an operation's or a kernel's name, in at most 40 characters.
+
+    What a C++ name begins with are its return type and its namespaces; where the name itself is one
+    of a template for many operations, the operation is the first function among its arguments.
+    """
+    name = name.removeprefix("aten::").removeprefix("void ").replace("(anonymous namespace)::", "")
+    head, _, arguments = name.partition("<")
+    short = head.split("(")[0].rpartition("::")[2].strip()
+    if _GENERIC.search(short) and arguments:
+        words = re.findall(r"[A-Za-z_]\w*(?=\s*[<,>({]|$)", arguments)
+        short = next((word for word in words if not _NO_FUNCTION.fullmatch(word)), short)
+    if len(short) > _LONGEST_NAME:
+        short = f"{short[: _LONGEST_NAME - 1]}…"
+    return short or name[:_LONGEST_NAME]
 
 
 def communicates(name: str) -> bool:

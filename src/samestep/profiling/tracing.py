@@ -4,16 +4,18 @@ import gzip
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from samestep.errors import UserError
 from samestep.profiling.measured import Operations
 from samestep.profiling.trace_digest import digest
-from samestep.profiling.trace_events import FLOOR, MARK, phases_of
+from samestep.profiling.trace_events import FLOOR, INDEX, MARK, phases_of
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
@@ -44,6 +46,7 @@ class Tracer:
             for _ in range(200):
                 torch.neg(one)
         self._running = True
+        self._end_of_indexing = _mark_indexing()
         self._phases.observer = _mark
         _mark("other")
         self._begin_step()
@@ -66,6 +69,7 @@ class Tracer:
         if self._running:
             self._step.__exit__(None, None, None)
             self._phases.observer = None
+            self._end_of_indexing()
             self._profile.stop()
             self._running = False
 
@@ -110,6 +114,33 @@ def _mark(phase: str) -> None:
     """Mark the end of a phase in the trace."""
     with record_function(MARK + phase):
         pass
+
+
+def _mark_indexing() -> Callable[[], None]:
+    """Mark where a tensor on the CPU is an index, until what is returned is called."""
+    original: Callable[..., Any] = Tensor.__getitem__
+
+    def getitem(tensor: Tensor, key: Any) -> Any:
+        if torch.compiler.is_compiling() or not _is_index(key):
+            return original(tensor, key)
+        with record_function(INDEX):
+            return original(tensor, key)
+
+    Tensor.__getitem__ = getitem  # type: ignore[method-assign]
+
+    def end() -> None:
+        del Tensor.__getitem__  # the one that it inherits is there again
+
+    return end
+
+
+def _is_index(key: Any) -> bool:
+    """Whether a key holds a single number of a tensor on the CPU: `x[i]`, `x[:i]`, `x[i, 0]`."""
+    if isinstance(key, tuple):
+        return any(map(_is_index, key))
+    if isinstance(key, slice):
+        return any(map(_is_index, (key.start, key.stop, key.step)))
+    return isinstance(key, Tensor) and key.dim() == 0 and key.device.type == "cpu"
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,0 +1,49 @@
+"""A profile as people see it, from made-up numbers."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from samestep.profiling.bottleneck import judge
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps
+from samestep.profiling.profile_result import Profile
+from samestep.profiling.profile_tables import show
+
+RANK = MeasuredRank(phases={"forward": 0.02, "backward": 0.03, "other": 0.001, "evaluation": 0.0})
+MEASURED = MeasuredSteps(ranks=(RANK,), steps=284, samples=32, cores=2, script=True)
+
+
+def shown(measured: MeasuredSteps) -> dict[str, str]:
+    """Return the lines of a profile by their first word."""
+    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    show(profile, console)
+    lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    return {line.split()[0]: line for line in lines}
+
+
+def test_what_did_not_fall_into_the_measured_steps_is_said_to_be_unseen():
+    lines = shown(MEASURED)
+    for phase in ("evaluation", "checkpoint"):
+        assert lines[phase].split()[1:] == ["not", "seen", "in", "284", "steps"]
+    assert "evaluations" not in lines["speed"]
+
+
+def test_what_fell_into_them_has_its_share():
+    phases = {**RANK.phases, "evaluation": 0.049}
+    lines = shown(replace(MEASURED, ranks=(replace(RANK, phases=phases),) * 2))
+    assert lines["evaluation"].split()[1:] == ["49.0", "49.0", "49%"]
+    assert lines["checkpoint"].split()[-3:] == ["in", "284", "steps"]
+    assert "evaluations" in lines["speed"]
+    assert "checkpoints" not in lines["speed"]
+
+
+def test_of_a_recipe_without_evaluation_there_is_no_such_row_unless_it_was_stopped():
+    recipe = replace(MEASURED, script=False, checkpoint=0.001)
+    assert "evaluation" not in shown(recipe)
+    lines = shown(replace(recipe, checkpoint=0.0, stopped=True))
+    assert "284" in lines["checkpoint"]
+    assert "284 steps" in lines["note"]
