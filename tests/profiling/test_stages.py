@@ -156,7 +156,7 @@ def test_so_many_steps_are_measured_as_are_wished_for_whatever_the_epochs(wished
 
 @pytest.mark.parametrize("taken", [30, 41])
 def test_a_stop_signal_ends_it_with_what_was_measured_until_then(taken):
-    """With 3 s to measure, step 30 is one of those, and step 41 is traced in the midst of an epoch."""
+    """Of 3 s to measure step 30 is one of the last; step 41 is past the trace, or in it."""
     training = Training(seconds=3.0, stop=lambda: training.taken >= taken)
     assert training.run()
     assert training.stages.stopped
