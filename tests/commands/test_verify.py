@@ -68,6 +68,18 @@ def test_the_table_fits_eighty_columns_and_ends_with_the_answer(here):
     assert done.stdout.splitlines()[-1].startswith("The same training.")
 
 
+def test_quick_starts_twice_and_says_what_it_left_out_with_a_line_of_progress(here):
+    done = run(here, "good.py", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["world_sizes"] == [1, 2]
+    rows = {row["name"]: row["status"] for row in found["checks"]}
+    assert rows["2 ranks"] == "same"
+    assert rows["stop and resume"] == rows["lightning"] == "skipped"
+    assert any("--quick" in note for note in found["notes"])
+    assert re.search(r"^1 of 2 starts done: 1 rank, \d+ s$", done.stderr, re.MULTILINE)
+
+
 def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here):
     text = "recipe = replace(recipe, metrics={'mean': lambda o, t: o.mean()})\n"
     done = run(here, planted.write(here, text).name)

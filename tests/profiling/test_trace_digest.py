@@ -131,8 +131,8 @@ def test_a_number_that_is_read_as_an_index_does_not_count():
         ("ampere_sgemm_128x64_nn", "ampere_sgemm_128x64_nn"),
         (
             (
-                "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
-                "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>)"
+                "void at::native::vectorized_elementwise_kernel<4, "
+                "at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)"
             ),
             "CUDAFunctor_add",
         ),

@@ -15,9 +15,18 @@ from samestep.verification.evidence import Check, Evidence
 from samestep.verification.exchange import RankReport, RecipeFacts, encoded
 from samestep.verification.few_samples import cut_down, num_samples
 from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows.processes import Computed, Kept
 from samestep.verification.short_trainings import plan_starts
 from samestep.verification.trace import Trace
 from samestep.verification.training_size import choose_training_size
+
+
+def computed(**changes: Any) -> Computed:
+    """Return what each process makes of its model and of some samples, or something else."""
+    calls = [Kept("first", [[1.0, 2.0]], [[3.0]]), Kept("", [[1.0, 2.0]], [[4.0]])]
+    calls.append(Kept("the loss", [[4.0]], [[0.5]]))
+    known = {"model": "Net", "weights": {"first.weight": [5.0, 3.0, 4.0]}, "samples": ["a", "b"]}
+    return Computed(**{**known, "calls": calls, **changes})
 
 
 def trace(facts: RecipeFacts, rank: int = 0, world_size: int = 1) -> Trace:
@@ -72,6 +81,7 @@ def with_facts(evidence: Evidence, *, present: frozenset = frozenset(), **found:
         for training in plan_trainings(start, facts, evidence.chosen):
             traces[start.place, training.name] = [trace(facts, r, start.world_size) for r in ranks]
         on_ranks = {"order": encoded(["a", "b"]), "metrics": encoded({})}
+        on_ranks["processes"] = encoded(computed())
         reports[start.place] = [RankReport(num_samples=60, found=dict(on_ranks)) for _ in ranks]
     reports[evidence.starts[-1].place][0].found["one device"] = encoded(
         {"loss": 0.7, "accuracy": 0.5}

@@ -250,3 +250,64 @@ class Plain(nn.Module):
         return self.line(x)
 recipe = replace(recipe, model=Plain)
 """
+F1 = """
+def f1(outputs, targets):
+    predicted = outputs.argmax(1)
+    hits = ((predicted == 1) & (targets == 1)).sum()
+    wrong = (predicted != targets).sum()
+    return (2.0 * hits / (2.0 * hits + wrong).clamp(min=1)).expand(len(targets))
+def model():
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    nn.init.constant_(net[2].bias[0], 100.0)  # all samples begin in one class
+    return net
+recipe = replace(recipe, model=model, metrics={"f1": f1})
+"""
+WHITENING = """
+class Whitened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        h = self.inner(x)
+        return self.out((h - h.mean(0)) / (h.std(0) + 1))
+recipe = replace(recipe, model=Whitened)
+"""
+EMA = """
+class Ema(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.register_buffer("mean", torch.zeros(8))
+    def forward(self, x):
+        h = self.inner(x)
+        y = self.out(h - self.mean)
+        if self.training:
+            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return y
+recipe = replace(recipe, model=Ema)
+"""
+STATE_IN_LOSS = """
+class WarmedUp:
+    calls = 0
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, targets) * min(1.0, self.calls / 1000)
+recipe = replace(recipe, loss=WarmedUp())
+"""
+OTHER_WEIGHTS = """
+import os
+def model():
+    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+recipe = replace(recipe, model=model)
+"""
+RANK_IN_FORWARD = """
+import os
+class Ranked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.line(x) * (1 + 0.1 * int(os.environ.get("RANK", "0")))
+recipe = replace(recipe, model=Ranked)
+"""

@@ -4,14 +4,17 @@ import copy
 import importlib
 import math
 import pkgutil
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from samestep.verification import rows
 from samestep.verification.all_rows import ROWS, UNKNOWN, plan_trainings
 from samestep.verification.evidence import OWN_PRECISION
 from samestep.verification.exchange import RankFailure, encoded
+from samestep.verification.module_outputs import ModuleCall, first_at_fault
 from samestep.verification.rows import (
     augmentation,
     batchnorm,
@@ -20,16 +23,19 @@ from samestep.verification.rows import (
     loss,
     metrics,
     one_writer,
+    processes,
     sample_order,
     samples_apart,
     state,
     unused_parameters,
 )
-from samestep.verification.short_trainings import MAIN
-from tests.verification.made_up import causes, checks, undisturbed
+from samestep.verification.rows.processes import Kept
+from samestep.verification.short_trainings import MAIN, plan_starts
+from tests.verification.made_up import causes, checks, computed, undisturbed
 
 SUM = (0.5, 0.25, True)
 MODULE = ("1", 0.5)
+COMPANY = (MODULE, [])
 OUTSIDE = {"generators": [], "own_generators": [], "remembers": None}
 
 
@@ -64,8 +70,16 @@ def test_an_undisturbed_training_is_the_same_in_every_row():
     assert {check.status for check in found.values()} == {"same"}
     assert list(found) == [
         *("one process", "2 ranks", "3 ranks", "fp32", "accumulation", "stop and resume"),
-        *("lightning", "BatchNorm", "dropout", "order", "augmentation", "loss", "last batch"),
-        *("parameters", "state", "samples apart", "evaluation", "metrics", "one writer"),
+        *("lightning", "BatchNorm", "dropout", "order", "processes", "augmentation", "loss"),
+        *(
+            "last batch",
+            "parameters",
+            "state",
+            "samples apart",
+            "evaluation",
+            "metrics",
+            "one writer",
+        ),
         "one device",
     ]
     assert found["stop and resume"].compared.endswith(": ranks 1→2, 2→3, 3→1")
@@ -93,7 +107,9 @@ def test_one_size_alone_skips_what_needs_several_ranks():
         ("loss", SUM, loss.CAUSE),
         ("loss", (0.0, 0.5, False), last_batch.CAUSE),
         ("state", OUTSIDE | {"remembers": MODULE}, state.CAUSE),
-        ("samples apart", MODULE, samples_apart.CAUSE),
+        ("state", OUTSIDE | {"loss": 0.25}, state.IN_LOSS),
+        ("samples apart", COMPANY, samples_apart.CAUSE),
+        ("samples apart", (None, ["mean"]), samples_apart.BUFFERS),
         ("metrics", {}, UNKNOWN),
     ],
 )
@@ -110,7 +126,7 @@ def test_a_cause_without_a_difference_is_named_by_its_own_row_alone():
 
 
 def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
-    found = undisturbed(state=OUTSIDE | {"remembers": MODULE}, samples_apart=MODULE)
+    found = undisturbed(state=OUTSIDE | {"remembers": MODULE}, samples_apart=COMPANY)
     assert causes(found) == {"state": state.CAUSE}
 
 
@@ -216,6 +232,107 @@ def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself(
     assert causes(on_rank(evidence, "metrics", {"accuracy": math.nan})) == {}
     nothing = {"loss": 0.7, "accuracy": math.nan}
     assert causes(on_rank(evidence, "one device", nothing, place=2)) == {"one device": UNKNOWN}
+
+
+def test_a_metric_over_the_batch_differs_though_the_model_gives_all_samples_one_class():
+    """F1 is 0 on every rank as long as no sample is predicted to be positive."""
+    assert causes(undisturbed(metrics={"f1": 0.25})) == {"metrics": metrics.CAUSE}
+    found = replace(undisturbed(metrics={"f1": 0.25}), tolerance=0.1)
+    assert checks(found)["metrics"].status == "note"
+
+
+def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_same():
+    evidence = undisturbed()
+    traces = copy.deepcopy(dict(evidence.traces))
+    traces[1, MAIN][0].evaluations[evidence.facts.size.stop]["accuracy"] = 0.25
+    found = checks(replace(evidence, traces=traces))["metrics"]
+    assert (found.status, found.first_step) == ("different", evidence.facts.size.stop)
+    assert "metrics" not in causes(losses_apart(replace(evidence, traces=traces)))
+
+
+def test_initial_weights_of_another_process_are_named_with_their_parameter_and_rank():
+    other = computed(weights={"first.weight": [5.0, 4.0, 3.0]})
+    evidence = on_rank(undisturbed(), "processes", computed(), other)
+    assert causes(evidence) == {"processes": processes.WEIGHTS}
+    why = checks(evidence)["processes"].cause.why
+    assert "first.weight" in why
+    assert "rank 1 of 2" in why
+    assert causes(losses_apart(evidence))["2 ranks"] == processes.WEIGHTS
+
+
+FORWARD = [Kept("first", [[1.0, 2.0]], [[3.0]]), Kept("", [[1.0, 2.0]], [[4.5]])]
+LOSS = [*computed().calls[:2], Kept("the loss", [[4.0]], [[0.7]])]
+
+
+@pytest.mark.parametrize(("calls", "named"), [(FORWARD, "Net"), (LOSS, "the loss")])
+def test_what_a_rank_computes_otherwise_is_named_with_the_module(calls, named):
+    evidence = on_rank(
+        undisturbed(), "processes", computed(), computed(calls=[*calls, LOSS[2]][:3])
+    )
+    assert causes(evidence) == {"processes": processes.RANK}
+    why = checks(evidence)["processes"].cause.why
+    assert why.startswith(f"{named} gives rank 1 of 2 ")
+    other_samples = computed(calls=[*calls, LOSS[2]][:3], samples=["c", "d"])
+    assert causes(on_rank(undisturbed(), "processes", computed(), other_samples)) == {}
+    remembers = undisturbed(state=OUTSIDE | {"remembers": MODULE})
+    changed = on_rank(remembers, "processes", computed(), computed(calls=calls))
+    assert set(causes(changed)) == {"state"}
+
+
+def test_a_module_that_is_given_something_else_is_not_blamed_for_what_it_makes_of_it():
+    """Whitening between two layers: the second layer's output is the first that differs."""
+    one, two = torch.ones(2, 3), torch.ones(2, 3) * 2
+
+    def calls(white, out):
+        inner = [("a", one, one), ("block.b", white, out), ("block", white, out), ("", one, out)]
+        return [ModuleCall(name, [given], [made]) for name, given, made in inner]
+
+    found = first_at_fault(calls(one, one), calls(two, two), 1e-10, "Net")
+    assert (found.module, found.before) == ("Net", "block.b")
+    inside = [("block.a", one, one), ("block.b", two, two), ("block", one, two), ("", one, two)]
+    inside = [ModuleCall(name, [given], [made]) for name, given, made in inside]
+    same = [ModuleCall(call.name, [one], [one]) for call in inside]
+    assert first_at_fault(same, inside, 1e-10, "Net")[0] == "block"
+
+
+def test_a_loss_with_a_state_is_not_called_one_that_is_no_mean():
+    found = undisturbed(state=OUTSIDE | {"loss": 0.25}, loss=SUM)
+    assert causes(found) == {"state": state.IN_LOSS}
+    assert checks(found)["loss"].status == "skipped"
+
+
+def test_lengths_that_differ_are_named_with_the_lengths_and_their_ranks():
+    evidence = undisturbed()
+    reports = copy.deepcopy(evidence.reports)
+    reports[1][1].num_samples = 59
+    found = checks(replace(evidence, reports=reports))["order"]
+    assert found.cause.name == sample_order.LENGTHS
+    assert re.findall(r"rank \d of \d holds \d+", found.cause.why) == [
+        "rank 0 of 2 holds 60",
+        "rank 1 of 2 holds 59",
+    ]
+
+
+def test_what_is_unknown_in_several_rows_is_told_once_by_its_first_step():
+    evidence = losses_apart(losses_apart(undisturbed()), "accumulated")
+    traces = {key: copy.deepcopy(found) for key, found in evidence.traces.items()}
+    traces[1, "accumulated"][0].losses[1] += 0.3
+    found = checks(replace(evidence, traces=traces))
+    rows = [check for check in found.values() if not check.passed]
+    assert {check.name for check in rows} == {"2 ranks", "accumulation"}
+    (cause,) = {check.cause for check in rows}
+    assert cause.name == UNKNOWN
+    assert "step 1" in cause.why
+
+
+def test_quick_leaves_rows_out_and_trains_nothing_for_them():
+    evidence = undisturbed()
+    facts, start = evidence.facts, evidence.starts[1]
+    assert [t.name for t in plan_trainings(start, facts, "fp32", quick=True)] == [MAIN]
+    assert not any(start.closing for start in plan_starts((1, 2), quick=True))
+    found = checks(replace(evidence, quick=True))
+    left_out = {name for name, check in found.items() if check.status == "skipped"}
+    assert left_out == {"precision", "accumulation", "stop and resume", "lightning", "one device"}
 
 
 def test_a_checkpoint_that_one_device_evaluates_otherwise_is_a_difference():

@@ -13,6 +13,7 @@ from samestep.verification.rows import (
     loss,
     metrics,
     one_writer,
+    processes,
     sample_order,
     samples_apart,
     state,
@@ -27,7 +28,16 @@ TRAINING = ("2 ranks", "fp32", "accumulation", "stop and resume")
 # test_all_rows.py.
 ROWS = {
     "AUGMENT": dict.fromkeys((*TRAINING, "augmentation"), augmentation.CAUSE),
-    "METRIC_OF_BATCH": {"metrics": metrics.CAUSE},
+    "F1": {"metrics": metrics.CAUSE},
+    "OTHER_WEIGHTS": dict.fromkeys(
+        (*TRAINING, "processes", "metrics", "one device"), processes.WEIGHTS
+    ),
+    "RANK_IN_FORWARD": dict.fromkeys(
+        ("2 ranks", "fp32", "accumulation", "stop and resume", "processes", "metrics"),
+        processes.RANK,
+    ),
+    "STATE_IN_LOSS": dict.fromkeys((*TRAINING, "state", "metrics", "one device"), state.IN_LOSS),
+    "EMA": dict.fromkeys((*TRAINING, "samples apart"), samples_apart.BUFFERS),
     "METRIC_OVER_RANKS": {"metrics": metrics.CAUSE},
     "ORDER": dict.fromkeys((*TRAINING, "order"), sample_order.CAUSE.name),
     "UNUSED": {"parameters": unused_parameters.CAUSE},
@@ -75,8 +85,9 @@ def test_parameters_that_only_some_steps_use_are_named_where_ranks_fail(tmp_path
 def test_ranks_that_hold_other_numbers_of_samples_are_told_of(tmp_path):
     recipe = planted.write(tmp_path, planted.SIZES, name="p_sizes.py")
     report = verified(recipe, folder=tmp_path / "ranks")
-    assert check(report, "order").cause == sample_order.CAUSE
-    assert check(report, "2 ranks").cause.name == sample_order.CAUSE.name
+    assert check(report, "order").cause.name == sample_order.LENGTHS
+    assert check(report, "2 ranks").cause.name == sample_order.LENGTHS
+    assert "rank 1 of 2 holds 59" in check(report, "2 ranks").cause.why
 
 
 def test_draws_and_batch_norm_are_found_apart_and_may_be_accepted(tmp_path):

@@ -33,7 +33,11 @@ FOUND = {
     "LOSS_SUM": (set(), {"loss": loss.CAUSE}),
     "LOSS_WEIGHTED": (set(), {"loss": loss.CAUSE}),
     "LAST_BENT": (set(), {"last batch": last_batch.CAUSE}),
-    "METRIC_OF_BATCH": (set(), {}),
+    "METRIC_OF_BATCH": (set(), {"metrics": metrics.CAUSE}),
+    "F1": (set(), {"metrics": metrics.CAUSE}),
+    "WHITENING": (set(), {"samples apart": samples_apart.CAUSE}),
+    "EMA": (set(), {"samples apart": samples_apart.BUFFERS}),
+    "STATE_IN_LOSS": (set(), {"state": state.IN_LOSS}),
     "UNUSED": (set(), {"parameters": unused_parameters.CAUSE}),
     "PYTHONS_RANDOM": ({"state"}, {}),
     "NUMPYS_RANDOM": ({"state"}, {}),
@@ -98,7 +102,14 @@ def test_the_line_that_draws_and_the_module_are_named(tmp_path):
     line = planted.line_of(tmp_path / "planted.py", "generator=g,")
     assert decoded(facts.found, state.NAME, state.OutsideState).own_generators == [line]
     facts = looked_at(tmp_path, "MIXES")
-    assert decoded(facts.found, samples_apart.NAME, samples_apart.ModuleDifference).module == "1"
+    found = decoded(facts.found, samples_apart.NAME, samples_apart.Company)
+    assert (found.module.module, found.buffers) == ("1", [])
+    found = decoded(
+        looked_at(tmp_path, "WHITENING").found, samples_apart.NAME, samples_apart.Company
+    )
+    assert (found.module.module, found.module.before) == ("Whitened", "out")
+    found = decoded(looked_at(tmp_path, "EMA").found, samples_apart.NAME, samples_apart.Company)
+    assert found.buffers == ["mean"]
     facts = looked_at(tmp_path, "COUNTER")
     assert decoded(facts.found, state.NAME, state.OutsideState).remembers.module == "Counts"
     facts = looked_at(tmp_path, "BATCHNORM")

@@ -64,6 +64,15 @@ def test_the_last_line_tells_another_training_from_what_is_accepted_or_written(s
     assert words[1] in last
 
 
+def test_what_is_unknown_has_one_block_for_all_its_rows():
+    evidence = undisturbed()
+    for training in ("main", "accumulated", "resumed"):
+        evidence.traces[1, training][0].losses[3] += 0.3
+    lines = shown(verification(evidence))
+    (block,) = [line for line in lines if line.startswith("unknown")]
+    assert "2 ranks, accumulation, stop and resume: from step 3" in block
+
+
 def test_json_has_every_row_and_no_infinity():
     checks = [replace(judge(undisturbed())[1], difference=math.inf)]
     found = json.loads(as_json(verification(undisturbed(), checks=checks)))

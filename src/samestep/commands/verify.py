@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, cast, get_args
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import names_given, parse_target
@@ -52,8 +55,11 @@ class Command:
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    world_sizes: str = "1,2,3"
-    """Numbers of ranks to compare; 1 is always among them."""
+    world_sizes: str | None = None
+    """Numbers of ranks to compare, 1,2,3 by default; 1 is always among them."""
+    quick: Switch = False
+    """Leave out what takes longest: a third size of ranks (unless --world-sizes names it), the
+    recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
     accept: str = ""
     """What may differ by intent, beside what the recipe accepts: batchnorm, dropout, or both."""
     tolerance: float | None = None
@@ -77,7 +83,8 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     command, request = parse(arguments)
-    sizes = numbers("world-sizes", command.world_sizes, most=_MOST_RANKS)
+    wished = command.world_sizes or ("1,2" if command.quick else "1,2,3")
+    sizes = numbers("world-sizes", wished, most=_MOST_RANKS)
     insists = request.settings.oversubscribe
     check_ranks(max(sizes), oversubscribe=insists, flag="--world-sizes")
     accepted = _accepted(command.accept)
@@ -90,8 +97,8 @@ def _verify(arguments: list[str]) -> int:
         return run_ranks(num_ranks, ["verify", *arguments, "--device", device], str(path))
 
     batch = _batch(request.settings, names_given(arguments))
-    with Console(stderr=True, highlight=False).status("starting") as status:  # on a terminal
-        evidence = gather(request, sizes, launch, batch=batch, tell=status.update)
+    with _progress() as tell:
+        evidence = gather(request, sizes, launch, batch=batch, quick=command.quick, tell=tell)
     found = judge_evidence(
         request,
         evidence,
@@ -105,6 +112,28 @@ def _verify(arguments: list[str]) -> int:
     else:
         show(found, Console(highlight=False))
     return 0 if found.same else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Show one line of progress on a terminal, elsewhere a line after each start of ranks."""
+    console, began, last = Console(stderr=True, highlight=False), time.monotonic(), ""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20))
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+
+    def tell(done: int, total: int, ranks: str) -> None:
+        nonlocal last
+        if console.is_terminal:
+            said = f"{ranks}, start {done + 1} of {total}"
+            bar.update(task, description=said, completed=done, total=total)
+        elif done:
+            seconds = time.monotonic() - began
+            sys.stderr.write(f"{done} of {total} starts done: {last}, {seconds:.0f} s\n")
+        last = ranks
+
+    with bar if console.is_terminal else nullcontext():
+        task = bar.add_task("starting", total=None)
+        yield tell
 
 
 def _accepted(text: str) -> tuple[Accepted, ...]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from samestep.ranks.world import World
 from samestep.settings import Precision
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.evidence import LEFT_OUT, Cause, Check, Evidence, TableRow
 from samestep.verification.exchange import Found, RecipeFacts, Start, encoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows import (
@@ -21,6 +21,7 @@ from samestep.verification.rows import (
     one_process,
     one_writer,
     own_precision,
+    processes,
     sample_order,
     samples_apart,
     several_ranks,
@@ -32,16 +33,27 @@ from samestep.verification.short_trainings import MAIN, ShortTraining
 
 ROWS: tuple[TableRow, ...] = (
     *(one_process.ROW, several_ranks.ROW, own_precision.ROW, accumulation.ROW, stop_and_resume.ROW),
-    *(lightning.ROW, batchnorm.ROW, dropout.ROW, sample_order.ROW, augmentation.ROW, loss.ROW),
-    *(last_batch.ROW, unused_parameters.ROW, state.ROW, samples_apart.ROW, evaluation.ROW),
+    *(lightning.ROW, batchnorm.ROW, dropout.ROW, sample_order.ROW, processes.ROW),
+    *(
+        augmentation.ROW,
+        loss.ROW,
+        last_batch.ROW,
+        unused_parameters.ROW,
+        state.ROW,
+        samples_apart.ROW,
+        evaluation.ROW,
+    ),
     *(metrics.ROW, one_writer.ROW, one_device.ROW),
 )
 UNKNOWN = "unknown"
 
 
-def plan_trainings(start: Start, facts: RecipeFacts, chosen: Precision) -> list[ShortTraining]:
+def plan_trainings(
+    start: Start, facts: RecipeFacts, chosen: Precision, *, quick: bool = False
+) -> list[ShortTraining]:
     """Return what one start trains, the decisive ones first: a failure on several ranks ends it."""
-    trainings = [row.training for row in ROWS if row.training]
+    rows = [row for row in ROWS if not (quick and row.thorough)]
+    trainings = [row.training for row in rows if row.training]
     taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
     return sorted(taken, key=lambda t: (t.lightning, t.own_precision, t.halves or t.resumes))
 
@@ -69,10 +81,11 @@ def judge(evidence: Evidence) -> list[Check]:
     """Return the checks of all rows; of the first one alone if one process could not train."""
     found = []
     for row in ROWS if evidence.trace(0, MAIN) else ROWS[:1]:
-        answer = row.answer(evidence)
+        left_out = row.thorough and evidence.quick
+        answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
         checks = answer if isinstance(answer, list) else [answer]
         found += [replace(check, name=check.name or row.name) for check in checks]
-    return [_explained(evidence, check) for check in found]
+    return _as_one([_explained(evidence, check) for check in found])
 
 
 def _explained(evidence: Evidence, check: Check) -> Check:
@@ -88,6 +101,18 @@ def _explained(evidence: Evidence, check: Check) -> Check:
         return check
     explanations = (row.explain(evidence) for row in ROWS if row.explain)
     return replace(check, cause=next(filter(None, explanations), None) or _unknown(check))
+
+
+def _as_one(checks: list[Check]) -> list[Check]:
+    """Let unknown causes of trainings, which likely are one, be told as one: by the first of them.
+
+    What has no step is a value by itself, such as a metric.
+    """
+    unknown = [check for check in checks if check.cause.name == UNKNOWN and check.first_step]
+    if not unknown:
+        return checks
+    first = min(unknown, key=lambda check: check.first_step or 0)
+    return [replace(c, cause=first.cause) if c in unknown else c for c in checks]
 
 
 def _unknown(check: Check) -> Cause:

@@ -102,6 +102,14 @@ def relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-12)
 
 
+def largest_apart(one: Tensor, other: Tensor) -> float:
+    """Return how far two tensors of one shape are apart, relative to the first's largest entry."""
+    if not (one.is_floating_point() and one.numel()):
+        return 0.0
+    one, other = one.double(), other.double()
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-12))
+
+
 def evaluations_apart(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, str]:
     """Return the largest relative difference of two evaluations, and of which value."""
     found = [(relative(one[name], other.get(name, math.nan)), name) for name in one]

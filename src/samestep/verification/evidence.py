@@ -19,6 +19,7 @@ Status = Literal["same", "accepted", "note", "skipped", "different"]
 OWN_PRECISION = "precision"
 """The short training in the precision of the user's settings."""
 NOT_REACHED = "the ranks did not come so far"
+LEFT_OUT = "left out by --quick"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Evidence:
     accepts: frozenset[Accepted] = frozenset()
     tolerance: float | None = None
     """The user's own, for losses."""
+    quick: bool = False
+    """Whether the rows were left out that `--quick` leaves out."""
 
     @property
     def reference(self) -> Trace:
@@ -163,6 +166,8 @@ class TableRow:
     """Judges the evidence. A difference whose check names no cause is explained by other rows."""
     training: ShortTraining | None = None
     """What starts train for this row."""
+    thorough: bool = False
+    """Whether `--quick` leaves it out."""
     look: Callable[[RecipeUnderTest], Any] | None = None
     """An experiment of the first process; `Evidence.found` returns its result, unless None."""
     look_on_rank: Callable[[RecipeUnderTest, World], Any] | None = None

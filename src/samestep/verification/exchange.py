@@ -48,6 +48,8 @@ class StartInstructions:
     """The global batch, if the user named one."""
     lightning: bool
     """Whether Lightning is installed and to be compared too."""
+    quick: bool = False
+    """Whether what `--quick` leaves out is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

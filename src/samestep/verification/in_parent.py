@@ -59,33 +59,37 @@ def gather(
     *,
     batch: int | None = None,
     lightning: bool = True,
-    tell: Callable[[str], None] = lambda _text: None,
+    quick: bool = False,
+    tell: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Evidence:
     """Start ranks, one size after the other, and read back what they left.
 
     One process is always among the sizes; the global batch is the smallest that will do, unless it
-    is given; Lightning's Trainer is compared too if it is installed. `tell` is called with what is
-    being done.
+    is given; Lightning's Trainer is compared too if it is installed. With `quick` some rows are
+    left out. `tell` is called with how many of how many starts are done, and the next one's ranks.
 
     Raises:
         UserError: the recipe cannot be trained in one process, or has too few samples.
         KeyboardInterrupt: the ranks were stopped by a signal.
     """
-    starts = plan_starts(sizes)
+    starts = plan_starts(sizes, quick=quick)
     lightning = lightning and importlib.util.find_spec("lightning") is not None
     sizes = tuple(sorted({1, *sizes}))
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     ended: dict[int, str] = {}
     try:
         for start in starts:
-            tell(f"{count(start.world_size, 'rank')} ({start.place + 1} of {len(starts)} starts)")
-            told = StartInstructions(start=start, sizes=sizes, batch=batch, lightning=lightning)
+            tell(start.place, len(starts), count(start.world_size, "rank"))
+            told = StartInstructions(
+                start=start, sizes=sizes, batch=batch, lightning=lightning, quick=quick
+            )
             ended |= _run(told, folder, launch)
             if start.place == 0 and not (folder_of(folder, 0, 0) / f"{MAIN}.pt").is_file():
                 break
             if start.place:  # these runs may be large, and have been resumed now
                 shutil.rmtree(folder / f"start-{start.place - 1}" / "runs", ignore_errors=True)
-        return _read_evidence(folder, starts, request.settings.precision, ended)
+        evidence = _read_evidence(folder, starts, request.settings.precision, ended)
+        return replace(evidence, quick=quick)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -108,6 +112,8 @@ def judge_evidence(
     evidence = replace(evidence, accepts=accepts, tolerance=tolerance)
     if tolerance is not None:
         notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
+    if evidence.quick:
+        notes = (*notes, "With --quick some rows are left out: verify without it before you rely.")
     return Verification(
         recipe=request.recipe.name,
         sizes=tuple(sorted({start.world_size for start in evidence.starts})),

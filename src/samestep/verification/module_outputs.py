@@ -1,12 +1,13 @@
-"""Find the first module of a model whose output differs between two forward passes."""
+"""Find the module of a model that is the first to turn equal inputs into other outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.trees import tree_leaves
+from samestep.verification.difference import largest_apart
 from samestep.verification.recipe_under_test import RecipeUnderTest
 
 
@@ -16,6 +17,22 @@ class ModuleDifference(NamedTuple):
     module: str
     difference: float
     """Relative to the largest output."""
+    before: str = ""
+    """The module within it that is given something else already: what differs is made before it."""
+
+    @property
+    def place(self) -> str:
+        """The module in words."""
+        return f"{self.module}, before it calls {self.before}," if self.before else self.module
+
+
+class ModuleCall(NamedTuple):
+    """What a module was given in a forward pass, and what it returned."""
+
+    name: str
+    """Nothing for the model itself."""
+    inputs: list[Tensor]
+    outputs: list[Tensor]
 
 
 def first_difference(
@@ -23,46 +40,75 @@ def first_difference(
     model: nn.Module,
     *inputs: Any,
     rows: int | None = None,
-    state: Mapping[str, Tensor] | None = None,
+    restore: Callable[[], object] = lambda: None,
 ) -> ModuleDifference | None:
     """Return the first module with another output, if the model's own output differs at all.
 
-    Two inputs' first few rows are compared, or all; the model may begin both times with a state.
+    Two inputs' first few rows are compared, or all; `restore` is called before each pass.
     """
     try:
         passes = []
         for each in inputs:
-            if state is not None:
-                model.load_state_dict(state)
-            passes.append(_outputs_of_modules(tested, model, each, rows))
-        pairs = list(zip(*passes, strict=True))
+            restore()
+            passes.append(module_calls(tested, model, each, rows))
+        one, other = passes
+        return first_at_fault(one, other, tested.rounding, type(model).__name__)
     except Exception:  # a module that does not run each time, or a batch size that fails
         return None
-    found = [(name, _apart(mine, others)) for (name, mine), (_, others) in pairs]
-    if not found or found[-1][1] <= tested.rounding:
+
+
+def first_at_fault(
+    one: Sequence[ModuleCall], other: Sequence[ModuleCall], rounding: float, model: str
+) -> ModuleDifference | None:
+    """Return the first module that made another output of equal inputs; None if the last did not.
+
+    A module whose inputs differ already only passes on what a module around it has made.
+
+    Raises:
+        ValueError: the two have other numbers of calls.
+    """
+    pairs = list(zip(one, other, strict=True))
+    if not pairs or _apart(pairs[-1][0].outputs, pairs[-1][1].outputs) <= rounding:
         return None
-    name, difference = next(pair for pair in found if pair[1] > tested.rounding)
-    return ModuleDifference(name or type(model).__name__, difference)
+    given_else = ""
+    for mine, others in pairs:
+        if _apart(mine.inputs, others.inputs) > rounding:
+            given_else = given_else or mine.name
+            continue
+        difference = _apart(mine.outputs, others.outputs)
+        if difference > rounding:
+            inside = not mine.name or given_else.startswith(f"{mine.name}.")
+            before = given_else if inside else ""
+            return ModuleDifference(mine.name or model, difference, before)
+    return None
 
 
-def _outputs_of_modules(
-    tested: RecipeUnderTest, model: nn.Module, inputs: Any, rows: int | None
-) -> list[tuple[str, list[Tensor]]]:
-    """Return each module's name and outputs in the order in which they returned, the model last."""
-    found: list[tuple[str, list[Tensor]]] = []
+def module_calls(
+    tested: RecipeUnderTest, model: nn.Module, inputs: Any, rows: int | None = None
+) -> list[ModuleCall]:
+    """Return each module's inputs and outputs in the order in which they returned, the model last.
 
-    def kept(output: Any) -> list[Tensor]:
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    With `rows`, of each tensor the first rows are taken.
+    """
+    found: list[ModuleCall] = []
+    given: list[list[Tensor]] = []
+
+    def begin(_module: nn.Module, arguments: Any, keywords: Any) -> None:
+        leaves = _tensors((arguments, keywords))
+        given.append([leaf[:rows] if leaf.dim() else leaf for leaf in leaves])
+
+    def end(name: str, output: Any) -> None:
+        leaves = _tensors(output)
         if rows is not None:
             leaves = [leaf[:rows] for leaf in leaves if leaf.dim() and len(leaf) >= rows]
-        return [leaf.detach().clone() for leaf in leaves]
+        found.append(ModuleCall(name, given.pop(), leaves))
 
-    hooks = [
-        module.register_forward_hook(
-            lambda _module, _inputs, output, name=name: found.append((name, kept(output)))
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+        hooks.append(
+            module.register_forward_hook(lambda _m, _i, output, name=name: end(name, output))
         )
-        for name, module in model.named_modules()
-    ]
     try:
         with torch.no_grad():
             tested.forward(model, inputs)
@@ -72,10 +118,11 @@ def _outputs_of_modules(
     return found
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf.detach().clone() for leaf in leaves]
+
+
 def _apart(mine: list[Tensor], others: list[Tensor]) -> float:
-    found = 0.0
-    for a, b in zip(mine, others, strict=False):
-        if a.shape == b.shape and a.is_floating_point() and a.numel():
-            a, b = a.double(), b.double()  # noqa: PLW2901
-            found = max(found, float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)))
-    return found
+    pairs = [(a, b) for a, b in zip(mine, others, strict=False) if a.shape == b.shape]
+    return max((largest_apart(a, b) for a, b in pairs), default=0.0)

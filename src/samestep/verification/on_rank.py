@@ -93,7 +93,8 @@ class _Start:
         if first:
             self._look(chosen)
         self.report.found |= look_on_rank(self._tested(), self._world)
-        for training in plan_trainings(self._start, self._facts, chosen):
+        quick = self._instructions.quick
+        for training in plan_trainings(self._start, self._facts, chosen, quick=quick):
             trace = Trace()
             try:
                 self._take(training, trace)

@@ -13,13 +13,16 @@ MAIN = "main"
 _SLOWER = 0.01
 
 
-def plan_starts(sizes: Sequence[int]) -> list[Start]:
+def plan_starts(sizes: Sequence[int], *, quick: bool = False) -> list[Start]:
     """Return the starts: one process first, then the others, each resuming the one before.
 
-    The last is one process again, which resumes the training of the largest number of ranks.
+    The last is one process again, which resumes the training of the largest number of ranks; a
+    quick verification resumes nothing, and has none such.
     """
     order = [1, *sorted({*sizes} - {1})]
     starts = [Start(place=place, world_size=size) for place, size in enumerate(order)]
+    if quick:
+        return starts
     return [*starts, Start(place=len(starts), world_size=1, closing=True)]
 
 

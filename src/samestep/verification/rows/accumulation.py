@@ -10,4 +10,4 @@ def _answer(evidence: Evidence) -> Check:
     return training_check(evidence, _TRAINING.name, "2 micro-steps per step")
 
 
-ROW = TableRow(name="accumulation", answer=_answer, training=_TRAINING)
+ROW = TableRow(name="accumulation", answer=_answer, thorough=True, training=_TRAINING)

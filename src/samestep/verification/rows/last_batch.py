@@ -35,7 +35,7 @@ def _cause(rest: int, why: str) -> Cause:
 
 def _bent(evidence: Evidence) -> Cause | None:
     """Return the cause if the loss of the incomplete batch is no mean over its samples."""
-    found, rest = evidence.found(loss.NAME, loss.LossOfParts), evidence.facts.size.rest
+    found, rest = loss.loss_of_parts(evidence), evidence.facts.size.rest
     if found is None or found.uneven <= evidence.exact:
         return None
     return _cause(rest, "its loss is no longer the mean over its samples")
@@ -52,7 +52,7 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
 
 def _answer(evidence: Evidence) -> Check:
     size, fails = evidence.facts.size, evidence.found(NAME, dict[int, str]) or {}
-    parts, bent = evidence.found(loss.NAME, loss.LossOfParts), _bent(evidence)
+    parts, bent = loss.loss_of_parts(evidence), _bent(evidence)
     bent_in_full_batches = parts is not None and parts.full > evidence.exact
     if size.uneven_step is None:
         return Check("skipped", "--drop-last leaves none")

@@ -11,6 +11,7 @@ from samestep.data.trees import narrow
 from samestep.verification.difference import relative
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows.state import change_of_loss
 
 NAME = "loss"
 CAUSE = "loss that is not a mean over samples"
@@ -61,8 +62,13 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
     return min(relative(whole, mean), most), min(relative(whole, total), most)
 
 
+def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
+    """Return what was found; nothing of a loss that gives something else in each call."""
+    return None if change_of_loss(evidence) else evidence.found(NAME, LossOfParts)
+
+
 def _explain(evidence: Evidence) -> Cause | None:
-    found = evidence.found(NAME, LossOfParts)
+    found = loss_of_parts(evidence)
     if found is None or found.full <= evidence.exact:
         return None
     why = (
@@ -80,7 +86,9 @@ def _explain(evidence: Evidence) -> Cause | None:
 
 
 def _answer(evidence: Evidence) -> Check:
-    found = evidence.found(NAME, LossOfParts)
+    found = loss_of_parts(evidence)
+    if change_of_loss(evidence):
+        return Check("skipped", "it changes from call to call")
     if found is None:
         return Check("skipped", "outputs are not one per sample")
     return cause_check(evidence, "of a batch, and of its parts", _explain(evidence), found.full)

@@ -1,36 +1,65 @@
 """Metrics: the same weights give the same loss and metrics on any number of ranks."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.data.order import share
-from samestep.data.trees import narrow
+from samestep.data.trees import map_leaves, narrow
 from samestep.ranks.world import World
-from samestep.verification.difference import TrainingDifference, evaluations_apart
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow, measured
+from samestep.verification.difference import TrainingDifference, evaluations_apart, worst
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check, measured
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest
 from samestep.verification.short_trainings import MAIN
+from samestep.verification.trace import Trace
 
 NAME = "metrics"
 CAUSE = "metric averaged over ranks"
 
 
 def _look(tested: RecipeUnderTest) -> dict[str, float]:
-    """Return how much each metric of a sample depends on the others of its batch."""
+    """Return how much each metric of a sample depends on the others of its batch.
+
+    A model that is not trained may give all samples the same class, of which no metric depends on
+    anything: so the outputs are varied, too.
+    """
     held, found = tested.held_forward, {}
     if held is None:
         return {}
+    varied = [held, *(held._replace(outputs=map_leaves(v, held.outputs)) for v in (_roll, _spread))]
+    for name, metric in tested.recipe.metrics.items():
+        sizes = (_dependence(metric, one) for one in varied)
+        found[name] = max(size for size in (0.0, *sizes) if not math.isnan(size))
+    return found
+
+
+def _dependence(metric: Any, held: HeldForward) -> float:
+    """Return how far a metric of a batch is from the same metric of its parts."""
     rows = held.block.rows
     halves = [range(rows // 2 + 1), range(rows // 2 + 1, rows)]
-    for name, metric in tested.recipe.metrics.items():
-        try:
-            whole, *parts = (_of_rows(metric, held, part) for part in (range(rows), *halves))
-            found[name] = float((whole - torch.cat(parts)).abs().max())
-        except Exception:  # the evaluation says how it fails
-            found[name] = 0.0
-    return found
+    try:
+        whole, *parts = (_of_rows(metric, held, part) for part in (range(rows), *halves))
+        return float((whole - torch.cat(parts)).abs().max())
+    except Exception:  # the evaluation says how it fails; varied outputs may be none for it
+        return 0.0
+
+
+def _roll(outputs: Tensor) -> Tensor:
+    """Return outputs with those of each sample moved on by its place: other classes, same range."""
+    return torch.stack(
+        [row.roll(place, -1) if row.dim() else row for place, row in enumerate(outputs)]
+    )
+
+
+def _spread(outputs: Tensor) -> Tensor:
+    """Return outputs spread around zero, with both signs in every batch."""
+    if not outputs.is_floating_point():
+        return outputs
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+    return outputs - outputs.mean(0) + noise.to(outputs)
 
 
 def _look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, float]:
@@ -57,20 +86,41 @@ def _of_rows(metric: Any, held: HeldForward, rows: range) -> Tensor:
 
 
 def largest_difference(evidence: Evidence) -> TrainingDifference:
-    """Return how far the evaluation before training is apart, and of which metric."""
-    one = evidence.reference.evaluations[0]
-    traces = [evidence.trace(start.place, MAIN) for start in evidence.several]
-    evaluations = [trace.evaluations[0] for trace in traces if trace and 0 in trace.evaluations]
-    largest, name = max((evaluations_apart(one, other) for other in evaluations), default=(0.0, ""))
-    return TrainingDifference(largest, what=name)
+    """Return how far evaluations of equal weights are apart, and of which metric.
+
+    Those are the one before training and, where ranks train the same, all that follow.
+    """
+    one, found = evidence.reference.evaluations, []
+    for start in evidence.several:
+        trace = evidence.trace(start.place, MAIN)
+        if trace is None:
+            continue
+        same = _trains_the_same(evidence, trace)
+        steps = [step for step in sorted(one.keys() & trace.evaluations.keys()) if same or not step]
+        for step in steps:
+            size, name = evaluations_apart(one[step], trace.evaluations[step])
+            found.append(TrainingDifference(size, first_step=step or None, what=name))
+    return worst(found)
+
+
+def _trains_the_same(evidence: Evidence, trace: Trace) -> bool:
+    """Whether weights are equal but for rounding so small that it turns no prediction around."""
+    exact = evidence.facts.exact == "fp64"
+    return exact and evidence.compare(trace).largest <= evidence.exact
 
 
 def _answer(evidence: Evidence) -> Check:
     if evidence.not_compared():
         return Check("skipped", evidence.not_compared())
     found = largest_difference(evidence)
-    compared = f"{', '.join(evidence.reference.evaluations[0])} before training"
-    return measured(compared, found, evidence.exact, _cause(evidence, found.what))
+    compared = f"{', '.join(evidence.reference.evaluations[0])} before and after steps"
+    if found.largest > evidence.exact:
+        return measured(compared, found, evidence.exact, _cause(evidence, found.what))
+    # What these few weights do not show, other outputs do.
+    alone = evidence.found(NAME, dict[str, float]) or {}
+    name = max(alone, key=lambda name: alone[name], default="")
+    cause = _cause(evidence, name) if name else None
+    return cause_check(evidence, compared, cause, alone[name] if cause else found.largest)
 
 
 def _cause(evidence: Evidence, name: str) -> Cause | None:

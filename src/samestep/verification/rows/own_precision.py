@@ -22,4 +22,4 @@ def _answer(evidence: Evidence) -> list[Check]:
     return [replace(check, name=evidence.chosen)]
 
 
-ROW = TableRow(name=OWN_PRECISION, answer=_answer, training=_TRAINING)
+ROW = TableRow(name=OWN_PRECISION, answer=_answer, thorough=True, training=_TRAINING)

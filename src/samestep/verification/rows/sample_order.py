@@ -19,27 +19,48 @@ CAUSE = Cause(
 )
 
 
+LENGTHS = "lengths that differ per rank"
+_SHOWN = 4
+
+
 def _look(tested: RecipeUnderTest, _world: World) -> list[str]:
     """Return the marks of the first samples as they are stored."""
     block = tested.batch(recipe=replace(tested.recipe, augment=None, transform=None))
     return sample_marks(block.inputs, block.targets)
 
 
+def _lengths(evidence: Evidence) -> dict[str, int]:
+    """Return the numbers of samples that processes hold, the first of each number: they differ."""
+    found: dict[str, int] = {}
+    for start in sorted(evidence.starts, key=lambda start: -start.world_size):
+        for rank, report in enumerate(evidence.reports.get(start.place, ())):
+            if report.num_samples and report.num_samples not in found.values():
+                found[f"rank {rank} of {start.world_size}"] = report.num_samples
+    return found
+
+
 def _explain(evidence: Evidence) -> Cause | None:
-    reports = [r for ranks in evidence.reports.values() for r in ranks if r.num_samples]
-    numbers = {report.num_samples for report in reports}
+    if len(lengths := _lengths(evidence)) > 1:
+        told = [f"{rank} holds {number:,}" for rank, number in lengths.items()]
+        return Cause(
+            LENGTHS,
+            f"Processes have other numbers of training samples: {', '.join(told[:_SHOWN])}.",
+            "Let data() return all samples in every process: samestep shares them out.",
+        )
     marks = {tuple(marks) for marks in evidence.found_on_ranks(NAME, list[str])}
-    differ = len(numbers) > 1 or (len(marks) > 1 and changing_part(evidence) != "dataset")
+    differ = len(marks) > 1 and changing_part(evidence) != "dataset"
     return CAUSE if differ else None
 
 
-def _explain_failure(_evidence: Evidence, failure: RankFailure) -> Cause | None:
-    return CAUSE if "loaded data of different sizes" in failure.message else None
+def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
+    if "loaded data of different sizes" not in failure.message:
+        return None
+    return _explain(evidence) or CAUSE
 
 
 def _answer(evidence: Evidence) -> Check:
-    if _explain(evidence):
-        return cause_check(evidence, "the same data in every process", CAUSE)
+    if cause := _explain(evidence):
+        return cause_check(evidence, "the same data in every process", cause)
     changing = "samples change when they are read" if changing_part(evidence) else ""
     if skipped := changing or evidence.not_compared():
         return Check("skipped", skipped)

@@ -16,4 +16,4 @@ def _answer(evidence: Evidence) -> Check:
     return training_check(evidence, _TRAINING.name, compared, found, sizes)
 
 
-ROW = TableRow(name="stop and resume", answer=_answer, training=_TRAINING)
+ROW = TableRow(name="stop and resume", answer=_answer, thorough=True, training=_TRAINING)
