@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 import torch
@@ -97,15 +98,8 @@ def profile_script(
     hooks = Hooks(Phases(), several=ranks.world_size > 1)
     account, wants = TimeAccount(lambda: hooks.phases), lambda: hooks.loader is not None
     received: list[int] = []
-    stages = Stages(
-        account,
-        ranks.agree,
-        seconds=seconds,
-        num_steps=num_steps,
-        epoch=epoch,
-        wants_epochs=wants,
-        stop=lambda: bool(received),
-    )
+    extent: dict[str, Any] = {"seconds": seconds, "num_steps": num_steps, "epoch": epoch}
+    stages = Stages(account, ranks.agree, **extent, wants_epochs=wants, stop=lambda: bool(received))
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
@@ -120,11 +114,7 @@ def profile_script(
         if received and ranks.world_size == 1:
             raise ScriptFailed(128 + received[0], "") from _Done()
     except RankZeroEnded as ended:
-        raise UserError(
-            f"Rank 0 of {script} ended after {ended.steps:,} optimizer steps, and rank "
-            f"{ranks.rank} still runs after {hooks.steps:,}: ranks that are profiled together have "
-            "to take equally many. Profile it with --nproc 1, or give all ranks as much data."
-        ) from ended
+        raise UserError(_ended_early(script, ended.steps, ranks.rank, hooks.steps)) from ended
     except ScriptFailed as error:
         failure = error
     if not stages.done:  # else it was ended, as the other ranks were
@@ -136,16 +126,19 @@ def profile_script(
         raise UserError(why, on_all_ranks=True)
     profile = None
     if stages.span is not None and (failure is None or ranks.world_size == 1):
-        mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
-        gathered = ranks.gather(msgspec.json.encode(mine).decode())
-        if ranks.rank == 0:
-            found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
-            local = ranks.local_world_size
-            profile = _profile(script, found, stages, hooks, out, local, stopped=bool(received))
+        profile = _of_all_ranks(script, stages, hooks, ranks, out, stopped=bool(received))
     if failure is not None:
         failure.steps, failure.found = hooks.steps, profile
         raise failure
     return profile
+
+
+def _ended_early(script: Path, steps: int, rank: int, own_steps: int) -> str:
+    return (
+        f"Rank 0 of {script} ended after {steps:,} optimizer steps, and rank {rank} still runs "
+        f"after {own_steps:,}: ranks that are profiled together have to take equally many. Profile "
+        "it with --nproc 1, or give all ranks as much data."
+    )
 
 
 def _stop_if(done: bool) -> None:
@@ -271,19 +264,31 @@ def _rank_found(
     return _RankFound(found, worker_start, trace, stages.profiled_itself)
 
 
+def _of_all_ranks(
+    script: Path, stages: Stages, hooks: Hooks, ranks: ScriptRanks, out: Path, *, stopped: bool
+) -> Profile | None:
+    """Return the profile on rank 0, once all ranks have written their traces."""
+    assert stages.span is not None
+    mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
+    gathered = ranks.gather(msgspec.json.encode(mine).decode())
+    if ranks.rank != 0:
+        return None
+    found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
+    profile = _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
+    measured = replace(profile.measured, stopped=stopped)
+    return replace(profile, measured=measured, verdict=judge(measured))
+
+
 def _profile(
     script: Path,
     found: list[_RankFound],
-    stages: Stages,
+    span: MeasuredSpan,
     hooks: Hooks,
     out: Path,
     local_ranks: int,
-    *,
-    stopped: bool,
 ) -> Profile:
-    loader, optimizer, span = hooks.loader, hooks.optimizer, stages.span
+    loader, optimizer = hooks.loader, hooks.optimizer
     assert optimizer is not None
-    assert span is not None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     batch = getattr(loader, "batch_size", None) or 0
     measured = MeasuredSteps(
@@ -302,7 +307,6 @@ def _profile(
         gradient_bytes=sum(p.nbytes for p in parameters),
         script=True,
         profiled_itself=any(each.profiled_itself for each in found),
-        stopped=stopped,
     )
     traces = tuple(each.trace for each in found if each.trace is not None)
     return Profile(
