@@ -160,16 +160,20 @@ def test_as_many_steps_are_measured_as_are_asked_for(here):
 
 
 INDEXED = """
+import time
 for _ in range(10**9):
+    time.sleep(0.02)  # planted: Python between the steps
     order = torch.randperm(120)
     x = torch.stack([data.tensors[0][i] for i in order[:4]])
     step(x, data.tensors[1][:4])
 """
 
 
-def test_tensors_that_are_an_index_are_no_numbers_read(here):
-    found = profiled(here, INDEXED, "--steps", "50")
+def test_python_of_a_loop_without_a_loader_bounds_it_and_an_index_is_no_number_read(here):
+    found = profiled(here, INDEXED, "--steps", "20")
     assert found["measured"]["ranks"][0]["operations"]["syncs"] == 0
+    assert found["measured"]["ranks"][0]["phases"]["other"] >= 0.02
+    assert found["verdict"]["kind"] == "loop-bound"
     assert not found["verdict"]["notes"]
 
 

@@ -29,15 +29,15 @@ TRAINING = ("2 ranks", "fp32", "accumulation", "stop and resume")
 ROWS = {
     "AUGMENT": dict.fromkeys((*TRAINING, "augmentation"), augmentation.CAUSE),
     "F1": {"metrics": metrics.CAUSE},
-    "OTHER_WEIGHTS": dict.fromkeys(
-        (*TRAINING, "processes", "metrics", "one device"), processes.WEIGHTS
-    ),
+    "OTHER_WEIGHTS": dict.fromkeys((*TRAINING, "processes", "metrics"), processes.WEIGHTS),
     "RANK_IN_FORWARD": dict.fromkeys(
         ("2 ranks", "fp32", "accumulation", "stop and resume", "processes", "metrics"),
         processes.RANK,
     ),
-    "STATE_IN_LOSS": dict.fromkeys((*TRAINING, "state", "metrics", "one device"), state.IN_LOSS),
-    "EMA": dict.fromkeys((*TRAINING, "samples apart"), samples_apart.BUFFERS),
+    "STATE_IN_LOSS": dict.fromkeys((*TRAINING, "state", "metrics"), state.IN_LOSS),
+    "EMA": dict.fromkeys(
+        ("2 ranks", "accumulation", "stop and resume", "samples apart"), samples_apart.BUFFERS
+    ),
     "METRIC_OVER_RANKS": {"metrics": metrics.CAUSE},
     "ORDER": dict.fromkeys((*TRAINING, "order"), sample_order.CAUSE.name),
     "UNUSED": {"parameters": unused_parameters.CAUSE},

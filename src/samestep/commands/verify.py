@@ -55,8 +55,8 @@ class Command:
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    world_sizes: str | None = None
-    """Numbers of ranks to compare, 1,2,3 by default; 1 is always among them."""
+    world_sizes: str = "1,2,3"
+    """Numbers of ranks to compare; 1 is always among them."""
     quick: Switch = False
     """Leave out what takes longest: a third size of ranks (unless --world-sizes names it), the
     recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
@@ -83,8 +83,9 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     command, request = parse(arguments)
-    wished = command.world_sizes or ("1,2" if command.quick else "1,2,3")
-    sizes = numbers("world-sizes", wished, most=_MOST_RANKS)
+    given = names_given(arguments)
+    two = command.quick and "world_sizes" not in given
+    sizes = numbers("world-sizes", "1,2" if two else command.world_sizes, most=_MOST_RANKS)
     insists = request.settings.oversubscribe
     check_ranks(max(sizes), oversubscribe=insists, flag="--world-sizes")
     accepted = _accepted(command.accept)
@@ -96,7 +97,7 @@ def _verify(arguments: list[str]) -> int:
     def launch(num_ranks: int, path: Path) -> Ended:
         return run_ranks(num_ranks, ["verify", *arguments, "--device", device], str(path))
 
-    batch = _batch(request.settings, names_given(arguments))
+    batch = _batch(request.settings, given)
     with _progress() as tell:
         evidence = gather(request, sizes, launch, batch=batch, quick=command.quick, tell=tell)
     found = judge_evidence(

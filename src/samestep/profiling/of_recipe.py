@@ -29,7 +29,7 @@ from samestep.run.directory import Run, new_run_path
 from samestep.screen.words import count
 from samestep.training.loop import rehearse
 from samestep.training.precision import data_dtype
-from samestep.training.stopping import Watch, catch_signals
+from samestep.training.stopping import Received, Watch, catch_signals
 from samestep.training.work import ENDLESS, State, Work, epoch_is_full
 
 
@@ -89,8 +89,14 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
 
     world.on_main(begin)
     world.on_every(lambda: wishes.begin(path))
-    measured = measure(work, built.state, path, wishes)
-    sweeps = () if measured.stopped else _sweep(request, built, path, wishes)
+    with catch_signals() as received:
+
+        def stop() -> bool:
+            return bool(world.broadcast(received.signum if world.is_main else 0))
+
+        measured = measure(work, built.state, path, wishes, received)
+        sweeps = _sweep(request, built, path, wishes, stop)
+        measured = replace(measured, stopped=measured.stopped or stop())
     work.train.close()
     return Profile(
         name=request.recipe.name,
@@ -103,10 +109,12 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
     )
 
 
-def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSteps:
+def measure(
+    work: Work, state: State, path: Path, wishes: Wishes, received: Received
+) -> MeasuredSteps:
     """Measure some steps without the profiler and trace some with it, on every rank."""
     world = work.world
-    span, mine, stopped = _run_stages(work, state, path, wishes)
+    span, mine, stopped = _run_stages(work, state, path, wishes, received)
     cores = usable_cores()
     between = every(work)
     return MeasuredSteps(
@@ -133,7 +141,7 @@ def measure(work: Work, state: State, path: Path, wishes: Wishes) -> MeasuredSte
 
 
 def _run_stages(
-    work: Work, state: State, path: Path, wishes: Wishes
+    work: Work, state: State, path: Path, wishes: Wishes, received: Received
 ) -> tuple[MeasuredSpan, MeasuredRank, bool]:
     """Train through warm-up, measured and traced steps; keep the trace.
 
@@ -144,24 +152,23 @@ def _run_stages(
         UserError: the stop signal came before there was anything to tell.
     """
     world = work.world
-    with catch_signals() as received:
-        stages = Stages(
-            TimeAccount(lambda: work.phases),
-            agree=lambda function: world.broadcast(function() if world.is_main else 0),
-            seconds=wishes.seconds,
-            num_steps=wishes.num_steps,
-            epoch=wishes.epoch,
-            stop=lambda: received.signum != 0,
-        )
-        stages.epoch_begins(state.position.epoch + 1)
-        for _ in rehearse(work.endless(), state):
-            stages.at(state.position.step)
-            if epoch_is_full(work, state):
-                stages.epoch_begins(state.position.epoch + 2)
-            if world.world_size == 1 and received.signum and not stages.done:
-                stages.end()
-            if stages.done:
-                break
+    stages = Stages(
+        TimeAccount(lambda: work.phases),
+        agree=lambda function: world.broadcast(function() if world.is_main else 0),
+        seconds=wishes.seconds,
+        num_steps=wishes.num_steps,
+        epoch=wishes.epoch,
+        stop=lambda: received.signum != 0,
+    )
+    stages.epoch_begins(state.position.epoch + 1)
+    for _ in rehearse(work.endless(), state):
+        stages.at(state.position.step)
+        if epoch_is_full(work, state):
+            stages.epoch_begins(state.position.epoch + 2)
+        if world.world_size == 1 and received.signum and not stages.done:
+            stages.end()
+        if stages.done:
+            break
     span, tracer = stages.span, stages.tracer
     if span is None:
         raise UserError(
@@ -176,7 +183,9 @@ def _run_stages(
     return span, replace(span.rank, operations=operations, memory=memory), stages.stopped
 
 
-def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[Sweep, ...]:
+def _sweep(
+    request: Request, built: Built, path: Path, wishes: Wishes, stop: Callable[[], bool]
+) -> tuple[Sweep, ...]:
     """Measure the wished workers, then the wished batch sizes with the best of them."""
     work, best = built.work, built.work.settings
 
@@ -189,15 +198,15 @@ def _sweep(request: Request, built: Built, path: Path, wishes: Wishes) -> tuple[
         source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)
         one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
         if settings.num_workers != best.num_workers:  # that has its trace already
-            _run_stages(one, state, path, Wishes(seconds=0.2))
+            _run_stages(one, state, path, Wishes(seconds=0.2), Received())
         return one, state
 
     # More workers than cores are worth a try: some only wait for a disk.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     sweeps: list[Sweep] = []
     for setting, values in (("num_workers", wishes.workers), ("batch_size", wishes.batch_sizes)):
-        if values:
-            sweeps.append(sweep(work.world, setting, values, partial(candidate, setting)))
+        if values and not stop():
+            sweeps.append(sweep(work.world, setting, values, partial(candidate, setting), stop))
             chosen: dict[str, Any] = {setting: sweeps[-1].best}
             best = replace(best, **chosen)
     return tuple(sweeps)

@@ -274,9 +274,8 @@ def _of_all_ranks(
     if ranks.rank != 0:
         return None
     found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
-    profile = _profile(script, found, stages.span, hooks, out, ranks.local_world_size)
-    measured = replace(profile.measured, stopped=stopped)
-    return replace(profile, measured=measured, verdict=judge(measured))
+    local = ranks.local_world_size
+    return _profile(script, found, stages.span, hooks, out, local, stopped=stopped)
 
 
 def _profile(
@@ -286,6 +285,8 @@ def _profile(
     hooks: Hooks,
     out: Path,
     local_ranks: int,
+    *,
+    stopped: bool,
 ) -> Profile:
     loader, optimizer = hooks.loader, hooks.optimizer
     assert optimizer is not None
@@ -307,6 +308,7 @@ def _profile(
         gradient_bytes=sum(p.nbytes for p in parameters),
         script=True,
         profiled_itself=any(each.profiled_itself for each in found),
+        stopped=stopped,
     )
     traces = tuple(each.trace for each in found if each.trace is not None)
     return Profile(

@@ -65,19 +65,25 @@ class Turn(NamedTuple):
 
 
 def sweep(
-    world: World, setting: str, values: Sequence[int], make: Callable[[int], tuple[Work, State]]
+    world: World,
+    setting: str,
+    values: Sequence[int],
+    make: Callable[[int], tuple[Work, State]],
+    stop: Callable[[], bool] = lambda: False,
 ) -> Sweep:
     """Try values in ascending order, each in turns with the best so far; return what to use.
 
     All ranks try the same values, and rank 0's clock counts. `make` returns the work with a value,
-    with a source of its own, and where it stands.
+    with a source of its own, and where it stands. `stop` says on all ranks alike whether to leave
+    the rest.
     """
     ordered = sorted(set(values))
     best = first = _open(ordered[0], *make(ordered[0]))
     _take_turns(world, best)
-    tried, misses = [best], 0
+    tried, misses, stopped = [best], 0, False
     for value in ordered[1:]:
-        if misses == _PATIENCE:
+        stopped = stop()
+        if misses == _PATIENCE or stopped:
             break
         candidate = _open(value, *make(value))
         _compare(world, best, candidate)
@@ -99,7 +105,8 @@ def sweep(
     )
     left = tuple(ordered[len(tried) :])
     sure = not any(_spread([row.low, row.high]) > _UNSURE and row.low < 1 for row in rows)
-    why = _why(left, rows, sure=sure)
+    why = "A stop signal came: the rest was not tried." if stopped else ""
+    why = why or _why(left, rows, sure=sure)
     return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, why=why, sure=sure)
 
 
