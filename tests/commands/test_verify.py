@@ -65,7 +65,7 @@ def test_the_table_fits_eighty_columns_and_ends_with_the_answer(here):
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
     assert "of 6 samples" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("The same training.")
+    assert done.stdout.splitlines()[-1].startswith("The same training, as far as --quick")
     assert "on 1 and 2 ranks" in done.stdout, "--quick leaves out a third size"
     assert re.search(r"^skipped +stop and resume .* --quick *$", done.stdout, re.MULTILINE)
     assert re.fullmatch(r"1 of 2 starts done: 1 rank, \d+ s\n", done.stderr)

@@ -126,7 +126,7 @@ def _mark_indexing() -> Callable[[], None]:
         with record_function(INDEX):
             return original(tensor, key)
 
-    Tensor.__getitem__ = getitem  # type: ignore[method-assign]
+    Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
 
     def end() -> None:
         del Tensor.__getitem__  # the one that it inherits is there again

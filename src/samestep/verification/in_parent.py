@@ -114,11 +114,12 @@ def judge_evidence(
         notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
     if evidence.quick:
         notes = (*notes, "With --quick some rows are left out: verify without it before you rely.")
+    exact = evidence.facts.exact
     return Verification(
         recipe=request.recipe.name,
         sizes=tuple(sorted({start.world_size for start in evidence.starts})),
         facts=evidence.facts,
-        precisions=tuple(dict.fromkeys((evidence.facts.exact, evidence.chosen))),
+        precisions=(exact,) if evidence.quick else tuple(dict.fromkeys((exact, evidence.chosen))),
         checks=judge(evidence),
         seconds=seconds,
         notes=tuple(notes),

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.screen.words import count, ranks
-from samestep.verification.evidence import Check
+from samestep.verification.evidence import LEFT_OUT, Check
 from samestep.verification.in_parent import Verification
 from samestep.verification.rows import one_writer
 
@@ -146,7 +146,8 @@ def _sentence(found: Verification) -> Text:
     causes = "; ".join(dict.fromkeys(check.cause.name or check.name for check in different))
     if found.same:
         but = f", but for {accepted}: known and accepted" if accepted else ""
-        text = f"The same training{but}."
+        quick = any(check.compared == LEFT_OUT for check in found.checks)
+        text = f"The same training{', as far as --quick looks' if quick else ''}{but}."
     elif {check.name for check in different} == {one_writer.NAME}:
         text = f"The same training, but {causes}."
     else:

@@ -12,7 +12,12 @@ from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import decoded
 from samestep.verification.fingerprints import sample_marks, values_of
-from samestep.verification.module_outputs import ModuleCall, first_at_fault, module_calls
+from samestep.verification.module_outputs import (
+    ModuleCall,
+    ModuleDifference,
+    first_at_fault,
+    module_calls,
+)
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
 from samestep.verification.rows.state import change_of_loss, remembers
 
@@ -107,11 +112,7 @@ def _other_forward(evidence: Evidence) -> Cause | None:
             first = who, one
         if one.samples != first[1].samples or len(one.calls) != len(first[1].calls):
             continue
-        mine, others = (_calls(c.calls, model=True) for c in (first[1], one))
-        found = first_at_fault(mine, others, evidence.exact, one.model)
-        found = found or first_at_fault(
-            *(_calls(c.calls, model=False) for c in (first[1], one)), evidence.exact, one.model
-        )
+        found = _first_at_fault(first[1], one, evidence.exact)
         if found is not None:
             return Cause(
                 RANK,
@@ -124,14 +125,25 @@ def _other_forward(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _calls(kept: list[Kept], *, model: bool) -> list[ModuleCall]:
-    """Return the calls of the model's modules, or that of the loss, as they can be compared."""
+def _first_at_fault(one: Computed, other: Computed, rounding: float) -> ModuleDifference | None:
+    """Return the first module of the model, else the loss, that computed something else."""
+    for of_loss in (False, True):
+        mine, others = (
+            [_call(kept) for kept in each.calls if (kept.name == _LOSS) is of_loss]
+            for each in (one, other)
+        )
+        if found := first_at_fault(mine, others, rounding, one.model):
+            return found
+    return None
 
-    def tensors(values: list[list[float]]) -> list[Tensor]:
-        return [torch.tensor(one, dtype=torch.float64) for one in values]
 
-    calls = [call for call in kept if (call.name != _LOSS) is model]
-    return [ModuleCall(c.name, tensors(c.inputs), tensors(c.outputs)) for c in calls]
+def _call(kept: Kept) -> ModuleCall:
+    """Return a module's call as it can be compared."""
+    inputs, outputs = (
+        [torch.tensor(values, dtype=torch.float64) for values in tree]
+        for tree in (kept.inputs, kept.outputs)
+    )
+    return ModuleCall(kept.name, inputs, outputs)
 
 
 def _explain(evidence: Evidence) -> Cause | None:
