@@ -61,3 +61,31 @@ def test_how_long_to_train_need_not_be_said(tmp_path):
     )
     assert ranks.wait() == [0], ranks.output()
     assert (tmp_path / "out" / "profile.json").is_file()
+
+
+STOPS_AT_4 = """
+import os
+import signal
+from dataclasses import replace
+
+without, sent = recipe.loss, []
+
+def loss(outputs, targets):
+    if len(outputs) == 4 and not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+    return without(outputs, targets)
+
+recipe = replace(recipe, loss=loss)
+"""
+
+
+def test_after_a_stop_signal_no_further_value_is_tried_and_what_there_is_is_shown(tmp_path):
+    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE + STOPS_AT_4)
+    flags = ("--seconds", "0.2", "--batch-sizes", "2,4,8,16", "--run-dir", str(tmp_path / "out"))
+    ranks = samestep("profile", str(recipe), *flags, folder=tmp_path / "o")
+    assert ranks.wait() == [143], ranks.output()
+    found = json.loads((tmp_path / "out" / "profile.json").read_text())
+    (sweep,) = found["sweeps"]
+    assert [row["value"] for row in sweep["rows"]] == [2, 4]
+    assert sweep["skipped"] == [8, 16]
+    assert found["measured"]["stopped"]
