@@ -266,6 +266,14 @@ def test_whatever_a_tracker_does_the_training_is_the_same_and_its_records_are_se
         assert sent(run) == expected(run)
 
 
+def test_a_slow_tracker_that_only_writes_files_is_waited_for(tmp_path):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    arguments = (recipe, *TRACK, "--track-offline", "--run-dir", run)
+    slow = {"TRACKER_FAULT": "start:wait", "end_s": 0.0}
+    assert "failed" not in train(*arguments, folder=tmp_path, **slow).output()
+    assert sent(run) == expected(run)
+
+
 def test_a_tracker_that_is_killed_within_the_run_has_its_part_once(tmp_path):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     tiny.set_pace(recipe, 0.02)  # so that there is a second time to hand over

@@ -24,7 +24,8 @@ from samestep.tracking.messages import MessageReader, TrackerOrder, wait_for
 from samestep.tracking.time_limits import end_descendants
 
 END_S, STOP_S = 30.0, 3.0
-"""How long trackers are waited for once the training is done, and once it was told to stop."""
+"""How long trackers are waited for once the training is done, and once it was told to stop; one that
+is offline has --track-timeout, since a busy machine may need it to import the tracker."""
 _ASK_EVERY_S = 0.1
 _REAP_S = 0.5
 
@@ -189,14 +190,16 @@ class TrackerProcesses:
             self._say("unsent", "later", f"{names}; with a network: {self._command(local)}")
 
     def _wait(self) -> None:
-        patience_s = STOP_S if self._stopped() else END_S
+        was_stopped, began = self._stopped(), time.monotonic()
+        patience_s = {t.name: self._patience_s(t) for t in self._trackers}
         for tracker in self._trackers:
-            tracker.tell({"end": patience_s})
-        began, was_stopped = time.monotonic(), self._stopped()
+            tracker.tell({"end": patience_s[tracker.name]})
         while going := [t for t in self._trackers if not t.messages.closed]:
+            waited_s = time.monotonic() - began
             if self._stopped() and not was_stopped:  # a signal while waiting
-                patience_s, was_stopped = time.monotonic() - began + STOP_S, True
-            left_s = began + patience_s + 0.5 - time.monotonic()
+                was_stopped = True
+                patience_s = {t.name: waited_s + STOP_S for t in going}
+            left_s = max(patience_s[t.name] for t in going) + 0.5 - waited_s
             if left_s <= 0:
                 break
             wait_for([t.messages.descriptor for t in going], min(_ASK_EVERY_S, left_s))
@@ -204,8 +207,15 @@ class TrackerProcesses:
                 self._pass_on(tracker)
         for tracker in going:
             if tracker.failed is None:
-                tracker.failed = f"it had not taken everything {patience_s:.0f} s after the end"
+                waited = f"{patience_s[tracker.name]:.0f} s after the end"
+                tracker.failed = f"it had not taken everything {waited}"
                 self._warn(tracker)
+
+    def _patience_s(self, tracker: TrackerProcess) -> float:
+        """Return how long to wait for a tracker: one that only writes files is slow, not stuck."""
+        if self._stopped():
+            return STOP_S
+        return max(END_S, self._settings.track_timeout) if tracker.offline else END_S
 
     def _pass_on(self, tracker: TrackerProcess) -> None:
         for message in tracker.heard():
