@@ -97,7 +97,8 @@ class Settings:
     monitor: str | None = None
     """Validation metric that makes a checkpoint the best; by default accuracy, else loss."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether the best is the smallest or the largest; auto: min for the loss, max for others."""
+    """Whether the best is the smallest or the largest; auto: min for the loss and what the recipe
+    names in lower_is_better, max for others."""
     patience: int | None = None
     """Stop after this many evaluations without improvement of --monitor."""
     min_delta: float = 0.0

@@ -74,7 +74,9 @@ def compare_runs(
         had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
     speeds = [throughput(run) for run in runs]
-    smaller = runs[0].smaller_is_better(chosen)
+    told = [run.smaller_is_better(chosen) for run in runs]
+    # Runs of earlier versions do not say; of their metrics only a loss is known to fall.
+    smaller = next((one for one in told if one is not None), chosen.endswith("loss"))
     return Comparison(
         runs=runs,
         differences=differences(runs),

@@ -1,5 +1,6 @@
 """Write the checkpoints of a run, and go on from the newest."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,8 @@ def make_writer(work: Work, state: State, path: Path) -> Write:
         step = state.position.step
         digest = checkpoints.save(folder, name, content)
         epoch = content["position"]["epoch"]
+        if metric is not None and not math.isfinite(metric):
+            metric = None  # JSON has neither, and such a checkpoint is no candidate for the best
         entry = Entry(path=name, step=step, epoch=epoch, sha256=digest, metric=metric)
         index = replace(index, monitor=state.watch.metric, mode=state.watch.mode)
         index = announce(folder, index, entry, work.settings.keep_top_k)

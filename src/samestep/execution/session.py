@@ -255,6 +255,8 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "precision": work.settings.precision,
         "threads": built.threads,
         "parameters": sum(p.numel() for p in work.trainee.model.parameters()),
+        "lower_is_better": list(request.recipe.falling()),
+        "monitor": built.state.watch.metric,
         "resumed": resumed is not None,
         "notes": [*world.notes, *splits.notes, *notes],
         **({"left_out": list(splits.left_out)} if splits.left_out else {}),
@@ -269,6 +271,13 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
         notes.append("--num-workers has no effect: the data is held in memory.")
     if settings.keep_top_k and work.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
+    watched = built.state.watch.metric
+    undirected = {*request.recipe.metrics} - {"accuracy", *request.recipe.falling()}
+    if settings.monitor in undirected and settings.mode == "auto":
+        notes.append(
+            f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "
+            f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'
+        )
     if settings.sync_batchnorm and work.world.world_size == 1:
         notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")
     kept = path / RECIPE_COPY

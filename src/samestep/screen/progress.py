@@ -3,6 +3,7 @@
 On a terminal the bar is redrawn in place a few times a second; elsewhere there are plain lines.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +15,21 @@ from rich.progress import BarColumn, Progress, TextColumn
 from samestep.run.records import NOT_METRICS, Record
 from samestep.screen.class_table import class_table
 from samestep.screen.words import count, duration, short
+
+
+NOT_FINITE = "not finite"
+
+
+def metrics_of(record: Record) -> dict[str, str]:
+    """Return the metrics of an `evaluation` record as they are shown.
+
+    What is NaN or infinite is null in a file: JSON has neither.
+    """
+    return {
+        name: NOT_FINITE if value is None or not math.isfinite(value) else f"{value:.4f}"
+        for name, value in record.items()
+        if name not in NOT_METRICS
+    }
 
 
 class Screen:
@@ -125,14 +141,20 @@ class Screen:
             self._bar.refresh()
 
     def _show_evaluation(self, record: Record) -> None:
-        values = {k: v for k, v in record.items() if k not in NOT_METRICS and v is not None}
+        values = metrics_of(record)
         if "accuracy" in values:
-            self._accuracy = f"val. accuracy {values['accuracy']:.4f}"
-        text = escape("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+            self._accuracy = f"val. accuracy {values['accuracy']}"
+        text = escape("  ".join(f"{name} {value}" for name, value in values.items()))
         for problem in record.get("problems", []):
             self._print(f"[yellow]passed over[/] {escape(problem)}")
         if record["split"] == "validation":
             self._flush_epoch(f"  validation: {text}", at_step=record["step"])
+            monitored = self._plan.get("monitor", "loss")
+            if values.get(monitored) == NOT_FINITE:
+                self._print(
+                    f"[yellow]warning[/] {escape(monitored)} is NaN or infinite after step "
+                    f"{record['step']:,}: it is no improvement, and a checkpoint here ranks last."
+                )
 
     def _flush_epoch(self, more: str = "", at_step: int = 0) -> None:
         record, self._epoch = self._epoch, None
@@ -158,7 +180,7 @@ class Screen:
             value = f"{best['metric']} {best['value']:.4f}"
             rows.append(("best", f"{value} on validation, epoch {best['epoch']}"))
         if test:
-            shown = "  ".join(f"{k} {v:.4f}" for k, v in test.items() if k not in NOT_METRICS)
+            shown = "  ".join(f"{name} {value}" for name, value in metrics_of(test).items())
             told = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
             rows.append(("test", told))
         rows.append(("run", str(path)))
