@@ -67,6 +67,8 @@ class Settings:
     """Where to train; auto takes the best device here."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """What connects the ranks; auto chooses by platform and device."""
+    timeout_s: float = 600.0
+    """Seconds that ranks wait for the slowest of them before they give up."""
     compile: Literal["off", "on"] = "off"
     """Compile whole steps into one graph: slow to start, fast after."""
     channels_last: bool = False
@@ -126,6 +128,7 @@ class Settings:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
         check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
+        check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
         check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
@@ -143,7 +146,7 @@ _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "global_batch_size", "accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
-    *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout"),
+    *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
 )
 _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
 
@@ -152,6 +155,7 @@ _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_worker
 MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
+        "timeout_s",
         *("checkpoint_activations", "threads", "num_workers"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),

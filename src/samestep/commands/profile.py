@@ -173,7 +173,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world = find_world(request.settings.device, request.settings.backend)
-    join(world)
+    join(world, request.settings.timeout_s)
     wishes = Wishes(
         workers=workers,
         batch_sizes=batch_sizes,

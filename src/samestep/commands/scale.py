@@ -110,7 +110,7 @@ def _rank(arguments: list[str]) -> int:
     _, request = _parse(arguments)
     task = msgspec.json.decode(os.environ[TASK], type=MeasurementTask)
     world = find_world(request.settings.device, request.settings.backend)
-    join(world)
+    join(world, request.settings.timeout_s)
     started_at = float(os.environ.get(STARTED_AT, time.time()))
     signum = 0
     with catch_signals() as received:

@@ -71,6 +71,7 @@ def parse_target(
             getattr(parsed, "recipe", None),
             given=given,
             resume=getattr(parsed.command, "resume", False),
+            allow_change=getattr(parsed.command, "allow_change", None),
         )
     for name in sorted(given & set(no_effect)):
         raise UserError(

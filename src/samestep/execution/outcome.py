@@ -49,7 +49,7 @@ def finish_run(
 ) -> Outcome:
     """Evaluate the best checkpoint on the test set, and write the result."""
     work, state, splits = built.work, built.state, built.splits
-    position, watch = state.position, state.watch
+    position = state.position
     status = "stopped" if state.signum else "completed"
     test = None
     if status == "completed" and splits.test is not None:

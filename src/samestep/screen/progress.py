@@ -16,7 +16,6 @@ from samestep.run.records import NOT_METRICS, Record
 from samestep.screen.class_table import class_table
 from samestep.screen.words import count, duration, short
 
-
 NOT_FINITE = "not finite"
 
 
@@ -90,7 +89,7 @@ class Screen:
             plan["recipe"]: f"{plan['parameters']:,} parameters, {samples}",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
             "batch": f"{plan['global_batch_size']} samples a step = {parts}",
-            "length": f"{count(plan['epochs'], 'epoch')}, {count(plan['total_steps'], 'step')}",
+            "length": self._length(plan["total_steps"], plan["epochs"]),
             "lr": lr,
             "run": plan["run_dir"],
         }
@@ -104,6 +103,8 @@ class Screen:
         for problem in record["problems"]:
             self._print(f"[yellow]passed over[/] {escape(problem)}")
         self._print(f"[bold]resume  [/]from {record['checkpoint']}, step {record['step']:,}")
+        for change in record.get("changes", []):
+            self._print(f"[yellow]changed[/] {escape(change)}")
 
     def _show_tracker(self, record: Record) -> None:
         marks = {"note": "[yellow]note[/]    ", "warning": "[yellow]warning[/] "}
@@ -167,10 +168,18 @@ class Screen:
         elif more:
             self._print(f"step {at_step:,}{more}")
 
+    def _length(self, steps: int, epochs: int) -> str:
+        """Return a number of steps, and of epochs, of which the last may be a part."""
+        per_epoch = self._plan["steps_per_epoch"]
+        shown = (
+            count(epochs, "epoch") if steps % per_epoch == 0 else f"{steps / per_epoch:.2g} epochs"
+        )
+        return f"{shown}, {count(steps, 'step')}"
+
     def result(self, path: Path, result: dict[str, Any]) -> None:
         """Show how the run ended."""
         best, test = result["best"], result["test"]
-        length = f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}"
+        length = self._length(result["steps"], result["epochs"])
         speed = f"{short(result['samples_per_s'])} samples/s"
         rows = [
             ("status", f"{result['status']} ({result['reason']})"),
