@@ -172,7 +172,7 @@ class Screen:
         """Return a number of steps, and of epochs, of which the last may be a part."""
         per_epoch = self._plan["steps_per_epoch"]
         shown = (
-            count(epochs, "epoch") if steps % per_epoch == 0 else f"{steps / per_epoch:.2g} epochs"
+            count(epochs, "epoch") if steps % per_epoch == 0 else f"{steps / per_epoch:.2f} epochs"
         )
         return f"{shown}, {count(steps, 'step')}"
 
