@@ -22,8 +22,6 @@ class Settings:
         UserError: a value is out of its range, or two settings exclude each other.
     """
 
-    run_dir: str | None = None
-    """Directory of the run; by default a new one in runs/."""
     epochs: int | None = None
     """Passes over the training set."""
     max_steps: int | None = None
@@ -46,6 +44,9 @@ class Settings:
     """Momentum, for sgd."""
     weight_decay: float = 0.0
     """Weight decay; decoupled in adamw, an L2 penalty in adam and sgd."""
+    clip_norm: float | None = None
+    """Clip the gradient to this norm."""
+
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows global batch / base batch (linear: Goyal et al. 2017)."""
     base_batch_size: int | None = None
@@ -54,8 +55,6 @@ class Settings:
     """Steps of a linear ramp up to the learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after the warm-up, by step; cosine falls to 0 by the end."""
-    clip_norm: float | None = None
-    """Clip the gradient to this norm."""
 
     engine: Literal["native", "lightning"] = "native"
     """What runs the loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
@@ -82,6 +81,8 @@ class Settings:
     num_workers: int = 0
     """Loader processes per rank, for data that is not held in memory."""
 
+    run_dir: str | None = None
+    """Directory of the run; by default a new one in runs/."""
     log_every: int = 50
     """Steps between two `step` records."""
     eval_every_epochs: int = 1
@@ -122,7 +123,7 @@ class Settings:
     track_checkpoints: bool = False
     """Send the checkpoints too, as artifacts."""
     track_timeout: float = 120.0
-    """Seconds that a tracker may take to start."""
+    """Seconds that a tracker may take to start, and for each answer."""
 
     def __post_init__(self) -> None:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")

@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 
 from samestep.commands.help import example_text, examples, recipe_files, show_general_help
+from samestep.commands.settings_help import help_text
 from samestep.errors import UserError
 from samestep.execution.request import Request, draft, finish
 from samestep.ranks.failure import TASK
@@ -61,9 +62,14 @@ def parse_target(
         taken = settings(**vars(start.settings()))
         parts = {"command": kind(), "settings": taken, "recipe": start.options()}
         given = names_given(flags)
-        without_effect = ", --".join(map(flag_name, sorted(no_effect)))
         about = about.format(start.recipe.name)
-        about += f" Without effect here: --{without_effect}." if no_effect else ""
+        if asks_help:
+            groups = {verb: parts["command"], f"the recipe {start.recipe.name}": parts["recipe"]}
+            groups = {k: part for k, part in groups.items() if part is not None}
+            text = help_text(f"{verb} {target}", about, groups | {"settings": taken}, no_effect)
+            sys.stdout.write(text)
+            sys.stdout.flush()  # whoever read it may have left, as `head` does
+            raise SystemExit(0)
         parsed = _parse(f"{verb} {target}", about, flags, parts)
         request = finish(
             start,
