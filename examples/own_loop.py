@@ -13,7 +13,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     x = torch.randn(SAMPLES, 4)
-    y = x.sum(dim=1, keepdim=True)
+    y = x.sum(dim=1, keepdim=True) + torch.randn(SAMPLES, 1)
     mine = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _step in range(50):

@@ -30,7 +30,7 @@ def test_the_settings_of_a_training_stand_in_groups(capfd):
     groups = groups_of(help_of(capfd, "train", "spiral"))
     for group, flag in {
         "train": "resume",
-        "the recipe spiral": "hidden-dims",
+        "options of spiral": "hidden-dims",
         "length": "epochs",
         "batch": "global-batch-size",
         "optimizer": "clip-norm",

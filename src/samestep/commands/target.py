@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 
@@ -64,12 +64,7 @@ def parse_target(
         given = names_given(flags)
         about = about.format(start.recipe.name)
         if asks_help:
-            groups = {verb: parts["command"], f"the recipe {start.recipe.name}": parts["recipe"]}
-            groups = {k: part for k, part in groups.items() if part is not None}
-            text = help_text(f"{verb} {target}", about, groups | {"settings": taken}, no_effect)
-            sys.stdout.write(text)
-            sys.stdout.flush()  # whoever read it may have left, as `head` does
-            raise SystemExit(0)
+            _show_help(verb, target, about, {k: v for k, v in parts.items() if v}, no_effect)
         parsed = _parse(f"{verb} {target}", about, flags, parts)
         request = finish(
             start,
@@ -85,6 +80,16 @@ def parse_target(
             "Leave it out."
         )
     return parsed.command, request
+
+
+def _show_help(
+    verb: str, target: str, about: str, parts: dict[str, Any], no_effect: Collection[str]
+) -> NoReturn:
+    titles = {"command": verb, "recipe": f"options of {target}", "settings": "settings"}
+    groups = {title: parts[key] for key, title in titles.items() if key in parts}
+    sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect))
+    sys.stdout.flush()  # whoever read it may have left, as `head` does
+    raise SystemExit(0)
 
 
 def _parse(command: str, about: str, flags: list[str], parts: dict[str, Any]) -> Any:
