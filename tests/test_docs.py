@@ -94,7 +94,8 @@ def test_every_link_between_pages_leads_to_a_file(page):
     assert not missing
 
 
-def test_the_readme_shows_the_numbers_of_a_real_run(tmp_path):
+def test_the_readme_shows_the_numbers_of_a_real_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     epoch = re.compile(r"epoch 1  loss (\S+)  validation: loss (\S+)  accuracy (\S+) ")
     ((*shown,),) = epoch.findall((ROOT / "README.md").read_text())
     code, said = forked(["samestep", "train", "spiral", "--epochs", "1"], tmp_path)
