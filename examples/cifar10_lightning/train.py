@@ -135,7 +135,7 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
     """Train, and leave a record for the notebook to read."""
     L.seed_everything(settings.seed, verbose=False)  # the same initial weights on every rank
     data = CIFAR10DataModule(
-        settings.folder, settings.subset, settings.batch_size // ranks, settings.seed
+        settings.folder, settings.subset, settings.global_batch_size // ranks, settings.seed
     )
     model = LitResNet(settings.width, settings.learning_rate, seed=settings.seed)
     trainer = make_trainer(
@@ -180,14 +180,15 @@ def read_settings(ranks: int, rank: int) -> argparse.Namespace:
     add("--subset", type=int, default=0, help="training images to use; 0: all")
     add("--epochs", type=int, default=20)
     add("--width", type=int, default=64, help="channels of the first stage")
-    add("--batch_size", type=int, default=128, help="images a step, of all ranks together")
+    add("--global_batch_size", type=int, default=128, help="images a step, of all ranks together")
     add("--learning_rate", type=float, default=0.1)
     add("--device", choices=("cpu", "gpu"), default="gpu" if torch.cuda.is_available() else "cpu")
     add("--precision", choices=("32-true", "bf16-mixed", "16-mixed"), default="32-true")
     add("--seed", type=int, default=42)
     settings = parser.parse_args()
-    if settings.batch_size % ranks:
-        parser.error(f"--batch_size {settings.batch_size} cannot be shared by {ranks} ranks.")
+    size = settings.global_batch_size
+    if size % ranks:
+        parser.error(f"--global_batch_size {size} cannot be shared by {ranks} ranks.")
     if rank == 0 and settings.output.exists():  # the one rank that writes there
         parser.error(f"--output {settings.output} is there already; each run needs a new folder.")
     return settings

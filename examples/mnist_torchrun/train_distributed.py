@@ -365,9 +365,8 @@ def main() -> None:
     device = join()
     world_size = dist.get_world_size()
     arguments = parse_arguments()
-    say(f"Starting distributed training on {world_size} GPUs")
-    if device.type == "cpu":
-        say("No GPU is here, so the ranks compute on CPU cores.")
+    units = "GPUs" if device.type == "cuda" else "CPU ranks"  # no GPU is here, or none is visible
+    say(f"Starting distributed training on {world_size} {units}")
     say(f"Master node: {os.environ['MASTER_ADDR']}")
     train(arguments, device)
     leave()

@@ -12,7 +12,7 @@ from samestep.version import __version__
 _STARTED_AT = time.time()
 
 VERBS = {
-    "train": "train a recipe, a recipe file, or go on with a run",
+    "train": "train a recipe or a recipe file; with --resume, go on with a run",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "name the classes of files with a checkpoint of a run",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",

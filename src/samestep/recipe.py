@@ -30,6 +30,15 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
 
 
+RESERVED_NAMES = frozenset(
+    {
+        *("loss", "train_loss", "event", "split", "epoch", "step", "samples", "seconds"),
+        *("checkpoint", "problems", "per_class", "confusion"),
+    }
+)
+"""What no metric may be called: fields of an `evaluation` record, and what `compare` offers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Splits:
     """The data sets of one recipe: each a pair of tensors, or a map-style `Dataset`.
@@ -78,6 +87,8 @@ class Recipe:
         default_factory=lambda: {"accuracy": accuracy}
     )
     """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced."""
+    lower_is_better: tuple[str, ...] = ()
+    """Names of the metrics of which less is better, such as errors; the loss always is one."""
     transform: Transform | None = None
     """Turns stored inputs into model inputs, in training and evaluation."""
     augment: Augment | None = None
@@ -110,6 +121,7 @@ class Recipe:
             if accepted not in get_args(Accepted):
                 names = ", ".join(get_args(Accepted))
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
+        self._check_metrics()
         for key, builder in (("model", self.model), ("data", self.data)):
             if isinstance(builder, nn.Module) or not callable(builder):
                 raise UserError(
@@ -125,6 +137,30 @@ class Recipe:
                     f"The recipe's option {min(both)!r} is also a setting of samestep; "
                     "give it another name."
                 )
+
+    def _check_metrics(self) -> None:
+        """Check that the metrics' names are free, and that only metrics are named a second time."""
+        for name in self.metrics:
+            if name in RESERVED_NAMES:
+                raise UserError(
+                    f"Recipe(metrics=…) names a metric {name!r}, and a record has that already. "
+                    f"Give it another name, such as 'own_{name}'."
+                )
+        lower = self.lower_is_better
+        if isinstance(lower, str):
+            raise UserError(
+                f"Recipe(lower_is_better={lower!r}) takes a tuple of names: ({lower!r},)."
+            )
+        for name in lower:
+            if name not in ("loss", *self.metrics):
+                raise UserError(
+                    f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
+                    f"{did_you_mean(name, self.metrics)}They are: {', '.join(self.metrics)}."
+                )
+
+    def falling(self) -> tuple[str, ...]:
+        """Return the names of what is better the lower it is: the loss, and the metrics named."""
+        return tuple(dict.fromkeys(("loss", *self.lower_is_better)))
 
     def build_model(self, options: object) -> nn.Module:
         """Return the model that these options describe."""

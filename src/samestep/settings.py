@@ -22,8 +22,6 @@ class Settings:
         UserError: a value is out of its range, or two settings exclude each other.
     """
 
-    run_dir: str | None = None
-    """Directory of the run; by default a new one in runs/."""
     epochs: int | None = None
     """Passes over the training set."""
     max_steps: int | None = None
@@ -46,6 +44,9 @@ class Settings:
     """Momentum, for sgd."""
     weight_decay: float = 0.0
     """Weight decay; decoupled in adamw, an L2 penalty in adam and sgd."""
+    clip_norm: float | None = None
+    """Clip the gradient to this norm."""
+
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows global batch / base batch (linear: Goyal et al. 2017)."""
     base_batch_size: int | None = None
@@ -54,8 +55,6 @@ class Settings:
     """Steps of a linear ramp up to the learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after the warm-up, by step; cosine falls to 0 by the end."""
-    clip_norm: float | None = None
-    """Clip the gradient to this norm."""
 
     engine: Literal["native", "lightning"] = "native"
     """What runs the loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
@@ -67,6 +66,8 @@ class Settings:
     """Where to train; auto takes the best device here."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """What connects the ranks; auto chooses by platform and device."""
+    timeout_s: float = 600.0
+    """Seconds that ranks wait for the slowest of them before they give up."""
     compile: Literal["off", "on"] = "off"
     """Compile whole steps into one graph: slow to start, fast after."""
     channels_last: bool = False
@@ -82,6 +83,8 @@ class Settings:
     oversubscribe: bool = False
     """Insist on more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
+    run_dir: str | None = None
+    """Directory of the run; by default a new one in runs/."""
     log_every: int = 50
     """Steps between two `step` records."""
     eval_every_epochs: int = 1
@@ -99,7 +102,8 @@ class Settings:
     monitor: str | None = None
     """Validation metric that makes a checkpoint the best; by default accuracy, else loss."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether the best is the smallest or the largest; auto: min for the loss, max for others."""
+    """Whether the best is the smallest or the largest; auto: min for the loss and what the recipe
+    names in lower_is_better, max for others."""
     patience: int | None = None
     """Stop after this many evaluations without improvement of --monitor."""
     min_delta: float = 0.0
@@ -121,12 +125,13 @@ class Settings:
     track_checkpoints: bool = False
     """Send the checkpoints too, as artifacts."""
     track_timeout: float = 120.0
-    """Seconds that a tracker may take to start."""
+    """Seconds that a tracker may take to start, and for each answer."""
 
     def __post_init__(self) -> None:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
         check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
+        check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
         check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
@@ -144,7 +149,7 @@ _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "global_batch_size", "accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
-    *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout"),
+    *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
 )
 _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
 
@@ -153,6 +158,7 @@ _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_worker
 MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
+        "timeout_s",
         *("checkpoint_activations", "threads", "num_workers", "oversubscribe"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),

@@ -93,7 +93,7 @@ def test_torchrun_on_two_nodes_trains_as_it_does_on_one_and_goes_on_when_submitt
     printed = end(
         sandbox, folder, submit(sandbox, folder, RUN_DISTRIBUTED, *settings, "--epochs", "1")
     )
-    assert printed.count("Starting distributed training on 2 GPUs\n") == 1
+    assert printed.count("Starting distributed training on 2 CPU ranks\n") == 1
     assert printed.count("Master node: 127.0.0.1\n") == 1
     assert len(epochs(printed)) == 1
     # The reader edits: one node, two ranks on it.
@@ -109,7 +109,7 @@ def test_torchrun_on_two_nodes_trains_as_it_does_on_one_and_goes_on_when_submitt
     again = end(
         sandbox, folder, submit(sandbox, folder, RUN_DISTRIBUTED, *settings, "--epochs", "2")
     )
-    assert "Starting distributed training on 2 GPUs\n" in again
+    assert "Starting distributed training on 2 CPU ranks\n" in again
     assert "Resuming after epoch 1 from checkpoints/checkpoint_epoch_1.pt\n" in again
     assert epochs(printed) + epochs(again) == epochs(here.stdout)
 

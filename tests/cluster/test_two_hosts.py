@@ -35,7 +35,7 @@ def test_the_plain_script_trains_on_two_hosts_over_the_cable(hosts):
     printed = [done.stdout for done in ended]
     assert "" in printed  # whichever host torchrun gave rank 0 prints, the other not
     lines = max(printed).splitlines()
-    assert lines[0] == "Starting distributed training on 2 GPUs"
+    assert lines[0] == "Starting distributed training on 2 CPU ranks"
     assert {f"Master node: {name}" for name in NAMES} & {*lines}
     assert len(epochs("\n".join(lines))) == 1
     # Six steps' gradients of 1.2 million numbers of 4 bytes, from each host to the other.

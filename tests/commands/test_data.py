@@ -32,6 +32,18 @@ def test_list_shows_every_data_set_with_its_size_licence_and_source(capsys):
         assert words in shown
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_word_of_the_list_is_broken_and_no_address_split(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    for dataset in catalog.CATALOG.values():
+        assert f"  {dataset.source}" in lines
+        words = f"{dataset.description} {dataset.licence}".split()
+        assert set(words) < set(" ".join(lines).split())
+
+
 def test_an_unknown_name_is_left_to_the_caller_to_show(tmp_path):
     with pytest.raises(UserError, match="'fashion-mnist'"):
         main(["get", "fashion_mnist", "--data-dir", str(tmp_path)])

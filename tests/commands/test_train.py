@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.errors import UserError
 from samestep.settings import Settings
 from tests.command_line import RECIPE, read_json, refusal, run, start, tree
 from tests.idx_files import write_mnist
@@ -461,3 +462,13 @@ def test_a_mistake_is_found_before_the_ranks_are_started(here):
     assert done.returncode == 2
     assert re.fullmatch(r"samestep: --epochs .* 0\b.*\n", done.stderr)
     assert not list(here.iterdir())
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_user_says(here, refused, monkeypatch):
+    from samestep.commands import train
+
+    def join(world, timeout_s):
+        raise UserError(f"joined with {timeout_s}")
+
+    monkeypatch.setattr(train, "join", join)
+    assert "joined with 7.5" in refused("train", "spiral", "--timeout-s", "7.5")

@@ -49,6 +49,15 @@ def test_the_table_fits_and_says_all_and_the_worst_comes_last(width):
     assert lines[-1] == "1 red: master address"
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_path_and_an_address_are_never_cut(width):
+    path, address = "/a/folder" * 9, "https://pytorch.org/docs/stable/elastic/run.html"
+    finding = named("shared memory", yellow(f"little of it in {path}", f"See {address} for more."))
+    lines = printed(replace(DIAGNOSIS, findings=(finding,)), width)
+    assert any(path in line for line in lines)
+    assert any(address in line for line in lines)
+
+
 def test_every_row_of_a_healthy_allocation_fits_without_many_lines():
     healthy = allocation()
     findings = (*run_checks(slurm_job.CHECKS, in_job()), *run_checks(SIDE_BY_SIDE, healthy))

@@ -321,7 +321,7 @@ def test_a_run_does_not_write_over_another_one_and_shares_its_batch(tmp_path):
     (tmp_path / "there").mkdir()
     for words, message in (
         (("--output", "there"), "--output there is there already; each run needs a new folder."),
-        (("--batch_size", "7"), "--batch_size 7 cannot be shared by 2 ranks."),
+        (("--global_batch_size", "7"), "--global_batch_size 7 cannot be shared by 2 ranks."),
     ):
         done = subprocess.run(
             [sys.executable, str(FOLDER / "train.py"), "data", *words],

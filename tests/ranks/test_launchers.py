@@ -129,7 +129,7 @@ found = {
     "place": place,
     "main": samestep.is_main_process(),
     "sum": samestep.reduce_tensor(mine, "sum").tolist(),
-    "mean": samestep.reduce_tensor(mine).tolist(),
+    "mean": samestep.reduce_tensor(mine, "mean").tolist(),
     "max": samestep.reduce_tensor(mine, "max").tolist(),
     "input": mine.tolist(),
 }
@@ -185,6 +185,6 @@ def test_before_setup_a_process_is_alone():
 
     tensor = torch.tensor([2.0])
     assert samestep.is_main_process()
-    assert samestep.reduce_tensor(tensor).tolist() == [2.0]
+    assert samestep.reduce_tensor(tensor, "mean").tolist() == [2.0]
     samestep.barrier()
     samestep.cleanup()

@@ -262,8 +262,8 @@ def test_a_checkpoint_of_another_recipe_is_refused(run, refuse, half_trained, tm
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("hidden = 16", "hidden = 24", "(24, 8)"),
-        ("samples = 131", "samples = 130", "num_samples = 131"),
+        ("hidden = 16", "hidden = 24", "hidden = 16"),
+        ("samples = 131", "samples = 130", "samples = 131"),
         ("seed = 42", "seed = 43", "seed = 42"),
         ("global_batch_size = 12", "global_batch_size = 24", "global_batch_size = 12"),
     ],

@@ -20,11 +20,12 @@ class Command:
     """Compare runs: settings that differ, whether it is the same training, speed, curves."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
-    """Directories of two runs or more; a running or damaged one is read as far as it goes."""
+    """Directories of two runs or more, or of one with --plot; a running or damaged one is read as
+    far as it goes."""
     metric: str | None = None
     """Of the validation set (loss, accuracy …), or train_loss; by default accuracy, else loss."""
     target: float | None = None
-    """Tell when the metric was first at this value."""
+    """Tell when the metric was first at this value, or beyond: below it where less is better."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw the curves into a file (samestep[plot])."""
     any_recipe: Switch = False
@@ -37,7 +38,11 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     command = parse_flags(Command, "compare", arguments, *_EXAMPLES)
     found = compare_runs(
-        command.runs, command.metric, command.target, any_recipe=command.any_recipe
+        command.runs,
+        command.metric,
+        command.target,
+        any_recipe=command.any_recipe,
+        alone=command.plot is not None,
     )
     if command.plot is not None:
         from samestep.comparison.plot import plot  # noqa: PLC0415 - matplotlib is an extra

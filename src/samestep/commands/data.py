@@ -1,18 +1,18 @@
 """`samestep data`: download a data set, or list those that can be downloaded."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
 from samestep.commands.help import examples
 from samestep.data.catalog import CATALOG
 from samestep.data.download import download
+from samestep.screen.words import count, wrapped
 
 _EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
 
@@ -50,25 +50,18 @@ def main(arguments: list[str]) -> int:
         )
     if isinstance(command, _Get):
         paths = download(command.name, command.data_dir, mirrors=command.mirror)
-        files = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+        files = count(len(paths), "file")
         print(f"{command.name} is in {command.data_dir}: {files}, checked.")  # noqa: T201
     else:
-        Console().print(_table())
+        print("\n".join(_lines()))  # noqa: T201
     return 0
 
 
-def _table() -> Table:
-    # Without inner lines, a source's address fits on one line of 80 columns and can be copied.
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("name", no_wrap=True)
-    table.add_column("files", justify="right", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("holds, licence, source", overflow="fold")
+def _lines() -> Iterator[str]:
+    """Yield what there is; an address is never cut, so that it can be copied at any width."""
+    width = Console().width
     for dataset in CATALOG.values():
-        table.add_row(
-            dataset.name,
-            str(len(dataset.files)),
-            f"{sum(file.size_bytes for file in dataset.files) / 1e6:.1f} MB",
-            f"{dataset.description}\n{dataset.licence}\n{dataset.source}",
-        )
-    return table
+        size = sum(file.size_bytes for file in dataset.files) / 1e6
+        yield f"{dataset.name}  {count(len(dataset.files), 'file')}, {size:.1f} MB"
+        for text in (dataset.description, dataset.licence, dataset.source):
+            yield from wrapped(f"  {text}", "  ", width)

@@ -197,7 +197,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
-    join(world)
+    join(world, settings.timeout_s)
     wishes = Wishes(
         workers=workers,
         batch_sizes=batch_sizes,

@@ -113,7 +113,7 @@ def _rank(arguments: list[str]) -> int:
     task = msgspec.json.decode(os.environ[TASK], type=MeasurementTask)
     settings = request.settings
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
-    join(world)
+    join(world, settings.timeout_s)
     started_at = float(os.environ.get(STARTED_AT, time.time()))
     signum = 0
     with catch_signals() as received:

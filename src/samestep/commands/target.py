@@ -7,11 +7,12 @@ import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 
 from samestep.commands.help import example_text, examples, recipe_files, show_general_help
+from samestep.commands.settings_help import help_text
 from samestep.errors import UserError
 from samestep.execution.request import Request, draft, finish
 from samestep.ranks.failure import TASK
@@ -61,9 +62,9 @@ def parse_target(
         taken = settings(**vars(start.settings()))
         parts = {"command": kind(), "settings": taken, "recipe": start.options()}
         given = names_given(flags)
-        without_effect = ", --".join(map(flag_name, sorted(no_effect)))
         about = about.format(start.recipe.name)
-        about += f" Without effect here: --{without_effect}." if no_effect else ""
+        if asks_help:
+            _show_help(verb, target, about, {k: v for k, v in parts.items() if v}, no_effect)
         parsed = _parse(f"{verb} {target}", about, flags, parts)
         request = finish(
             start,
@@ -71,6 +72,7 @@ def parse_target(
             getattr(parsed, "recipe", None),
             given=given,
             resume=getattr(parsed.command, "resume", False),
+            allow_change=getattr(parsed.command, "allow_change", None),
         )
     for name in sorted(given & set(no_effect)):
         raise UserError(
@@ -78,6 +80,16 @@ def parse_target(
             "Leave it out."
         )
     return parsed.command, request
+
+
+def _show_help(
+    verb: str, target: str, about: str, parts: dict[str, Any], no_effect: Collection[str]
+) -> NoReturn:
+    titles = {"command": verb, "recipe": f"options of {target}", "settings": "settings"}
+    groups = {title: parts[key] for key, title in titles.items() if key in parts}
+    sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect))
+    sys.stdout.flush()  # whoever read it may have left, as `head` does
+    raise SystemExit(0)
 
 
 def _parse(command: str, about: str, flags: list[str], parts: dict[str, Any]) -> Any:

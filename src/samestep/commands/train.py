@@ -6,6 +6,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from samestep.commands.help import Switch
 from samestep.commands.target import parse_target
@@ -32,7 +35,10 @@ class Command:
     nproc: NumRanks = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     resume: Switch = False
-    """Go on from the newest whole checkpoint of the run."""
+    """Go on with the run, from its newest whole checkpoint; without it a new run begins."""
+    allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    """With --resume, settings that may differ from those of the checkpoint, with commas between
+    them: lr,weight_decay. The run then becomes another training."""
 
 
 def main(arguments: list[str]) -> int:
@@ -77,9 +83,14 @@ def _run_rank(request: Request, log: RankLog) -> int:
         from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
 
         check_settings(settings)
+        if request.allow_change:
+            raise UserError(
+                "--allow-change needs --engine native: Lightning goes on with the optimizer and "
+                "the schedule of its own checkpoint."
+            )
         engine = LIGHTNING
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
-    join(world)
+    join(world, settings.timeout_s)
     world.on_main(lambda: check_installed(chosen(settings.track)))
     screen = Screen()
     with (

@@ -42,6 +42,7 @@ _ABOUT = (
 _NO_EFFECT = (
     *("run_dir", "epochs", "max_steps", "accumulate", "engine", "compile", "log_every"),
     *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
+    "timeout_s",
     *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),
 )
 _MOST_RANKS = 64

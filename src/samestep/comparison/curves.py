@@ -138,5 +138,7 @@ def _at(
         covered = of_one and of_one[0][0] <= place <= of_one[-1][0]
         return between(of_one, place) if covered else None
 
-    values = tuple(tuple(value(of_one, place) for of_one in marks) for place in places)
-    return Aligned(places=tuple(places), values=values, as_recorded=as_recorded)
+    rows = {place: tuple(value(of_one, place) for of_one in marks) for place in places}
+    # Between the end of one run and the start of another no run has a value.
+    rows = {place: row for place, row in rows.items() if any(v is not None for v in row)}
+    return Aligned(places=tuple(rows), values=tuple(rows.values()), as_recorded=as_recorded)

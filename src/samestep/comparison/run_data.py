@@ -25,7 +25,10 @@ _SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
 _SIZES = ("world_size", "num_samples", "global_batch_size", "steps_per_epoch")
 # Without these a record says nothing. A record of any other event is whatever it says.
 _FIELDS: dict[str, list[Any]] = {
-    "start": [*((name, _Positive) for name in _SIZES), ("resumed", bool), ("format", int, 1)],
+    "start": [
+        *((name, _Positive) for name in _SIZES),
+        *(("resumed", bool), ("format", int, 1), ("lower_is_better", list[str] | None, None)),
+    ],
     "step": [
         *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), ("loss", float)),
         ("grad_norm", float | None, None),
@@ -79,12 +82,12 @@ class RunData:
         trained = [TRAIN_LOSS] if self.of("epoch") or self.of("step") else []
         return [*dict.fromkeys(found), *trained]
 
-    def smaller_is_better(self, metric: str) -> bool:
-        """Whether a metric is to fall: a loss, or what the run monitors with `--mode min`."""
-        settings = self.settings or {}
+    def smaller_is_better(self, metric: str) -> bool | None:
+        """Whether a metric is to fall, by --mode or by the recipe; None if the run does not say."""
+        settings, told = self.settings or {}, self.plan.get("lower_is_better")
         if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
             return settings["mode"] == "min"
-        return metric.endswith("loss")
+        return metric in (*told, TRAIN_LOSS) if told is not None else None
 
 
 def read_run(path: Path) -> RunData:

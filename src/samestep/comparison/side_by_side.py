@@ -50,16 +50,17 @@ def compare_runs(
     target: float | None = None,
     *,
     any_recipe: bool = False,
+    alone: bool = False,
 ) -> Comparison:
     """Read two runs or more from their directories and put them side by side.
 
     The metric is of the validation set, or `train_loss`; by default accuracy if all have it. Runs
-    of different recipes are compared with `any_recipe` only.
+    of different recipes are compared with `any_recipe` only, and one run is enough if `alone`.
 
     Raises:
         UserError: one is no run, or they have nothing in common.
     """
-    _check_paths(paths)
+    _check_paths(paths, alone=alone)
     runs = [read_run(path) for path in paths]
     recipes = {run.recipe for run in runs if run.recipe}
     if len(recipes) > 1 and not any_recipe:
@@ -74,7 +75,9 @@ def compare_runs(
         had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
     speeds = [throughput(run) for run in runs]
-    smaller = runs[0].smaller_is_better(chosen)
+    told = [run.smaller_is_better(chosen) for run in runs]
+    # Runs of earlier versions do not say; of their metrics only a loss is known to fall.
+    smaller = next((one for one in told if one is not None), chosen.endswith("loss"))
     return Comparison(
         runs=runs,
         differences=differences(runs),
@@ -97,9 +100,12 @@ def compare_runs(
     )
 
 
-def _check_paths(paths: Sequence[Path]) -> None:
-    if len(paths) < 2:
-        raise UserError("Name two runs or more: samestep compare runs/ID runs/ID.")
+def _check_paths(paths: Sequence[Path], *, alone: bool) -> None:
+    if len(paths) < 2 - alone:
+        raise UserError(
+            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
+            "enough."
+        )
     if len(paths) > MOST:
         raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
     for one, other in pairwise(sorted(path.resolve() for path in paths)):

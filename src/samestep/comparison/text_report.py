@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 def lines(found: Comparison) -> Iterator[str]:
     """Yield the lines of the whole comparison."""
-    for part in (_header, _settings, _alike, _throughput, _phases, _curves, _target):
+    beside = (_settings, _alike) if len(found.runs) > 1 else ()
+    for part in (_header, *beside, _throughput, _phases, _curves, _target):
         yield from part(found)
     if found.notes:
         yield ""
@@ -67,7 +68,7 @@ def _alike(found: Comparison) -> Iterator[str]:
 def _verdict(found: SameTraining, other: str, one: str) -> str:
     if found.verdict == "unknown":
         return f"{other} and {one} cannot be compared by step: {found.why}."
-    steps = count(found.steps, "recorded step")
+    steps = _evidence(found)
     if found.verdict == "equal":
         return f"{other} is the same training as {one}: every bit of the loss on {steps}."
     size = f"by at most {found.largest:.1e}, at step {found.largest_at:,}"
@@ -76,13 +77,20 @@ def _verdict(found: SameTraining, other: str, one: str) -> str:
         alike = f"{other} is the same training as {one}, to rounding"
         return f"{alike}: the losses of {steps} differ {size} {explained}"
     if found.last_alike is None:
-        apart = f"{other} is another training than {one}: the losses differ from the first of"
-        return f"{apart} {steps} on, {size} {explained}"
+        apart = f"{other} is another training than {one}: of {steps} the losses differ from the"
+        return f"{apart} first on, {size} {explained}"
     return (
         f"{other} parts from {one} after step {found.last_alike:,}: up to there the losses are the "
         f"same to rounding, from step {found.first_apart:,} on they differ {size}. A difference "
         "that begins at rounding and grows slowly is rounding's own; a jump is not."
     )
+
+
+def _evidence(found: SameTraining) -> str:
+    """Return what was compared: 13 recorded steps, 3 epochs and 3 evaluations."""
+    kinds = {"recorded step": found.steps, "epoch": found.epochs, "evaluation": found.evaluations}
+    *most, last = [count(number, kind) for kind, number in kinds.items() if number]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _reasons(found: Comparison, place: int) -> str:

@@ -1,25 +1,28 @@
 """The table for people, the object for programs."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from samestep.doctor.diagnosis import Diagnosis
 from samestep.doctor.facts import RankFacts
 from samestep.doctor.findings import Finding, size_name, worst
+from samestep.screen.words import wrapped
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
+_STATUS = 8
 
 
 def print_table(diagnosis: Diagnosis, console: Console) -> None:
     """Print the table of findings, the all-reduce's sizes, and one sentence."""
-    console.print(_findings(diagnosis.findings))
+    for line in _findings(diagnosis.findings, console.width):
+        console.print(line, soft_wrap=True)
     if diagnosis.all_reduce:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
         for heading in ("all-reduce", "time, µs", "bus bandwidth, GB/s"):
@@ -48,19 +51,22 @@ def to_json(diagnosis: Diagnosis) -> str:
     return json.dumps(table, indent=2)
 
 
-def _findings(findings: tuple[Finding, ...]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+def _findings(findings: tuple[Finding, ...], width: int) -> Iterator[str]:
+    """Yield the lines of the table; a path or an address is never cut, so that it can be copied."""
+    label = max(len(finding.name) for finding in findings)
+    indent = " " * (_STATUS + label + 2)
+    room = max(20, width - len(indent))
     for finding in findings:
         colour = _COLOURS[finding.status]
-        advice = Table.grid(padding=(0, 1, 0, 0))  # every line of it is indented below its arrow
-        if finding.advice:
-            advice.add_row(Text("→", style=colour), Text(finding.advice, overflow="fold"))
-        found = Group(Text(finding.found), advice) if finding.advice else Text(finding.found)
-        table.add_row(Text(finding.status, style=colour), finding.name, found)
-    return table
+        first, *more = wrapped(finding.found, "", room)
+        name = f"{finding.name:<{label}}  "
+        status = f"[{colour}]{finding.status:<{_STATUS}}[/]"
+        yield f"{status}[bold]{escape(name)}[/]{escape(first)}"
+        yield from (indent + escape(line) for line in more)
+        if finding.advice:  # every line of it is indented below its arrow
+            first, *more = wrapped(finding.advice, "", room - 2)
+            yield f"{indent}[{colour}]→[/] {escape(first)}"
+            yield from (f"{indent}  {escape(line)}" for line in more)
 
 
 def _rank(rank: RankFacts) -> dict[str, Any]:

@@ -146,5 +146,5 @@ def _watch(request: Request, splits: Splits) -> Watch:
         raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
     mode = settings.mode
     if mode == "auto":
-        mode = "min" if metric == "loss" else "max"
+        mode = "min" if metric in request.recipe.falling() else "max"
     return Watch(metric=metric, mode=mode)

@@ -50,7 +50,7 @@ def finish_run(
 ) -> Outcome:
     """Evaluate the best checkpoint on the test set, and write the result."""
     work, state, splits = built.work, built.state, built.splits
-    position, watch = state.position, state.watch
+    position = state.position
     status = "stopped" if state.signum else "completed"
     test = None
     if status == "completed" and splits.test is not None:
@@ -72,7 +72,7 @@ def finish_run(
         result = _result(request, work, state, status, test, first_step_s)
         best = read_index(run.checkpoints).best
         if best is not None:  # an evaluation may have been better where nothing was saved
-            result["best"] = {"metric": watch.metric, "value": best.metric, "epoch": best.epoch}
+            result["best"] |= {"value": best.metric, "epoch": best.epoch}
         run.write_result(result)
     return Outcome(path=path, signum=state.signum)
 
@@ -129,7 +129,12 @@ def _result(
         "epochs": position.epoch,
         "steps": position.step,
         "test": test,
-        "best": {"metric": watch.metric, "value": watch.best, "epoch": watch.best_epoch},
+        "best": {
+            "metric": watch.metric,
+            "mode": watch.mode,
+            "value": watch.best,
+            "epoch": watch.best_epoch,
+        },
         "training_seconds": position.seconds,
         "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
         "seconds_to_first_step": first_step_s,

@@ -14,6 +14,7 @@ import msgspec
 import tomli_w
 
 from samestep.errors import UserError, did_you_mean
+from samestep.execution.changes import Change, parse_names, refused_flag
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
 from samestep.settings import MAY_CHANGE, Settings, as_table, merge_layers
@@ -38,6 +39,10 @@ class Request:
     """An instance of the recipe's options, or None if it has none."""
     settings: Settings
     resume: bool = False
+    allow_change: tuple[str, ...] = ()
+    """Settings and options that may differ from those of the checkpoint that it goes on from."""
+    settings_of: Path | None = None
+    """The run whose settings a new run starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +167,13 @@ def _field_types(kind: type) -> dict[str, Any]:
 
 
 def finish(
-    start: Draft, settings: Settings, options: Any, *, given: set[str], resume: bool
+    start: Draft,
+    settings: Settings,
+    options: Any,
+    *,
+    given: set[str],
+    resume: bool,
+    allow_change: str | None = None,
 ) -> Request:
     """Return the request once the flags are known.
 
@@ -172,10 +183,14 @@ def finish(
         options: the recipe's, with the flags applied.
         given: the names that were flags.
         resume: whether to go on with the run.
+        allow_change: names of settings that may change then, with commas between them.
 
     Raises:
         UserError: a resumed run would become another training, or a tracker is unknown.
     """
+    if allow_change is not None and not resume:
+        raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
+    allowed = parse_names(allow_change, start.recipe)
     own = {field.name for field in fields(Settings)}
     flags = {name: getattr(settings, name) for name in given if name in own}
     merged = merge_layers(start.settings_layer, flags)
@@ -183,18 +198,23 @@ def finish(
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
         run = draft(run_dir)
         options = _as_completed(run, options)
-        _check_repeated(run, start, merged, options)
+        _check_repeated(run, start, merged, options, allowed)
         merged.pop("accumulate", None)
         merged |= {size: run.settings_layer[size] for size in _DERIVED}
     if start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
-        changed = sorted(_changes(start, merged, options) - MAY_CHANGE)
-        if resume and changed:
-            raise _cannot_change(changed[0])
+        if resume:
+            _refuse_changes(_changes(start, merged, options), MAY_CHANGE | {*allowed})
     resolved = Settings(**merged)  # type: ignore[arg-type]
     check_choice(resolved)
     return Request(
-        recipe=start.recipe, source=start.source, options=options, settings=resolved, resume=resume
+        recipe=start.recipe,
+        source=start.source,
+        options=options,
+        settings=resolved,
+        resume=resume,
+        allow_change=allowed,
+        settings_of=None if resume else start.run,
     )
 
 
@@ -207,7 +227,9 @@ def _as_completed(run: Draft, options: Any) -> Any:
     return dataclasses.replace(options, **{name: getattr(old, name) for name in unset})
 
 
-def _check_repeated(run: Draft, start: Draft, merged: dict[str, object], options: Any) -> None:
+def _check_repeated(
+    run: Draft, start: Draft, merged: dict[str, object], options: Any, allowed: tuple[str, ...]
+) -> None:
     """Check that a command that goes on in its --run-dir asks for the training that is there."""
     if run.recipe.name != start.recipe.name:
         raise UserError(
@@ -215,28 +237,28 @@ def _check_repeated(run: Draft, start: Draft, merged: dict[str, object], options
             "Choose another --run-dir."
         )
     # The command gives sizes for its own number of ranks; those of the run are kept.
-    changed = sorted(_changes(run, merged, options) - MAY_CHANGE - {*_DERIVED, "accumulate"})
-    if changed:
-        raise _cannot_change(changed[0])
+    may = MAY_CHANGE | {*_DERIVED, "accumulate", *allowed}
+    _refuse_changes(_changes(run, merged, options), may)
 
 
-def _cannot_change(name: str) -> UserError:
-    return UserError(
-        f"--{name.replace('_', '-')} cannot change when a run is resumed: it would be another "
-        "training. Leave it out, or start a new run without --resume. These may change: "
-        f"{', '.join(sorted(MAY_CHANGE))}."
-    )
+def _refuse_changes(changes: dict[str, Change], may: frozenset[str]) -> None:
+    for name in sorted(changes.keys() - may):
+        raise refused_flag(name, changes[name])
 
 
-def _changes(start: Draft, merged: dict[str, object], options: Any) -> set[str]:
-    """Return the names whose values differ from those of the run."""
+def _changes(start: Draft, merged: dict[str, object], options: Any) -> dict[str, Change]:
+    """Return the values that differ from those of the run, by their names."""
     before = as_table(start.settings())
     after = as_table(Settings(**merged))  # type: ignore[arg-type]
-    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     old = start.options()
     if old is not None:
-        changed |= {f.name for f in fields(old) if getattr(old, f.name) != getattr(options, f.name)}
-    return changed
+        before = {**before, **vars(old)}
+        after = {**after, **vars(options)}
+    return {
+        name: (before.get(name), after.get(name))
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name)
+    }
 
 
 def to_toml(request: Request, *, batch_size: int, global_batch_size: int) -> str:

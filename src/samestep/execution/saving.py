@@ -1,13 +1,15 @@
 """Write the checkpoints of a run, and go on from the newest."""
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.execution.request import Request
+from samestep.execution.changes import check_changes, words_of
+from samestep.execution.request import Request, to_toml
 from samestep.run import checkpoints
 from samestep.run.directory import is_run
 from samestep.run.index import Entry, announce, read_index
@@ -18,18 +20,27 @@ from samestep.training.work import State, Work
 Write = Callable[[str, float | None, dict[str, Any]], Record]
 
 
-def make_writer(work: Work, state: State, path: Path) -> Write:
-    """Return what writes and announces a checkpoint of a run that goes on from where it stands."""
+def make_writer(work: Work, state: State, path: Path, made_with: str = "") -> Write:
+    """Return what writes and announces a checkpoint of a run that goes on from where it stands.
+
+    `made_with` is the text of the run's settings.toml; each checkpoint keeps it.
+    """
     folder = path / "checkpoints"
     # Those of later steps were passed over as damaged, and their steps are trained again.
     step = state.position.step
     index = work.world.on_main(lambda: read_index(folder).up_to(step))
+    if index.monitor != state.watch.metric:  # values of another metric rank nothing
+        entries = tuple(replace(entry, metric=None) for entry in index.checkpoints)
+        index = replace(index, checkpoints=entries)
 
     def write(name: str, metric: float | None, content: dict[str, Any]) -> Record:
         nonlocal index
         step = state.position.step
-        digest = checkpoints.save(folder, name, content)
-        epoch = content["position"]["epoch"]
+        digest = checkpoints.save(folder, name, {**content, "made_with": made_with})
+        position = content["position"]
+        epoch = position["epoch"] + (position.get("step_in_epoch", 0) > 0)  # the one it is in
+        if metric is not None and not math.isfinite(metric):
+            metric = None  # JSON has neither, and such a checkpoint is no candidate for the best
         entry = Entry(path=name, step=step, epoch=epoch, sha256=digest, metric=metric)
         index = replace(index, monitor=state.watch.metric, mode=state.watch.mode)
         index = announce(folder, index, entry, work.settings.keep_top_k)
@@ -57,8 +68,26 @@ def make_saver(
     return save
 
 
-def resume(request: Request, work: Work, state: State, path: Path) -> tuple[str, list[str]] | None:
-    """Go on from the newest whole checkpoint; return its name and what was passed over."""
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a run goes on from."""
+
+    checkpoint: str
+    """File name in checkpoints/."""
+    problems: list[str]
+    """What was wrong with newer ones."""
+    changes: list[str]
+    """What --allow-change has let differ from what the checkpoint was made with."""
+
+
+def settings_text(request: Request, work: Work) -> str:
+    """Return the settings of a run as its settings.toml has them."""
+    sizes = {name: getattr(work.plan, name) for name in ("batch_size", "global_batch_size")}
+    return to_toml(request, **sizes)
+
+
+def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | None:
+    """Go on from the newest whole checkpoint; return what it is, None where none is there."""
     world = work.world
     if not request.resume or not world.on_main(lambda: is_run(path)):
         return None
@@ -78,8 +107,15 @@ def resume(request: Request, work: Work, state: State, path: Path) -> tuple[str,
         return None
     entry, problems = found
     saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
+    made_with, changes = saved.get("made_with"), {}
+    if made_with:  # checkpoints of earlier versions do not say
+        where = f"{path / 'checkpoints' / entry.path}"
+        text = settings_text(request, work)
+        changes = world.on_main(
+            lambda: check_changes(made_with, text, request.recipe, request.allow_change, where)
+        )
     restore(work, state, request.recipe.name, saved)
-    return entry.path, problems
+    return Resumed(checkpoint=entry.path, problems=problems, changes=words_of(changes))
 
 
 def _newest(path: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:

@@ -14,8 +14,8 @@ from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError, no_exit
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
-from samestep.execution.request import RECIPE_COPY, Request, to_toml
-from samestep.execution.saving import Write, make_saver, make_writer, resume
+from samestep.execution.request import RECIPE_COPY, Request
+from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import versions
@@ -96,7 +96,7 @@ def run_session(
     run, begun = _open(path, world, begin), False
     try:
         resumed = resume(request, work, state, path)
-        write = make_writer(work, state, path)
+        write = make_writer(work, state, path, settings_text(request, work))
         emit = _emitter(run, show)
         if run is not None:
             describe(run, request, built)
@@ -108,7 +108,7 @@ def run_session(
             work=work,
             state=state,
             between=_between(request, work, state, received, write),
-            checkpoint=path / "checkpoints" / resumed[0] if resumed is not None else None,
+            checkpoint=path / "checkpoints" / resumed.checkpoint if resumed else None,
             path=path,
             emit=timed,
             write=write,
@@ -197,9 +197,8 @@ def _emitter(run: Run | None, show: Show) -> Show:
 
 def describe(run: Run, request: Request, built: Built) -> None:
     """Write the settings, a copy of the recipe's file, and the environment into a run."""
-    world, plan = built.work.world, built.work.plan
-    text = to_toml(request, batch_size=plan.batch_size, global_batch_size=plan.global_batch_size)
-    write_text(run.path / "settings.toml", text)
+    world = built.work.world
+    write_text(run.path / "settings.toml", settings_text(request, built.work))
     kept = run.path / RECIPE_COPY
     if request.source.endswith(".py") and not kept.exists():
         write_text(kept, Path(request.source).read_text(encoding="utf-8"))
@@ -217,19 +216,19 @@ def describe(run: Run, request: Request, built: Built) -> None:
 
 
 def _announce(
-    emit: Show, request: Request, built: Built, path: Path, resumed: tuple[str, list[str]] | None
+    emit: Show, request: Request, built: Built, path: Path, resumed: Resumed | None
 ) -> None:
     """Emit the `start` record, and `resume` where the run goes on."""
     emit(_start_record(request, built, path, resumed))
     if resumed is not None:
-        name, problems = resumed
         emit(
             {
                 "event": "resume",
                 "step": built.state.position.step,
-                "checkpoint": name,
+                "checkpoint": resumed.checkpoint,
                 "world_size": built.work.world.world_size,
-                "problems": problems,
+                "problems": resumed.problems,
+                **({"changes": resumed.changes} if resumed.changes else {}),
             }
         )
 
@@ -254,6 +253,8 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "precision": work.settings.precision,
         "threads": built.threads,
         "parameters": sum(p.numel() for p in work.trainee.model.parameters()),
+        "lower_is_better": list(request.recipe.falling()),
+        "monitor": built.state.watch.metric,
         "resumed": resumed is not None,
         "notes": [*world.notes, *splits.notes, *notes],
         **({"left_out": list(splits.left_out)} if splits.left_out else {}),
@@ -264,10 +265,22 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
     """Say which settings have no effect here, and where there is nothing left to do."""
     notes = []
     work, settings = built.work, built.work.settings
+    if request.settings_of is not None:
+        notes.append(
+            f"This is a new run with the settings of {request.settings_of}. To go on with that "
+            f"run: samestep train {request.settings_of} --resume."
+        )
     if settings.num_workers and isinstance(work.train, MemorySource):
         notes.append("--num-workers has no effect: the data is held in memory.")
     if settings.keep_top_k and work.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
+    watched = built.state.watch.metric
+    undirected = {*request.recipe.metrics} - {"accuracy", *request.recipe.falling()}
+    if settings.monitor in undirected and settings.mode == "auto":
+        notes.append(
+            f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "
+            f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'
+        )
     if settings.sync_batchnorm and work.world.world_size == 1:
         notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")
     kept = path / RECIPE_COPY

@@ -13,6 +13,7 @@ from samestep.profiling.profile_result import Profile, Sweep
 from samestep.screen.words import count
 
 _ALL = 0.999
+_NARROW = 76
 _MOST_COLUMNS = 4
 """Ranks that have a column of their own; of more the least, the typical and the most are shown."""
 PHASE_NAMES = {
@@ -41,7 +42,7 @@ def show(profile: Profile, console: Console) -> None:
         _line(console, name, text)
     for one in profile.sweeps:
         console.print()
-        console.print(_sweep(one))
+        console.print(_sweep(one, narrow=console.width < _NARROW))
         if one.why:
             _line(console, "", one.why)
         console.print(f"[bold]use[/]      --{one.setting.replace('_', '-')} {one.best}")
@@ -148,9 +149,12 @@ def _ceiling(verdict: Bottleneck) -> str:
     )
 
 
-def _sweep(one: Sweep) -> Table:
+def _sweep(one: Sweep, *, narrow: bool) -> Table:
     flag = f"--{one.setting.replace('_', '-')}"
-    table = _table(flag, "ms per step", "of it waiting", "samples/s", "ratio", "to best before")
+    headings = ("ms per step", "of it waiting", "samples/s", "ratio", "to best before")
+    # Left to itself, a narrow table would cut numbers rather than take lines for its headings.
+    shown = (" \n".join(heading.rsplit(" ", 1)) for heading in headings) if narrow else headings
+    table = _table(flag, *shown)
     for row in one.rows:
         spread = "" if row is one.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
         value = f"{row.value}{' *' if row.value == one.best else '  '}"

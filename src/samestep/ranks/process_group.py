@@ -50,11 +50,11 @@ def is_main_process() -> bool:
     return _current.is_main
 
 
-def reduce_tensor(tensor: Tensor, op: Literal["sum", "mean", "max"] = "mean") -> Tensor:
+def reduce_tensor(tensor: Tensor, op: Literal["sum", "mean", "max"]) -> Tensor:
     """Return a tensor's sum, mean or maximum over all ranks, on every rank.
 
-    The mean gives each rank the same weight: for ranks with unequal numbers of samples, reduce
-    sums and counts with "sum" and divide once.
+    The mean gives each rank the same weight, so a mean of means is wrong where ranks have unequal
+    numbers of samples: reduce sums and counts with "sum" there, and divide once.
 
     Args:
         tensor: any shape, the same on every rank; it is not changed.

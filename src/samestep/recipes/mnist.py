@@ -15,6 +15,14 @@ from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
 from samestep.settings import check_flags
 
+_FASHION = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+# The files of Fashion-MNIST have the names, sizes and classes 0 to 9 of MNIST's; these are the
+# first labels of its training set.
+_FASHION_LABELS = [9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9, 5, 5, 7, 9]
+
 # Mean and standard deviation of MNIST's training pixels, as everyone normalises them.
 _MEAN, _STD = 0.1307, 0.3081
 
@@ -77,11 +85,14 @@ def data(options: MnistOptions) -> Splits:
             read_images_and_labels(folder, "test")
         except UserError:
             download("mnist", folder)
-    train, validation = hold_out(
-        _read(folder, "train"), options.validation_fraction, options.split_seed
-    )
+    images, labels = _read(folder, "train")
+    fashion = labels[: len(_FASHION_LABELS)].tolist() == _FASHION_LABELS
+    train, validation = hold_out((images, labels), options.validation_fraction, options.split_seed)
     return Splits(
-        train=train, validation=validation, test=_read(folder, "test"), classes=tuple("0123456789")
+        train=train,
+        validation=validation,
+        test=_read(folder, "test"),
+        classes=_FASHION if fashion else tuple("0123456789"),
     )
 
 

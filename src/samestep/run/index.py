@@ -5,6 +5,7 @@ leaves the index, and every file it names, as they were.
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import msgspec
 
 from samestep.errors import UserError
 from samestep.run.files import write_text
+
+_OURS = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")  # a user's own copies stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +72,18 @@ class Index:
 
 
 def announce(folder: Path, index: Index, entry: Entry, keep_top_k: int | None) -> Index:
-    """Name a written checkpoint in the index, then delete those that are no longer kept."""
+    """Name a written checkpoint in the index, then delete those that it does not name.
+
+    Those are what is no longer kept, and what a kill left between a file and its announcement.
+    """
     kept = index.add(entry).prune(keep_top_k)
     table: dict[str, object] = {"last": kept.last, "best": kept.best}
     table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
     write_text(folder / "index.json", json.dumps(table, indent=2, default=asdict) + "\n")
-    for gone in {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}:
-        (folder / gone).unlink(missing_ok=True)
+    named = {e.path for e in kept.checkpoints}
+    for file in folder.glob("checkpoint_*.pt"):
+        if file.name not in named and _OURS.fullmatch(file.name):
+            file.unlink(missing_ok=True)
     return kept
 
 

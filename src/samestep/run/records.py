@@ -42,7 +42,8 @@ def read_records(path: Path) -> Iterator[Record]:
     later steps are superseded: they are left out here, though they stay in the file.
 
     Raises:
-        UserError: there is no run here, or its format is newer than this samestep.
+        UserError: there is no run here, a line of it is damaged, or its format is newer than this
+            samestep.
     """
     file = path / "events.jsonl"
     try:
@@ -50,7 +51,21 @@ def read_records(path: Path) -> Iterator[Record]:
     except OSError as error:
         raise UserError(f"{path} holds no run: {file} cannot be read.") from error
     # What follows the last newline was torn off by a kill.
-    yield from as_uninterrupted((json.loads(line) for line in lines[:-1]), path)
+    whole = enumerate(lines[:-1], start=1)
+    yield from as_uninterrupted((_record(line, number, file) for number, line in whole), path)
+
+
+def _record(line: bytes, number: int, file: Path) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or "event" not in record:
+        raise UserError(
+            f"{file} is damaged in line {number}: it holds no record. Put the file back from a "
+            f"backup, or delete that line: sed -i {number}d {file}"
+        )
+    return record
 
 
 def first_start(path: Path) -> Record:

@@ -3,7 +3,9 @@
 On a terminal the bar is redrawn in place a few times a second; elsewhere there are plain lines.
 """
 
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +14,23 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from samestep.run.records import NOT_METRICS, Record
+from samestep.screen.bar import BarState
 from samestep.screen.class_table import class_table
-from samestep.screen.words import count, duration, short
+from samestep.screen.words import count, duration, short, wrapped
+
+NOT_FINITE = "not finite"
+
+
+def metrics_of(record: Record) -> dict[str, str]:
+    """Return the metrics of an `evaluation` record as they are shown.
+
+    What is NaN or infinite is null in a file: JSON has neither.
+    """
+    return {
+        name: NOT_FINITE if value is None or not math.isfinite(value) else f"{value:.4f}"
+        for name, value in record.items()
+        if name not in NOT_METRICS
+    }
 
 
 class Screen:
@@ -22,12 +39,12 @@ class Screen:
     def __init__(self) -> None:
         self._console = Console(highlight=False)
         self._plan: Record = {}
-        self._loss = self._accuracy = ""
+        self._state: BarState | None = None
         self._epoch: Record | None = None
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}"),  # of one width: the bar does not jump
             console=self._console,
             auto_refresh=False,  # a thread that redraws would take turns with the training
             transient=True,
@@ -36,8 +53,6 @@ class Screen:
         self._task = self._bar.add_task("", total=None, epoch="", numbers="", visible=False)
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,6 +70,14 @@ class Screen:
         self._console.print(text, soft_wrap=True)
         if not self._console.is_terminal:
             sys.stdout.flush()  # whoever reads the log of a running job sees each line
+
+    def _row(self, name: str, text: str, indent: int, style: str = "bold") -> None:
+        """Print a name and what belongs to it; on a terminal no word of it is broken."""
+        name = f"{name:<{indent - 1}} "
+        if self._console.is_terminal:
+            room = max(20, self._console.width - indent)
+            text = f"\n{' ' * indent}".join(wrapped(text, "", room))
+        self._print(f"[{style}]{escape(name)}[/]{escape(text)}")
 
     def _show_start(self, plan: Record) -> None:
         self._plan = plan
@@ -74,20 +97,25 @@ class Screen:
             plan["recipe"]: f"{plan['parameters']:,} parameters, {samples}",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
             "batch": f"{plan['global_batch_size']} samples a step = {parts}",
-            "length": f"{count(plan['epochs'], 'epoch')}, {count(plan['total_steps'], 'step')}",
+            "length": self._length(plan["total_steps"], plan["epochs"]),
             "lr": lr,
             "run": plan["run_dir"],
         }
         for note in plan["notes"]:
-            self._print(f"[yellow]note[/]    {escape(note)}")
+            self._row("note", note, 8, "yellow")
         for name, value in rows.items():
-            self._print(f"[bold]{escape(name):<7}[/] {escape(value)}")
-        self._bar.update(self._task, total=plan["total_steps"], visible=True)
+            self._row(name, value, 8)
+        if self._console.is_terminal:
+            self._bar.update(self._task, total=plan["total_steps"], visible=True)
+            self._bar.start()
+        self._draw(BarState(plan=plan), refresh=True)
 
     def _show_resume(self, record: Record) -> None:
         for problem in record["problems"]:
             self._print(f"[yellow]passed over[/] {escape(problem)}")
         self._print(f"[bold]resume  [/]from {record['checkpoint']}, step {record['step']:,}")
+        for change in record.get("changes", []):
+            self._print(f"[yellow]changed[/] {escape(change)}")
 
     def _show_tracker(self, record: Record) -> None:
         marks = {"note": "[yellow]note[/]    ", "warning": "[yellow]warning[/] "}
@@ -98,57 +126,77 @@ class Screen:
         self._print(f"[bold]compile [/]{record['what']} ({record['seconds']:.1f} s)")
 
     def _show_step(self, record: Record) -> None:
-        self._loss = f"loss {record['loss']:.4f}"
         self._show_progress(record)
 
     def _show_progress(self, record: Record) -> None:
+        if self._state is not None:
+            self._draw(self._state.after(record), refresh=record["event"] == "progress")
+
+    def _draw(self, state: BarState, *, refresh: bool) -> None:
+        self._state = state
         if not self._console.is_terminal:
             return
-        left = self._plan["total_steps"] - record["step"]
-        rate = max(record["samples_per_s"], 1e-9)
-        eta = duration(left * self._plan["global_batch_size"] / rate)
-        numbers = [self._loss, self._accuracy, f"{short(rate)} samples/s", f"ETA {eta}"]
-        done = min(record["step"] // self._plan["steps_per_epoch"] + 1, self._plan["epochs"])
         self._bar.update(
             self._task,
-            completed=record["step"],
-            epoch=f"{done}/{self._plan['epochs']}",
-            numbers="  ".join(part for part in numbers if part),
+            completed=state.step,
+            epoch=state.epoch,
+            numbers=state.numbers(self._console.width),
         )
-        if record["event"] == "progress":
+        if refresh:
             self._bar.refresh()
 
     def _show_epoch(self, record: Record) -> None:
         self._epoch = record
-        if self._console.is_terminal:
-            self._bar.update(self._task, numbers="evaluating")
-            self._bar.refresh()
+        if self._state is not None:
+            self._draw(replace(self._state, step=record["step"], evaluating=True), refresh=True)
 
     def _show_evaluation(self, record: Record) -> None:
-        values = {k: v for k, v in record.items() if k not in NOT_METRICS and v is not None}
-        if "accuracy" in values:
-            self._accuracy = f"val. accuracy {values['accuracy']:.4f}"
-        text = escape("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        values = metrics_of(record)
+        monitored = self._plan.get("monitor", "loss")
+        if self._state is not None and record["split"] == "validation":
+            metric = f"val. {monitored} {values.get(monitored, '')}"
+            self._draw(replace(self._state, metric=metric, evaluating=False), refresh=False)
+        text = "  ".join(f"{name} {value}" for name, value in values.items())
         for problem in record.get("problems", []):
             self._print(f"[yellow]passed over[/] {escape(problem)}")
         if record["split"] == "validation":
             self._flush_epoch(f"  validation: {text}", at_step=record["step"])
+            if values.get(monitored) == NOT_FINITE:
+                self._print(
+                    f"[yellow]warning[/] {escape(monitored)} is NaN or infinite after step "
+                    f"{record['step']:,}: it is no improvement, and a checkpoint here ranks last."
+                )
 
     def _flush_epoch(self, more: str = "", at_step: int = 0) -> None:
         record, self._epoch = self._epoch, None
         if record is not None:
             width = len(str(self._plan["epochs"]))
-            self._print(
+            self._numbers(
                 f"epoch {record['epoch']:>{width}}  loss {record['loss']:.4f}{more}"
                 f"  {short(record['samples_per_s'])} samples/s"
             )
         elif more:
-            self._print(f"step {at_step:,}{more}")
+            self._numbers(f"step {at_step:,}{more}")
+
+    def _numbers(self, text: str) -> None:
+        """Print names and values; on a narrow terminal a value stays beside its name."""
+        if self._console.is_terminal and len(text) > self._console.width:
+            pairs = "  ".join(part.replace(" ", "\xa0") for part in text.split("  "))
+            text = "\n".join(wrapped(pairs, "    ", self._console.width)).replace("\xa0", " ")
+        self._print(escape(text))
+
+    def _length(self, steps: int, epochs: int) -> str:
+        """Return a number of steps, and of epochs, of which the last may be a part."""
+        per_epoch = self._plan["steps_per_epoch"]
+        shown = (
+            count(epochs, "epoch") if steps % per_epoch == 0 else f"{steps / per_epoch:.2f} epochs"
+        )
+        return f"{shown}, {count(steps, 'step')}"
 
     def result(self, path: Path, result: dict[str, Any]) -> None:
         """Show how the run ended."""
         best, test = result["best"], result["test"]
-        length = f"{count(result['epochs'], 'epoch')}, {count(result['steps'], 'step')}"
+        length = self._length(result["steps"], result["epochs"])
         speed = f"{short(result['samples_per_s'])} samples/s"
         rows = [
             ("status", f"{result['status']} ({result['reason']})"),
@@ -158,7 +206,7 @@ class Screen:
             value = f"{best['metric']} {best['value']:.4f}"
             rows.append(("best", f"{value} on validation, epoch {best['epoch']}"))
         if test:
-            shown = "  ".join(f"{k} {v:.4f}" for k, v in test.items() if k not in NOT_METRICS)
+            shown = "  ".join(f"{name} {value}" for name, value in metrics_of(test).items())
             told = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
             rows.append(("test", told))
         rows.append(("run", str(path)))
@@ -167,6 +215,6 @@ class Screen:
             rows += zip(["classes", *[""] * len(lines)], lines, strict=False)
         self._print()
         for name, value in rows:
-            self._print(f"[bold]{name:<9}[/]{escape(value)}")
+            self._row(name, value, 9)
         if result["status"] == "stopped":
             self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")

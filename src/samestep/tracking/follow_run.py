@@ -34,7 +34,10 @@ _FACTS = (
     *("host", "platform", "processor", "cores", "cores_usable", "versions", "world_size"),
     *("num_nodes", "launcher", "device", "backend", "threads"),
 )
-_SIZES = ("parameters", "num_samples", "global_batch_size", "steps_per_epoch", "total_steps")
+_SIZES = (
+    *("parameters", "num_samples", "global_batch_size", "steps_per_epoch", "total_steps"),
+    *("monitor", "lower_is_better"),
+)
 
 
 def load_tracker(source: str) -> ModuleType:

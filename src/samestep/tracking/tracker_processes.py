@@ -24,8 +24,8 @@ from samestep.tracking.messages import MessageReader, TrackerOrder, wait_for
 from samestep.tracking.time_limits import end_descendants
 
 END_S, STOP_S = 30.0, 3.0
-"""How long trackers are waited for once the training is done, and once it was told to stop; one that
-is offline has --track-timeout, since a busy machine may need it to import the tracker."""
+"""How long trackers are waited for once the training is done, and once it was told to stop.
+One that is offline has --track-timeout: a busy machine may need it to import the tracker."""
 _ASK_EVERY_S = 0.1
 _REAP_S = 0.5
 

@@ -1,6 +1,7 @@
 """Build the optimizer, fused where the device has a fused kernel."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch.optim.sgd import sgd
 from samestep.settings import Settings
 
 _FUSED = ("cpu", "cuda", "mps")
+_SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
+"""What the settings say of an optimizer's groups, and a checkpoint keeps beside its state."""
 
 
 def make_optimizer(
@@ -37,6 +40,22 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load what an optimizer has gathered; its settings stay those that it was built with.
+
+    Of another kind of optimizer there is nothing to load: this one begins anew.
+    """
+    own = [dict(group) for group in optimizer.param_groups]
+    if any(
+        ("momentum" in mine) != ("momentum" in its)
+        for mine, its in zip(own, saved["param_groups"], strict=False)
+    ):
+        return
+    optimizer.load_state_dict(saved)
+    for group, mine in zip(optimizer.param_groups, own, strict=True):
+        group.update({name: mine[name] for name in _SETTINGS if name in mine})
 
 
 class Update:

@@ -13,7 +13,7 @@ from samestep.data.keyed_random import mix
 from samestep.errors import UserError
 from samestep.run.checkpoints import FORMAT
 from samestep.training.clock import Position
-from samestep.training.optimizer import set_lr
+from samestep.training.optimizer import load_state, set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
@@ -74,12 +74,14 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 "order of samples would change within the run. Start a new run instead."
             )
     load_model(work.trainee.model, saved)
-    work.trainee.optimizer.load_state_dict(saved["optimizer"])
+    load_state(work.trainee.optimizer, saved["optimizer"])
     match_layouts(work.trainee.optimizer)
     if work.trainee.scaler is not None and saved["scaler"] is not None:
         work.trainee.scaler.load_state_dict(saved["scaler"])
     state.position = Position(**saved["position"])
-    state.watch = Watch(**saved["watch"])
+    watch = Watch(**saved["watch"])
+    if (watch.metric, watch.mode) == (state.watch.metric, state.watch.mode):
+        state.watch = watch  # else what was the best so far is not the best by the new measure
     world = work.world
     if len(saved["rng"]) == world.world_size:
         _set_rng_state(saved["rng"][world.rank])
@@ -107,6 +109,8 @@ def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
         UserError: they mean others, or the same in another order.
     """
     saved = state.get("classes") or []
+    if saved == [str(place) for place in range(len(saved))]:
+        return  # plain numbers name nothing: earlier versions had them for Fashion-MNIST, too
     if saved and classes and saved != list(classes):
         differing = [
             f"number {place} is {one!r} there and {other!r} here"

@@ -145,7 +145,9 @@ class Watch:
         return value < than - by if self.mode == "min" else value > than + by
 
     def after(self, value: float, epoch: int, min_delta: float) -> "Watch":
-        """Return the watch after one more evaluation."""
+        """Return the watch after one more evaluation; NaN and infinity are no improvement."""
+        if not math.isfinite(value):
+            return replace(self, evaluations_since=self.evaluations_since + 1)
         watch = self
         if self.better(value, self.best):
             watch = replace(watch, best=value, best_epoch=epoch)

@@ -20,6 +20,7 @@ from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.ranks.world import World
 from samestep.run.files import read_object, write_text
+from samestep.screen.counting import counting
 
 _FILES_PER_TASK = 32
 _FILES_PER_DIGEST = 4096
@@ -59,7 +60,10 @@ def _decode_all(
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
     num_threads = max(1, len(cores) // neighbours)
-    broken = decode_in_threads(files, mine, keep, lambda path: decode(path, side), num_threads)
+    with counting("decoding images", len(mine), shown=world.is_main) as count:
+        broken = decode_in_threads(
+            files, mine, keep, lambda path: decode(path, side), num_threads, count
+        )
     # The gather is also what lets nobody read the images before all have written theirs.
     return _merge(world.gather(broken))
 
@@ -70,8 +74,12 @@ def decode_in_threads(
     keep: Callable[[int, Tensor], object],
     decode_one: Callable[[str], Tensor],
     num_threads: int,
+    count: Callable[[int], object] = lambda _: None,
 ) -> Broken:
-    """Decode some files and keep each by its place; return those that cannot be decoded."""
+    """Decode some files and keep each by its place; return those that cannot be decoded.
+
+    `count` is called with each number of files that are done.
+    """
 
     def work(some: Sequence[int]) -> Broken:
         broken = {}
@@ -80,6 +88,7 @@ def decode_in_threads(
                 keep(place, decode_one(files.path(place)))
             except UnreadableImageError as error:
                 broken[place] = str(error)
+        count(len(some))
         return broken
 
     tasks = [places[k : k + _FILES_PER_TASK] for k in range(0, len(places), _FILES_PER_TASK)]

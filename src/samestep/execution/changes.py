@@ -1,0 +1,126 @@
+"""What may change when a run goes on, and what its checkpoints were made with.
+
+A checkpoint keeps the text of its settings.toml. A run that goes on with other settings would be
+another training, so a difference is refused unless `--allow-change` names it.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from samestep.errors import UserError, did_you_mean
+from samestep.recipe import Recipe
+from samestep.settings import MAY_CHANGE, Settings, as_table, flag_name
+
+# They decide which samples a step takes, so no flag allows another value.
+_OF_THE_ORDER = frozenset(
+    {"seed", "drop_last", "batch_size", "global_batch_size", "accumulate", "num_samples"}
+)
+_FIXED = _OF_THE_ORDER | {"engine"}
+
+Change = tuple[Any, Any]
+"""A value before, and the value now; None where it was not set."""
+
+
+def parse_names(text: str | None, recipe: Recipe) -> tuple[str, ...]:
+    """Return the settings and options that `--allow-change` names.
+
+    Raises:
+        UserError: one of them does not exist, or can never change.
+    """
+    names = tuple(
+        word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")
+    )
+    known = _names(recipe)
+    for name in filter(None, names):
+        if name in _FIXED & known:
+            raise UserError(
+                f"--allow-change {name}: it cannot change within a run. Start a new run from the "
+                "settings of this one: name its directory, without --resume."
+            )
+        if name not in known:
+            raise UserError(
+                f"--allow-change {text}: there is no setting {name!r}. "
+                f"{did_you_mean(name, known)}Name settings or options, with commas between them: "
+                "--allow-change lr,weight_decay."
+            )
+    return tuple(filter(None, names))
+
+
+def refused_flag(name: str, change: Change) -> UserError:
+    """Return the message for a flag that would make another training of a run that goes on."""
+    before, now = change
+    told = f"--{flag_name(name)} {_shown(now)}: the run was begun with {_shown(before)}"
+    if name in _FIXED:
+        return UserError(
+            f"{told}. It cannot change within a run: leave it out, or start a new run without "
+            "--resume."
+        )
+    return UserError(
+        f"{told}. When a run is resumed this would make it another training: leave it out, start "
+        f"a new run without --resume, or insist with --allow-change {name}."
+    )
+
+
+def check_changes(
+    made_with: str, now: str, recipe: Recipe, allowed: Iterable[str], where: str
+) -> dict[str, Change]:
+    """Compare what a checkpoint was made with, as TOML, with what the run would go on with.
+
+    Returns:
+        The changes that --allow-change names.
+
+    Raises:
+        UserError: there are others.
+    """
+    defaults = {**_plain(as_table(Settings())), **_option_defaults(recipe)}
+    before = defaults | _flat(tomllib.loads(made_with))  # a setting may be newer than the file
+    after = defaults | _flat(tomllib.loads(now))
+    compared = _names(recipe) - MAY_CHANGE - _OF_THE_ORDER
+    changes = {
+        name: (before.get(name), after.get(name))
+        for name in sorted(compared)
+        if before.get(name) != after.get(name)
+    }
+    others = {name: change for name, change in changes.items() if name not in set(allowed)}
+    if others:
+        was = ", ".join(f"{name} = {_shown(old)}" for name, (old, _) in others.items())
+        would = ", ".join(f"{name} = {_shown(new)}" for name, (_, new) in others.items())
+        insist = f", or add --allow-change {','.join(changes)} to go on with the new one"
+        raise UserError(
+            f"{where} was made with {was}; the run would go on with {would}, from its "
+            "settings.toml or the command. Write the old value back"
+            f"{'' if _FIXED & others.keys() else insist}."
+        )
+    return changes
+
+
+def words_of(changes: Mapping[str, Change]) -> list[str]:
+    """Return the changes for people, one each."""
+    return [f"{k} from {_shown(old)} to {_shown(new)}" for k, (old, new) in changes.items()]
+
+
+def _names(recipe: Recipe) -> set[str]:
+    own = fields(recipe.options) if recipe.options is not None else ()
+    return {field.name for field in (*fields(Settings), *own)}
+
+
+def _option_defaults(recipe: Recipe) -> dict[str, Any]:
+    if recipe.options is None:
+        return {}
+    return _plain({k: v for k, v in dataclasses.asdict(recipe.options()).items() if v is not None})
+
+
+def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table's values as TOML gives them back."""
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in table.items()}
+
+
+def _flat(table: dict[str, Any]) -> dict[str, Any]:
+    return {**table, **table.get("options", {})}
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else str(value)

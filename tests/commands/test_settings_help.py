@@ -1,0 +1,74 @@
+"""The help of the verbs that train: every flag once, in its group, at any width."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from samestep.settings import Settings, flag_name
+from tests.command_line import call
+
+
+def help_of(capfd, *command: str) -> str:
+    capfd.readouterr()
+    assert call(*command, "--help") == 0
+    return capfd.readouterr().out
+
+
+def groups_of(text: str) -> dict[str, set[str]]:
+    """Return the flags below each heading."""
+    groups: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        if heading := re.fullmatch(r"(\w.*):", line):
+            groups[heading[1]] = set()
+        elif flag := re.match(r"  --([\w-]+)", line):
+            groups[list(groups)[-1]].add(flag[1])
+    return groups
+
+
+def test_the_settings_of_a_training_stand_in_groups(capfd):
+    groups = groups_of(help_of(capfd, "train", "spiral"))
+    for group, flag in {
+        "train": "resume",
+        "options of spiral": "hidden-dims",
+        "length": "epochs",
+        "batch": "global-batch-size",
+        "optimizer": "clip-norm",
+        "schedule": "warmup-steps",
+        "machine": "device",
+        "evaluating and saving": "keep-top-k",
+        "tracking": "track-timeout",
+    }.items():
+        assert flag in groups[group]
+    assert max(map(len, groups.values())) <= 20
+    shown = [flag for flags in groups.values() for flag in flags]
+    assert sorted(shown) == sorted(set(shown))
+    assert {flag_name(field.name) for field in fields(Settings)} < set(shown)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("verb", ["train", "verify", "profile", "scale"])
+def test_the_help_fits_the_terminal_and_names_no_none(capfd, monkeypatch, verb, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = help_of(capfd, verb, "images")
+    before, _, _ = text.partition("examples:")
+    assert max(map(len, before.splitlines())) <= width
+    assert "None" not in text
+    assert "usage: samestep " + verb in text
+
+
+def test_a_switch_that_a_recipe_turns_on_says_how_to_turn_it_off(capfd):
+    text = " ".join(help_of(capfd, "train", "images").split())
+    assert "(default: on; --no-channels-last turns it off)" in text
+
+
+@pytest.mark.parametrize(("verb", "flag"), [("verify", "max-steps"), ("scale", "patience")])
+def test_a_flag_without_effect_is_not_shown(capfd, verb, flag):
+    shown = groups_of(help_of(capfd, verb, "spiral"))
+    assert not any(flag in flags for flags in shown.values())
+
+
+def test_the_defaults_are_those_of_the_file_that_config_names(capfd, here):
+    (here / "my.toml").write_text("epochs = 7\n")
+    text = help_of(capfd, "train", "spiral", "--config", "my.toml")
+    assert "Passes over the training set. (default: 7)" in text

@@ -1,0 +1,181 @@
+"""A run goes on with what its checkpoint was made with; a change is refused, or insisted on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep.run.index import read_index
+from tests.command_line import RECIPE, read_json, run
+from tests.tiny import all_records, last_state, sha256
+
+WITH_OPTION = RECIPE.replace(
+    "def model():\n    return nn.Linear(4, 2)",
+    "from dataclasses import dataclass\n\n@dataclass(frozen=True)\nclass Options:\n"
+    "    scale: float = 1.0\n    depth: int | None = None\n\n"
+    "def model(options):\n    return nn.Linear(4, 2)",
+).replace("def data():", "def data(options):")
+WITH_OPTION = WITH_OPTION.replace("recipe = Recipe(", "recipe = Recipe(options=Options, ")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of one epoch, with its recipe beside it; only to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "small.py").write_text(WITH_OPTION)
+    flags = ("--epochs", "1", "--run-dir", str(folder / "run"))
+    run("train", str(folder / "small.py"), *flags, folder=folder / "outputs")
+    return folder / "run"
+
+
+@pytest.fixture
+def made(trained, here) -> Path:
+    """A copy of that run."""
+    shutil.copytree(trained, here / "run")
+    return Path("run")
+
+
+def edit(made: Path, old: str, new: str) -> None:
+    """Change a line of a run's settings.toml by hand."""
+    text = (made / "settings.toml").read_text()
+    assert old in text
+    (made / "settings.toml").write_text(text.replace(old, new))
+
+
+def go_on(here: Path, *flags: str) -> None:
+    run("train", "run", "--resume", "--epochs", "2", *flags, folder=here.parent / "outputs")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("lr = 0.001", "lr = 0.5", "lr"),
+        ("weight_decay = 0.0", "weight_decay = 0.1", "weight_decay"),
+        ('precision = "fp32"', 'precision = "fp64"', "precision"),
+        ('schedule = "constant"', 'schedule = "cosine"', "schedule"),
+        ("warmup_steps = 0", "warmup_steps = 3", "warmup_steps"),
+        ('optimizer = "adam"', 'optimizer = "sgd"', "optimizer"),
+        ("lr = 0.001", "lr = 0.001\nclip_norm = 2.0", "clip_norm"),
+        ("scale = 1.0", "scale = 2.0", "scale"),
+        ("scale = 1.0", "scale = 1.0\ndepth = 3", "depth"),
+    ],
+)
+def test_a_hand_edited_setting_is_refused_with_both_values_and_the_flag(
+    refused, made, old, new, name
+):
+    edit(made, old, new)
+    before = (made / "events.jsonl").read_bytes()
+    said = refused("train", "run", "--resume", "--epochs", "2")
+    was, now = (line.split(" = ")[-1].strip('"') for line in (old, new))
+    if name not in old:
+        was = "nothing"
+    for words in (f"{name} = {was}", f"{name} = {now}", f"--allow-change {name}", "epoch_1.pt"):
+        assert words in said
+    assert (made / "events.jsonl").read_bytes() == before
+
+
+def test_the_change_is_made_where_it_is_insisted_on_and_told(here, made):
+    edit(made, "lr = 0.001", "lr = 0.5")
+    edit(made, "weight_decay = 0.0", "weight_decay = 0.25")
+    go_on(here, "--allow-change", "lr,weight-decay")
+    (resumed,) = (r for r in all_records(made) if r["event"] == "resume")
+    assert resumed["changes"] == ["lr from 0.001 to 0.5", "weight_decay from 0.0 to 0.25"]
+    (group,) = last_state(made)["optimizer"]["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    go_on(here)  # it is what the newest checkpoint was made with
+
+
+def test_another_optimizer_begins_anew(here, made):
+    edit(made, 'optimizer = "adam"', 'optimizer = "sgd"')
+    edit(made, "momentum = 0.0", "momentum = 0.9")
+    go_on(here, "--allow-change", "optimizer,momentum")
+    (group,) = last_state(made)["optimizer"]["param_groups"]
+    assert group["momentum"] == 0.9
+    (stop,) = [r for r in all_records(made) if r["event"] == "stop"][1:]
+    assert stop["reason"] == "finished"
+
+
+def test_a_flag_is_refused_and_insisted_on_in_the_same_way(here, refused, made):
+    said = refused("train", "run", "--resume", "--epochs", "2", "--lr", "0.5")
+    for words in ("--lr 0.5", "0.001", "--allow-change lr"):
+        assert words in said
+    go_on(here, "--lr", "0.5", "--allow-change", "lr")
+    assert "lr = 0.5" in (made / "settings.toml").read_text()
+
+
+def test_what_is_the_best_is_asked_anew_of_another_metric(here, made):
+    go_on(here, "--monitor", "loss", "--allow-change", "monitor")
+    index = read_index(made / "checkpoints")
+    assert (index.monitor, index.mode) == ("loss", "min")
+    assert [entry.metric is None for entry in index.checkpoints] == [True, False]
+    assert read_json(made / "result.json")["best"]["metric"] == "loss"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--allow-change lr", ("--allow-change lr", "--resume")),
+        ("--resume --allow-change lt", ("'lt'", "'lr'")),
+        ("--resume --allow-change seed", ("--allow-change seed", "new run")),
+        ("--resume --seed 7", ("--seed 7", "42", "cannot change")),
+    ],
+)
+def test_what_cannot_be_allowed_is_refused(refused, made, flags, says):
+    said = refused("train", str(made), *flags.split())
+    for words in says:
+        assert words in said
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(here, made):
+    """It does not say what it was made with."""
+    (path,) = (made / "checkpoints").glob("*.pt")
+    state = torch.load(path, weights_only=True)
+    del state["made_with"]
+    torch.save(state, path)
+    file = made / "checkpoints" / "index.json"
+    index = json.loads(file.read_text())
+    for entry in (*index["checkpoints"], index["last"], index["best"]):
+        entry["sha256"] = sha256(path)
+    file.write_text(json.dumps(index))
+    edit(made, "lr = 0.001", "lr = 0.5")
+    go_on(here)
+    assert "lr = 0.5" in last_state(made)["made_with"]
+
+
+def test_a_run_named_without_resume_says_that_it_begins_anew(here, made):
+    flags = ("--run-dir", "another", "--epochs", "1")
+    run("train", str(made), *flags, folder=here.parent / "outputs")
+    start = all_records(here / "another")[0]
+    (note,) = start["notes"]
+    assert "samestep train run --resume" in note
+    assert not start["resumed"]
+
+
+def test_a_length_within_the_first_epoch_is_told_as_part_of_it(here, made):
+    flags = ("--run-dir", "short", "--max-steps", "3")
+    printed = run("train", str(made), *flags, folder=here.parent / "outputs").printed(0)
+    (trained,) = [line for line in printed.splitlines() if line.startswith("trained")]
+    assert "0.50 epochs, 3 steps" in trained
+    assert read_json(here / "short" / "result.json")["best"]["epoch"] == 1
+
+
+def test_a_damaged_line_and_no_index_are_told_with_the_line(refused, made):
+    (made / "checkpoints" / "index.json").unlink()
+    events = made / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
+    said = refused("train", "run", "--resume", "--epochs", "2")
+    for words in (str(events), "line 3"):
+        assert words in said
+
+
+def test_what_a_kill_left_unannounced_goes_with_the_next_checkpoint(here, made):
+    folder = made / "checkpoints"
+    for name in ("checkpoint_step_4.pt", "checkpoint_best_of_mine.pt", "notes.txt"):
+        (folder / name).write_bytes(b"half")
+    go_on(here)
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {"checkpoint_epoch_1.pt", "checkpoint_best_of_mine.pt", "notes.txt"}
+    assert "checkpoint_step_4.pt" not in left

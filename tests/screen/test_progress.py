@@ -1,0 +1,162 @@
+"""What a training shows: a bar that keeps its length, rows that break no word, plain lines else."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from samestep.screen import counting as counting_module
+from samestep.screen.bar import BarState
+from samestep.screen.counting import counting
+from samestep.screen.progress import Screen
+
+PLAN = {
+    "event": "start",
+    "recipe": "toy",
+    "world_size": 1,
+    "num_nodes": 1,
+    "device": "cpu",
+    "threads": 1,
+    "precision": "fp32",
+    "batch_size": 32,
+    "accumulate": 1,
+    "global_batch_size": 32,
+    "num_samples": 7000,
+    "parameters": 2834,
+    "epochs": 12,
+    "steps_per_epoch": 219,
+    "total_steps": 2628,
+    "lr": 0.001,
+    "lr_scaling": "none",
+    "monitor": "accuracy",
+    "run_dir": "/a/directory/whose/name/is/too/long/for/the/terminal/runs/toy-20261122-142301",
+    "notes": ["The data has eleven samples that cannot be read, and they are left out of the run."],
+}
+RESULT = {
+    "status": "completed",
+    "reason": "finished",
+    "epochs": 12,
+    "steps": 2628,
+    "training_seconds": 1.5,
+    "samples_per_s": 48_800.0,
+    "best": {"metric": "accuracy", "value": 0.99, "epoch": 12},
+    "test": {"loss": 0.1, "accuracy": 0.99, "samples": 1500, "checkpoint": "checkpoint_epoch_12"},
+}
+
+
+def progress(step: int, rate: float = 48_800.0, **more) -> dict:
+    return {"event": "progress", "step": step, "samples_per_s": rate, **more}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_bar_keeps_its_length_whatever_the_numbers_are(width):
+    state = BarState(plan=PLAN)
+    lengths = {len(state.numbers(width)) + len(state.epoch)}
+    for step, rate, loss in ((1, 3.0, 10.5), (219, 942.0, 2.3), (2628, 1.13e6, 0.0001)):
+        state = state.after(progress(step, rate, loss=loss))
+        lengths.add(len(state.numbers(width)) + len(state.epoch))
+    (length,) = lengths
+    assert length <= width - 20
+
+
+def test_the_bar_tells_per_cent_and_steps_and_more_where_there_is_room():
+    state = BarState(plan=PLAN, metric="val. accuracy 0.9000").after(progress(657, loss=0.25))
+    narrow, wide = state.numbers(60), state.numbers(140)
+    for words in (" 25%", "657/2,628"):
+        assert words in narrow
+        assert words in wide
+    for words in ("loss 0.2500", "val. accuracy 0.9000", "48.8k samples/s", "ETA 0:01"):
+        assert words in wide
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(0, 1), (1, 1), (219, 1), (220, 2), (2628, 12)])
+def test_the_last_step_of_an_epoch_belongs_to_it(step, epoch):
+    state = BarState(plan=PLAN, step=step)
+    assert state.epoch.split("/") == [f"{epoch:>2}", "12"]
+
+
+def test_one_slow_step_does_not_make_the_eta_jump():
+    state = BarState(plan=PLAN)
+    for rate in (1000.0, 1000.0, 10.0):
+        state = state.after(progress(100, rate))
+    assert 700 < state.rate < 900
+
+
+def shown(width: int, *, terminal: bool) -> list[str]:
+    """Return the lines of a short run."""
+    screen = Screen()
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
+    screen._console = console
+    screen._bar.live.console = console
+    with screen:
+        screen.show(PLAN)
+        screen.show({"event": "epoch", "epoch": 1, "step": 219, "loss": 0.6, "samples_per_s": 1e4})
+        values = {"loss": 0.5, "accuracy": 0.75, "another_metric": 0.125}
+        screen.show(
+            {"event": "evaluation", "split": "validation", "epoch": 1, "step": 219, **values}
+        )
+    screen.result(Path(PLAN["run_dir"]), RESULT)
+    lines = file.getvalue().replace("\r", "\n").splitlines()
+    return [line.rstrip() for line in lines if line.strip() and "\x1b" not in line]
+
+
+def test_a_narrow_terminal_breaks_no_word_and_leaves_a_path_whole():
+    lines = [line for line in shown(60, terminal=True) if "━" not in line]
+    assert all(len(line) <= 60 or PLAN["run_dir"] in line for line in lines)
+    assert sum(PLAN["run_dir"] in line for line in lines) == 2
+    for words in ("accuracy 0.7500", "another_metric 0.1250", "10k samples/s", "48.8k"):
+        assert any(words in line for line in lines)
+
+
+def test_off_a_terminal_each_row_is_one_line():
+    lines = shown(60, terminal=False)
+    assert any(line.endswith(PLAN["notes"][0]) for line in lines)
+    (epoch,) = [line for line in lines if line.startswith("epoch")]
+    assert epoch.endswith("another_metric 0.1250  10k samples/s")
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Let what is shown on standard error go to a terminal that is read here."""
+    file = io.StringIO()
+    console = Console(file=file, width=60, force_terminal=True, color_system=None)
+    monkeypatch.setattr(counting_module, "Console", lambda **_: console)
+    return file
+
+
+def test_what_takes_its_time_shows_how_far_it_is(terminal):
+    with counting("decoding images", 60_000, shown=True) as count:
+        count(15_000)
+    assert "15000/60000" in terminal.getvalue()
+    assert "25%" in terminal.getvalue()
+
+
+def test_another_rank_shows_nothing(terminal):
+    with counting("decoding images", 60_000, shown=False) as count:
+        count(15_000)
+    assert not terminal.getvalue()
+
+
+@pytest.mark.parametrize(("total", "lines"), [(60_000, 1), (60, 0)])
+def test_off_a_terminal_only_much_work_is_told(capfd, total, lines):
+    with counting("decoding images", total, shown=True) as count:
+        count(total)
+    assert capfd.readouterr().err.count("\n") == lines
+
+
+def test_decoding_counts_every_image_once():
+    from samestep.data.images.decode import UnreadableImageError
+    from samestep.data.images.read_all import decode_in_threads
+
+    def decode(path):
+        if path == "7":
+            raise UnreadableImageError("broken")
+
+    counted = []
+    files = SimpleNamespace(path=str)
+    broken = decode_in_threads(files, range(100), lambda *_: None, decode, 2, counted.append)
+    assert sum(counted) == 100
+    assert list(broken) == [7]

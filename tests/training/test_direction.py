@@ -1,0 +1,105 @@
+"""A metric has a direction: what is best, what stops early, and what NaN does to either."""
+
+import json
+
+import pytest
+
+from samestep import Recipe, UserError
+from samestep.recipe import RESERVED_NAMES
+from samestep.run.index import find_checkpoint, read_index
+from samestep.run.records import NOT_METRICS
+from samestep.training.stopping import Watch
+from tests.command_line import RECIPE, read_json, run
+
+# The error grows from epoch to epoch, so the first checkpoint is the best.
+GROWS = RECIPE.replace(
+    "recipe = Recipe(",
+    """
+steps = 0
+def error(outputs, targets):
+    return torch.full((len(targets),), VALUES[min(steps // 6, len(VALUES) - 1)])
+
+def counting(outputs, targets):
+    global steps
+    steps += torch.is_grad_enabled()
+    return nn.functional.cross_entropy(outputs, targets)
+
+VALUES = [0.0, 0.5, 0.7, 0.9]
+recipe = Recipe(loss=counting, metrics={"error": error}, lower_is_better=("error",),""",
+)
+
+
+def test_the_lowest_error_is_the_best_and_its_checkpoint_is_kept_and_tested(here):
+    (here / "grows.py").write_text(GROWS)
+    flags = ("--monitor", "error", "--epochs", "3", "--keep-top-k", "1", "--run-dir", "r")
+    run("train", "grows.py", *flags, folder=here.parent / "outputs")
+    result = read_json(here / "r" / "result.json")
+    assert result["best"] == {"metric": "error", "mode": "min", "value": 0.5, "epoch": 1}
+    assert result["test"]["checkpoint"] == "checkpoint_epoch_1.pt"
+    index = read_index(here / "r" / "checkpoints")
+    assert [entry.epoch for entry in index.checkpoints] == [1, 3]
+    start = json.loads((here / "r" / "events.jsonl").read_text().splitlines()[0])
+    assert (start["monitor"], start["lower_is_better"]) == ("error", ["loss", "error"])
+
+
+def test_an_error_that_grows_stops_early(here):
+    (here / "grows.py").write_text(GROWS)
+    flags = ("--monitor", "error", "--patience", "1", "--epochs", "4", "--run-dir", "r")
+    run("train", "grows.py", *flags, folder=here.parent / "outputs")
+    result = read_json(here / "r" / "result.json")
+    assert (result["reason"], result["epochs"]) == ("early stopping", 2)
+
+
+def test_the_user_is_told_where_the_highest_counts_as_the_best_by_default(here):
+    (here / "grows.py").write_text(GROWS.replace('lower_is_better=("error",),', ""))
+    flags = ("--monitor", "error", "--epochs", "1", "--run-dir", "r")
+    run("train", "grows.py", *flags, folder=here.parent / "outputs")
+    start = json.loads((here / "r" / "events.jsonl").read_text().splitlines()[0])
+    assert any("lower_is_better" in note for note in start["notes"])
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
+def test_a_metric_that_is_not_finite_ranks_last_and_the_run_goes_on(here, value):
+    (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", f"{value}, 0.7, 0.6, {value}"))
+    flags = ("--monitor", "error", "--run-dir", "r", "--epochs", "3")
+    outputs = here.parent / "outputs"
+    printed = run("train", "bad.py", *flags, folder=outputs).printed(0)
+    assert "warning" in printed
+    index = read_json(here / "r" / "checkpoints" / "index.json")  # refuses NaN and Infinity
+    first, *others = (entry["metric"] for entry in index["checkpoints"])
+    assert first is None
+    assert others == pytest.approx([0.7, 0.6])
+    assert index["best"]["epoch"] == 3
+    run("train", "r", "--resume", "--epochs", "4", folder=outputs)
+    assert len(read_json(here / "r" / "checkpoints" / "index.json")["checkpoints"]) == 4
+
+
+def test_where_no_checkpoint_is_finite_the_last_is_the_best_there_is(here):
+    (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", "float('nan')"))
+    flags = ("--monitor", "error", "--run-dir", "r")
+    run("train", "bad.py", *flags, folder=here.parent / "outputs")
+    assert find_checkpoint(here / "r" / "checkpoints", "best").epoch == 2
+    result = read_json(here / "r" / "result.json")
+    assert result["best"]["value"] is None
+    assert result["test"]["error"] is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_not_finite_is_no_improvement(mode, value):
+    watch = Watch(metric="error", mode=mode).after(value, 1, 0.0)
+    assert (watch.best, watch.reference, watch.evaluations_since) == (None, None, 1)
+    assert watch.after(0.5, 2, 0.0).best == 0.5
+
+
+def test_a_metric_has_a_name_of_its_own():
+    assert NOT_METRICS < RESERVED_NAMES
+    for name in RESERVED_NAMES:
+        with pytest.raises(UserError, match=f"'{name}'"):
+            Recipe(model=print, data=print, metrics={name: print})
+
+
+@pytest.mark.parametrize(("lower", "says"), [("mae", r"\('mae',\)"), (("mea",), "'mea'.*'mae'")])
+def test_a_direction_names_metrics_of_the_recipe(lower, says):
+    with pytest.raises(UserError, match=says):
+        Recipe(model=print, data=print, metrics={"mae": print}, lower_is_better=lower)
