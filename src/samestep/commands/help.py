@@ -10,10 +10,12 @@ from typing import Annotated, TypeVar
 import tyro
 
 from samestep.errors import AlreadyTold, UserError
+from samestep.ranks.limits import NumRanks
 from samestep.settings import flag_name
 
 T = TypeVar("T")
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Nproc = Annotated[NumRanks, tyro.conf.arg(metavar="INT|auto")]
 RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 

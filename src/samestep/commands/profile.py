@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from samestep.commands.help import (
+    Nproc,
     Switch,
     check_positive,
     example_text,
@@ -24,7 +25,7 @@ from samestep.commands.help import (
 from samestep.errors import UserError
 from samestep.ranks.failure import TASK, is_lost_peer, leave_for_parent, print_error
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.limits import NumRanks, check_workers, cores
+from samestep.ranks.limits import check_workers, cores
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
 from samestep.ranks.startup import PARENT
@@ -66,7 +67,7 @@ nothing in it has to change. `samestep profile TARGET --help` shows all flags.
 
 @dataclass(frozen=True)
 class _Extent:
-    nproc: NumRanks = 1
+    nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     epoch: int | None = None
     """Trace this epoch as a whole, counted from 1; by default a few steps."""

@@ -10,13 +10,12 @@ from typing import Annotated
 
 import tyro
 
-from samestep.commands.help import Switch
+from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, run_session
 from samestep.ranks.failure import STARTED_AT
-from samestep.ranks.limits import NumRanks
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
 from samestep.ranks.world import find_world, join, leave
@@ -32,7 +31,7 @@ class Command:
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    nproc: NumRanks = 1
+    nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     resume: Switch = False
     """Go on with the run, from its newest whole checkpoint; without it a new run begins."""
