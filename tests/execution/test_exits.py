@@ -13,9 +13,12 @@ WAYS = {
     "the loss": (
         lambda text: text.replace(
             "recipe = Recipe(",
-            "def loss(outputs, targets):\n    raise SystemExit(3)\n\nrecipe = Recipe(loss=loss, ",
+            "seen = []\n\ndef loss(outputs, targets):\n    seen.append(1)\n"
+            "    if len(seen) == 9:\n        raise SystemExit(3)\n"
+            "    return nn.functional.cross_entropy(outputs, targets)\n\n"
+            "recipe = Recipe(loss=loss, ",
         ),
-        "raise SystemExit(3)",
+        "    raise SystemExit(3)",
     ),
 }
 
