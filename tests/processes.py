@@ -36,7 +36,6 @@ def free_port() -> int:
     """Return a port that is free, and that no other test takes soon."""
     for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError

@@ -29,6 +29,7 @@ from tests.tiny import (
     resume,
     set_pace,
     start,
+    train,
     until,
     write_recipe,
 )
@@ -89,7 +90,7 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit
         ("within the record", 1),
     ],
 )
-def test_a_signal_during_an_evaluation_or_a_checkpoint_lets_it_finish(
+def test_a_signal_during_a_checkpoint_lets_it_finish_and_leaves_an_evaluation(
     uninterrupted, recipe, tmp_path, world_size, point
 ):
     run = tmp_path / "run"
@@ -101,19 +102,41 @@ def test_a_signal_during_an_evaluation_or_a_checkpoint_lets_it_finish(
     assert ranks.wait() == [128 + TERM] * world_size, ranks.output()
     step = assert_stopped(run, TERM, ranks.printed(0))
     if world_size == 1:
-        assert step == {"before an evaluation": 12}.get(point, 5)
+        assert step == {"before an evaluation": 11}.get(point, 5)
     set_pace(recipe, 0)
     resume(run, world_size=3 - world_size, folder=tmp_path)
     assert_same_training(run, uninterrupted)
 
 
-def test_a_signal_after_the_last_step_lets_the_run_complete(uninterrupted, recipe, tmp_path):
-    run = tmp_path / "run"
-    fault = Fault("before an evaluation", 6, signum=TERM)
-    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), folder=tmp_path)
-    assert ranks.wait() == [0], ranks.output()
-    assert "completed" in ranks.printed(0)
-    assert_same_training(run, uninterrupted, tolerance=0)
+# The epoch's end, within an epoch, at the last step of all, and on the test set.
+EVALUATIONS = {
+    "at the end of an epoch": (3, ()),
+    "at the very end": (6, ()),
+    "within an epoch": (2, ("--eval-every-steps", "7")),
+    "at the last step, within an epoch": (6, ("--max-steps", "60")),
+    "of the test set": (7, ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "world_size"),
+    [*((when, 1) for when in EVALUATIONS), ("at the end of an epoch", 2), ("of the test set", 2)],
+)
+def test_a_signal_leaves_an_evaluation_which_the_resumed_run_does(
+    recipe, tmp_path, when, world_size
+):
+    number, flags = EVALUATIONS[when]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(recipe, "--run-dir", str(whole), *flags, world_size=world_size, folder=tmp_path)
+    fault = Fault("before an evaluation", number, signum=TERM)
+    arguments = ("--run-dir", str(run), *flags)
+    ranks = start(recipe, *arguments, faults=(fault,), world_size=world_size, folder=tmp_path)
+    assert ranks.wait() == [128 + TERM] * world_size, ranks.output()
+    done = [r for r in all_records(run) if r["event"] == "evaluation"]
+    assert len(done) == number - 1
+    assert_stopped(run, TERM, ranks.printed(0))
+    resume(run, world_size=world_size, folder=tmp_path)
+    assert_same_training(run, whole, tolerance=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

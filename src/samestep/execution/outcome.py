@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from samestep.data.batches import open_source
@@ -18,8 +19,10 @@ from samestep.run.environment import versions
 from samestep.run.index import Entry, read_index
 from samestep.run.records import Record
 from samestep.training.between import evaluate_work
+from samestep.training.evaluation import UntilTold
 from samestep.training.precision import data_dtype
 from samestep.training.snapshot import load_model
+from samestep.training.stopping import Agreement
 from samestep.training.work import State, Work
 
 
@@ -47,26 +50,33 @@ def finish_run(
     run: Run | None,
     emit: Callable[[Record], None],
     first_step_s: float | None,
+    agreement: Agreement,
 ) -> Outcome:
-    """Evaluate the best checkpoint on the test set, and write the result."""
+    """Evaluate the best checkpoint on the test set, and write the result.
+
+    A run that is stopped within that evaluation does it when it goes on.
+    """
     work, state, splits = built.work, built.state, built.splits
-    position = state.position
-    status = "stopped" if state.signum else "completed"
-    test = None
-    if status == "completed" and splits.test is not None:
+    position, test = state.position, None
+    if not state.signum and splits.test is not None:
         started = time.perf_counter()
-        test, problems = _test(request, work, splits, path)
-        emit(
-            {
-                "event": "evaluation",
-                "split": "test",
-                "epoch": position.epoch,
-                "step": position.step,
-                **test,
-                "seconds": time.perf_counter() - started,
-                "problems": problems,
-            }
-        )
+        found, problems, signum = _test(request, work, splits, path, agreement)
+        if signum:
+            state.signum, state.stop_reason = signum, Signals(signum).name
+        else:
+            test = found
+            emit(
+                {
+                    "event": "evaluation",
+                    "split": "test",
+                    "epoch": position.epoch,
+                    "step": position.step,
+                    **test,
+                    "seconds": time.perf_counter() - started,
+                    "problems": problems,
+                }
+            )
+    status = "stopped" if state.signum else "completed"
     emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
     if run is not None:
         result = _result(request, work, state, status, test, first_step_s)
@@ -78,9 +88,13 @@ def finish_run(
 
 
 def _test(
-    request: Request, work: Work, splits: Splits, path: Path
-) -> tuple[dict[str, Any], list[str]]:
-    """Evaluate the best checkpoint that is whole; return also what was wrong with better ones."""
+    request: Request, work: Work, splits: Splits, path: Path, agreement: Agreement
+) -> tuple[dict[str, Any], list[str], int]:
+    """Evaluate the best checkpoint that is whole.
+
+    Returns:
+        What was measured, what was wrong with better checkpoints, and the signal that stopped it.
+    """
     world, settings = work.world, work.settings
     folder = path / "checkpoints"
     best, problems = world.on_main(lambda: _best_whole(folder))
@@ -95,8 +109,9 @@ def _test(
         num_workers=settings.num_workers,
         transform=request.recipe.transform,
     )
-    values = evaluate_work(work, source, classes=splits.classes)
-    return {**values, "checkpoint": best.path if best else "last"}, problems
+    part = UntilTold(source, agreement)
+    values = evaluate_work(work, part, classes=splits.classes)
+    return {**values, "checkpoint": best.path if best else "last"}, problems, part.agreed()
 
 
 def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:

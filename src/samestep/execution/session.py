@@ -115,7 +115,8 @@ def run_session(
         )
         with no_exit():
             engine.drive(task)
-            return finish_run(request, built, path, run, emit, timed.first_step_s)
+            first_step_s, agreement = timed.first_step_s, task.between.agreement
+            return finish_run(request, built, path, run, emit, first_step_s, agreement)
     except Exception as error:
         if run is not None and begun:  # what was refused leaves the run as it was
             leave_why(run, request, work, state, error)

@@ -113,7 +113,7 @@ class LitRecipe(pl.LightningModule):
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
         if self._new_step:
             rank_seed = mix(self.settings.seed, self.trainer.global_rank)
-            torch.manual_seed(mix_next(rank_seed, self.trainer.global_step))
+            seed_torch(mix_next(rank_seed, self.trainer.global_step), self.device)
             self.step_loss = 0.0
         self._new_step = batch.last
 

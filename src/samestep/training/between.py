@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from signal import Signals
 from typing import Any
@@ -12,7 +12,13 @@ import torch
 from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.run.records import Record
-from samestep.training.evaluation import Evaluable, EvaluationError, evaluate, evaluation_batch
+from samestep.training.evaluation import (
+    Evaluable,
+    EvaluationError,
+    UntilTold,
+    evaluate,
+    evaluation_batch,
+)
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import learning_rate
@@ -32,25 +38,54 @@ class Between:
     """(file name, monitored metric) → its `checkpoint` record, once it is announced."""
 
 
-def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iterator[Record]:
+def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iterable[Record]:
     """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
-    settings, position = work.settings, state.position
-    agreed = between.agreement.after(position.step)
-    evaluates = _due(settings.eval_every_steps, position.step)
-    saves = _due(settings.checkpoint_every_steps, position.step) or agreed.wished
-    if epoch_is_full(work, state) or position.step >= work.plan.total_steps:
+    settings, step = work.settings, state.position.step
+    agreed = between.agreement.after(step)
+    evaluates = _due(settings.eval_every_steps, step)
+    saves = _due(settings.checkpoint_every_steps, step) or agreed.wished
+    if (evaluates or saves) and (epoch_is_full(work, state) or step >= work.plan.total_steps):
         evaluates = saves = False  # the end of the epoch does it anyway
     if not (evaluates or saves or agreed.signum):
-        return
+        return ()  # most steps: no generator is made for them
+    return _pause(work, state, between, meter, agreed.signum, evaluates=evaluates, saves=saves)
+
+
+def _pause(
+    work: Work,
+    state: State,
+    between: Between,
+    meter: Meter,
+    signum: int,
+    *,
+    evaluates: bool,
+    saves: bool,
+) -> Iterator[Record]:
     meter.settle()
     metric = None
     if evaluates and work.validation is not None:
         metric = yield from _evaluate(work, state, between, work.validation)
-    if saves or agreed.signum or state.stop_reason:
+        if state.signum:
+            return
+    if saves or signum or state.stop_reason:
         yield save_now(work, state, between, metric)
-    if agreed.signum:
-        state.signum, state.stop_reason = agreed.signum, Signals(agreed.signum).name
+    if signum:
+        _stop(state, signum)
     meter.resume()
+
+
+def catch_up(work: Work, state: State, between: Between) -> Iterator[Record]:
+    """Evaluate where the attempt before was stopped within an evaluation, and save."""
+    position = state.position
+    if not position.evaluation_due or work.validation is None:
+        return
+    position.evaluation_due = False
+    # A training may end within an epoch; elsewhere the epoch's record is yet to come.
+    last = position.step >= work.plan.total_steps
+    epoch = [epoch_record(work, state)] if last else []
+    metric = yield from _evaluate(work, state, between, work.validation, *epoch)
+    if not state.signum:
+        yield save_now(work, state, between, metric)
 
 
 def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]:
@@ -65,6 +100,8 @@ def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]
         evaluates or _due(settings.eval_every_steps, position.step)
     ):
         metric = yield from _evaluate(work, state, between, work.validation, epoch)
+        if state.signum:
+            return
     else:
         yield epoch
     if epoch_is_full(work, state):
@@ -75,20 +112,33 @@ def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]
 
 def _evaluate(
     work: Work, state: State, between: Between, source: Source, *before: Record
-) -> Generator[Record, None, float]:
+) -> Generator[Record, None, float | None]:
     """Yield the record of an evaluation, after those before it; return the monitored metric.
 
-    If it fails, what has been trained is saved first. A run that goes on from there evaluates, and
-    yields all of these records then.
+    If it fails, or a signal stops it, what has been trained is saved. A run that goes on from there
+    evaluates, and yields all of these records then.
     """
+    part, position = UntilTold(source, between.agreement), state.position
+    started = time.perf_counter()
     try:
-        record, metric = evaluate_now(work, state, source)
+        values = _measure(work, part)
     except EvaluationError:
+        position.evaluation_due = not epoch_is_full(work, state)
         yield save_now(work, state, between, None)
         raise
+    if signum := part.agreed():
+        position.evaluation_due = not epoch_is_full(work, state)
+        _stop(state, signum)
+        yield save_now(work, state, between, None)
+        return None
+    record, metric = judge(work, state, values, time.perf_counter() - started)
     yield from (*before, record)
     stop_early(work, state)
     return metric
+
+
+def _stop(state: State, signum: int) -> None:
+    state.signum, state.stop_reason = signum, Signals(signum).name
 
 
 def _due(every: int | None, count: int) -> bool:
@@ -103,8 +153,12 @@ def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, floa
         UserError: the loss is NaN or infinite.
     """
     started = time.perf_counter()
+    return judge(work, state, _measure(work, source), time.perf_counter() - started)
+
+
+def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
     share_buffers(work.trainee.model, work.world)
-    return judge(work, state, evaluate_work(work, source), time.perf_counter() - started)
+    return evaluate_work(work, source)
 
 
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class Position:
     """The value of `seconds` when the running epoch began."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of the running epoch in each phase of its steps, on rank 0."""
+    evaluation_due: bool = False
+    """Whether an evaluation that fell due within the epoch was stopped, and is to be done first."""
 
 
 class Clock:

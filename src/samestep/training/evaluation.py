@@ -16,6 +16,7 @@ from samestep.training.confusion import Confusion
 from samestep.training.precision import autocast
 from samestep.training.snapshot import random_numbers
 from samestep.training.step import check_loss, seed_torch
+from samestep.training.stopping import Agreement
 
 
 def evaluation_batch(settings: Settings, batch_size: int) -> int:
@@ -32,6 +33,30 @@ class Evaluable(Protocol):
 
     def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
+
+
+class UntilTold:
+    """Data to evaluate, of which a rank leaves out what is left once it got a stop signal.
+
+    Ranks do not meet within an evaluation. Launchers tell all of them, so all leave it soon; if one
+    alone was told, it waits for the others.
+    """
+
+    def __init__(self, source: Evaluable, agreement: Agreement) -> None:
+        self._source, self._agreement = source, agreement
+        self._left_for = 0
+
+    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+        """Yield batches until there are no more, or this rank is told to stop."""
+        for number, batch in enumerate(self._source.evaluation(batch_size)):
+            if number and self._agreement.signum:
+                self._left_for = self._agreement.signum
+                return
+            yield batch
+
+    def agreed(self) -> int:
+        """Return the signal for which any rank has left something out, or 0; all ranks call it."""
+        return self._agreement.on(self._left_for)
 
 
 def evaluate(

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 from samestep.data.blocks import Block
 from samestep.run.records import Record
-from samestep.training.between import Between, after_step, end_of_epoch, stop_early
+from samestep.training.between import Between, after_step, catch_up, end_of_epoch, stop_early
 from samestep.training.meter import Meter
 from samestep.training.plan import learning_rate
 from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full
@@ -29,6 +29,7 @@ def train(work: Work, state: State, between: Between) -> Iterator[Record]:
     meter = Meter(work, state)
     between.agreement.start(state.position.step)
     stop_early(work, state)  # a resumed run may have stopped for that reason
+    yield from catch_up(work, state, between)
     while not state.stop_reason and _goes_on(work, state):
         meter.resume()
         for taken in epoch_steps(work, state):

@@ -118,6 +118,15 @@ class Agreement:
         self._met_at, self._met_step, self._next_step = now, step, step + steps
         return Agreed(signum, bool(wished))
 
+    @property
+    def signum(self) -> int:
+        """The signal that this rank got, or 0."""
+        return self._received.signum
+
+    def on(self, signum: int) -> int:
+        """Return the signal that any rank acts on, or 0; all ranks call it."""
+        return int(self._world.reduce(torch.tensor(signum), "max"))
+
     def _wishes(self) -> bool:
         return self._wish is not None and self._wish()
 
