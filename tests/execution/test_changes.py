@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samestep.run.index import read_index
-from tests.command_line import RECIPE, read_json, run
+from tests.command_line import RECIPE, read_json, refusal, run
 from tests.tiny import all_records, last_state, sha256
 
 WITH_OPTION = RECIPE.replace(
@@ -74,6 +74,13 @@ def test_a_hand_edited_setting_is_refused_with_both_values_and_the_flag(
     for words in (f"{name} = {was}", f"{name} = {now}", f"--allow-change {name}", "epoch_1.pt"):
         assert words in said
     assert (made / "events.jsonl").read_bytes() == before
+
+
+def test_two_ranks_refuse_it_as_one(here, made):
+    edit(made, "lr = 0.001", "lr = 0.5")
+    command = ("train", "run", "--resume", "--epochs", "2")
+    said = refusal(*command, world_size=2, folder=here.parent / "outputs")
+    assert "--allow-change lr" in said
 
 
 def test_the_change_is_made_where_it_is_insisted_on_and_told(here, made):

@@ -126,9 +126,12 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(tmp_
     assert start["settings"]["options.hidden"] == 16
     assert start["facts"]["world_size"] == 2
     assert start["facts"]["parameters"] == 178
+    assert start["facts"]["monitor"] == "accuracy"
+    assert start["facts"]["lower_is_better"] == '["loss"]'
     assert not start["has_torch"], "a tracker needs no PyTorch, and PyTorch no tracker"
     assert start["group"] == start["pid"], "Ctrl-C in the terminal is for the training alone"
     assert finish["status"] == "completed"
+    assert finish["values"]["best.mode"] == "max"
     assert finish["values"]["test.loss"] == read_json(run / "result.json")["test"]["loss"]
     assert {line["axis"] for line in what(run, "epoch")} == {"epoch"}
     assert {line["axis"] for line in what(run, "step") + what(run, "validation")} == {"step"}

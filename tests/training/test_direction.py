@@ -84,6 +84,20 @@ def test_where_no_checkpoint_is_finite_the_last_is_the_best_there_is(here):
     assert result["test"]["error"] is None
 
 
+def test_an_index_that_an_earlier_version_wrote_with_nan_or_infinity_is_read(tmp_path):
+    entries = [
+        {"path": f"checkpoint_step_{step}.pt", "step": step, "epoch": 1, "sha256": "0" * 64}
+        | {"metric": metric}
+        for step, metric in ((1, float("nan")), (2, 0.5), (3, float("inf")))
+    ]
+    text = json.dumps({"monitor": "error", "mode": "max", "checkpoints": entries})
+    assert "NaN" in text
+    (tmp_path / "index.json").write_text(text)
+    index = read_index(tmp_path)
+    assert [entry.metric for entry in index.checkpoints] == [None, 0.5, None]
+    assert index.best.step == 2
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_what_is_not_finite_is_no_improvement(mode, value):

@@ -95,13 +95,15 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / "index.json"
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=Index)
+        # Earlier versions wrote NaN and Infinity, which are no JSON, for a metric that was neither.
+        table = json.loads(path.read_bytes(), parse_constant=lambda _: None)
+        index = msgspec.convert(table, Index)
         if any(Path(entry.path).name != entry.path for entry in index.checkpoints):
             raise msgspec.ValidationError("it names a file outside of the folder")
         return index  # noqa: TRY300 - the checks belong together
     except FileNotFoundError:
         return Index()
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise UserError(
             f"{path} is damaged ({error}). It names the checkpoints beside it; restore it from a "
             "backup, or start a new run."
