@@ -88,7 +88,7 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     told = re.findall(r"^samestep: .*\n  at .*", done.stderr, re.MULTILINE)
     assert len(told) == 1, done.stderr
     assert "[rank 1] KeyError" in told[0]
-    assert f"fails.py:{line}" in told[0]
+    assert f'fails.py:{line} in loss: raise KeyError("lost on the way")' in told[0]
     if launcher == "nproc":
         assert "Traceback" not in done.stderr
         assert done.stderr.count("\n") == 3, done.stderr
