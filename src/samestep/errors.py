@@ -79,7 +79,7 @@ def raised_at(error: Exception) -> str:
     """Return " at FILE:LINE", the innermost line that is the user's; nothing if none is."""
     import traceback  # noqa: PLC0415 - it is needed after a mistake only
 
-    own = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -88,14 +88,15 @@ def defined_at(what: Any) -> str:
     methods = (getattr(type(what), name, None) for name in ("forward", "__getitem__", "__call__"))
     for function in (what, getattr(what, "func", None), *methods):
         code = getattr(function, "__code__", None)
-        if code is not None and _is_users(code.co_filename):
+        if code is not None and is_users(code.co_filename):
             return f" ({code.co_filename}:{code.co_firstlineno})"
     return ""
 
 
-_LIBRARIES = (os.path.dirname(__file__), os.path.dirname(os.__file__), "<")  # noqa: PTH120
+_LIBRARIES = (*(os.path.dirname(file) + os.sep for file in (__file__, os.__file__)), "<")  # noqa: PTH120
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file of a traceback is neither samestep's nor Python's nor installed."""
     installed = "site-packages" in file or "dist-packages" in file
     return not installed and not file.startswith(_LIBRARIES)

@@ -114,6 +114,8 @@ def test_a_job_whose_rank_was_killed_goes_on(sandbox, recipe, tmp_path, uninterr
     job.wait_for_step(4)
     os.kill(ranks_of(job)[rank], signal.SIGKILL)
     wait_for(lambda: "(restart 1)" in job.log)
+    cause = next(line for line in job.log.splitlines() if "(restart 1)" in line)
+    assert f"rank {rank} on node{rank + 1} was killed by SIGKILL" in cause
     set_pace(tmp_path, None)
     job.wait("COMPLETED")
     assert starts(job) == 2
@@ -198,15 +200,39 @@ def test_a_job_that_is_cancelled_saves_first_and_does_not_come_back(
     job.wait("CANCELLED")
     print(f"cancelled after {time.monotonic() - began:.1f} s")
     stop = job.all_records()[-1]
-    assert (stop["event"], stop["reason"]) == ("stop", "SIGTERM")
+    assert (stop["event"], stop["reason"]) == ("stop", "SIGUSR1")
     index = json.loads((job.run / "checkpoints" / "index.json").read_text())
     assert index["last"]["step"] == stop["step"] >= 3
     assert f"saved at step {stop['step']}." in job.log
     set_pace(tmp_path, None)
-    again = submit(sandbox, tmp_path, str(job.run.relative_to(tmp_path)), *TWO)
+    again = submit(sandbox, tmp_path, str(job.run.relative_to(tmp_path)))
     assert again.run == job.run
     again.wait("COMPLETED")
-    assert again.result()["status"] == "completed"
+    assert (again.result()["status"], again.result()["world_size"]) == ("completed", 2)
+
+
+def test_a_job_that_is_cancelled_as_soon_as_it_runs_saves_too(sandbox, recipe, tmp_path):
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--signal-s", "30")
+    sandbox.wait_for_state(job.job, "RUNNING")
+    done = samestep(sandbox, tmp_path, "slurm", "cancel", job.job)
+    assert done.returncode == 0, done.stderr
+    job.wait("CANCELLED")
+    stop = job.all_records()[-1]
+    assert (stop["event"], stop["step"] >= 1) == ("stop", True)
+    assert f"saved at step {stop['step']}." in job.log
+
+
+def test_a_rank_that_hangs_does_not_hold_the_nodes_after_a_cancel(sandbox, recipe, tmp_path):
+    how = (*TWO, "--signal-s", "10", "--", "--checkpoint-every-steps", "2")
+    job = submit(sandbox, tmp_path, "tiny.py", *how)
+    job.wait_for_step(3)
+    os.kill(ranks_of(job)[1], signal.SIGSTOP)
+    done = samestep(sandbox, tmp_path, "slurm", "cancel", job.job)
+    assert " 10 s " in done.stdout
+    job.wait("CANCELLED")
+    assert "they are killed" in job.log
+    assert re.search(r"newest checkpoint is of step [24]\.", job.log)
+    wait_for(lambda: not ranks_of(job))
 
 
 def test_a_job_that_is_cancelled_at_once_ends_at_once(sandbox, recipe, tmp_path):
@@ -235,7 +261,8 @@ def test_a_mistake_of_the_recipe_ends_the_job_at_once(sandbox, recipe, tmp_path,
 
 def test_a_crash_without_progress_is_tried_again_as_often_as_asked(sandbox, recipe, tmp_path):
     head = "def loss(outputs, targets):\n"
-    recipe.write_text(recipe.read_text().replace(head, head.rstrip() + FAILS))
+    later = f"{head}    seen.append(1)\n    if len(seen) == 5:\n        {FAILS.lstrip()}"
+    recipe.write_text(recipe.read_text().replace(head, f"seen = []\n\n{later}"))
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--restarts", "1")
     job.wait("FAILED", within_s=120)
     assert starts(job) == 2
@@ -243,6 +270,45 @@ def test_a_crash_without_progress_is_tried_again_as_often_as_asked(sandbox, reci
     assert "lost on the way" in last
     assert " 2 starts " in last
     assert "lost on the way" in job.result()["reason"]
+
+
+BOOM = """
+import torch
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group("gloo")
+    for step in range(1000):
+        if step == 3 and dist.get_rank() == 1:
+            raise RuntimeError("boom from rank 1")
+        dist.all_reduce(torch.ones(2))
+
+main()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_the_error_of_the_rank_that_failed_first_is_the_jobs(sandbox, tmp_path, launcher):
+    (tmp_path / "boom.py").write_text(BOOM)
+    how = (*TWO, "--launcher", launcher, "--max-restarts", "0", "--restarts", "0")
+    job = submit(sandbox, tmp_path, "boom.py", *how)
+    job.wait("FAILED")
+    last = job.log.splitlines()[-1]
+    assert "rank 1 on " in last
+    assert "RuntimeError: boom from rank 1" in last
+    assert f"  at {tmp_path}/boom.py:9 in main: raise RuntimeError" in job.log
+    logs = samestep(sandbox, tmp_path, "slurm", "logs", job.job, "--rank", "1").stdout
+    assert "RuntimeError: boom from rank 1\n" in logs
+
+
+def test_a_script_that_cannot_import_is_not_started_again(sandbox, tmp_path):
+    (tmp_path / "lacks.py").write_text("import no_such_module\n")
+    job = submit(sandbox, tmp_path, "lacks.py", *TWO)
+    job.wait("FAILED")
+    assert "(restart" not in job.log
+    assert "No module named 'no_such_module'" in job.log.splitlines()[-1]
+    shown = samestep(sandbox, tmp_path, "slurm", "status", job.job).stdout
+    assert "has not begun" not in shown
 
 
 def test_status_and_logs_tell_of_each_state_of_a_job(sandbox, recipe, tmp_path):

@@ -1,6 +1,7 @@
 """The command line of `samestep slurm` where there is no Slurm: refusals, files, flags, help."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import main
+from samestep.slurm.defaults import keep_options, kept_options
+from samestep.slurm.options import JobOptions
 from tests.command_line import RECIPE
 
 
@@ -49,6 +52,9 @@ def slurm(capfd):
         (("submit", "tiny.py", "--dry-run", "--", "--nproc", "2"), "--nproc.*--ntasks-per-node"),
         (("submit", "tiny.py", "--dry-run", "--", "--track", "wanb"), "'wandb'"),
         (("status", "nowhere"), "nowhere"),
+        (("submit", "tiny.py", "--run-dir", "x"), "--run-dir .* tiny.py … -- --run-dir"),
+        (("submit", "tiny.py", "--epochs=3", "--", "--lr", "1"), "-- --epochs"),
+        (("submit", "tiny.py", "--node", "2"), "'nodes'"),
         (("submit", "mine.py", "--dry-run", "--env", "API_KEY=hunter2"), "--env API_KEY"),
         (("submit", "mine.py", "--dry-run", "--env", "MY-TOKEN=hunter2"), "--env 'MY-TOKEN'"),
     ],
@@ -128,6 +134,27 @@ def test_an_unknown_key_names_the_file_and_the_keys(here, slurm):
     assert code == 2
     for name in (str(here / "samestep.toml"), "'node'", "'nodes'", "account, after,"):
         assert name in said
+
+
+def test_a_script_that_is_kept_leaves_what_was_asked_for_beside_the_log(here, slurm):
+    flags = ("--nodes", "2", "--ntasks-per-node", "3", "--time", "30", "--after", "7")
+    assert slurm("submit", "mine.py", *flags, "-o", "job.sbatch")[0] == 0
+    run = Path(directives(Path("job.sbatch").read_text())["output"]).parent
+    kept = kept_options(run)
+    assert (kept.nodes, kept.ntasks_per_node, kept.time, kept.after) == (2, 3, "30", ())
+    (run / "job.json").write_text('{"nodes": "two"}')
+    assert kept_options(run) is None
+
+
+def test_a_run_goes_on_with_what_its_job_asked_for_and_flags_change_it(here, slurm, uninterrupted):
+    shutil.copytree(uninterrupted, here / "runs" / "one")
+    (here / "samestep.toml").write_text('[slurm]\nenv = ["A=2"]\nqos = "q"\n')
+    keep_options(here / "runs" / "one", JobOptions(nodes=2, time="30", env=("A=1",)))
+    code, text, _ = slurm("submit", "runs/one", "--dry-run", "--time", "60")
+    assert code == 0
+    found = directives(text)
+    assert (found["nodes"], found["time"], "qos" in found) == ("2", "60", False)
+    assert re.findall("^export A=(.*)$", text, re.MULTILINE) == ["1"]
 
 
 def samestep(*words: str) -> subprocess.CompletedProcess[str]:

@@ -2,10 +2,17 @@
 
 import json
 import os
+import re
+import time
 
 import pytest
 
 from samestep.cli import main
+from samestep.commands.slurm import cancel
+from samestep.run.heartbeat import FILE as STEPPED
+from samestep.slurm.defaults import keep_options
+from samestep.slurm.options import JobOptions
+from samestep.slurm.restarts import BEGUN
 from tests.slurm.fake_slurm import install
 
 STEP = {"event": "step", "step": 10, "loss": 0.5, "samples_per_s": 16.0}
@@ -34,6 +41,7 @@ def run(tmp_path):
     folder.mkdir(parents=True)
     (folder / "settings.toml").touch()
     (folder / "events.jsonl").write_text(f"{json.dumps(START)}\n{json.dumps(STEP)}\n")
+    (folder / BEGUN).touch()
     for job, at in ((3, 1_000), (5, 2_000)):
         log = folder / f"slurm-{job}.out"
         log.write_text(f"log of {job}\n")
@@ -133,6 +141,16 @@ def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
     assert says in refusal(capfd, "cancel", name)
 
 
+def test_the_settings_of_a_sandbox_that_is_down_are_named(slurm, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    said = refusal(capfd, "status")
+    assert f"SLURM_CONF is {tmp_path}/slurm.conf" in said
+    assert "unset SLURM_CONF" in said
+    (tmp_path / "slurm.conf").touch()
+    slurm.break_down()
+    assert "sandbox status" in refusal(capfd, "status")
+
+
 def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
     slurm.add(5, run)
     (run / "events.jsonl").write_text(f"{json.dumps(START)}\n{{torn\n{json.dumps(STEP)}\n")
@@ -143,7 +161,101 @@ def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
     assert main(["slurm", "status"]) == 0
 
 
+# --- how far it has come
+
+
+def told(capfd, *words: str) -> str:
+    assert main(["slurm", "status", *words]) == 0
+    return capfd.readouterr().out
+
+
+def of_age(run, seconds: float) -> None:
+    """Let the run's last sign of life be so many seconds old."""
+    at = time.time() - seconds
+    for name in ("events.jsonl", STEPPED):
+        (run / name).touch()
+        os.utime(run / name, (at, at))
+
+
+@pytest.mark.parametrize(("age_s", "elapsed", "quiet"), [(5, "00:10:00", 0), (80, "00:10:00", 80)])
+def test_a_training_that_hangs_shows_for_how_long_it_took_no_step_and_no_eta(
+    slurm, run, capfd, age_s, elapsed, quiet
+):
+    slurm.add(5, run, elapsed=elapsed)
+    of_age(run, age_s)
+    shown, table = told(capfd, "5"), told(capfd)
+    if quiet:
+        assert re.search(r"no step for 1:2\d", shown)
+        assert re.search(r"no step for 1:2\d", table)
+    else:
+        assert re.search(r"^ETA +0:45", shown, re.MULTILINE)  # 90 steps of 8 samples, 16 a second
+    assert json.loads(told(capfd, "5", "--json"))["training"]["quiet_s"] == pytest.approx(
+        age_s, abs=5
+    )
+
+
+def test_a_job_that_has_just_begun_anew_is_not_called_silent(slurm, run, capfd):
+    slurm.add(5, run, elapsed="00:00:03")
+    of_age(run, 500)
+    assert "no step for" not in told(capfd, "5")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "CANCELLED"])
+def test_what_ended_an_earlier_start_is_told_of_an_ended_job_alone(slurm, run, capfd, state):
+    slurm.add(5, run, state)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "stop", "step": 10, "reason": "SIGUSR1"}) + "\n")
+    (run / "result.json").write_text('{"status": "stopped", "reason": "SIGUSR1"}')
+    rows = dict(line.split(None, 1) for line in told(capfd, "5").splitlines())
+    assert ("ended" in rows) is (state == "CANCELLED")
+    assert ("ETA" in rows) is (state == "RUNNING")
+    training = json.loads(told(capfd, "5", "--json"))["training"]
+    assert training["status"] == ("stopped" if state == "CANCELLED" else "")
+    assert (training["eta_s"] is None) is (state != "RUNNING")
+
+
+def test_a_script_that_is_done_has_begun(slurm, run, capfd):
+    for name in ("settings.toml", "events.jsonl"):
+        (run / name).unlink()
+    (run / "job.sbatch").write_text("samestep slurm verdict --kind script --restarts 2\n")
+    slurm.add(5, run, "COMPLETED")
+    rows = dict(line.split(None, 1) for line in told(capfd, "5").splitlines())
+    assert "not begun" not in rows["training"]
+    assert rows["ended"] == "completed, exit code 0"
+
+
+def test_the_table_is_in_the_order_of_the_jobs(slurm, run, capfd):
+    for job in (12, 3, 7):
+        slurm.add(job, run)
+    rows = [line.split()[0] for line in told(capfd).splitlines() if line.split()[1:2] == ["x"]]
+    assert rows == ["3", "7", "12"]
+
+
 # --- going on after cancel
+
+
+def test_cancel_waits_until_the_jobs_script_can_be_told(slurm, run, capfd, monkeypatch):
+    slurm.add(5, run)
+    begun, waited = run / BEGUN, []
+    begun.write_text("5 3\n")  # of an earlier start
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            assert not [call for call in slurm.calls if call.startswith("scancel")]
+            begun.write_text("5 0\n")
+
+    monkeypatch.setattr(cancel.time, "sleep", sleep)
+    assert main(["slurm", "cancel", "5"]) == 0
+    assert len(waited) == 3
+    assert slurm.calls[-1] == "scancel --batch --signal=USR2 5"
+
+
+def test_cancel_says_when_ranks_that_hang_are_killed(slurm, run, capfd):
+    slurm.add(5, run)
+    keep_options(run, JobOptions(signal_s=77))
+    assert main(["slurm", "cancel", "5"]) == 0
+    assert " 77 s " in capfd.readouterr().out
 
 
 def test_cancel_says_how_to_go_on_with_what_there_is(slurm, run, capfd):

@@ -123,6 +123,23 @@ FAULTS = {
         "yellow",
         "eth0, ib0",
     ),
+    "more threads than cores": (
+        ranks.threads,
+        [rank(machine={"omp_threads": 64, "cores": (0, 1)})],
+        {},
+        "yellow",
+        "OMP_NUM_THREADS=64",
+        "on 2 cores",
+        "OMP_NUM_THREADS=2,",
+    ),
+    "as many threads as cores for each of two ranks": (
+        ranks.threads,
+        [rank(r, world_size=2, machine={"omp_threads": 16}) for r in range(2)],
+        {},
+        "yellow",
+        "2 ranks × 16 on 16 cores",
+        "OMP_NUM_THREADS=8,",
+    ),
     "own name is loopback": (
         network.announced_address,
         four(address={"own": "127.0.1.1"}),

@@ -63,6 +63,20 @@ FAULTS = {
         "red",
         "/dev/shm",
     ),
+    "nearly full shared memory": (
+        checks.shared_memory,
+        {"shm_free_bytes": 5 * GIB},
+        "yellow",
+        "5 GiB free",
+    ),
+    "stale shared memory": (
+        checks.shared_memory,
+        {"shm_stale": ("/dev/shm/torch_1", "/dev/shm/psm_2"), "shm_stale_bytes": 3 * GIB},
+        "yellow",
+        "2 files",
+        "3 GiB",
+        "rm /dev/shm/torch_1 /dev/shm/psm_2",
+    ),
     "few files": (checks.open_files, {"open_files": 512}, "yellow", "ulimit -n"),
     "very few files": (checks.open_files, {"open_files": 64}, "red", "ulimit -n"),
     "few processes": (checks.processes, {"processes": 1024}, "yellow", "ulimit -u"),
@@ -137,3 +151,19 @@ def test_what_fails_is_told_or_replaced():
     assert value_within(1.0, fail, otherwise="nothing") == "nothing"
     with pytest.raises(OSError, match="host"):
         call_within(1.0, fail)
+
+
+def test_a_file_in_shared_memory_is_stale_if_nobody_holds_it_and_it_is_old_and_large(tmp_path):
+    shm, processes = tmp_path / "shm", tmp_path / "proc"
+    (processes / "7" / "fd").mkdir(parents=True)
+    shm.mkdir()
+    sizes = {"left": 2 << 20, "larger": 3 << 20, "mapped": 2 << 20, "open": 2 << 20, "small": 9}
+    for name, size in sizes.items():
+        (shm / name).write_bytes(bytes(size))
+    (processes / "7" / "maps").write_text(f"7f0-7f1 rw-s 00000000 00:1a 33   {shm}/mapped\n")
+    (processes / "7" / "fd" / "3").symlink_to(shm / "open")
+    assert checks.stale_files(shm, processes) == {}, "they are too young"
+    later = time.time() + checks.STALE_S + 1
+    found = checks.stale_files(shm, processes, now=later)
+    assert found == {str(shm / "larger"): 3 << 20, str(shm / "left"): 2 << 20}
+    assert list(found) == [str(shm / "larger"), str(shm / "left")]

@@ -7,6 +7,7 @@ import pytest
 from samestep.errors import UserError
 from samestep.ranks import address as addresses
 from samestep.ranks.address import (
+    check_gloo_interfaces,
     interface_of,
     interface_towards,
     is_loopback,
@@ -67,3 +68,21 @@ def test_where_it_has_none_the_interface_on_the_way_to_rank_0_is_named(monkeypat
 def test_on_a_machine_without_a_network_nothing_is_named(monkeypatch):
     monkeypatch.setattr(addresses, "address_towards", lambda _: "")
     assert interface_towards("127.0.1.1", own="127.0.1.1") == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ("^docker,lo", "NCCL_SOCKET_IFNAME"),
+        ("=lo", "NCCL_SOCKET_IFNAME"),
+        ("no-such-0", "no interface no-such-0, but .*lo"),
+        ("lo,no-such-0", "no interface no-such-0"),
+    ],
+)
+def test_an_interface_with_which_gloo_cannot_start_is_refused_with_those_that_are_here(names, says):
+    with pytest.raises(UserError, match=f"GLOO_SOCKET_IFNAME is .*{says}"):
+        check_gloo_interfaces(names)
+
+
+def test_an_interface_that_is_here_is_taken():
+    check_gloo_interfaces("lo")

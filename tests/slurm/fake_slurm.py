@@ -31,12 +31,14 @@ class FakeSlurm:
         uid: int | None = None,
         user: str = "ada",
         log: str = "",
+        elapsed: str = "00:10:00",
     ) -> None:
         """Let it know a job; only this user's are listed by `squeue --me`."""
         number = os.getuid() if uid is None else uid
         (self.folder / f"job-{job}").write_text(
             f"JobId={job} JobName=x UserId={user}({number}) JobState={state} Reason=Priority "
-            f"RunTime=00:00:01 TimeLimit=UNLIMITED Comment=samestep:{run} StdOut={log}\n"
+            f"ExitCode=0:0 RunTime={elapsed} TimeLimit=UNLIMITED Comment=samestep:{run} "
+            f"StdOut={log}\n"
         )
         if number == os.getuid():
             with (self.folder / "queue").open("a") as file:

@@ -42,7 +42,7 @@ def test_what_slurm_calls_no_limit_is_none():
         ({"gpus_per_node": -1}, "--gpus-per-node is -1"),
         ({"signal_s": 1}, "--signal-s is 1"),
         ({"mem": "64 GB"}, "--mem 64 GB"),
-        ({"venv": "a", "conda": "b"}, "--venv, --conda and --container"),
+        ({"venv": "a", "conda": "b"}, "--venv, --conda, --container and --container-image"),
         ({"after": ("x",)}, "--after x"),
         ({"env": ("A",)}, "--env 'A'"),
         ({"sbatch": ("exclusive",)}, "--sbatch 'exclusive'"),
@@ -53,6 +53,11 @@ def test_what_slurm_calls_no_limit_is_none():
         ({"sbatch": ("--het-group=1",)}, "--sbatch=--het-group "),
         ({"sbatch": ("hetjob",)}, "--sbatch=hetjob "),
         ({"partition": "a\n#SBATCH --wrap=x"}, "--partition "),
+        ({"sbatch": ("--comment=mine",)}, "--sbatch=--comment"),
+        ({"sbatch": ("--exclusive --com mine",)}, "--sbatch=--comment"),
+        ({"interface": "eth0; rm"}, "--interface 'eth0; rm'"),
+        ({"interface": ""}, "--interface ''"),
+        ({"container": "a", "container_image": "b"}, "--container and --container-image"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_name_of_its_flag(options, says):
@@ -136,7 +141,7 @@ def test_an_environment_takes_the_place_of_the_layers_below(tmp_path, texts, fla
 
 
 def test_two_environments_of_one_layer_are_refused(tmp_path):
-    with pytest.raises(UserError, match="--venv, --conda and --container"):
+    with pytest.raises(UserError, match="--venv, --conda, --container and --container-image"):
         layers(tmp_path, 'venv = "/v"\nconda = "c"')
 
 

@@ -69,7 +69,19 @@ JOBS = {
     ),
     "script": job(JobOptions(nodes=2, ntasks_per_node=2), **SCRIPT),
     "no_environment": job(JobOptions(requeue=False), venv=None, python="/usr/bin/python3"),
-    "container": job(JobOptions(container="/images/my torch.sif", gpus_per_node=1), venv=None),
+    "torchrun_script": job(JobOptions(ntasks_per_node=2, launcher="torchrun"), **SCRIPT),
+    "container": job(
+        JobOptions(container="/images/my torch.sif", gpus_per_node=1),
+        venv=None,
+        mounts=("/data/my set", "/home/me"),
+    ),
+    "pyxis": job(
+        JobOptions(container_image="nvcr.io#nvidia/pytorch:25.01-py3", interface="^docker,lo"),
+        venv=None,
+        mounts=("/data", "/home/me"),
+        python="/home/me/.venv/bin/python",
+        **SCRIPT,
+    ),
     "quotes": job(
         JobOptions(job_name='my "first" job'),
         run='/home/it\'s me/a "run" of 5%',

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from samestep.commands.slurm import logs
-from samestep.errors import UserError
 from samestep.slurm.queue import parse_job
 from tests.slurm.fake_slurm import install
 
@@ -50,7 +49,7 @@ def test_following_asks_the_controller_every_few_seconds(tmp_path, monkeypatch, 
         "find_job",
         lambda number: asked.append(clock.now) or job(state if clock.now < 60 else "COMPLETED"),
     )
-    logs._show(tmp_path / "log", "", job(state))
+    logs._show(tmp_path / "log", None, job(state))
     assert 10 <= len(asked) <= 13, "a minute of waiting"
 
 
@@ -64,14 +63,8 @@ def test_a_followed_line_is_shown_once_it_is_whole(tmp_path, monkeypatch, clock,
         (3, lambda: append(log, b"11: no\n 3: last, torn")),
     ]
     monkeypatch.setattr(logs, "find_job", lambda _: job("COMPLETED"))
-    logs._show(log, "3", job("RUNNING"))
+    logs._show(log, 3, job("RUNNING"))
     assert capsys.readouterr().out == "one\ntwö\nlast, torn"
-
-
-def test_labels_are_padded_from_eleven_tasks_on():
-    text = " 3: a\n13: b\n 3: 13: c\rd\n3: e\nsamestep: 3: f\n"
-    assert logs._labelled(text, "3") == "a\n13: c\rd\ne\n"
-    assert logs._labelled(text, "13") == "b\n"
 
 
 @pytest.fixture
@@ -85,15 +78,20 @@ def script_run(tmp_path, monkeypatch):
     return run
 
 
-def test_a_rank_of_a_torchrun_script_cannot_be_told_apart(script_run, capsys):
-    (script_run / "job.sbatch").write_text("torchrun \\\n    --rdzv-backend=c10d\n")
-    with pytest.raises(UserError, match=r"--rank .* --launcher torchrun"):
-        logs.main([str(script_run), "--rank", "1"])
+@pytest.mark.parametrize("launcher", ["srun --label x.py", "torchrun \\\n  --rdzv-backend=c10d"])
+def test_a_rank_of_a_script_has_its_lines(script_run, capsys, launcher):
+    (script_run / "job.sbatch").write_text(f"{launcher}\n")
+    logs.main([str(script_run), "--rank", "1"])
+    assert capsys.readouterr().out == "b\n"
     logs.main([str(script_run)])
     assert capsys.readouterr().out == "samestep: job 5\n0: a\n1: b\n"
 
 
-def test_a_rank_of_a_script_under_srun_has_its_lines(script_run, capsys):
-    (script_run / "job.sbatch").write_text("srun --label torchrun-like.py\n")
-    logs.main([str(script_run), "--rank", "1"])
-    assert capsys.readouterr().out == "b\n"
+def test_lines_that_are_longer_than_the_terminal_are_broken_between_words():
+    words = " ".join(["word"] * 30)
+    folded = logs._folded(f"short\n{words}\nlast, torn", 80)
+    lines = folded.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(folded.split()) == f"short {words} last, torn"
+    assert (lines[0], lines[-1], folded[-1]) == ("short", "last, torn", "n")
+    assert logs._folded("x" * 100 + "\n", 80) == "x" * 100 + "\n"

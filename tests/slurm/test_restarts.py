@@ -1,5 +1,6 @@
 """A job goes on while it makes progress, and gives up with the reason when it does not."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.ranks.failure import MISTAKE
+from samestep.ranks.failure import FAILURE
+from samestep.run.heartbeat import FILE as STEPPED
 from samestep.slurm.restarts import (
     BEGUN,
     Ending,
@@ -63,7 +65,7 @@ def test_a_job_gives_up_after_its_limit_of_starts_without_progress_and_not_befor
         decision = decide(ending(code, "", step), before, limit)
         if idle > limit:
             assert decision.word == "failed"
-            assert f" {idle} starts" in decision.text
+            assert f" {idle} start" in decision.text
             return
         assert decision.word == "again"
         before = decision.restarts
@@ -107,11 +109,70 @@ def test_a_stop_that_an_earlier_start_left_does_not_count(run):
 
 
 def test_a_mistake_that_a_rank_left_counts_whatever_the_launcher_made_of_it(run):
-    write(run, MISTAKE, "There is no file data.csv.", before=True)
+    name, left = FAILURE.format(rank=1), {"rank": 1, "code": 2, "message": "There is no data.csv."}
+    write(run, name, left, before=True)
     assert not read(run, 143).mistake
-    write(run, MISTAKE, "There is no file data.csv.")
+    write(run, name, left)
     decision = decide(read(run, 143), Restarts(), 2)
-    assert (decision.word, "data.csv" in decision.text) == ("failed", True)
+    assert decision.word == "failed"
+    assert "[rank 1] There is no data.csv." in decision.text
+
+
+@pytest.mark.parametrize("code", [1, 137])
+def test_where_no_step_was_ever_taken_the_job_is_not_started_again(run, code):
+    end = read(run, code)
+    assert decide(end, Restarts(), 2).word == "failed"
+    assert decide(dataclasses.replace(end, told="USR1"), Restarts(), 2).word == "again"
+    (run / STEPPED).touch()
+    assert decide(read(run, code), Restarts(), 2).word == "again"
+
+
+@pytest.mark.parametrize(
+    ("step", "told", "promises"),
+    [
+        (7, "", "step 7 "),
+        (7, "USR1", "stopped at step 7; the job goes on from there"),
+        (0, "", "without a checkpoint"),
+        (None, "", "starts again"),
+    ],
+)
+def test_the_next_start_promises_a_checkpoint_only_where_there_is_one(step, told, promises):
+    decision = decide(ending(1, told, step), Restarts(), 2)
+    assert decision.word == "again"
+    assert promises in decision.text
+
+
+def test_a_rank_that_hung_saved_nothing_and_the_log_says_which_checkpoint_there_is():
+    saved, hung = (decide(ending(137, "USR2", 7, stopped=s), Restarts(), 2) for s in (True, False))
+    assert saved.word == hung.word == "cancelled"
+    assert "saved at step 7" in saved.text
+    assert "saved at" not in hung.text
+    assert "newest checkpoint is of step 7" in hung.text
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("ModuleNotFoundError: No module named 'torch'", "failed"),
+        ("RuntimeError: boom", "again"),
+        ("FATAL:   could not open image /images/none.sif", "failed"),
+        ("slurmstepd: error: pyxis: couldn't start container", "failed"),
+    ],
+)
+def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
+    log = run / "log"
+    trace = (
+        ""
+        if line.startswith(("FATAL", "slurmstepd"))
+        else "0: Traceback (most recent call last):\n"
+    )
+    log.write_text(
+        f"samestep: job 1, start 1, on n\n{trace}0: {line}\n"
+        "srun: error: node1: task 0: Exited with exit code 1\n"
+    )
+    end = read_ending(run, code=1, told="", kind="script", log=log)
+    decision = decide(end, Restarts(), 2)
+    assert (decision.word, line in decision.text) == (word, True)
 
 
 def test_the_checkpoint_that_a_new_job_found_is_no_progress_of_its_own(run):

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from samestep.cli import main
 from samestep.errors import UserError
+from samestep.slurm.sandbox import cluster
 from samestep.slurm.sandbox.conf import check_folder, nodes_of, slurm_conf
+from samestep.slurm.sandbox.folder import default_folder, down_line
 
 
 def conf(user: str = "ada") -> str:
@@ -71,3 +74,28 @@ def test_a_path_with_a_character_of_slurm_conf_is_refused(strange):
     with pytest.raises(UserError, match=r"slurm\.conf") as caught:
         check_folder(Path(f"/home/ada{strange}b"), nodes=1)
     assert repr(strange) in str(caught.value)
+
+
+def test_the_command_that_takes_a_sandbox_down_names_its_folder_unless_it_is_the_usual(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert down_line(default_folder()) == "samestep slurm sandbox down"
+    assert down_line(tmp_path / "a b") == f"samestep slurm sandbox down --dir '{tmp_path}/a b'"
+
+
+def test_a_second_start_of_a_sandbox_says_how_that_one_is_taken_down(tmp_path, monkeypatch):
+    up = cluster.Status(folder=tmp_path, daemons={"x": 1}, nodes={"a": "idle"}, num_job_processes=0)
+    monkeypatch.setattr(cluster, "status", lambda _folder: up)
+    with pytest.raises(UserError, match=f"down --dir {tmp_path}`"):
+        cluster._refuse_if_up(tmp_path)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_shell_that_looks_for_a_sandbox_which_is_down_is_told(
+    tmp_path, monkeypatch, capsys, looks
+):
+    monkeypatch.setattr(cluster, "down", lambda _folder: True)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / ("slurm.conf" if looks else "other.conf")))
+    assert main(["slurm", "sandbox", "down", "--dir", str(tmp_path)]) == 0
+    assert ("unset SLURM_CONF" in capsys.readouterr().out) is looks

@@ -16,7 +16,9 @@ NASTY = st.text("'\"\\$`!*?[]{}()<>|&;#~ \ta-=%", min_size=1, max_size=12)
 RUN = "/home/ada/runs/one"
 
 
-def script(*, command=("mine.py",), kind="script", python="python", venv=None, **options) -> str:
+def script(
+    *, command=("mine.py",), kind="script", python="python", venv=None, mounts=(), **options
+) -> str:
     return script_text(
         JobScript(
             options=JobOptions(**options),
@@ -28,8 +30,39 @@ def script(*, command=("mine.py",), kind="script", python="python", venv=None, *
             command=tuple(command),
             python=python,
             venv=venv,
+            mounts=mounts,
         )
     )
+
+
+CANCEL = """
+running() {{ (( --left > 0 )); }}
+pass_on() {{ echo "told $1"; }}
+sleep() {{ :; }}
+scancel() {{ echo "scancel $*"; }}
+SLURM_JOB_ID=7 left={left}
+cancel
+"""
+
+
+@pytest.mark.parametrize(("left", "killed"), [(5, False), (1000, True)])
+@pytest.mark.parametrize(("kind", "told"), [("recipe", "USR1"), ("script", "TERM")])
+def test_a_cancel_tells_the_ranks_and_kills_those_that_hang(kind, told, left, killed):
+    text = script(kind=kind, signal_s=30)
+    function = re.search(r"^cancel\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)[0]
+    shell = function + CANCEL.format(left=left)
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    kills = ["scancel --signal=KILL 7.0"] if killed else []
+    assert done.stdout.splitlines() == [f"told {told}", *kills]
+    assert ("30 s" in done.stderr) is killed
+
+
+def test_the_script_says_that_it_can_be_told_once_its_traps_are_set():
+    lines = script().splitlines()
+    begun = next(n for n, x in enumerate(lines) if x.endswith('/.begun"'))
+    traps = [n for n, x in enumerate(lines) if re.match(r"trap .* (USR1|USR2|TERM)$", x)]
+    assert len(traps) == 3
+    assert max(traps) < begun
 
 
 def evaluated(shell: str) -> list[str]:
@@ -79,8 +112,38 @@ def test_a_variable_has_its_value_unchanged(value):
 @settings(max_examples=15, deadline=None)
 @given(NASTY)
 def test_a_container_is_one_word(image):
-    words = start_words(script(container=f"/images/{image}.sif"))
-    assert words[words.index("exec") + 1] == f"/images/{image}.sif"
+    words = start_words(script(container=f"/images/{image}.sif", mounts=(f"/data/{image}",)))
+    after = words.index("exec") + 1
+    assert words[after : after + 2] == [f"--bind=/data/{image}", f"/images/{image}.sif"]
+
+
+@pytest.mark.parametrize(
+    ("interface", "nccl", "gloo"),
+    [("ib0", "ib0", "ib0"), ("ib0,ib1", "ib0,ib1", "ib0,ib1"), ("^docker,lo", "^docker,lo", "")],
+)
+def test_gloo_is_told_names_alone_of_an_interface(interface, nccl, gloo):
+    lines = [x for x in script(interface=interface).splitlines() if "_SOCKET_IFNAME=" in x]
+    prints = 'printf \'%s\\0\' "$NCCL_SOCKET_IFNAME" "$GLOO_SOCKET_IFNAME"'
+    assert evaluated("\n".join([*lines, prints])) == [nccl, gloo]
+
+
+def test_a_node_without_the_interface_ends_the_job_as_a_mistake():
+    text = script(interface="no-such-0")
+    lines = [x for x in text.splitlines() if x.startswith(("fail()", "[[ -e /sys"))]
+    shell = "\n".join(["SLURMD_NODENAME=node1", *lines, "exit 0"])
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no-such-0" in done.stderr
+
+
+def test_each_line_of_a_script_under_torchrun_has_its_rank_before_it():
+    text = script(launcher="torchrun", ntasks_per_node=2)
+    sets = line(text, "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=")
+    assert evaluated(f"{sets}\nprintf '%s\\0' \"$TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE\"") == [
+        "${rank}: "
+    ]
+    assert "--tee=3" in text
+    assert "--label" not in start_words(text)
 
 
 def test_torchrun_has_the_cores_of_all_its_ranks():

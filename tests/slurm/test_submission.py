@@ -86,7 +86,13 @@ def test_a_job_inherits_nothing_of_the_job_it_is_submitted_from(slurm, tmp_path,
 
 
 def test_the_cluster_and_the_users_own_variables_reach_the_job(slurm, tmp_path, monkeypatch):
-    kept = {"SLURM_CONF": "/c", "SLURM_CLUSTERS": "n", "MY_RANK": "1", "WANDB_API_KEY": "k"}
+    (tmp_path / "slurm.conf").touch()
+    kept = {
+        "SLURM_CONF": f"{tmp_path}/slurm.conf",
+        "SLURM_CLUSTERS": "n",
+        "MY_RANK": "1",
+        "WANDB_API_KEY": "k",
+    }
     for name, value in kept.items():
         monkeypatch.setenv(name, value)
     hand_in(tmp_path / "run")
@@ -100,7 +106,8 @@ def test_what_the_script_asks_for_is_typed_too_and_so_wins_over_the_variables_of
     for name, value in (kept | {"SBATCH_ARRAY_INX": "1-2", "SBATCH_WAIT": "1"}).items():
         monkeypatch.setenv(name, value)
     run = tmp_path / "run"
-    hand_in(run, time="10", mem="1G", after=("4",), sbatch=("-C a100", '--comment="a b"'))
+    slurm.add(4, tmp_path / "other")
+    hand_in(run, time="10", mem="1G", after=("4",), sbatch=("-C a100", '--mcs-label="a b"'))
     call = next(call for call in slurm.calls if call.startswith("sbatch "))
     script = (run / "job.sbatch").read_text()
     for flag in ("--time=10", "--mem=1G", "--job-name=mine", "--open-mode=append", "--requeue"):
@@ -108,7 +115,7 @@ def test_what_the_script_asks_for_is_typed_too_and_so_wins_over_the_variables_of
         assert f"#SBATCH {flag}\n" in script
     assert call.endswith(
         f" --dependency=afterok:4 --kill-on-invalid-dep=yes --requeue -C a100 "
-        f"--comment=a b {run}/job.sbatch"
+        f"--mcs-label=a b {run}/job.sbatch"
     )
     assert {k: v for k, v in slurm.shell.items() if k.startswith("SBATCH_")} == kept
 

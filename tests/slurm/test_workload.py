@@ -133,8 +133,28 @@ def test_a_run_that_has_not_begun_says_how_its_job_is_handed_in_again(here):
         find("my run")
 
 
-@pytest.mark.parametrize("content", [b"def :\n", b"x = '\xff'\n", b"x\0"])
-def test_a_file_that_is_no_python_is_refused(content):
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("job.sh", ""),
+        ("job.sbatch", ""),
+        ("job", "#!/bin/bash -l\n"),
+        ("j.py", "#!/usr/bin/env sh\n"),
+    ],
+)
+def test_a_shell_script_is_told_from_python_with_what_to_do_instead(name, first):
+    Path(name).write_text(f"{first}srun python train.py\n")
+    with pytest.raises(UserError, match=f"{name} is a shell script.* sbatch {name}"):
+        find(name)
+    Path("mine.py").write_text("#!/usr/bin/env python3\nprint(1)\n")
+    assert find("mine.py").kind == "script"
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [(b"\ndef :\n", r"mine\.py:2 "), (b"x = '\xff'\n", r"mine\.py "), (b"x\0", r"mine\.py ")],
+)
+def test_a_file_that_is_no_python_is_refused_with_its_line(content, place):
     Path("mine.py").write_bytes(content)
-    with pytest.raises(UserError, match=r"mine\.py"):
+    with pytest.raises(UserError, match=place):
         find("mine.py")

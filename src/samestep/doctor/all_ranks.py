@@ -73,6 +73,29 @@ def device(allocation: Allocation) -> Finding:
     return green(_kind(allocation.ranks[0]) + everywhere)
 
 
+def threads(allocation: Allocation) -> Finding | None:
+    """Whether the threads that OMP_NUM_THREADS asks of each rank have a core each."""
+    wishes = {
+        host: sum(rank.machine.omp_threads or 0 for rank in ranks) / cores_together(ranks)
+        for host, ranks in allocation.hosts.items()
+    }
+    host = max(wishes, key=lambda name: wishes[name])
+    ranks = allocation.hosts[host]
+    each, there = ranks[0].machine.omp_threads, cores_together(ranks)
+    if each is None:
+        return None
+    found = f"OMP_NUM_THREADS={each}: {count(len(ranks), 'rank')} × {each} on {there:.3g} cores"
+    if wishes[host] <= 1:
+        return green(found)
+    where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
+    fitting = max(1, int(there / len(ranks)))
+    return yellow(
+        where + found,
+        f"More threads than cores wait for each other: export OMP_NUM_THREADS={fitting}, or unset "
+        "it (samestep then takes each rank's share of the cores).",
+    )
+
+
 def loader_workers(allocation: Allocation) -> Finding:
     """Whether each host has a core for every rank and every loader worker."""
     workers = allocation.ranks[0].num_workers
@@ -87,7 +110,15 @@ def loader_workers(allocation: Allocation) -> Finding:
     return yellow(where + found, f"{fewer}, or ask for more cores (--cpus-per-task).")
 
 
-CHECKS: list[Check[Allocation]] = [nodes, device, loader_workers, same_versions, same_code, recipe]
+CHECKS: list[Check[Allocation]] = [
+    nodes,
+    device,
+    threads,
+    loader_workers,
+    same_versions,
+    same_code,
+    recipe,
+]
 
 
 def sharing(ranks: Sequence[RankFacts]) -> list[RankFacts]:

@@ -43,10 +43,15 @@ class Machine:
     """The NVIDIA GPUs that the kernel knows, whether this process may use them or not."""
     machine_cores: int
     cores: tuple[int, ...]
+    omp_threads: int | None = None
+    """OMP_NUM_THREADS; None if it is not set, or is no number."""
     quota_cores: float | None = None
     """Cores' worth of time that the control group gives in all; None for no limit."""
     shm_bytes: int | None = None
     shm_free_bytes: int = 0
+    shm_stale: tuple[str, ...] = ()
+    """Files of this user in /dev/shm, the largest first, that no process has open."""
+    shm_stale_bytes: int = 0
     open_files: int | None = None
     processes: int | None = None
     """Limit of processes and threads of this user, as of open files and of locked memory."""

@@ -1,5 +1,6 @@
 """One machine as one process sees it: versions, GPUs, cores, memory for workers, limits."""
 
+import contextlib
 import csv
 import hashlib
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +21,14 @@ from samestep.doctor.findings import Check, Finding, graded, green, red, size_na
 from samestep.doctor.timeouts import value_within
 from samestep.machine import quota_cores, usable_cores
 from samestep.run.environment import versions
+from samestep.screen.words import count
 
 try:
     import resource
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
+SHM = Path("/dev/shm")  # noqa: S108 - it is looked at, not written to
 _NVIDIA_SMI_S = 10.0
 _RESOLVE_S = 1.5
 _TRACKER = "api.wandb.ai"  # a name that resolves wherever trackers can be reached
@@ -33,6 +37,10 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
 SMALL_SHM_BYTES = 1 << 30  # a few workers with batches of images fill less than this
 DOCKER_SHM_BYTES = 64 << 20  # what a container gets by default: one batch of images can be more
+FULL_SHM_FRACTION = 0.1
+"""With less of it free, something fills it."""
+STALE_BYTES, STALE_S, NAMED_FILES = 1 << 20, 60.0, 3
+"""Smaller files, such as semaphores, and younger ones do not count as stale."""
 FEW_FILES, TOO_FEW_FILES = 1024, 256
 """1,024 is the default of most systems, and enough for some ten workers."""
 FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 512
@@ -48,8 +56,9 @@ def read_machine(
     look_outside: bool = True,
 ) -> Machine:
     """Read the facts of this machine; a few seconds at most."""
-    found = versions()
-    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108
+    found, omp = versions(), environment.get("OMP_NUM_THREADS", "")
+    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
+    stale = stale_files() if look_outside else {}
     return Machine(
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         python=found["python"],
@@ -64,15 +73,45 @@ def read_machine(
         num_gpus_in_node=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         machine_cores=os.cpu_count() or 1,
         cores=tuple(sorted(usable_cores())),
+        omp_threads=int(omp) if omp.isdecimal() else None,
         quota_cores=quota_cores(),
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else 0,
+        shm_stale=tuple(stale),
+        shm_stale_bytes=sum(stale.values()),
         open_files=_limit("RLIMIT_NOFILE"),
         processes=_limit("RLIMIT_NPROC"),
         locked_bytes=_limit("RLIMIT_MEMLOCK"),
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         offline=_offline() if look_outside else None,
     )
+
+
+def stale_files(
+    folder: Path = SHM, processes: Path = Path("/proc"), now: float | None = None
+) -> dict[str, int]:
+    """Return this user's files in a folder that no process has open, the largest first.
+
+    Shared memory outlives its processes: what a killed rank or loader worker had is never freed.
+    """
+    now, sizes = now or time.time(), {}
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            stat = path.lstat()
+            old = now - max(stat.st_mtime, stat.st_ctime) > STALE_S
+            if path.is_file() and stat.st_uid == os.getuid() and old:
+                sizes[str(path)] = stat.st_size
+    sizes = {path: size for path, size in sizes.items() if size >= STALE_BYTES}
+    if not sizes:
+        return {}
+    held = set()
+    for process in processes.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's process, or one that has ended
+            held |= {os.readlink(link) for link in (process / "fd").iterdir()}  # noqa: PTH115
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            held |= {line.split(None, 5)[5] for line in lines if line.count("/") > 1}
+    left = {path: size for path, size in sizes.items() if path not in held}
+    return dict(sorted(left.items(), key=lambda item: -item[1]))
 
 
 def hash_of_code() -> str:
@@ -234,12 +273,26 @@ def shared_memory(machine: Machine) -> Finding | None:
     """Loader workers, and NCCL within a node, pass data through /dev/shm."""
     if machine.shm_bytes is None:
         return None
-    free = machine.shm_free_bytes
-    found = f"/dev/shm has {size_name(free)} free of {size_name(machine.shm_bytes)}"  # noqa: S108
+    free, stale = machine.shm_free_bytes, machine.shm_stale
+    found = f"{SHM} has {size_name(free)} free of {size_name(machine.shm_bytes)}"
     advice = "Give the container more: docker run --shm-size=8g, or --ipc=host."
     if machine.shm_bytes > SMALL_SHM_BYTES:
-        advice = "Something fills it: see ls -l /dev/shm, and remove what died."
-    return graded(found, advice, red_if=free <= DOCKER_SHM_BYTES, yellow_if=free < SMALL_SHM_BYTES)
+        advice = f"Something fills it: see ls -lS {SHM} and df {SHM}, and remove what died."
+    if stale:
+        size = size_name(machine.shm_stale_bytes)
+        found += f"; {count(len(stale), 'file')} of yours ({size}) that no process has open"
+        more = " …" if len(stale) > NAMED_FILES else ""
+        advice = (
+            "Processes that died left them. Unless another container of yours uses them: rm "
+            f"{' '.join(stale[:NAMED_FILES])}{more}"
+        )
+    full = free < FULL_SHM_FRACTION * machine.shm_bytes
+    return graded(
+        found,
+        advice,
+        red_if=free <= DOCKER_SHM_BYTES,
+        yellow_if=free < SMALL_SHM_BYTES or full or bool(stale),
+    )
 
 
 def open_files(machine: Machine) -> Finding:

@@ -3,6 +3,7 @@
 This is where settings, recipe and world meet. What is shown on the screen is the caller's.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +17,12 @@ from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
 from samestep.execution.request import RECIPE_COPY, Request
 from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
+from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import versions
 from samestep.run.files import write_text
+from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import RUN_FORMAT, Record
 from samestep.training.between import Between
 from samestep.training.loop import train
@@ -186,9 +189,13 @@ def _between(
 
 
 def _emitter(run: Run | None, show: Show) -> Show:
+    heart = Heartbeat(run.path) if run is not None and os.environ.get(JOB_RUN) else None
+
     def emit(record: Record) -> None:
         if run is None:
             return
+        if heart is not None and record["event"] in ("progress", "step"):
+            heart.beat()
         if record["event"] != "progress":
             run.append(record)
         show(record)

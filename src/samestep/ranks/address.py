@@ -85,6 +85,27 @@ def interface_towards(master: str, own: str) -> str:
     return "" if is_loopback(towards) or not towards else interface_of(towards)
 
 
+def check_gloo_interfaces(names: str) -> None:
+    """Check that each interface that GLOO_SOCKET_IFNAME names is here: Gloo says less of it.
+
+    Raises:
+        UserError: one is not, or it has the forms that NCCL alone knows.
+    """
+    import psutil  # noqa: PLC0415 - one rank needs no interface
+
+    if names[0] in "^=":
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME is {names}; Gloo takes names alone, such as eth0 or eth0,eth1. "
+            "Unset it, or name the interface; ^ and = are for NCCL_SOCKET_IFNAME."
+        )
+    here = psutil.net_if_addrs()
+    if absent := [name for name in names.split(",") if name not in here]:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME is {names}, and {socket.gethostname()} has no interface "
+            f"{absent[0]}, but {', '.join(sorted(here))}. Name one of these, or unset it."
+        )
+
+
 def udp_socket(address: str) -> socket.socket:
     """Return a socket of an address's family, which sends nothing by being connected."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from samestep.errors import LOST_PEER, UserError
+from samestep.errors import LOST_PEER, UserError, is_users
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.log import RankLog
 from samestep.ranks.startup import PARENT
@@ -23,8 +23,8 @@ TASK = "SAMESTEP_TASK"
 """Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
 JOB_RUN = "SAMESTEP_RUN_DIR"
 """Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
-MISTAKE = ".mistake"
-"""In that directory: a rank's message of a user's mistake, as launchers hide its exit code."""
+FAILURE = ".failure-rank-{rank}.json"
+"""In that directory: what a rank says of its failure, as launchers hide its exit code."""
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
 
@@ -55,10 +55,12 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
             caused = code == 1 or error.__cause__ is not None
             file.write("".join(traceback.format_exception(error)) if caused else message + "\n")
     told_by_rank_0 = rank != 0 and getattr(error, "on_all_ranks", False)
-    if code == 2 and not told_by_rank_0 and (run := os.environ.get(JOB_RUN)):
-        with contextlib.suppress(OSError):
-            Path(run, MISTAKE).write_text(_with_rank(rank, message))
     lost_peer = is_lost_peer(error)
+    if not told_by_rank_0 and (run := os.environ.get(JOB_RUN)):
+        failure = {"rank": rank, "code": code, "message": message, "time": time.time()}
+        with contextlib.suppress(OSError):
+            told = json.dumps(failure | {"lost_peer": lost_peer})
+            Path(run, FAILURE.format(rank=rank)).write_text(told)
     if lost_peer:
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
         time.sleep(GRACE_S)
@@ -87,12 +89,13 @@ def print_error(message: str, descriptor: int = 2) -> None:
 
 
 def _describe(error: BaseException, log: Path | None) -> str:
-    """Say where an unforeseen error arose: the innermost line outside of installed packages."""
+    """Say where an unforeseen error arose: the user's own lines, the innermost first."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "<" not in f.filename]
-    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown place"
-    trace = f"  The traceback is in {log}" if log else "".join(traceback.format_exception(error))
-    return f"{type(error).__name__}: {error}\n  at {where}\n{trace}"
+    own = [frame for frame in frames if is_users(frame.filename)] or frames[-1:]
+    lines = [f"  at {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(own)]
+    whole = "".join(traceback.format_exception(error))
+    lines.append(f"  The whole traceback is in {log}" if log else whole)
+    return "\n".join([f"{type(error).__name__}: {error}", *lines])
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

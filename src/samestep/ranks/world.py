@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
 from samestep.errors import UserError
-from samestep.ranks.address import interface_towards, resolve, resolve_master
+from samestep.ranks.address import check_gloo_interfaces, interface_towards, resolve, resolve_master
 from samestep.ranks.launch import Launch, binds_gpus, detect_launch
 from samestep.ranks.startup import resume_collections
 
@@ -272,10 +272,12 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
         return
     # Both: tensors on the device go by NCCL, what ranks agree on goes by Gloo from the CPU.
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        check_gloo_interfaces(named)
     if world.num_nodes > 1:
         master = resolve_master(world.master_addr)  # PyTorch would ask for minutes
         own = resolve(socket.gethostname())
-        if not os.environ.get("GLOO_SOCKET_IFNAME") and (way := interface_towards(master, own)):
+        if not named and (way := interface_towards(master, own)):
             os.environ["GLOO_SOCKET_IFNAME"] = way
     os.environ["MASTER_ADDR"] = world.master_addr
     os.environ["MASTER_PORT"] = str(world.master_port)

@@ -1,21 +1,23 @@
-"""Values that do not change from job to job: `[slurm]` of samestep.toml, below the flags."""
+"""Values below the flags: `[slurm]` of samestep.toml, or what a run's job asked for before."""
 
+import json
 import os
 import tomllib
 import typing
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from samestep.errors import UserError, did_you_mean
-from samestep.slurm.options import JobOptions
+from samestep.run.files import read_object, write_text
+from samestep.slurm.options import ENVIRONMENTS, JobOptions
 
 FILE = "samestep.toml"
-
-_ENVIRONMENTS = ("venv", "conda", "container")
+OPTIONS = "job.json"
+"""In a run directory: what its newest job asked for."""
 
 
 class UncheckedOptions(JobOptions):
@@ -42,11 +44,27 @@ def read_defaults(paths: list[Path]) -> UncheckedOptions:
     values: dict[str, Any] = {}
     for path in paths:
         layer = _layer(path)
-        if any(name in layer for name in _ENVIRONMENTS):
-            values = {k: v for k, v in values.items() if k not in _ENVIRONMENTS}
+        if any(name in layer for name in ENVIRONMENTS):
+            values = {k: v for k, v in values.items() if k not in ENVIRONMENTS}
         for name, value in layer.items():
             values[name] = values.get(name, ()) + value if isinstance(value, tuple) else value
     return UncheckedOptions(**values)
+
+
+def keep_options(run: Path, options: JobOptions) -> None:
+    """Write down what a job asks for, so that the next job of its run asks for the same."""
+    write_text(run / OPTIONS, json.dumps(asdict(options), indent=2) + "\n")
+
+
+def kept_options(run: Path) -> UncheckedOptions | None:
+    """Return what the job before asked for, but for the jobs it waited for; None if not known."""
+    types = typing.get_type_hints(JobOptions)
+    kept = read_object(run / OPTIONS)
+    try:
+        values = {k: msgspec.convert(v, types[k]) for k, v in kept.items() if k in types}
+    except msgspec.ValidationError:
+        return None
+    return UncheckedOptions(**(values | {"after": ()})) if values else None
 
 
 def apply_flags(
@@ -58,9 +76,9 @@ def apply_flags(
         UserError: it is not what a job can ask for.
     """
     values = {field.name: getattr(flags, field.name) for field in fields(JobOptions)}
-    typed = [name for name in _ENVIRONMENTS if values[name] != getattr(defaults, name)]
+    typed = [name for name in ENVIRONMENTS if values[name] != getattr(defaults, name)]
     if typed:  # another environment than the defaults' takes its place
-        values |= {name: None for name in _ENVIRONMENTS if name not in typed}
+        values |= {name: None for name in ENVIRONMENTS if name not in typed}
     try:
         return JobOptions(**values)
     except UserError as error:

@@ -16,11 +16,17 @@ Words = Annotated[tuple[str, ...], UseAppendAction]
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _AFTER = re.compile(r"(?P<job>[0-9]+(?:_[0-9]+)?)(?::(?P<how>ok|notok|any))?")
 _MEMORY = re.compile(r"[0-9]+[KMGT]?")
+_INTERFACES = re.compile(r"[\^=]{0,2}[\w.@:-]+(?:,[\w.@:-]+)*")
 # Values that no secret has, such as those of --max-tokens and --use-auth-token.
 _HARMLESS = re.compile(r"[0-9.]*|true|false", re.IGNORECASE)
 # Options that make several jobs of one; sbatch takes them shortened, too.
 _SEVERAL_JOBS = re.compile(r"(?:^|\s)(-a|--ar\w*|--het[\w-]*)|(hetjob|packjob)")
+# By the comment status, logs and cancel find a job's run.
+_COMMENT = re.compile(r"(?:^|\s)--com\w*")
 _SHORTEST_WARNING_S = 10
+
+ENVIRONMENTS = ("venv", "conda", "container", "container_image")
+"""Options that name what the ranks run in; a job has one of them at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +72,14 @@ class JobOptions:
     """Conda environment to enter, in place of a virtual environment."""
     container: str | None = None
     """Apptainer image in which the ranks run; samestep must be installed in it."""
+    container_image: str | None = None
+    """Image in which the ranks run where Slurm has Pyxis, such as nvcr.io#nvidia/pytorch:25.01-py3;
+    samestep must be installed in it."""
     env: Words = ()
     """NAME=VALUE to set for the ranks. Repeatable."""
     interface: str | None = None
-    """Network interface of the ranks' traffic, such as ib0."""
+    """Network interface of the ranks' traffic: ib0, several with commas between, or ^docker,lo for
+    all but these, which tells NCCL alone."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: srun each one, or one torchrun a node."""
     max_restarts: int = 1
@@ -100,8 +110,14 @@ class JobOptions:
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
             form = "a whole number with K, M, G or T, such as 64G."
             raise UserError(f"--mem {self.mem} should be {form}")
-        if sum(place is not None for place in (self.venv, self.conda, self.container)) > 1:
-            raise UserError("Give one of --venv, --conda and --container, not several.")
+        if sum(getattr(self, name) is not None for name in ENVIRONMENTS) > 1:
+            flags = ", ".join(map(_flag, ENVIRONMENTS[:-1]))
+            raise UserError(f"Give one of {flags} and {_flag(ENVIRONMENTS[-1])}, not several.")
+        if self.interface is not None and not _INTERFACES.fullmatch(self.interface):
+            raise UserError(
+                f"--interface {self.interface!r}: write a name (ib0), several (ib0,ib1), or ^ and "
+                "the names to leave out (^docker,lo)."
+            )
         self._check_words()
 
     def _check_words(self) -> None:
@@ -111,7 +127,7 @@ class JobOptions:
             _refuse_secret(f"--env {assignment(text)[0]}=…", assignment(text)[0])
         for option in self.sbatch:
             _check_sbatch(option)
-        for name in ("job_name", "partition", "account", "qos", "output", "interface"):
+        for name in ("job_name", "partition", "account", "qos", "output", "container_image"):
             if "\n" in (getattr(self, name) or ""):
                 raise UserError(f"{_flag(name)} must be one line.")
 
@@ -146,6 +162,11 @@ def dependency(after: str) -> str:
     return f"after{match['how'] or 'ok'}:{match['job']}"
 
 
+def interface_names(interface: str | None) -> list[str]:
+    """Return the interfaces that --interface names; none where it says which to leave out."""
+    return [] if not interface or interface[0] == "^" else interface.lstrip("=").split(",")
+
+
 def assignment(text: str) -> tuple[str, str]:
     """Return the name and the value of NAME=VALUE.
 
@@ -164,6 +185,11 @@ def _check_sbatch(option: str) -> None:
         raise UserError(
             f"--sbatch={several[1] or several[2]} would make several jobs, and a run directory is "
             "of one. Submit several jobs instead, each with its own arguments."
+        )
+    if _COMMENT.search(option):
+        raise UserError(
+            "--sbatch=--comment: samestep keeps the run directory in the job's comment, by which "
+            "status, logs and cancel find the job. Name it with --job-name instead."
         )
     if not option.startswith("-") or "\n" in option:
         name = re.split("[=\\s]", option)[0]  # the rest may be a secret

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from samestep.errors import UserError
 
@@ -30,6 +31,13 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
             "munge` installs it and `samestep slurm sandbox up` starts one. `samestep slurm submit "
             "… --dry-run` prints the job script without it."
         )
+    conf = os.environ.get("SLURM_CONF", "")
+    if conf and not Path(conf).exists():
+        raise UserError(
+            f"SLURM_CONF is {conf}, and there is no such file; perhaps it was that of a sandbox "
+            "which is down. Say `unset SLURM_CONF` to use this machine's own Slurm, or start a "
+            "sandbox again: samestep slurm sandbox up."
+        )
     # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
     narrows = () if name == "sbatch" else (f"{name.upper()}_",)
     outside = outside_of_any_job(os.environ)
@@ -45,7 +53,13 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
             "the controller may be down, or SLURM_CONF may name another cluster."
         ) from None
     if done.returncode:
-        raise ProgramError(name, arguments, done.stderr.strip() or done.stdout.strip())
+        said = done.stderr.strip() or done.stdout.strip()
+        if "Unable to contact slurm controller" in said and conf:
+            said += (
+                f"\nSLURM_CONF is {conf}. If that is a sandbox's, `samestep slurm sandbox status` "
+                "shows whether it is up."
+            )
+        raise ProgramError(name, arguments, said)
     return done.stdout
 
 

@@ -2,15 +2,17 @@
 
 import json
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from samestep.ranks.failure import MISTAKE
 from samestep.run.directory import is_run
 from samestep.run.files import read_object, write_text
+from samestep.run.heartbeat import FILE as STEPPED
+from samestep.slurm.rank_ends import RankEnd, first_end, latest_start, read_failures
 
 FILE = "slurm.json"  # in the run directory: what the restarts of its job have come to
 BEGUN = ".begun"
@@ -45,12 +47,16 @@ class Ending:
     """Step of the newest announced checkpoint; None where the script is the user's own."""
     saved: bool
     """Whether this start announced it."""
+    stepped: bool = True
+    """Whether any start took a step, so far as is known."""
     mistake: bool
     """Whether the next start would fail in the same way: an exit code of 2 says so."""
     stopped: bool
     """Whether the run itself wrote that a signal stopped it."""
     why: str
-    """What the ranks said, or what the exit code means."""
+    """What the rank that failed first said, or what its end means."""
+    frames: tuple[str, ...] = ()
+    """The user's lines that led to it, the innermost first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +83,15 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
     if ending.told in _ENDED:
         word, text = _ENDED[ending.told]
         unsaved = "its ranks were told" if ending.step is None else "nothing is saved"
-        saved = f"saved{at}" if at else unsaved
+        newest = "saved at" if ending.stopped else "the newest checkpoint is of"
+        saved = f"{newest} step {ending.step:,}" if ending.step else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
     signalled = ending.told == "USR1" or ending.stopped
-    if ending.mistake and not signalled:
-        return Decision(word="failed", text=f"failed: {ending.why}", restarts=before)
+    if (ending.mistake or not ending.stepped) and not signalled:
+        text = f"failed: {ending.why}"
+        if not ending.mistake:
+            text = f"{text.rstrip('.')}. Not started again: no step was ever taken."
+        return Decision(word="failed", text=text, restarts=before)
     # A script of the user's shows no progress; one that a warning killed outright saved nothing.
     progressed = (
         signalled and ending.code not in _STOPS
@@ -97,12 +107,16 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
     if count > limit:
         text = (
             f"failed: {ending.why.rstrip('.')}. Not started again: there was no newer checkpoint "
-            f"in {count} starts in a row."
+            f"in {count} start{'s in a row' * (count > 1)}."
         )
         return Decision(word="failed", text=text, restarts=before)
     step, again = max(before.step, ending.step or 0), before.restarts + 1
     restarts = Restarts(job=before.job, restarts=again, without_progress=count, step=step)
-    text = f"{cause}; the job goes on from the newest checkpoint (restart {restarts.restarts})."
+    if ending.step:
+        follows = "goes on from there" if signalled else f"goes on from step {ending.step:,}"
+    else:  # of a script's checkpoints nothing is known
+        follows = "starts again" if ending.step is None else "begins anew, without a checkpoint"
+    text = f"{cause}; the job {follows} (restart {restarts.restarts})."
     return Decision(word="again", text=text, restarts=restarts)
 
 
@@ -120,18 +134,35 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         last = read_object(run / _INDEX).get("last") or {}
         step = int(last.get("step", 0))
     # srun and torchrun hide the ranks' exit codes; what an earlier start left does not count.
-    mistake = (run / MISTAKE).read_text() if _is_of_this_start(run, MISTAKE) else ""
+    failures = [left for path, left in read_failures(run) if _is_of_this_start(run, path.name)]
+    failures.sort(key=lambda left: (left.get("lost_peer", False), left.get("time", 0)))
+    mistake = next((_told(left) for left in failures if left.get("code") == 2), "")
+    lines = latest_start(log) if log else []
+    first = first_end(lines, failures)
+    cause = None if first is None or first.is_effect else first
     result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
     left = str(result.get("reason", "")) if result.get("status") == "failed" else ""
+    why = (
+        cause.sentence if cause and (cause.said or cause.signal) else left.removeprefix("failed: ")
+    )
     return Ending(
         code=code,
         told=told,
         step=step,
         saved=_is_of_this_start(run, _INDEX),
-        mistake=bool(mistake) or code == 2,  # samestep's own code for a mistake of the user's
+        stepped=step != 0 or (run / STEPPED).exists(),
+        # 2 is samestep's own code for a mistake of the user's.
+        mistake=bool(mistake) or code == 2 or (cause is not None and cause.comes_again),
         stopped=result.get("status") == "stopped",
-        why=mistake or left.removeprefix("failed: ") or _why(code, log),
+        why=mistake or why or _last_message(lines) or _meaning(code, cause),
+        frames=cause.frames if cause and not mistake else (),
     )
+
+
+def _told(failure: dict[str, Any]) -> str:
+    """Return the message of a rank's failure, with the rank if it is not rank 0."""
+    rank, message = failure["rank"], str(failure.get("message", ""))
+    return f"[rank {rank}] {message}" if rank else message
 
 
 def settle(run: Path, verdict: Decision, ending: Ending) -> None:
@@ -160,10 +191,10 @@ def _is_of_this_start(run: Path, name: str) -> bool:
         return False
 
 
-def _why(code: int, log: Path | None) -> str:
-    """Return what the ranks said last in this start, or what the exit code means."""
-    if log is not None and (said := _last_message(log)):
-        return said
+def _meaning(code: int, cause: RankEnd | None) -> str:
+    """Return what an exit code says where nobody said more."""
+    if cause is not None:
+        return f"{cause.sentence}."
     if code == 128 + signal.SIGKILL:
         return "a rank was killed by SIGKILL (out of memory?)."
     if code > 128 and code - 128 in {int(number) for number in signal.Signals}:
@@ -171,13 +202,6 @@ def _why(code: int, log: Path | None) -> str:
     return f"the ranks ended with exit code {code}."
 
 
-def _last_message(log: Path) -> str:
+def _last_message(lines: Sequence[str]) -> str:
     """Return samestep's last message in the latest start of a log."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    said = ["", *(line.removeprefix(_OURS) for line in lines if line.startswith(_OURS))]
-    return "" if said[-1].startswith("job ") else said[-1]
+    return next((x.removeprefix(_OURS) for x in reversed(lines) if x.startswith(_OURS)), "")

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from samestep.slurm.options import JobOptions, assignment, dependency
+from samestep.slurm.options import JobOptions, assignment, dependency, interface_names
 from samestep.slurm.restarts import BEGUN
 
 MARK = "samestep:"  # what a job's comment begins with; the run directory follows
@@ -35,11 +35,14 @@ class JobScript:
     python: str = "python"
     """The interpreter, where no environment is entered that has its own."""
     venv: str | None = None
+    mounts: tuple[str, ...] = ()
+    """Folders that a container has to show: of the run, of the command, of the data."""
 
     @property
     def enters_environment(self) -> bool:
         """Whether the ranks run in an environment that has its own interpreter."""
-        return bool(self.venv or self.options.conda or self.options.container)
+        options = self.options
+        return bool(self.venv or options.conda or options.container or options.container_image)
 
 
 def script_text(job: JobScript) -> str:
@@ -102,14 +105,22 @@ def _in_directive(value: str) -> str:
 
 
 def _signal_handlers(job: JobScript) -> list[str]:
-    listen_s = min(_LISTEN_S, job.options.signal_s // 2)
+    patience_s = job.options.signal_s
+    listen_s = min(_LISTEN_S, patience_s // 2)
+    # samestep keeps a USR1 that comes while it imports. To a script of the user's, USR1 may mean
+    # that it is to go on later.
+    cancels = "USR1" if job.kind == "recipe" else "TERM"
     return f"""\
 run={shlex.quote(job.run)}  # the same over all restarts
 
 # Slurm sends USR1 ahead of the time limit, `samestep slurm cancel` sends USR2, and TERM says that
 # Slurm itself ends the job and has told the ranks. They finish their step, save, end together.
 told='' step=''
-touch "$run/{BEGUN}"
+trap 'told=USR1; [[ -z $step ]] || pass_on USR1' USR1
+trap 'told=USR2; [[ -z $step ]] || cancel' USR2
+trap 'told=${{told:-TERM}}' TERM
+# From here on it can be told; `samestep slurm cancel` waits for this file.
+echo "$SLURM_JOB_ID ${{SLURM_RESTART_COUNT:-0}}" >"$run/{BEGUN}"
 running() {{ kill -0 "$step" 2>/dev/null; }}
 starts() {{ squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; }}
 pass_on() {{
@@ -117,17 +128,21 @@ pass_on() {{
   while running && {{ ((SECONDS < began + {listen_s})) || ! starts; }}; do sleep 1; done
   scancel --signal="$1" "$SLURM_JOB_ID"  # the ranks alone, not this script
 }}
-trap 'told=USR1; [[ -z $step ]] || pass_on USR1' USR1
-trap 'told=USR2; [[ -z $step ]] || pass_on TERM' USR2
-trap 'told=${{told:-TERM}}' TERM
+cancel() {{
+  pass_on {cancels}
+  for _ in {{1..{patience_s}}}; do running || return 0; sleep 1; done
+  echo "samestep: the ranks had not ended {patience_s} s after the cancel, so they are killed." >&2
+  scancel --signal=KILL "$SLURM_JOB_ID.0"
+}}
 """.splitlines()
 
 
 def _environment(job: JobScript) -> list[str]:
     options = job.options
     lines = ["# The place: modules, environment, variables."]
-    if options.module or job.venv or options.conda:
-        text = "samestep: failed: $1 did not work on this node."
+    names = interface_names(options.interface)
+    if options.module or job.venv or options.conda or names:
+        text = "samestep: failed: $1 did not work on $SLURMD_NODENAME."
         lines.append(f'fail() {{ echo "{text}" >&2; exit 2; }}')
     lines += [f"module load {shlex.quote(name)} || fail 'module load'" for name in options.module]
     if job.venv:
@@ -139,12 +154,15 @@ def _environment(job: JobScript) -> list[str]:
             f"conda activate {shlex.quote(options.conda)} || fail 'conda activate'",
         ]
     lines.append(f"export SAMESTEP_RUN_DIR={shlex.quote(job.run)}")
-    share = f"SLURM_CPUS_ON_NODE / {options.ranks_per_node}"
-    threads = options.cpus_per_task or f"$(({share} > 0 ? {share} : 1))"
-    lines.append(f"export OMP_NUM_THREADS={threads}  # the cores that a rank really has")
+    if job.kind == "script":  # a recipe's ranks choose by the size of its model
+        share = f"SLURM_CPUS_ON_NODE / {options.ranks_per_node}"
+        threads = options.cpus_per_task or f"$(({share} > 0 ? {share} : 1))"
+        lines.append(f"export OMP_NUM_THREADS={threads}  # the cores that a rank really has")
+    lines += [f"[[ -e /sys/class/net/{name} ]] || fail '--interface {name}'" for name in names]
     if options.interface:
-        name = shlex.quote(options.interface)
-        lines.append(f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}")
+        lines.append(f"export NCCL_SOCKET_IFNAME={shlex.quote(options.interface)}")
+    if names:  # Gloo knows names alone; ^docker or =ib0 are NCCL's
+        lines.append(f"export GLOO_SOCKET_IFNAME={','.join(names)}")
     if options.gpus_per_node:
         # A lost peer ends the job with a message instead of a hang.
         lines.append("export TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
@@ -173,10 +191,14 @@ def _start_ranks(job: JobScript) -> list[str]:
     words = ["srun", "--kill-on-bad-exit=1"]
     if cpus := _cpus_per_task(options):  # srun does not take it over from sbatch
         words.append(f"--cpus-per-task={cpus}")
-    words += ["--label"] if job.kind == "script" else []
-    nvidia = ["--nv"] if options.gpus_per_node else []
-    container = shlex.quote(options.container or "")
-    enter = ["apptainer", "exec", *nvidia, container] if options.container else []
+    if job.kind == "script" and options.launcher == "srun":
+        words.append("--label")
+    if options.container_image:  # for Pyxis, an extension of srun
+        mounts = ",".join(f"{folder}:{folder}" for folder in job.mounts)
+        words.append(f"--container-image={shlex.quote(options.container_image)}")
+        words += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
+        words.append(f"--container-workdir={shlex.quote(job.folder)}")
+    enter = _apptainer(job, *(["--nv"] if options.gpus_per_node else []))
     comments, program = _torchrun(job) if options.launcher == "torchrun" else _rank(job)
     return [
         "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
@@ -185,13 +207,22 @@ def _start_ranks(job: JobScript) -> list[str]:
         *comments,
         " \\\n  ".join([*_wrap(words), *_wrap([*enter, *program])]) + " &",
         "step=$!",
-        "case $told in USR1) pass_on USR1 ;; ?*) pass_on TERM ;; esac  # it came before the ranks",
+        "# What came before the ranks.",
+        "case $told in USR1) pass_on USR1 ;; USR2) cancel ;; TERM) pass_on TERM ;; esac",
         "",
         "# A signal ends the waiting, not the ranks.",
         'while running; do wait "$step"; done',
         'wait "$step"',
         "code=$?",
     ]
+
+
+def _apptainer(job: JobScript, *flags: str) -> list[str]:
+    """Return the words that enter the container; none without one."""
+    if not job.options.container:
+        return []
+    binds = [f"--bind={shlex.quote(folder)}" for folder in job.mounts]
+    return ["apptainer", "exec", *flags, *binds, shlex.quote(job.options.container)]
 
 
 def _rank(job: JobScript) -> tuple[list[str], list[str]]:
@@ -225,6 +256,13 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
         '--local-addr="${address[SLURM_NODEID]}"',
         f"--max-restarts={options.max_restarts}",
     ]
+    # A line of a script's output has its rank before it, as under srun.
+    label = job.kind == "script"
+    launcher += ["--tee=3", '--log-dir="$SAMESTEP_RUN_DIR/torchrun"'] if label else []
+    labels = [
+        "# shellcheck disable=SC2016  # torchrun fills in the rank",
+        "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: ' PYTHONUNBUFFERED=1",
+    ]
     start = f"address=($addresses); exec {launcher[0]}"
     inner = " \\\n    ".join([start, *launcher[1:], '"$@"'])
     return (
@@ -233,6 +271,7 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
             "# PyTorch too old for one of these flags passes over it).",
             "export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
             f"export PET_SHUTDOWN_TIMEOUT={options.signal_s}",
+            *(labels if label else []),
             "# One torchrun for each node; it starts the ranks, and all again when one fails.",
             _SC2016,
         ],
@@ -254,7 +293,9 @@ def _wrap(words: list[str], width: int = 96) -> list[str]:
 def _end(job: JobScript) -> list[str]:
     samestep = "samestep" if job.enters_environment else shlex.join([job.python, "-m", "samestep"])
     if job.options.container:
-        samestep = f"apptainer exec {shlex.quote(job.options.container)} samestep"
+        samestep = " ".join([*_apptainer(job), "samestep"])
+    if job.options.container_image:  # this script runs outside of it
+        samestep = shlex.join([job.python, "-m", "samestep"])
     again = "" if job.options.requeue else " --no-requeue"
     lines = [
         "# Say how it ended, and whether it goes on.",

@@ -1,6 +1,7 @@
 """Hand a job in: check it against the cluster, write its script into the run directory, sbatch."""
 
 import dataclasses
+import itertools
 import os
 import re
 import shlex
@@ -9,8 +10,10 @@ from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.run.files import cannot_write, write_text
-from samestep.slurm.options import JobOptions, refuse_secret_flags
+from samestep.slurm.defaults import OPTIONS, keep_options
+from samestep.slurm.options import ENVIRONMENTS, JobOptions, refuse_secret_flags
 from samestep.slurm.partitions import check_partitions
+from samestep.slurm.preflight import check_after, check_place
 from samestep.slurm.programs import ProgramError, call
 from samestep.slurm.queue import my_jobs
 from samestep.slurm.script import JobScript, sbatch_options, script_text
@@ -40,12 +43,11 @@ def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScr
         UserError: the environment is none, or the command holds a secret.
     """
     refuse_secret_flags(workload.command)
+    check_place(options, workload.kind)
     venv = options.venv
-    if venv is not None and not (Path(venv) / "bin" / "activate").is_file():
-        raise UserError(f"--venv {venv}: there is no bin/activate in it. Name the environment.")
-    in_venv = sys.prefix != sys.base_prefix
-    if venv is None and not options.conda and not options.container and in_venv:
+    if not any(getattr(options, name) for name in ENVIRONMENTS) and sys.prefix != sys.base_prefix:
         venv = sys.prefix
+    in_container = options.container or options.container_image
     size = f"{options.nodes} node{'s' * (options.nodes > 1)} × {options.ranks_per_node}"
     return JobScript(
         options=options,
@@ -57,7 +59,21 @@ def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScr
         kind=workload.kind,
         python=sys.executable,
         venv=venv and str(Path(venv).absolute()),
+        mounts=_mounts(workload, folder) if in_container else (),
     )
+
+
+def _mounts(workload: Workload, folder: Path) -> tuple[str, ...]:
+    """Return the folders that the ranks need in a container, none of them below another."""
+    words = [word for text in workload.command for word in text.split("=", 1)]
+    data = [
+        folder / value
+        for flag, value in itertools.pairwise(words)
+        if flag.replace("_", "-") == "--data-dir" and (folder / value).is_dir()
+    ]
+    files = [Path(word).parent for word in words if Path(word).is_absolute() and word[-3:] == ".py"]
+    wanted = {path.absolute() for path in (folder, workload.run, *files, *data)}
+    return tuple(sorted(str(path) for path in wanted if not wanted & set(path.parents)))
 
 
 def submit(job: JobScript) -> tuple[int, Path]:
@@ -71,12 +87,14 @@ def submit(job: JobScript) -> tuple[int, Path]:
     partitions = [job.options.partition, *(match[1] for match in named if match)]
     partitions.append(os.environ.get("SBATCH_PARTITION"))
     check_partitions(job.options, next(filter(None, partitions), None))
+    check_after(job.options)
     run = Path(job.run)
     if known := run.exists():
         _refuse_beside_another(run, job.options)
     script = run / "job.sbatch"
     make_folder(run)
     write_text(script, text)
+    keep_options(run, job.options)
     # Slurm takes the shell's SBATCH_* over what the script says, and options that are typed over
     # both: what was asked for this job has to win.
     options = sbatch_options(job).items()
@@ -86,7 +104,8 @@ def submit(job: JobScript) -> tuple[int, Path]:
         answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
     except ProgramError as error:
         if not known:
-            script.unlink()
+            for name in (script.name, OPTIONS):
+                (run / name).unlink()
             run.rmdir()
         raise _refused(error, text) from error
     return int(answer.strip().split(";")[0]), script

@@ -1,11 +1,14 @@
 """How far a run has come, read from its directory."""
 
+import contextlib
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
 from samestep.run.files import read_object
+from samestep.run.heartbeat import FILE as STEPPED
 from samestep.run.records import Record, read_records
 
 
@@ -25,6 +28,8 @@ class Progress:
     status: str = ""
     """From result.json: completed, stopped or failed; empty while it runs."""
     why: str = ""
+    quiet_s: float | None = None
+    """Seconds since the last step or record, of a job that runs; None for any other."""
     damage: str = ""
     """Why nothing can be told, where the records cannot be read."""
 
@@ -33,17 +38,24 @@ def read_progress(run: Path) -> Progress | None:
     """Return a run's progress, or None if it has not begun."""
     result = read_object(run / "result.json")
     ended = Progress(status=result.get("status", ""), why=result.get("reason", ""))
+    events = run / "events.jsonl"
+    if not events.is_file():
+        return ended if result else None
     try:
         return _progress(run, list(read_records(run)), result)
-    except UserError:
-        return ended if result else None
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ):  # no JSON, or not what a run writes
-        return replace(ended, damage=f"unknown: a line inside {run / 'events.jsonl'} is damaged")
+    except UserError as error:
+        return replace(ended, damage=f"unknown: {error}".split(". ")[0])
+    except (AttributeError, LookupError, TypeError, ValueError):  # no record that a run writes
+        return replace(ended, damage=f"unknown: a line inside {events} is damaged")
+
+
+def seconds_since_sign(run: Path) -> float | None:
+    """Return how long ago a run last took a step or wrote a record; None if it never did."""
+    times = []
+    for name in (STEPPED, "events.jsonl"):
+        with contextlib.suppress(OSError):
+            times.append((run / name).stat().st_mtime)
+    return max(0.0, time.time() - max(times)) if times else None
 
 
 def _progress(run: Path, records: list[Record], result: dict[str, Any]) -> Progress | None:

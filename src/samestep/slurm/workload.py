@@ -1,6 +1,7 @@
 """What is submitted: samestep's own training of a recipe, or any script of the user's."""
 
 import ast
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,14 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
     return Workload(name=name, kind="recipe", run=run, command=command)
 
 
+def is_script(run: Path) -> bool:
+    """Whether the job of a run directory runs a script of the user's."""
+    try:
+        return "--kind script" in (run / "job.sbatch").read_text()
+    except OSError:
+        return False
+
+
 def _not_begun(path: Path) -> UserError:
     script = path / "job.sbatch"
     if not script.is_file():
@@ -87,10 +96,20 @@ def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def _is_recipe_file(path: Path) -> bool:
     """Whether a Python file assigns `recipe` and imports samestep; it is read, not run."""
+    if _is_shell_script(path):
+        raise UserError(
+            f"{path} is a shell script; submit makes the job script by itself. Hand yours in with: "
+            f"sbatch {shlex.quote(str(path))}; or name the Python file that it starts: samestep "
+            "slurm submit train.py."
+        )
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no Python that can be read: {error}.") from error
+        at = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(
+            f"{path}{at} cannot be read as Python: {why}. Mend it, or name another file."
+        ) from error
     nodes = list(ast.walk(tree))
     targets = [target for n in tree.body if isinstance(n, ast.Assign) for target in n.targets]
     targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
@@ -98,3 +117,11 @@ def _is_recipe_file(path: Path) -> bool:
     imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     assigned = [target.id for target in targets if isinstance(target, ast.Name)]
     return "recipe" in assigned and any(name.split(".")[0] == "samestep" for name in imported)
+
+
+def _is_shell_script(path: Path) -> bool:
+    with path.open("rb") as file:
+        first = file.readline(200)
+    if first.startswith(b"#!"):
+        return re.search(rb"\b(ba|da|z|k)?sh\b", first) is not None
+    return path.suffix in (".sh", ".bash", ".sbatch", ".slurm")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from samestep.data.recipe_splits import load_splits
-from samestep.errors import LOST_PEER, UserError
+from samestep.errors import LOST_PEER, UserError, is_users
 from samestep.execution.request import Request
 from samestep.execution.session import run_session
 from samestep.ranks.world import World
@@ -32,7 +32,7 @@ from samestep.verification.exchange import (
     write_left,
 )
 from samestep.verification.few_samples import cut_down, evaluated_split, num_samples
-from samestep.verification.randomness import ALL_KINDS, Kind, Seen, hold_model, is_users, watched
+from samestep.verification.randomness import ALL_KINDS, Kind, Seen, hold_model, watched
 from samestep.verification.recipe_under_test import RecipeUnderTest, exact_precision, few_inputs
 from samestep.verification.record import keep_record, recording
 from samestep.verification.rows import one_device, one_writer

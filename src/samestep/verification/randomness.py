@@ -7,11 +7,9 @@ sample the same, whatever rank it is on; what then still differs has another cau
 
 import contextlib
 import hashlib
-import os
 import pickle
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,17 +25,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.trees import tree_leaves
+from samestep.errors import is_users
 
 Kind = Literal["batchnorm", "dropout", "state"]
 KINDS: tuple[Kind, ...] = ("batchnorm", "dropout", "state")
 ALL_KINDS = frozenset(KINDS)
-
-_paths = sysconfig.get_paths()
-_NOT_THE_USERS = (
-    str(Path(__file__).parent.parent) + os.sep,
-    *(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<",
-)
 
 
 @dataclass
@@ -64,11 +56,6 @@ def users_line(frame: FrameType | None) -> str:
 def place_of(frame: FrameType) -> str:
     """Return the line at which a frame stands: `model.py:31`."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def is_users(file: str) -> bool:
-    """Whether a source file is neither samestep's nor Python's nor an installed library's."""
-    return not file.startswith(_NOT_THE_USERS)
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

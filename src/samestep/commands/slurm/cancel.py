@@ -3,7 +3,9 @@
 import contextlib
 import shlex
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -11,15 +13,18 @@ from tyro.conf import Positional, arg
 from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
 from samestep.run.directory import is_run
+from samestep.slurm.defaults import UncheckedOptions, kept_options
 from samestep.slurm.programs import ProgramError, call
-from samestep.slurm.queue import find_job_or_run
+from samestep.slurm.queue import QueuedJob, find_job_or_run
+from samestep.slurm.restarts import BEGUN
 
 _EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")
+_BEGINS_WITHIN_S, _LOOK_EVERY_S = 15.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cancel:
-    """Stop a job: its ranks finish their step, save a checkpoint, and end."""
+    """Stop a job: its ranks finish their step, save, and end; ranks that hang are killed."""
 
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
     """The job's number, or the run directory."""
@@ -46,6 +51,8 @@ def main(arguments: list[str]) -> int:
         call("scancel", str(job.job))
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
+    if not _wait_for_script(job, job.run):
+        sys.stderr.write(f"Job {job.job} has not said that it began; it is told all the same.\n")
     # To the script alone: it tells the ranks, waits for them, and does not start again.
     call("scancel", "--batch", "--signal=USR2", str(job.job))
     if command.now:  # plain scancel would leave the ranks half a minute
@@ -56,5 +63,25 @@ def main(arguments: list[str]) -> int:
     run = shlex.quote(str(job.run))
     # Before the training has begun, and for a user's script, there is nothing to go on from.
     again = f"samestep slurm submit {run}" if is_run(job.run) else f"sbatch {run}/job.sbatch"
-    sys.stdout.write(f"Job {job.job} saves and stops; go on later with: {again}\n")
+    patience = (kept_options(job.run) or UncheckedOptions()).signal_s
+    sys.stdout.write(
+        f"Job {job.job} saves and stops; ranks that hang are killed after {patience} s (--now: at "
+        f"once).\nGo on later with: {again}\n"
+    )
     return 0
+
+
+def _wait_for_script(job: QueuedJob, run: Path) -> bool:
+    """Wait until this start's script can be told of a cancel; return whether it can.
+
+    Slurm calls a job running before its script has begun, and a signal then is lost or ends it.
+    """
+    begun = run / BEGUN
+    deadline = time.monotonic() + _BEGINS_WITHIN_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            # Scripts of earlier versions write nothing.
+            if begun.read_text().strip() in (f"{job.job} {job.restarts}", ""):
+                return True
+        time.sleep(_LOOK_EVERY_S)
+    return False

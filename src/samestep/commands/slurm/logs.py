@@ -1,7 +1,9 @@
 """`samestep slurm logs`: rank 0's screen, or any rank's log, also while it grows."""
 
-import re
+import io
+import shutil
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from tyro.conf import Positional, arg
 from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
 from samestep.slurm.queue import QueuedJob, find_job, find_job_or_run
+from samestep.slurm.rank_ends import lines_of
 
 _EXAMPLES = ("slurm logs 1234 --follow", "slurm logs runs/ID --rank 3")
 _LOOK_EVERY_S = 0.5
@@ -48,28 +51,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _file(rank: int, job: QueuedJob | None, run: Path | None) -> tuple[Path, str]:
-    """Return a rank's log file, and its label if the file is shared with others."""
+def _file(rank: int, job: QueuedJob | None, run: Path | None) -> tuple[Path, int | None]:
+    """Return a rank's log file, and the rank if the file is shared with others."""
     log = job.log if job else None
     if log is None and run is not None:
         log = max(run.glob("slurm-*.out"), key=lambda p: p.stat().st_mtime, default=None)
     if rank == 0 and log is not None:
-        return log, ""
+        return log, None
     if run is None:
         raise UserError("This job was not submitted by samestep: it has one log for all ranks.")
     own = run / f"rank-{rank}.log"
-    # srun labels the lines of a user's script, whose ranks share the job's log.
+    # srun and torchrun label the lines of a user's script, whose ranks share the job's log.
     is_script = not own.is_file() and not (run / "settings.toml").is_file()
     if not is_script or log is None or not log.is_file():
-        return own, ""
-    script = run / "job.sbatch"
-    if script.is_file() and "--rdzv-backend=" in script.read_text():  # it starts torchrun
-        raise UserError(
-            "--rank cannot tell the lines of a script under --launcher torchrun: all ranks of a "
-            f"node share a label, the node's. Leave --rank out to see all of {log}, or submit "
-            "with --launcher srun."
-        )
-    return log, str(rank)
+        return own, None
+    return log, rank
 
 
 def _ranks(run: Path | None) -> str:
@@ -77,14 +73,16 @@ def _ranks(run: Path | None) -> str:
     return f" The run has {', '.join(path.name for path in found)}." if found else ""
 
 
-def _show(path: Path, label: str, job: QueuedJob | None) -> None:
+def _show(path: Path, label: int | None, job: QueuedJob | None) -> None:
     """Print a file; with a job, go on until that has ended."""
     asked = time.monotonic()
     position = 0
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     while True:
         if path.is_file():
             text, position = _read(path, position, to_end=job is None)
-            sys.stdout.write(_labelled(text, label) if label else text)
+            text = text if label is None else "".join(lines_of(label, list(io.StringIO(text))))
+            sys.stdout.write(_folded(text, width) if width else text)
             sys.stdout.flush()
         if job is None:
             return
@@ -105,6 +103,17 @@ def _read(path: Path, position: int, *, to_end: bool) -> tuple[str, int]:
     return data.decode(errors="replace"), position + len(data)
 
 
-def _labelled(text: str, label: str) -> str:
-    """Return the lines of one rank; srun pads its labels to the width of the longest."""
-    return "".join(re.findall(rf"^ *{label}: (.*\n?)", text, re.MULTILINE))
+def _folded(text: str, width: int) -> str:
+    """Return a text whose lines fit a terminal; they are broken between words only."""
+    wrapper = textwrap.TextWrapper(
+        width,
+        subsequent_indent="        ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+        replace_whitespace=False,
+    )
+    return "".join(
+        "\n".join(wrapper.wrap(line)) + "\n" * line.endswith("\n") if len(line) > width else line
+        for line in text.splitlines(keepends=True)
+    )

@@ -1,6 +1,6 @@
 """`samestep slurm sandbox`: a real Slurm on this one machine, to learn and to test on."""
 
-import shlex
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from tyro.extras import subcommand_cli_from_dict
 
 from samestep.commands.help import examples
 from samestep.slurm.sandbox import cluster
-from samestep.slurm.sandbox.folder import default_folder, export_line
+from samestep.slurm.sandbox.folder import default_folder, down_line, export_line
 
 _EXAMPLES = (
     "slurm sandbox up --nodes 2",
@@ -56,11 +56,10 @@ def _up(
     if quiet:
         _show(line)
         return 0
-    where = f" --dir {shlex.quote(str(folder))}" if folder else ""
     _show(
         f"A Slurm of {nodes} node{'s' * (nodes > 1)} is up. To use it, say:\n\n{line}\n\n"
         f"Then try `sinfo`, `srun -N{nodes} hostname`. This ends it:\n"
-        f"samestep slurm sandbox down{where}"
+        + down_line(folder or default_folder())
     )
     return 0
 
@@ -93,6 +92,8 @@ def _down(folder: _Folder = None) -> int:
     folder = (folder or default_folder()).absolute().resolve()
     was_there = cluster.down(folder)
     _show(f"The sandbox in {folder} is down." if was_there else f"No sandbox is up in {folder}.")
+    if os.environ.get("SLURM_CONF") == str(folder / "slurm.conf"):
+        _show("This shell still looks for it; say: unset SLURM_CONF")
     return 0
 
 

@@ -1,10 +1,9 @@
 """`samestep slurm status`: the queue's state and the training's, side by side."""
 
-import dataclasses
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 from rich import box
@@ -16,9 +15,11 @@ from tyro.conf import Positional, arg
 from samestep.commands.help import Switch, parse_flags
 from samestep.screen.words import duration
 from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
-from samestep.slurm.training_progress import Progress, read_progress
+from samestep.slurm.training_progress import Progress, read_progress, seconds_since_sign
+from samestep.slurm.workload import is_script
 
 _EXAMPLES = ("slurm status", "slurm status 1234 --json")
+_QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,9 @@ def main(arguments: list[str]) -> int:
     if command.job:
         founds = [find_job_or_run(command.job)]
     else:
-        founds = [JobAndRun(job=job, run=job.run) for job in my_jobs()]
-    rows = [(found, read_progress(found.run) if found.run else None) for found in founds]
+        jobs = sorted(my_jobs(), key=lambda job: job.job)
+        founds = [JobAndRun(job=job, run=job.run) for job in jobs]
+    rows = [(found, _seen(found)) for found in founds]
     if command.json:
         table = [_json(*row) for row in rows]
         sys.stdout.write(
@@ -56,6 +58,27 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _seen(found: JobAndRun) -> Progress | None:
+    """Return the progress of a run as it counts while its job is in this state."""
+    progress = read_progress(found.run) if found.run else None
+    if progress is None or found.run is None or found.job is None:
+        return progress
+    job = found.job
+    if not job.ended:  # what an earlier start left does not speak for the next
+        progress = replace(progress, status="", why="")
+    if job.state != "RUNNING":
+        return replace(progress, eta_s=None)
+    quiet_s = seconds_since_sign(found.run)
+    return replace(progress, quiet_s=None if quiet_s is None else min(quiet_s, job.elapsed_s))
+
+
+def _is_quiet(progress: Progress) -> bool:
+    """Whether no step was taken for longer than a few steps take."""
+    left = progress.total_steps - progress.step
+    step_s = progress.eta_s / left if progress.eta_s and left else 0.0
+    return progress.quiet_s is not None and progress.quiet_s > max(_QUIET_S, 5 * step_s)
+
+
 def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
     """Return what is told of one job, name by name."""
     job = found.job
@@ -71,9 +94,14 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
     else:
         forgot = "Slurm knows it no more (it forgets a job some minutes after its end)"
         rows["job"] = found.note or forgot
-    if progress is None:
+    unseen = progress is None or not progress.total_steps
+    if unseen and found.run is not None and is_script(found.run):
+        rows["training"] = "a script of yours, whose steps samestep does not see"
+        if job is not None and job.ended:
+            rows["ended"] = f"{job.state.lower()}, exit code {job.exit_code.partition(':')[0]}"
+    elif progress is None:
         rows["training"] = "has not begun"
-    else:
+    if progress is not None:
         rows |= _training(job, progress)
     if found.run is not None:
         rows["run"] = str(found.run)
@@ -94,6 +122,8 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
             rows["saved"] = f"step {progress.checkpoint_step:,}"
     if progress.status:
         rows["ended"] = f"{progress.status} ({progress.why})"
+    elif _is_quiet(progress):
+        rows["ETA"] = f"unknown: no step for {duration(progress.quiet_s or 0)}"
     elif progress.eta_s is not None:
         rows["ETA"] = duration(progress.eta_s) + _against_limit(job, progress.eta_s)
     return rows
@@ -133,16 +163,22 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
             duration(job.elapsed_s),
             f"{p.step:,}{percent}",
             "" if p.loss is None else f"{p.loss:.4f}",
-            "" if p.eta_s is None or job.ended else duration(p.eta_s),
+            "" if job.ended else _shown_eta(p),
             str(p.starts),
         )
     return table
 
 
+def _shown_eta(progress: Progress) -> str:
+    if _is_quiet(progress):
+        return f"no step for {duration(progress.quiet_s or 0)}"
+    return "" if progress.eta_s is None else duration(progress.eta_s)
+
+
 def _json(found: JobAndRun, progress: Progress | None) -> dict[str, object]:
     return {
-        "queue": dataclasses.asdict(found.job) if found.job else None,
+        "queue": asdict(found.job) if found.job else None,
         "queue_error": found.note or None,
-        "training": dataclasses.asdict(progress) if progress else None,
+        "training": asdict(progress) if progress else None,
         "run": found.run,
     }

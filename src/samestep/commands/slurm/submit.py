@@ -1,7 +1,7 @@
 """`samestep slurm submit`: hand in a recipe, a run or any script as a job."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +9,20 @@ import tyro
 from tyro.conf import arg
 
 from samestep.commands.help import Switch, example_text, examples, recipe_files, show_general_help
-from samestep.errors import UserError
+from samestep.errors import UserError, did_you_mean
 from samestep.run.files import write_text
-from samestep.slurm.defaults import UncheckedOptions, apply_flags, defaults_files, read_defaults
+from samestep.screen.words import count, wrapped
+from samestep.slurm.defaults import (
+    OPTIONS,
+    UncheckedOptions,
+    apply_flags,
+    defaults_files,
+    keep_options,
+    kept_options,
+    read_defaults,
+)
+from samestep.slurm.options import JobOptions
+from samestep.slurm.preflight import advice
 from samestep.slurm.script import JobScript, script_text
 from samestep.slurm.submission import make_folder, make_script, submit, with_home_expanded
 from samestep.slurm.workload import find_workload
@@ -46,8 +57,13 @@ def main(arguments: list[str]) -> int:
     if target.startswith("-"):
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
     cut = flags.index("--") if "--" in flags else len(flags)
+    _check_flags(target, flags[:cut])
     files = defaults_files(Path.cwd())
-    defaults = read_defaults(files)
+    # A run goes on with what its job asked for; a recipe's name wins over a folder of this name.
+    before = None if target in recipe_files() else kept_options(Path(target))
+    if before is not None:
+        files = [Path(target, OPTIONS)]
+    defaults = before or read_defaults(files)
     with examples(*_EXAMPLES):
         command = tyro.cli(
             _Submit,
@@ -63,17 +79,45 @@ def main(arguments: list[str]) -> int:
 
         # Relative paths in the flags hold for the job too: it runs in this folder.
         parse(list(found.command[3:]))
-    job = make_script(found, with_home_expanded(options), Path.cwd())
+    options = with_home_expanded(options)
+    job = make_script(found, options, Path.cwd())
+    for text in advice(options, found.kind):
+        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
+    same = ", as its job before" * (before is not None and vars(options) == vars(before))
     sys.stdout.write(
         f"job     {number}\n"
         f"run     {_shown(found.run)}\n"
-        f"script  {_shown(script)}\n\n"
+        f"script  {_shown(script)}\n"
+        f"asks    {_size(options)}{same}\n\n"
         f"Watch it with: samestep slurm status {number}\n"
     )
     return 0
+
+
+def _check_flags(target: str, flags: list[str]) -> None:
+    """Refuse a flag that the job does not have: it may belong to the training.
+
+    Raises:
+        UserError: there is one.
+    """
+    known = {"help", "no-requeue", *(field.name.replace("_", "-") for field in fields(_Submit))}
+    for word in flags:
+        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        if word.startswith("--") and name not in known:
+            raise UserError(
+                f"--{name} is no flag of a job. {did_you_mean(name, known)}If it belongs to the "
+                f"training or the script, it comes after `--`: samestep slurm submit {target} … -- "
+                f"--{name} …"
+            )
+
+
+def _size(options: JobOptions) -> str:
+    ranks = count(options.ranks_per_node, "rank")
+    limit = f", --time {options.time}" if options.time else ""
+    return f"{count(options.nodes, 'node')} × {ranks}{limit}"
 
 
 def _keep(job: JobScript, command: _Submit) -> int:
@@ -88,6 +132,7 @@ def _keep(job: JobScript, command: _Submit) -> int:
             )
         return 0
     make_folder(Path(job.run))
+    keep_options(Path(job.run), job.options)
     write_text(command.script, text)
     if command.dry_run:
         sys.stdout.write(text)

@@ -43,6 +43,8 @@ def main(arguments: list[str]) -> int:
     before = read_restarts(command.run, number)
     verdict = decide(ending, before, command.restarts, requeue=command.requeue)
     settle(command.run, verdict, ending)
+    if ending.frames and verdict.word in ("again", "failed"):
+        sys.stderr.write("\n".join(["The first failure:", ending.why, *ending.frames, ""]))
     sys.stderr.write(f"samestep: {verdict.text}\n")
     sys.stderr.flush()
     sys.stdout.write(f"{verdict.word}\n")

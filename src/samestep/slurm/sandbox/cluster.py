@@ -148,13 +148,13 @@ def _refuse_if_up(folder: Path) -> None:
         raise UserError(
             f"A sandbox of {len(now.nodes)} nodes is up already in {folder}. To use it:\n"
             f"{files.export_line(folder)}\n"
-            "`samestep slurm sandbox down` takes it down; --dir gives a second one its own folder."
+            f"`{files.down_line(folder)}` takes it down; --dir gives a second one its own folder."
         )
     if find_processes(folder):
         gone = ", ".join(name for name, pid in now.daemons.items() if pid is None)
         raise UserError(
             f"The sandbox in {folder} is half up: {gone or 'its controller'} does not run. "
-            "`samestep slurm sandbox down` clears it away; then try again."
+            f"`{files.down_line(folder)}` clears it away; then try again."
         )
 
 

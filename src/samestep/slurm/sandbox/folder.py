@@ -29,6 +29,13 @@ def export_line(folder: Path) -> str:
     return f"export SLURM_CONF={shlex.quote(str(folder.absolute().resolve() / 'slurm.conf'))}"
 
 
+def down_line(folder: Path) -> str:
+    """Return the command that takes the sandbox of a folder down."""
+    is_default = folder.absolute().resolve() == default_folder().absolute().resolve()
+    where = "" if is_default else f" --dir {shlex.quote(str(folder))}"
+    return f"samestep slurm sandbox down{where}"
+
+
 def make_folder(folder: Path) -> None:
     """Make the folder, for this user's eyes only.
 

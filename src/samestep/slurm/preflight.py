@@ -1,0 +1,108 @@
+"""What can be seen to go wrong with a job before it is handed in: refusals, and advice."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from samestep.errors import UserError
+from samestep.slurm.options import JobOptions, interface_names
+from samestep.slurm.queue import find_job
+
+_ASK_PYTHON_S = 20.0
+_ASK = "import importlib.util as u; print(*(n for n in {names!r} if not u.find_spec(n)))"
+_GIVES_CORES = re.compile(r"(?:^|\s)(-c|--cpus-per-|--exclusive)")
+_GIVES_TIME = re.compile(r"(?:^|\s)(-t|--time\b)")
+
+
+def check_place(options: JobOptions, kind: Literal["recipe", "script"]) -> None:
+    """Check the virtual environment or the image that the ranks are to run in.
+
+    Raises:
+        UserError: it is not there, or lacks what a recipe needs.
+    """
+    if options.venv is not None:
+        venv = Path(options.venv)
+        if not (venv / "bin" / "activate").is_file():
+            raise UserError(f"--venv {venv}: there is no bin/activate in it. Name the environment.")
+        if kind == "recipe" and (lacks := _lacking(venv)):
+            raise UserError(
+                f"--venv {venv}: {' and '.join(lacks)} cannot be imported there, so no rank would "
+                f"start. Install what is missing: {venv}/bin/python -m pip install "
+                f"{' '.join(lacks)}; or leave --venv out to use the environment of this command."
+            )
+    image = options.container
+    if image and "://" in image:
+        file = f"{image.rpartition('/')[2].partition(':')[0] or 'image'}.sif"
+        raise UserError(
+            f"--container {image}: every rank would download it at each start. Build a file once, "
+            f"on a file system that all nodes share (apptainer build {file} {image}), and give "
+            f"--container {file}."
+        )
+    if image and not Path(image).exists():
+        raise UserError(
+            f"--container {image}: there is no such file here. Give the path of an Apptainer "
+            "image (.sif) on a file system that this machine and all nodes share."
+        )
+
+
+def check_after(options: JobOptions) -> None:
+    """Check that Slurm knows the jobs that are to end first: it would take any number.
+
+    Raises:
+        UserError: it does not know one.
+    """
+    for after in options.after:
+        number = int(re.split("[:_]", after)[0])
+        if find_job(number) is None:
+            raise UserError(
+                f"--after {after}: Slurm knows no job {number} (it forgets a job some minutes "
+                "after its end). samestep slurm status lists yours; leave --after out if it ended."
+            )
+
+
+def advice(
+    options: JobOptions,
+    kind: Literal["recipe", "script"],
+    environment: Mapping[str, str] = os.environ,
+    interfaces: Path = Path("/sys/class/net"),
+) -> list[str]:
+    """Return what the user should know of a job that may well work, a sentence or two each."""
+    more, said = " ".join(options.sbatch), []
+    gives_cores = options.cpus_per_task or _GIVES_CORES.search(more)
+    if options.gpus_per_node and not gives_cores:
+        said.append(
+            "Without --cpus-per-task Slurm gives each rank one core, and loader workers starve. "
+            "Give each rank a node's cores ÷ its ranks, such as --cpus-per-task 8."
+        )
+    if not (options.time or _GIVES_TIME.search(more) or environment.get("SBATCH_TIMELIMIT")):
+        said.append(
+            "Without --time the partition's limit holds (sinfo -o '%P %L %l' shows it), and Slurm "
+            "cannot fit the job into gaps. Give the time of one start: a job goes on after it."
+        )
+    here = {path.name for path in interfaces.glob("*")}
+    if here and (absent := [n for n in interface_names(options.interface) if n not in here]):
+        said.append(
+            f"--interface {absent[0]}: this machine has no such interface, but "
+            f"{', '.join(sorted(here))}. The job ends at once if its first node has none either."
+        )
+    if kind == "script" and options.venv and "torch" in _lacking(Path(options.venv)):
+        said.append(f"--venv {options.venv}: torch cannot be imported there.")
+    return said
+
+
+def _lacking(venv: Path) -> list[str]:
+    """Return which of torch and samestep cannot be imported in an environment, as far as asked."""
+    try:
+        done = subprocess.run(
+            [venv / "bin" / "python", "-c", _ASK.format(names=("torch", "samestep"))],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_ASK_PYTHON_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []  # it may be of other machines than this
+    return done.stdout.split()

@@ -1,0 +1,200 @@
+"""How the ranks of one start ended, in order, from what srun, torchrun and the ranks said.
+
+srun prints a line for each task that fails, in the order in which they ended, and torchrun an
+account with the time of each. A rank that raised has left a file, or a traceback in the log. The
+first that did not end because of another is the cause.
+"""
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import LOST_PEER
+from samestep.ranks.failure import FAILURE
+from samestep.run.files import read_object
+
+_START = re.compile(r"samestep: job \d+, start \d+")
+_SRUN = re.compile(r"srun: error: (\S+): tasks? ([0-9,-]+): (.+)")
+_EXITED = re.compile(r"Exited with exit code (\d+)")
+_ABORTED = "srun: Job step aborted"  # from here on Slurm kills
+_TORCHRUN = re.compile(
+    r"time +: (?P<time>\S+)\n.*host +: (?P<host>\S+)\n"
+    r".*rank +: (?P<rank>\d+) .*\n.*exitcode +: (?P<code>-?\d+)"
+)
+_SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
+_LIBRARY = re.compile(r"-packages/|/lib/python3\.|^<")
+# What stands in the way of every start alike, whatever is in the run directory.
+_SAME_AGAIN = re.compile(
+    r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b"
+    r"|FATAL: |.*(execve\(\)|error: pyxis: )"
+)
+_NOT_FOUND = (126, 127)  # a shell's words for a program that cannot be run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    node: str = ""
+    code: int | None = None
+    signal: str = ""
+    said: str = ""
+    """The error that it raised."""
+    frames: tuple[str, ...] = ()
+    """The user's own lines that led to it, the innermost first."""
+    is_effect: bool = False
+    """Whether another rank's end, or Slurm, ended it."""
+    at: float = 0.0
+    """When it raised, in seconds since the epoch; 0 if it did not say."""
+
+    @property
+    def sentence(self) -> str:
+        """What the user is told of it."""
+        who = f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
+        if self.said:
+            return f"{who}: {self.said}"
+        if self.signal == "SIGKILL":
+            return f"{who} was killed by SIGKILL (out of memory?)"
+        how = f"was ended by {self.signal}" if self.signal else f"ended with exit code {self.code}"
+        return f"{who} {how}"
+
+    @property
+    def comes_again(self) -> bool:
+        """Whether the next start would end in the same way, before it could do anything."""
+        return self.code in _NOT_FOUND or _SAME_AGAIN.match(self.said) is not None
+
+
+def latest_start(log: Path) -> list[str]:
+    """Return the lines of a job's log from its latest start on; none if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - (1 << 20)))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    starts = [number for number, line in enumerate(lines) if _START.match(line)]
+    return lines[starts[-1] + 1 :] if starts else lines
+
+
+def lines_of(rank: int, lines: Sequence[str]) -> list[str]:
+    """Return a rank's lines without their label; srun pads labels to the width of the longest."""
+    # PyTorch adds its own label to a traceback once the ranks have met.
+    label = re.compile(rf" *{rank}: (?:\[rank{rank}\]: ?)?(.*)", re.DOTALL)
+    return [match[1] for line in lines if (match := label.match(line))]
+
+
+def first_end(lines: Sequence[str], failures: Sequence[dict[str, Any]] = ()) -> RankEnd | None:
+    """Return how the rank ended that ended first and by itself; None if nothing is known.
+
+    Args:
+        lines: the job's log, from its latest start on.
+        failures: what ranks left of their failures in this start.
+    """
+    told = {int(failure["rank"]): failure for failure in failures}
+    ends = _ends_by_torchrun(lines) or list(_ends_by_srun(lines))
+    ends = [_with_reason(end, told.get(end.rank), lines) for end in ends]
+    # A rank that raised may still wait, or hang, when another's end is noticed.
+    seen = {end.rank for end in ends}
+    ends += [
+        _with_reason(RankEnd(rank=rank, code=failure.get("code")), failure, lines)
+        for rank, failure in sorted(told.items(), key=lambda item: item[1].get("time", 0))
+        if rank not in seen
+    ]
+    return min(ends, key=_doubt, default=None)
+
+
+def _doubt(end: RankEnd) -> tuple[float, ...]:
+    """Return what speaks against an end as the cause; of equals the first is it."""
+    # An abort is often how a library of C++ meets the loss of another rank. What a rank printed
+    # last may be lost when Slurm ends it.
+    return end.is_effect, end.signal == "SIGABRT", not (end.said or end.signal), end.at
+
+
+def read_failures(run: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return what ranks left of their failures in a run directory, in any start."""
+    found = ((path, read_object(path)) for path in run.glob(FAILURE.format(rank="*")))
+    return [(path, failure) for path, failure in found if "rank" in failure]
+
+
+def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
+    aborted = False
+    for line in lines:
+        aborted = aborted or line.startswith(_ABORTED)
+        match = _SRUN.match(line)
+        if match is None:
+            continue
+        node, tasks, how = match.groups()
+        exited = _EXITED.match(how)
+        name = "SIGKILL" if how == "Out Of Memory" else _SIGNALS.get(how.partition(" (")[0], how)
+        killed_by = "" if exited else name
+        for rank in _numbers(tasks):
+            yield RankEnd(
+                rank=rank,
+                node=node,
+                code=int(exited[1]) if exited else None,
+                signal=killed_by,
+                is_effect=killed_by == "SIGTERM" or (aborted and killed_by == "SIGKILL"),
+            )
+
+
+def _ends_by_torchrun(lines: Sequence[str]) -> list[RankEnd]:
+    found = sorted(_TORCHRUN.finditer("\n".join(lines)), key=lambda match: match["time"])
+    ends = []
+    for match in found:
+        code = int(match["code"])
+        killed_by = _SIGNALS.get(signal.strsignal(-code), "a signal") if code < 0 else ""
+        ends.append(
+            RankEnd(
+                rank=int(match["rank"]),
+                node=match["host"],
+                code=code if code >= 0 else None,
+                signal=killed_by,
+                is_effect=killed_by == "SIGTERM",
+            )
+        )
+    return ends
+
+
+def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[str]) -> RankEnd:
+    """Add what the rank itself said of its end."""
+    if end.signal and not (failure is not None and end.signal == "SIGTERM"):
+        return end
+    if failure is not None:  # also of a rank that was ended while it waited to tell
+        said, *more = str(failure.get("message", "")).splitlines() or [""]
+        frames = tuple(line for line in more if line.startswith("  at "))
+        effect, at = bool(failure.get("lost_peer")), float(failure.get("time", 0))
+        return replace(end, said=said, frames=frames, is_effect=effect, at=at)
+    said, frames = _last_error(lines_of(end.rank, lines) or lines)
+    return replace(end, said=said, frames=frames, is_effect=bool(LOST_PEER.search(said)))
+
+
+def _last_error(lines: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the error of the last traceback, or what a launcher refused, and the user's lines."""
+    begins = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    if not begins:
+        return next((line for line in lines if _SAME_AGAIN.match(line)), ""), ()
+    frames: list[str] = []
+    is_users = False
+    for line in lines[begins[-1] + 1 :]:
+        if line and not line.startswith(" "):
+            return line, tuple(reversed(frames))
+        if match := _FRAME.match(line):
+            is_users = not _LIBRARY.search(match["file"])
+            name = f" in {match['name']}" if match["name"] else ""
+            frames += [f"  at {match['file']}:{match['line']}{name}"] if is_users else []
+        elif is_users:  # the line itself, before the marks below it
+            frames[-1] += f": {line.strip()}"
+            is_users = False
+    return "", tuple(reversed(frames))
+
+
+def _numbers(tasks: str) -> Iterator[int]:
+    """Yield the numbers of 0,3-5."""
+    for part in tasks.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

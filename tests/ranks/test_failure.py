@@ -1,0 +1,79 @@
+"""What a rank tells of its failure, to people and to the job that it belongs to."""
+
+import json
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.ranks import failure
+from samestep.ranks.failure import FAILURE, JOB_RUN, report
+from samestep.ranks.log import RankLog
+
+CODE = """
+def outer(inner):
+    inner()
+
+def wrong():
+    raise {error}
+
+outer(wrong)
+"""
+
+
+@pytest.fixture(autouse=True)
+def job(tmp_path, monkeypatch):
+    """Give the run directory of a job that this process is a rank of; nobody is waited for."""
+    monkeypatch.setattr(failure, "GRACE_S", 0)
+    monkeypatch.setenv(JOB_RUN, str(tmp_path))
+    monkeypatch.delenv(failure.PARENT, raising=False)
+    return tmp_path
+
+
+def error_of(text: str, file: str = "/home/ada/mine.py") -> Exception:
+    """Return an error that code of a file raised."""
+    try:
+        exec(compile(CODE.format(error=text), file, "exec"), {"UserError": UserError})
+    except Exception as error:
+        return error.with_traceback(error.__traceback__.tb_next)  # without this function
+    raise AssertionError
+
+
+def test_an_error_is_told_with_all_lines_of_the_users_the_innermost_first(capfd):
+    assert report(error_of("KeyError('x')")) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  at ")]
+    places = [line.split(":")[1].partition(" in ")[::2] for line in said]
+    assert places == [("6", "wrong"), ("3", "outer"), ("8", "<module>")]
+    assert all("/home/ada/mine.py" in line for line in said)
+
+
+def test_an_error_that_no_line_of_the_users_led_to_says_where_it_arose(capfd):
+    report(error_of("KeyError('x')", "/v/lib/python3.12/site-packages/torch/x.py"))
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  at ")]
+    assert [line.split(" in ")[0] for line in said] == [
+        "  at /v/lib/python3.12/site-packages/torch/x.py:6"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "lost"),
+    [
+        ("KeyError('x')", 1, False),
+        ("UserError('There is no file.')", 2, False),
+        ("RuntimeError('Connection reset by peer')", 1, True),
+    ],
+)
+def test_a_rank_leaves_what_it_says_for_the_job(job, text, code, lost):
+    log = RankLog(0)
+    log.rank = 3
+    report(error_of(text), log)
+    left = json.loads((job / FAILURE.format(rank=3)).read_text())
+    assert (left["rank"], left["code"], left["lost_peer"]) == (3, code, lost)
+    assert left["time"] > 0
+    assert left["message"]
+
+
+def test_what_all_ranks_agreed_on_is_left_once(job):
+    log = RankLog(0)
+    log.rank = 3
+    report(UserError("no", on_all_ranks=True), log)
+    assert list(job.iterdir()) == []

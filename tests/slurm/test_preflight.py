@@ -1,0 +1,116 @@
+"""What is refused, and what is advised, before a job is handed in."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.slurm.options import JobOptions
+from samestep.slurm.preflight import advice, check_after, check_place
+from samestep.slurm.submission import make_script
+from samestep.slurm.workload import Workload
+from tests.slurm.fake_slurm import install
+
+
+@pytest.fixture
+def venv(tmp_path) -> Path:
+    """Give a virtual environment whose Python lacks torch."""
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "activate").touch()
+    (folder / "python").write_text("#!/bin/sh\necho torch\n")
+    (folder / "python").chmod(0o755)
+    return folder.parent
+
+
+def test_an_environment_without_torch_is_refused_for_a_recipe_and_told_for_a_script(venv):
+    options = JobOptions(venv=str(venv), time="60")
+    with pytest.raises(UserError, match=r"--venv .* torch "):
+        check_place(options, "recipe")
+    check_place(options, "script")
+    [told] = advice(options, "script", {})
+    assert "torch" in told
+    (venv / "bin" / "python").write_text("#!/bin/sh\n")
+    check_place(options, "recipe")
+    assert advice(options, "script", {}) == []
+
+
+def test_an_environment_of_other_machines_is_taken_as_it_is(venv):
+    (venv / "bin" / "python").write_text("no program")
+    check_place(JobOptions(venv=str(venv)), "recipe")
+    (venv / "bin" / "activate").unlink()
+    with pytest.raises(UserError, match="bin/activate"):
+        check_place(JobOptions(venv=str(venv)), "recipe")
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (
+            "docker://pytorch/pytorch:2.5",
+            "apptainer build pytorch.sif docker://pytorch/pytorch:2.5",
+        ),
+        ("library://a/b", "b.sif"),
+        ("/nowhere/torch.sif", "/nowhere/torch.sif: there is no such file"),
+    ],
+)
+def test_an_image_that_is_no_file_is_refused(image, says):
+    with pytest.raises(UserError, match=says):
+        check_place(JobOptions(container=image), "recipe")
+
+
+def test_a_job_to_wait_for_must_be_known_to_slurm(tmp_path, monkeypatch):
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder))
+    fake.add(7, tmp_path)
+    check_after(JobOptions(after=("7", "7_2:notok")))
+    with pytest.raises(UserError, match="--after 999999:any"):
+        check_after(JobOptions(after=("7", "999999:any")))
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({"time": "60"}, []),
+        ({}, ["--time"]),
+        ({"sbatch": ("-t 60",)}, []),
+        ({"time": "60", "gpus_per_node": 8}, ["--cpus-per-task"]),
+        ({"time": "60", "gpus_per_node": 8, "cpus_per_task": 8}, []),
+        ({"time": "60", "gpus_per_node": 8, "sbatch": ("--exclusive",)}, []),
+        ({"time": "60", "gpus_per_node": 8, "sbatch": ("--cpus-per-gpu=8",)}, []),
+        ({"time": "60", "interface": "eth0"}, []),
+        ({"time": "60", "interface": "^docker"}, []),
+        ({"time": "60", "interface": "eth0,ib7"}, ["ib7"]),
+    ],
+)
+def test_what_a_job_may_lack_is_told_with_the_flag_that_gives_it(tmp_path, options, flags):
+    (tmp_path / "eth0").mkdir()
+    told = advice(JobOptions(**options), "recipe", {}, interfaces=tmp_path)
+    assert len(told) == len(flags)
+    assert all(flag in text for flag, text in zip(flags, told, strict=True))
+
+
+def test_a_time_limit_of_the_shell_counts():
+    assert advice(JobOptions(), "recipe", {"SBATCH_TIMELIMIT": "60"}) == []
+
+
+def mounts(folder: Path, command: tuple[str, ...], **options) -> tuple[str, ...]:
+    run = folder / "elsewhere" / "run"
+    workload = Workload(name="mine", kind="recipe", run=run, command=command)
+    return make_script(workload, JobOptions(**options), folder / "here").mounts
+
+
+def test_a_container_shows_the_folders_of_command_run_and_data(tmp_path):
+    for name in ("here/below", "data", "code"):
+        (tmp_path / name).mkdir(parents=True)
+    image = tmp_path / "i.sif"
+    image.touch()
+    recipe = str(tmp_path / "code" / "mine.py")
+    words = ("-m", "samestep", "train", recipe, "--data-dir", str(tmp_path / "data"))
+    expected = tuple(str(tmp_path / name) for name in ("code", "data", "elsewhere/run", "here"))
+    assert mounts(tmp_path, words, container=str(image)) == expected
+    assert mounts(tmp_path, words, container_image="pytorch") == expected
+    assert mounts(tmp_path, words) == ()
+    below = ("-m", "samestep", "train", "spiral", "--data_dir=below")
+    expected = tuple(str(tmp_path / name) for name in ("elsewhere/run", "here"))
+    assert mounts(tmp_path, below, container=str(image)) == expected
