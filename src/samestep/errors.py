@@ -1,8 +1,10 @@
 """The one error that a user's mistake raises; the command line turns it into exit code 2."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 # What a rank meets when another one is gone: an effect, never the cause.
 LOST_PEER = re.compile(
@@ -55,3 +57,44 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def blame(what: str, error: Exception) -> NoReturn:
+    """Raise what the user is told of an error in their code, with the line of theirs it came from.
+
+    Args:
+        what: the beginning of the message: what failed, and on what.
+        error: the error. A `UserError` is raised as it is, and so is the loss of another rank.
+    """
+    if isinstance(error, UserError):
+        raise error
+    if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+        raise error
+    text = str(error).strip() or "no message"
+    raise UserError(f"{what}: {type(error).__name__}: {text}{raised_at(error)}") from error
+
+
+def raised_at(error: Exception) -> str:
+    """Return " at FILE:LINE", the innermost line that is the user's; nothing if none is."""
+    import traceback  # noqa: PLC0415 - it is needed after a mistake only
+
+    own = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def defined_at(what: Any) -> str:
+    """Return " (FILE:LINE)", where a user's function, module or data set is written, or nothing."""
+    methods = (getattr(type(what), name, None) for name in ("forward", "__getitem__", "__call__"))
+    for function in (what, getattr(what, "func", None), *methods):
+        code = getattr(function, "__code__", None)
+        if code is not None and _is_users(code.co_filename):
+            return f" ({code.co_filename}:{code.co_firstlineno})"
+    return ""
+
+
+_LIBRARIES = (os.path.dirname(__file__), os.path.dirname(os.__file__), "<")  # noqa: PTH120
+
+
+def _is_users(file: str) -> bool:
+    installed = "site-packages" in file or "dist-packages" in file
+    return not installed and not file.startswith(_LIBRARIES)

@@ -10,14 +10,14 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import UserError, did_you_mean, no_exit
+from samestep.errors import UserError, defined_at, did_you_mean, no_exit, raised_at
 from samestep.settings import Settings
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -70,6 +70,14 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.argmax(dim=1) == targets
 
 
+def is_cross_entropy(loss: object) -> bool:
+    """Whether a loss is PyTorch's cross-entropy, whose targets are classes."""
+    return loss is nn.functional.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
+
+
+_BY_DEFAULT = {"accuracy": accuracy}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A model, its data, its loss and its default settings.
@@ -83,10 +91,9 @@ class Recipe:
     """Reads or makes the data."""
     loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
     """(outputs, targets) → mean loss over the samples of the batch, a scalar."""
-    metrics: Mapping[str, Callable[[Any, Any], Tensor]] = field(
-        default_factory=lambda: {"accuracy": accuracy}
-    )
-    """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced."""
+    metrics: Mapping[str, Callable[[Any, Any], Tensor]] = field(default_factory=lambda: _BY_DEFAULT)
+    """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. By
+    default accuracy, where the loss is cross-entropy and the targets are classes."""
     lower_is_better: tuple[str, ...] = ()
     """Names of the metrics of which less is better, such as errors; the loss always is one."""
     transform: Transform | None = None
@@ -110,6 +117,9 @@ class Recipe:
     """Set from the file when the recipe is found."""
 
     def __post_init__(self) -> None:
+        if self.metrics is _BY_DEFAULT:
+            own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
+            object.__setattr__(self, "metrics", own)
         known = {f.name for f in fields(Settings)}
         for key in self.settings:
             if key not in known:
@@ -129,14 +139,25 @@ class Recipe:
                     f"{type(builder).__name__}: write a function and pass its name."
                 )
         if self.options is not None:
-            if not is_dataclass(self.options):
-                raise UserError("The recipe's options must be a dataclass, each field a default.")
-            both = known & {f.name for f in fields(self.options)}
-            if both:
+            self._check_options(self.options, known)
+
+    def _check_options(self, options: type, settings: set[str]) -> None:
+        """Check that every option has a default, and a name of its own."""
+        if not is_dataclass(options):
+            raise UserError("The recipe's options must be a dataclass, each field a default.")
+        for option in fields(options):
+            if option.default is MISSING and option.default_factory is MISSING:
+                kind = getattr(option.type, "__name__", option.type)
                 raise UserError(
-                    f"The recipe's option {min(both)!r} is also a setting of samestep; "
-                    "give it another name."
+                    f"The recipe's option {option.name!r} has no default: write "
+                    f"`{option.name}: {kind} = …` in the class {options.__name__}."
                 )
+        both = settings & {f.name for f in fields(options)}
+        if both:
+            raise UserError(
+                f"The recipe's option {min(both)!r} is also a setting of samestep; "
+                "give it another name."
+            )
 
     def _check_metrics(self) -> None:
         """Check that the metrics' names are free, and that only metrics are named a second time."""
@@ -195,9 +216,7 @@ class Recipe:
         except UserError:
             raise
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)[1:]
-            own = [f for f in frames if "site-packages" not in f.filename] or frames
-            where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+            where = raised_at(error) or defined_at(function)
             raise UserError(
                 f"The recipe's {name}() failed: {type(error).__name__}: {error}{where}. It is "
                 f"called with {'the options' if self.options else 'no arguments'}."

@@ -33,6 +33,8 @@ class Settings:
     """Samples per optimizer step over all ranks; the batch size per rank then follows."""
     accumulate: int | None = None
     """Micro-steps per optimizer step; 1 unless both batch sizes are given."""
+    eval_batch_size: int | None = None
+    """Samples per rank and forward of an evaluation; by default those of a micro-step."""
     drop_last: bool = False
     """Leave out the last global batch of an epoch when it is incomplete."""
 
@@ -130,9 +132,12 @@ class Settings:
     def __post_init__(self) -> None:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
+        check_flags(self, ("momentum",), lambda value: value < 1, "be below 1")
         check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
         check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
         check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise UserError("--run-dir is empty; name a directory, or leave it out.")
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
                 f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the global batch size "
@@ -150,6 +155,7 @@ _POSITIVE = (
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
+    "eval_batch_size",
 )
 _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
 
@@ -159,7 +165,7 @@ MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
         "timeout_s",
-        *("checkpoint_activations", "threads", "num_workers", "oversubscribe"),
+        *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
         *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),

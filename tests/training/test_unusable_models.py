@@ -60,7 +60,7 @@ def test_one_process_trains_a_model_with_a_parameter_that_is_not_used(tmp_path):
 def test_a_model_that_cannot_be_compiled_is_refused_only_when_compiling_was_asked_for(
     tmp_path, flag
 ):
-    forward = "return self.used(x) if x.sum() > 0 else self.forgotten(x)"
+    forward = "a, b = self.used(x), self.forgotten(x); return a + b if x.sum() > 0 else a - b"
     ranks = run(tmp_path, forward, "--compile", flag)
     assert [p.exitcode for p in ranks.processes] == [2 if flag == "on" else 0], ranks.output()
     assert ("--compile off" in ranks.printed(0)) == (flag == "on")

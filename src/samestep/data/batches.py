@@ -37,7 +37,8 @@ def open_source(
     reading = Reading(
         world=world, seed=seed, dtype=dtype, transform=transform, augment=augment, lap=lap
     )
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+    # A subclass may read its samples in a way of its own.
+    if type(data) is TensorDataset and len(data.tensors) == 2:
         data = (data.tensors[0], data.tensors[1])
     if isinstance(data, tuple):
         if [isinstance(part, Tensor) for part in data] != [True, True]:

@@ -4,17 +4,19 @@ import random
 import signal
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from samestep.data.blocks import Block, Read
 from samestep.data.keyed_random import mix
 from samestep.data.source import Reading, Source
-from samestep.data.trees import map_leaves
-from samestep.errors import UserError
+from samestep.data.trees import describe, map_leaves, tree_leaves
+from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.startup import stop_signals
 
 
@@ -27,7 +29,7 @@ class LoaderSource(Source):
         reads_batches = hasattr(dataset, "read_batch")
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
-            collate_fn=tuple if reads_batches else None,  # such a batch is whole as it is
+            collate_fn=partial(_as_pair, dataset) if reads_batches else partial(_collate, dataset),
             batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -90,7 +92,11 @@ class _Keyed(Dataset[Any]):
         torch.default_generator.manual_seed(drawn)
         random.seed(drawn)
         np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
-        return self._dataset[index]
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            size = len(self._dataset)  # type: ignore[arg-type]
+            blame(f"{_name(self._dataset)} failed at sample {index} of {size}", error)
 
 
 class _Batched(Dataset[Any]):
@@ -100,7 +106,67 @@ class _Batched(Dataset[Any]):
         self._dataset = dataset
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
-        return self._dataset.read_batch([index for _epoch, index in keys])
+        indices = [index for _epoch, index in keys]
+        try:
+            return self._dataset.read_batch(indices)
+        except Exception as error:
+            blame(f"{_name(self._dataset)} failed to read samples {_few(indices)}", error)
+
+
+def _collate(dataset: object, samples: list[Any]) -> tuple[Any, Any]:
+    """Return a batch of samples, each of which has to be a pair.
+
+    Raises:
+        UserError: they are none, or do not go together.
+    """
+    for sample in samples:
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise _no_pair(dataset, sample)
+    try:
+        batch = default_collate(samples)
+    except Exception as error:
+        kinds = list(dict.fromkeys(map(describe, samples)))
+        raise UserError(
+            f"{_name(dataset)} gives samples that cannot be put into one batch: "
+            f"{'; '.join(kinds[:3])}. All must have tensors, arrays or numbers of the same shape "
+            f"({type(error).__name__}: {str(error).partition(': found')[0]})."
+        ) from error
+    return _as_pair(dataset, batch)
+
+
+def _as_pair(dataset: object, batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch, which have to be tensors."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise _no_pair(dataset, batch)
+    if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(list(batch))):
+        raise UserError(
+            f"{_name(dataset)} gives {describe(list(batch))} as inputs and targets of a batch; "
+            "both must be tensors, or trees of them. Turn names into numbers, and None into a "
+            "value or into nothing."
+        )
+    return batch[0], batch[1]
+
+
+def _no_pair(dataset: object, found: Any) -> UserError:
+    if isinstance(found, dict):
+        what = f"a dict with the keys {', '.join(map(repr, found))}"
+    elif isinstance(found, tuple | list):
+        what = f"{len(found)} values ({describe(found)})"
+    else:
+        what = describe(found)
+    return UserError(
+        f"{_name(dataset)} gives {what}; a sample must be a pair (input, target), each a tensor or "
+        "a tree of tensors. Return such a pair from __getitem__."
+    )
+
+
+def _name(dataset: object) -> str:
+    return f"The data set {type(dataset).__name__}{defined_at(dataset)}"
+
+
+def _few(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:5]))
+    return f"{shown}, …" if len(indices) > 5 else shown
 
 
 def _end_workers(loader: DataLoader[Any]) -> None:

@@ -19,8 +19,21 @@ _STEPS_PER_GATHER = 64
 class MemorySource(Source):
     """Samples held in memory as they are stored, on the device if they fit there."""
 
+    _rows_are_samples = True
+
     def __init__(self, data: InMemory, reading: Reading) -> None:
         inputs, targets = data
+        for name, tensor in (("inputs", inputs), ("targets", targets)):
+            if tensor.layout != torch.strided:
+                layout = str(tensor.layout).removeprefix("torch.")
+                raise UserError(
+                    f"The recipe's data has {name} of layout {layout}, and rows cannot be taken "
+                    f"from it. Give {name}.to_dense(), or a Dataset whose samples are dense."
+                )
+            if tensor.dim() == 0:
+                raise UserError(
+                    f"The recipe's data has {name} without a row for each sample: a single number."
+                )
         if len(inputs) != len(targets):
             raise UserError(
                 f"The recipe's data has {len(inputs)} inputs and {len(targets)} targets; "
@@ -35,7 +48,7 @@ class MemorySource(Source):
             home = torch.device("cpu")
         # Floating-point data takes the model's type here once, not in every batch.
         self._inputs = self._cast(inputs).to(home).contiguous()
-        self._targets = self._cast(targets).to(home).contiguous()
+        self.targets = self._cast(targets).to(home).contiguous()
         self._order_device = self._inputs.device
         row = max(1, self._inputs[:1].numel() * 4)  # bytes of a sample as float32
         self._rows_per_gather: int = max(1, _BYTES_PER_GATHER // row)
@@ -51,7 +64,7 @@ class MemorySource(Source):
         device, lap = self._world.device, self._reading.lap
         for block in unread:
             inputs = self._inputs.index_select(0, block.inputs)
-            targets = self._targets.index_select(0, block.inputs)
+            targets = self.targets.index_select(0, block.inputs)
             lap("data")
             inputs = inputs.to(device, non_blocking=True)
             targets = targets.to(device, non_blocking=True)
@@ -63,4 +76,4 @@ class MemorySource(Source):
             rows = slice(batch.start, batch.stop)
             # A copy, since the recipe's transform may work in place.
             inputs = self._inputs[rows].to(self._world.device, copy=True)
-            yield inputs, self._targets[rows].to(self._world.device)
+            yield inputs, self.targets[rows].to(self._world.device)

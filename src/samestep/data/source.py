@@ -1,17 +1,18 @@
 """What reads a data set as blocks, from memory or from files: the same for the same arguments."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from samestep.data.blocks import Block, Lap, Read, group_steps, untimed
 from samestep.data.keyed_random import sample_keys
 from samestep.data.order import epoch_order, share
-from samestep.data.trees import map_leaves
-from samestep.errors import UserError
+from samestep.data.trees import describe, map_leaves, tree_leaves
+from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.recipe import Augment, Transform
 
@@ -37,6 +38,8 @@ class Source(ABC):
     """A data set that yields blocks."""
 
     _order_device = torch.device("cpu")
+    _rows_are_samples = False
+    """Whether each tensor of a batch must have a row for each sample; of graphs it need not."""
 
     def __init__(self, num_samples: int, reading: Reading) -> None:
         if num_samples == 0:
@@ -59,15 +62,23 @@ class Source(ABC):
         for block, inputs, targets in self._read(unread, epoch):
             if how.augment is not None:
                 keys = sample_keys(how.seed, epoch, block.inputs.to(world.device))
-                inputs = how.augment(inputs, keys)  # noqa: PLW2901
-            yield replace(block, inputs=self._finish(inputs), targets=targets)
+                rows = block.rows * block.num_steps
+                inputs = self._call("augment", rows, how.augment, inputs, keys)  # noqa: PLW2901
+            finished = self._finish(inputs, block.rows * block.num_steps)
+            yield replace(block, inputs=finished, targets=targets)
 
     def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
         mine = share(range(self.num_samples), self._world.rank, self._world.world_size)
         batches = [mine[k : k + batch_size] for k in range(0, len(mine), batch_size)]
-        for inputs, targets in self._read_in_turn(batches):
-            yield self._finish(inputs), targets
+        for batch, (inputs, targets) in zip(batches, self._read_in_turn(batches), strict=True):
+            yield self._finish(inputs, len(batch)), targets
+
+    def peek(self, samples: int) -> tuple[Any, Any]:
+        """Return the first samples, as an evaluation reads them."""
+        first = range(min(samples, self.num_samples))
+        ((inputs, targets),) = self._read_in_turn([first])
+        return self._finish(inputs, len(first)), targets
 
     @abstractmethod
     def _read(self, unread: Iterator[Block], epoch: int) -> Read:
@@ -80,9 +91,30 @@ class Source(ABC):
     def close(self) -> None:  # noqa: B027 - memory needs no end
         """End what reads the data; it cannot be read any more."""
 
-    def _finish(self, inputs: Any) -> Any:
+    def _finish(self, inputs: Any, rows: int) -> Any:
         transform = self._reading.transform
-        return self._cast(transform(inputs) if transform else inputs)
+        if transform is not None:
+            inputs = self._call("transform", rows, transform, inputs)
+        return self._cast(inputs)
+
+    def _call(self, name: str, rows: int, function: Callable[..., Any], *given: Any) -> Any:
+        """Return what a recipe's function makes of a batch of inputs.
+
+        Raises:
+            UserError: it fails, or does not return inputs.
+        """
+        try:
+            result = function(*given)
+        except Exception as error:
+            blame(f"The recipe's {name} failed, with inputs {describe(given[0])}", error)
+        for leaf in tree_leaves(result):
+            is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0
+            if not is_batch or (self._rows_are_samples and len(leaf) != rows):
+                raise UserError(
+                    f"The recipe's {name}{defined_at(function)} returned {describe(leaf)} for "
+                    f"{rows} samples; it must return the inputs, a row for each sample."
+                )
+        return result
 
     def _cast(self, tree: Any) -> Any:
         dtype = self._reading.dtype

@@ -1,9 +1,10 @@
 """Build what a training needs: data, model, optimizer. Nothing is written, nothing has begun."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from samestep.data.batches import open_split
 from samestep.data.loader_source import LoaderSource
 from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
-from samestep.errors import UserError
+from samestep.errors import UserError, defined_at
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
 from samestep.ranks.limits import check_workers
@@ -20,13 +21,14 @@ from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.settings import Settings
 from samestep.training.compiled import make_step, what_compiles
+from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import wrap
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
-from samestep.training.prepare import prepare
+from samestep.training.prepare import place_loss, prepare
 from samestep.training.snapshot import seed_alike, seed_rank
 from samestep.training.step import Trainee
 from samestep.training.stopping import Watch
@@ -71,40 +73,58 @@ def build(
         lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
     )
     seed_alike(settings.seed)
-    dtype = data_dtype(settings.precision)
     model = world.on_every(
         lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
     )
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(settings, model, world, train)
     keep_freed_memory(world.device)
+    loss = place_loss(recipe.loss, world.device, dtype)
+    validation = source(splits.validation) if splits.validation is not None else None
+    trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
+    metrics = _try_out(trial, validation, splits.test, source, world)
     compiles = what_compiles(settings, world, model)
-    # Compile first, then wrap: DDP breaks a graph that starts outside it.
-    forward: nn.Module = model
-    if compiles == "model":
-        forward = cast("nn.Module", torch.compile(model, dynamic=False))
     trainee = Trainee(
         model=model,
-        wrapped=wrap_model(forward, world),
+        wrapped=wrap_model(_compiled(model) if compiles == "model" else model, world),
         optimizer=make_optimizer(model.parameters(), settings, plan.lr, world.device),
         scaler=make_scaler(settings.precision, world.device),
-        loss=recipe.loss,
+        loss=loss,
+        place=defined_at(recipe.model),
     )
-    per_block = train.steps_per_block(plan.global_batch_size)
-    validation = splits.validation
+    most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
         plan=plan,
         world=world,
         trainee=trainee,
-        step=make_step(compiles, trainee, settings, world, plan, per_block, phases),
+        step=make_step(compiles, trainee, settings, world, plan, most, phases),
         train=train,
-        validation=None if validation is None else source(validation),
-        metrics=recipe.metrics,
+        validation=validation,
+        metrics=metrics,
         phases=phases,
         classes=splits.classes,
     )
+    request = replace(request, recipe=replace(recipe, metrics=metrics))
     return Built(work, State(watch=_watch(request, splits)), splits, threads)
+
+
+def _try_out(
+    trial: Callable[..., Metrics],
+    validation: Source | None,
+    test: Any,
+    opened: Callable[[Any], Source],
+    world: World,
+) -> Metrics:
+    """Try a recipe on what will be evaluated first; return the metrics that it has."""
+    tested = test if validation is None else None
+    with nullcontext(validation) if tested is None else closing(opened(tested)) as tried:
+        return world.on_every(lambda: trial(tried))
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    # Compile first, then wrap: DDP breaks a graph that starts outside it.
+    return cast("nn.Module", torch.compile(model, dynamic=False))
 
 
 def _share_cores(settings: Settings, model: nn.Module, world: World, train: Source) -> int:

@@ -12,7 +12,9 @@ from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
+from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
+from samestep.training.prepare import place_loss
 from samestep.training.snapshot import check_classes, seed_alike
 from samestep.training.threads import choose_threads
 
@@ -61,11 +63,12 @@ def evaluate_run(
     values = evaluate(
         model,
         source,
-        recipe.loss,
-        recipe.metrics,
+        place_loss(recipe.loss, opened.device, opened.dtype),
+        fitting_metrics(recipe.metrics, source.peek(1)[1]),
         world=world,
-        batch_size=evaluation_batch(settings.batch_size or 1),
+        batch_size=evaluation_batch(settings, settings.batch_size or 1),
         precision=settings.precision,
+        seed=settings.seed,
         classes=splits.classes,
     )
     entry = opened.entry

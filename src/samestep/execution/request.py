@@ -94,7 +94,8 @@ def draft(target: str, config: Path | None = None) -> Draft:
     recipe = _recipe_of_run(run, source) if run else find_recipe(source)
     if source.endswith(".py"):
         source = str(Path(source).resolve())
-    layers: list[dict[str, object]] = [dict(recipe.settings)]
+    typed, _ = _split(dict(recipe.settings), recipe, Path(source))
+    layers: list[dict[str, object]] = [typed]
     options: dict[str, object] = {}
     for path, table in tables:
         ours, theirs = _split(table, recipe, path)

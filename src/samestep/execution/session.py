@@ -272,6 +272,13 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
         )
     if settings.num_workers and isinstance(work.train, MemorySource):
         notes.append("--num-workers has no effect: the data is held in memory.")
+    plan = work.plan
+    if plan.global_batch_size > plan.num_samples:
+        notes.append(
+            f"The global batch of {plan.global_batch_size:,} is larger than the "
+            f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
+            "step."
+        )
     if settings.keep_top_k and work.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
     watched = built.state.watch.metric

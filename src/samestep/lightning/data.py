@@ -11,7 +11,7 @@ from samestep.data.batches import open_split
 from samestep.data.blocks import Block, Lap, untimed
 from samestep.data.recipe_splits import SPLITS, load_splits
 from samestep.data.source import Source
-from samestep.data.trees import narrow
+from samestep.data.trees import check_rows, narrow
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe
@@ -167,7 +167,7 @@ class LitData(pl.LightningDataModule):
         if name not in self._sources:
             return []
         batch = self.plan.batch_size if self.plan else self.settings.batch_size or 1
-        return _Share(self._sources[name], evaluation_batch(batch), self.world)
+        return _Share(self._sources[name], evaluation_batch(self.settings, batch), self.world)
 
 
 class SpiralDataModule(LitData):
@@ -260,6 +260,8 @@ class Parts:
     def _cut(self, step: Block) -> Iterator[Part]:
         """Cut a step; every rank gets equally many parts, for Lightning counts them."""
         batch, number = self._plan.batch_size, self._parts_of(step.global_size)
+        if number > 1:
+            check_rows((step.inputs, step.targets), step.rows)
         for part in range(number):
             start = part * batch
             count = min(batch, step.rows - start)

@@ -67,7 +67,8 @@ class _Module(LitRecipe):
 
     def __init__(self, task: Task) -> None:
         request, work = task.request, task.work
-        super().__init__(request.recipe, work.settings, request.options, model=work.trainee.model)
+        recipe = replace(request.recipe, loss=work.trainee.loss, metrics=work.metrics)
+        super().__init__(recipe, work.settings, request.options, model=work.trainee.model)
         self._work, self._state = work, task.state
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """A recipe's model, loss, optimizer and learning rates as a LightningModule."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from samestep.data.keyed_random import mix, mix_next
-from samestep.errors import UserError
+from samestep.data.trees import describe
+from samestep.errors import UserError, blame
 from samestep.execution.opening import open_checkpoint
 from samestep.lightning.data import Part, choose_options, resolve, world_of
 from samestep.ranks.world import World
@@ -19,8 +21,9 @@ from samestep.training.evaluation import Totals
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
-from samestep.training.prepare import prepare
+from samestep.training.prepare import place_loss, prepare
 from samestep.training.snapshot import seed_alike
+from samestep.training.step import check_loss, seed_torch
 
 
 class LitRecipe(pl.LightningModule):
@@ -55,6 +58,7 @@ class LitRecipe(pl.LightningModule):
         self.means: dict[str, float] = {}
         """What the latest validation or test measured, and `samples`."""
         self._totals: Totals
+        self._loss: Callable[[Any, Any], Tensor] = self.recipe.loss
         self._new_step = True
 
     @classmethod
@@ -101,6 +105,10 @@ class LitRecipe(pl.LightningModule):
             self.model.parameters(), self.settings, plan.lr, self.device, fuse=not mixed
         )
 
+    def on_train_start(self) -> None:
+        """Take what the loss holds to where the model is."""
+        self._loss = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
+
     def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
         if self._new_step:
@@ -111,7 +119,15 @@ class LitRecipe(pl.LightningModule):
 
     def training_step(self, batch: Part, batch_idx: int) -> Tensor:
         """Return the loss, so weighted that the step's gradient is the global batch's."""
-        loss: Tensor = self.recipe.loss(self(batch.inputs), batch.targets)
+        try:
+            loss = self._loss(self(batch.inputs), batch.targets)
+        except Exception as error:
+            blame(
+                f"The recipe's model or loss failed, with inputs {describe(batch.inputs)} and "
+                f"targets {describe(batch.targets)} on this rank",
+                error,
+            )
+        check_loss(loss, self.recipe.loss)
         part = loss * batch.weight
         self.step_loss = self.step_loss + part.detach()
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
@@ -128,12 +144,23 @@ class LitRecipe(pl.LightningModule):
         """Begin to count."""
         world = world_of(self.trainer)
         share_buffers(self.model, world)
-        self._totals = Totals(self.recipe.loss, self.recipe.metrics, world)
+        loss = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
+        self._totals = Totals(loss, self.recipe.metrics, world)
 
     def validation_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:
         """Count a batch."""
         inputs, targets = batch
-        self._totals.add(self(inputs), targets)
+        rank = self.trainer.global_rank
+        seed_torch(mix(self.settings.seed, rank, batch_idx), self.device)
+        try:
+            outputs = self(inputs)
+        except Exception as error:
+            told = f"The recipe's model failed in an evaluation, with inputs {describe(inputs)}"
+            blame(told, error)
+        self._totals.add(outputs, targets)
+
+    def _dtype_of_weights(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all samples of all ranks."""

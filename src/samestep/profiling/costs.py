@@ -36,7 +36,7 @@ def evaluation_seconds(work: Work) -> float:
     share = -(-work.validation.num_samples // work.world.world_size)
     part = _Part(work.validation)
     evaluate_work(work, part)
-    batches = -(-share // evaluation_batch(work.plan.batch_size))
+    batches = -(-share // evaluation_batch(work.settings, work.plan.batch_size))
     return max(work.world.gather(part.seconds / max(1, part.batches) * batches))
 
 

@@ -99,6 +99,7 @@ recipe = Recipe(
     settings={
         "epochs": 50,
         "batch_size": 128,
+        "eval_batch_size": 512,
         "optimizer": "sgd",
         "lr": 0.1,
         "base_batch_size": 128,  # --lr-scaling linear then scales with the global batch

@@ -115,5 +115,11 @@ recipe = Recipe(
     options=MnistOptions,
     transform=normalise,
     accepts=("dropout",),
-    settings={"epochs": 5, "batch_size": 64, "optimizer": "adam", "lr": 1e-3},
+    settings={
+        "epochs": 5,
+        "batch_size": 64,
+        "eval_batch_size": 256,
+        "optimizer": "adam",
+        "lr": 1e-3,
+    },
 )

@@ -26,6 +26,8 @@ class SpiralOptions:
     """Probability that a hidden unit is left out in training."""
 
     def __post_init__(self) -> None:
+        if not self.hidden_dims:
+            raise UserError("--hidden-dims is empty; give one width or more.")
         if any(width < 1 for width in self.hidden_dims):
             raise UserError(f"--hidden-dims {self.hidden_dims}: each must be 1 or more.")
         if not 0 <= self.dropout < 1:
@@ -60,5 +62,11 @@ recipe = Recipe(
     data=data,
     options=SpiralOptions,
     accepts=("dropout",),
-    settings={"epochs": 30, "batch_size": 32, "optimizer": "adam", "lr": 1e-3},
+    settings={
+        "epochs": 30,
+        "batch_size": 32,
+        "eval_batch_size": 256,
+        "optimizer": "adam",
+        "lr": 1e-3,
+    },
 )

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from signal import Signals
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.run.records import Record
-from samestep.training.evaluation import Evaluable, evaluate, evaluation_batch
+from samestep.training.evaluation import Evaluable, EvaluationError, evaluate, evaluation_batch
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import learning_rate
@@ -45,9 +45,7 @@ def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iter
     meter.settle()
     metric = None
     if evaluates and work.validation is not None:
-        record, metric = evaluate_now(work, state, work.validation)
-        yield record
-        stop_early(work, state)
+        metric = yield from _evaluate(work, state, between, work.validation)
     if saves or agreed.signum or state.stop_reason:
         yield save_now(work, state, between, metric)
     if agreed.signum:
@@ -59,20 +57,38 @@ def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]
     """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
     settings, position = work.settings, state.position
     number, last = position.epoch + 1, position.step >= work.plan.total_steps
-    yield epoch_record(work, state)
+    epoch = epoch_record(work, state)
     evaluates = last or _due(settings.eval_every_epochs, number)
     saves = last or _due(settings.checkpoint_every_epochs, number)
     metric = None
     if work.validation is not None and (
         evaluates or _due(settings.eval_every_steps, position.step)
     ):
-        record, metric = evaluate_now(work, state, work.validation)
-        yield record
-        stop_early(work, state)
+        metric = yield from _evaluate(work, state, between, work.validation, epoch)
+    else:
+        yield epoch
     if epoch_is_full(work, state):
         close_epoch(work, state)
     if saves or state.stop_reason or _due(settings.checkpoint_every_steps, position.step):
         yield save_now(work, state, between, metric)
+
+
+def _evaluate(
+    work: Work, state: State, between: Between, source: Source, *before: Record
+) -> Generator[Record, None, float]:
+    """Yield the record of an evaluation, after those before it; return the monitored metric.
+
+    If it fails, what has been trained is saved first. A run that goes on from there evaluates, and
+    yields all of these records then.
+    """
+    try:
+        record, metric = evaluate_now(work, state, source)
+    except EvaluationError:
+        yield save_now(work, state, between, None)
+        raise
+    yield from (*before, record)
+    stop_early(work, state)
+    return metric
 
 
 def _due(every: int | None, count: int) -> bool:
@@ -83,6 +99,7 @@ def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, floa
     """Evaluate where the training stands; return the record and the monitored metric.
 
     Raises:
+        EvaluationError: on every rank, what the recipe got wrong on any.
         UserError: the loss is NaN or infinite.
     """
     started = time.perf_counter()
@@ -98,8 +115,9 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
         work.trainee.loss,
         work.metrics,
         world=work.world,
-        batch_size=evaluation_batch(work.plan.batch_size),
+        batch_size=evaluation_batch(work.settings, work.plan.batch_size),
         precision=work.settings.precision,
+        seed=work.settings.seed,
         classes=classes,
     )
 

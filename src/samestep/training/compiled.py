@@ -9,18 +9,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from samestep.data.blocks import Block
-from samestep.data.trees import map_leaves, tree_leaves
+from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
+from samestep.training.eager_only import why_only_eager
 from samestep.training.phases import Phases
 from samestep.training.plan import Plan
 from samestep.training.precision import autocast
@@ -76,6 +77,8 @@ class ModelStep(EagerStep):
     """Steps of a model whose forward and backward are compiled; the rest is as it was."""
 
     _to_compile = True
+    why = ""
+    """Why whole steps are not compiled, where they could have been."""
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take one step; odd sizes run uncompiled rather than compile another graph."""
@@ -89,7 +92,7 @@ class ModelStep(EagerStep):
         with self._phases.left_out(), explained():
             result = super().__call__(block, step, lrs, want_norm=want_norm)
         what = "the model's forward and backward; optimizer and all-reduce are not compiled"
-        return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
+        return replace(result, notes=(_note(what + self.why, 0, time.perf_counter() - before),))
 
 
 class WholeStep(EagerStep):
@@ -105,7 +108,8 @@ class WholeStep(EagerStep):
         phases: Phases,
     ) -> None:
         super().__init__(trainee, settings, world, plan.batch_size, phases)
-        phases.whole = True
+        self._compiled_model: ModelStep | None = None
+        self._was_whole, phases.whole = phases.whole, True
         if is_small(trainee.model):
             self.steps_per_call = _steps_per_graph(settings, plan, steps_per_block)
         self._accumulate = plan.accumulate
@@ -113,14 +117,22 @@ class WholeStep(EagerStep):
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the steps of a block: as many as a graph holds, or one."""
+        if self._compiled_model is not None:
+            return _one_by_one(self._compiled_model, block, step, lrs, want_norm=want_norm)
         whole = block.rows == self._batch_size * self._accumulate
         if block.num_steps != self.steps_per_call or not whole:
             return super().__call__(block, step, lrs, want_norm=want_norm)
+        if self._graph is None and (why := self._why_not(block, step)):
+            self._compile_model(why)
+            return self(block, step, lrs, want_norm=want_norm)
         self._seed(step)
         shape = (block.num_steps, self._accumulate, self._batch_size)
         inputs, targets = _fold(block.inputs, shape), _fold(block.targets, shape)
         if self._graph is not None:
-            result = self._graph.run(inputs, targets, lrs)
+            try:
+                result = self._graph.run(inputs, targets, lrs)
+            except Exception as error:
+                self._tell(error, inputs, targets, step)
             self._phases.lap("step")
             return result
         before = time.perf_counter()
@@ -130,6 +142,46 @@ class WholeStep(EagerStep):
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
         note = _note(what, block.num_steps, time.perf_counter() - before)
         return replace(result, notes=(note,))
+
+    def _why_not(self, block: Block, step: int) -> str:
+        """Return why whole steps cannot be compiled, or nothing."""
+        inputs, targets = (narrow(t, 0, self._batch_size) for t in (block.inputs, block.targets))
+        self._seed(step)
+        try:
+            why = why_only_eager(self._trainee, inputs, targets, self._settings.precision)
+        except Exception as error:
+            self._tell(error, inputs, targets, step)
+        self._agreed = True
+        return why
+
+    def _compile_model(self, why: str) -> None:
+        """Let the model alone be compiled from now on."""
+        compiled = cast("nn.Module", torch.compile(self._trainee.model, dynamic=False))
+        self._compiled_model = ModelStep(
+            replace(self._trainee, wrapped=compiled),
+            self._settings,
+            self._world,
+            self._batch_size,
+            self._phases,
+        )
+        self._compiled_model.why = f"; whole steps are not, since {why}"
+        self._phases.whole = self._was_whole
+
+
+def _one_by_one(
+    take: EagerStep, block: Block, step: int, lrs: list[float], *, want_norm: bool
+) -> StepResult:
+    """Take the steps of a block one after the other."""
+    results = [
+        take(single, step + number, lrs[number : number + 1], want_norm=want_norm)
+        for number, single in enumerate(block.singles())
+    ]
+    norms = [norm for result in results for norm in result.grad_norms or ()]
+    return StepResult(
+        [loss for result in results for loss in result.losses],
+        norms or None,
+        tuple(note for result in results for note in result.notes),
+    )
 
 
 def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:

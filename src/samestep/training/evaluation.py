@@ -1,22 +1,30 @@
 """Evaluate a model: every sample counts once, sums and counts are reduced, then divided once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from samestep.data.trees import tree_leaves
-from samestep.errors import UserError
+from samestep.data.keyed_random import mix
+from samestep.data.trees import describe, tree_leaves
+from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
-from samestep.settings import Precision
+from samestep.settings import Precision, Settings
 from samestep.training.confusion import Confusion
 from samestep.training.precision import autocast
+from samestep.training.snapshot import random_numbers
+from samestep.training.step import check_loss, seed_torch
 
 
-def evaluation_batch(batch_size: int) -> int:
-    """Return the batch of an evaluation: without gradients four times as much fits."""
-    return max(256, 4 * batch_size)
+def evaluation_batch(settings: Settings, batch_size: int) -> int:
+    """Return the samples per rank and forward of an evaluation: what fits in training, fits."""
+    return settings.eval_batch_size or batch_size
+
+
+class EvaluationError(UserError):
+    """What a recipe gets wrong in an evaluation: the training itself is as good as it was."""
 
 
 class Evaluable(Protocol):
@@ -35,6 +43,7 @@ def evaluate(
     world: World,
     batch_size: int,
     precision: Precision,
+    seed: int,
     classes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
@@ -47,21 +56,58 @@ def evaluate(
         world: this rank among the others.
         batch_size: samples per rank and forward pass.
         precision: of the forward pass.
+        seed: of what the model draws; each evaluation draws the same.
         classes: names of the classes, if what is taken for which is to be counted too.
 
     Returns:
         `loss`, each metric by its name, and `samples`; with classes also `per_class` and
         `confusion`, as `Confusion.result` has them.
+
+    Raises:
+        EvaluationError: on every rank, what the recipe gets wrong on any of them.
     """
     totals = Totals(loss, metrics, world, classes)
+
+    def count_all() -> None:
+        for number, (inputs, targets) in enumerate(source.evaluation(batch_size)):
+            seed_torch(mix(seed, world.rank, number), world.device)  # reading draws numbers too
+            outputs = outputs_of(model, inputs, precision, world.device)
+            with autocast(precision, world.device):
+                totals.add(outputs, targets)
+
+    with as_evaluated(model, mix(seed, world.rank)):
+        try:
+            world.on_every(count_all)
+        except UserError as error:
+            raise EvaluationError(str(error), on_all_ranks=True) from error
+    return totals.means()
+
+
+@contextmanager
+def as_evaluated(model: nn.Module, seed: int) -> Iterator[None]:
+    """Put a model in eval mode without gradients; random numbers go on afterwards as if never."""
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        for inputs, targets in source.evaluation(batch_size):
-            with autocast(precision, world.device):
-                totals.add(model(inputs), targets)
-    model.train(was_training)
-    return totals.means()
+    try:
+        with torch.no_grad(), random_numbers(seed):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def outputs_of(
+    model: nn.Module, inputs: Any, precision: Precision, device: torch.device, place: str = ""
+) -> Any:
+    """Return a model's outputs; `place` says where it is built.
+
+    Raises:
+        UserError: the model failed.
+    """
+    try:
+        with autocast(precision, device):
+            return model(inputs)
+    except Exception as error:
+        blame(f"The recipe's model{place} failed with inputs {describe(inputs)}", error)
 
 
 class Totals:
@@ -85,25 +131,32 @@ class Totals:
         """Add a batch.
 
         Raises:
-            UserError: a metric returned something else than one value a sample.
+            UserError: the loss is no mean, or a metric not one value a sample.
         """
         sums, home = self._sums, self._sums.device
-        batch_loss = self._loss(outputs, targets)
+        batch_loss = self._of("loss", self._loss, outputs, targets)
+        check_loss(batch_loss, self._loss)
         if self._confusion is not None:
             self._confusion.add(outputs, targets)
-        values = [metric(outputs, targets) for metric in self._metrics.values()]
-        for name, value in zip(self._metrics, values, strict=True):
-            if value.dim() != 1:
-                raise UserError(
-                    f"The recipe's metric {name!r} returned shape {tuple(value.shape)}; it "
-                    "must be one value a sample, (batch,): sums and counts are reduced here.",
-                    on_all_ranks=True,
-                )
-        count = len(values[0]) if values else len(_first(targets))
+        count = len(_first(targets))
         sums[0] += batch_loss.to(home).to(torch.float64) * count
-        for place, value in enumerate(values, start=1):
+        for place, (name, metric) in enumerate(self._metrics.items(), start=1):
+            value = self._of(f"metric {name!r}", metric, outputs, targets)
+            if not isinstance(value, Tensor) or value.shape != (count,):
+                raise UserError(
+                    f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} "
+                    f"for {count} samples; it must be one value a sample, ({count},): sums and "
+                    "counts are reduced here."
+                )
             sums[place] += value.to(home).sum(dtype=torch.float64)
         sums[-1] += count
+
+    def _of(self, what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+        try:
+            return function(outputs, targets)
+        except Exception as error:
+            trees = f"outputs {describe(outputs)} and targets {describe(targets)}"
+            blame(f"The recipe's {what}{defined_at(function)} failed with {trees}", error)
 
     def means(self) -> dict[str, Any]:
         """Return what `evaluate` does, over all ranks; every rank calls it."""

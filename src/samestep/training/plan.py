@@ -7,6 +7,8 @@ from samestep.data.order import steps_per_epoch
 from samestep.errors import UserError
 from samestep.settings import Settings
 
+_LARGEST = 2**31
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -41,6 +43,11 @@ def make_plan(settings: Settings, num_samples: int, world_size: int, *, resumed:
             f"needs one. Start at most {num_samples} ranks."
         )
     global_batch, batch, accumulate = _batch_sizes(settings, world_size, resumed=resumed)
+    if global_batch >= _LARGEST:
+        raise UserError(
+            f"The global batch of {global_batch} samples = {batch} × {world_size} ranks × "
+            f"{accumulate} micro-steps is too large to count; it must be below {_LARGEST}."
+        )
     per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
     if per_epoch == 0:
         raise UserError(

@@ -4,9 +4,10 @@ Names and shapes of weights stay as they are, so checkpoints fit with or without
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +33,20 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
     if settings.checkpoint_activations:
         _checkpoint_activations(model, settings)
     return model
+
+
+Loss = TypeVar("Loss", bound=Callable[..., Any])
+
+
+def place_loss(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
+    """Return a loss whose tensors, such as class weights, are where and what the model's are.
+
+    A loss that is a module is copied, so that the recipe's own stays as it is; a function holds
+    nothing that could be moved.
+    """
+    if not isinstance(loss, nn.Module):
+        return loss
+    return copy.deepcopy(loss).to(device=device, dtype=dtype)
 
 
 def to_channels_last(model: nn.Module) -> None:
@@ -106,9 +121,10 @@ def _unmoved_statistics(module: nn.Module) -> Iterator[None]:
     """Keep batch normalisation from counting a batch into its running statistics twice."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        # A step of zero leaves them as they are, bit by bit.
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+    for norm, (_, count) in zip(norms, kept, strict=True):
+        # A step of zero leaves them as they are, bit by bit. SyncBatchNorm insists on a count.
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None if count is None else count.clone()
     try:
         yield
     finally:

@@ -1,8 +1,9 @@
 """What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
 
+import contextlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
@@ -134,9 +135,9 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
     wrong = [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} is not in the model" for name in saved if name not in own]
     wrong += [
-        f"{name} has shape {tuple(saved[name].shape)}, the model {tuple(own[name].shape)}"
+        f"{name} has shape {_shape(saved[name])}, the model {_shape(own[name])}"
         for name in own
-        if name in saved and saved[name].shape != own[name].shape
+        if name in saved and _shape(saved[name]) != _shape(own[name])
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -145,6 +146,11 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
             "Use the model options of the run that wrote it."
         )
     model.load_state_dict(saved)
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    """Return a tensor's shape; None for what a module's `get_extra_state` returned."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def seed_alike(seed: int) -> None:
@@ -156,6 +162,17 @@ def seed_alike(seed: int) -> None:
 def seed_rank(seed: int, rank: int) -> None:
     """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
     _seed_others(mix(seed, rank))
+
+
+@contextlib.contextmanager
+def random_numbers(seed: int) -> Iterator[None]:
+    """Seed every global generator; afterwards all are as they were."""
+    kept = _rng_state()
+    seed_alike(seed)
+    try:
+        yield
+    finally:
+        _set_rng_state(kept)
 
 
 def _seed_others(drawn: int) -> None:

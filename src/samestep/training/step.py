@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.blocks import Block
 from samestep.data.keyed_random import mix, mix_next
-from samestep.data.trees import narrow, tree_leaves
-from samestep.errors import LOST_PEER, UserError
+from samestep.data.order import share
+from samestep.data.trees import check_rows, describe, narrow
+from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
@@ -29,6 +30,8 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     loss: Callable[[Any, Any], Tensor]
+    place: str = ""
+    """Where the user builds the model, for a message: " (FILE:LINE)"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,28 @@ def check_used(model: nn.Module) -> None:
         )
 
 
+def check_loss(value: Any, loss: object) -> None:
+    """Check what a recipe's loss returned.
+
+    Raises:
+        UserError: it is no scalar tensor of a floating-point type.
+    """
+    if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
+        return
+    raise UserError(
+        f"The recipe's loss{defined_at(loss)} returned {describe(value)}; it must be a scalar "
+        "tensor, the mean over the samples of the batch."
+    )
+
+
+def seed_torch(drawn: int, device: torch.device) -> None:
+    """Seed torch's generator of a device, and that of the CPU."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
+    else:
+        torch.manual_seed(drawn)
+
+
 class EagerStep:
     """Run steps one by one with PyTorch's own autograd."""
 
@@ -79,7 +104,8 @@ class EagerStep:
         self._casts = autocast_dtype(settings.precision) is not None
         self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
-        self._first = True
+        self._agreed = False
+        self._together = settings.sync_batchnorm and world.world_size > 1
         self._unchecked = world.world_size > 1
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
@@ -96,7 +122,7 @@ class EagerStep:
         self._seed(step)
         for parameter in self._parameters:
             parameter.grad = None
-        loss = self._backward(block)
+        loss = self._backward(block, step)
         if self._unchecked:
             self._unchecked = False
             check_used(trainee.model)
@@ -112,37 +138,48 @@ class EagerStep:
         self._phases.lap("optimizer")
         return StepResult([loss], None if norm is None else [norm])
 
-    def _backward(self, block: Block) -> Tensor:
+    def _backward(self, block: Block, step: int) -> Tensor:
         """Add up the gradients of this rank's micro-steps; return its part of the mean loss."""
-        world_size, rows = self._world.world_size, block.rows
+        world_size = self._world.world_size
         total: Tensor | None = None
-        for start in range(0, rows, self._batch_size):
-            count = min(self._batch_size, rows - start)
-            if count == rows:
+        parts = self._parts(block)
+        if len(parts) > 1:
+            check_rows((block.inputs, block.targets), block.rows)
+        for number, (start, count, counted) in enumerate(parts, start=1):
+            if count == block.rows:
                 inputs, targets = block.inputs, block.targets
             else:
                 inputs = narrow(block.inputs, start, count)
                 targets = narrow(block.targets, start, count)
             # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
-            weight = block.weight * count * world_size / block.global_size
-            if start + count < rows:
-                with without_sync(self._trainee.wrapped):
+            weight = block.weight * counted * world_size / block.global_size
+            try:
+                if number < len(parts):
+                    with without_sync(self._trainee.wrapped):
+                        loss = self._micro_step(inputs, targets, weight)
+                else:
                     loss = self._micro_step(inputs, targets, weight)
-            else:
-                loss = self._micro_step(inputs, targets, weight)
+            except Exception as error:
+                self._tell(error, inputs, targets, step)
             total = loss if total is None else total + loss
         assert total is not None
         return total / world_size if world_size > 1 else total
 
+    def _parts(self, block: Block) -> list[tuple[int, int, int]]:
+        """Return each micro-step's first row, its rows, and how many of them count."""
+        rows, batch = block.rows, self._batch_size
+        if not self._together:
+            starts = range(0, rows, batch)
+            return [(s, min(batch, rows - s), min(batch, rows - s)) for s in starts]
+        # Forwards talk to those of the other ranks, so every rank needs equally many of them.
+        largest = -(-block.global_size // self._world.world_size)
+        num = -(-largest // batch)
+        shares = [share(range(rows), part, num) for part in range(num)]
+        return [(s.start, len(s), len(s)) if len(s) else (0, 1, 0) for s in shares]
+
     def _micro_step(self, inputs: Any, targets: Any, weight: float) -> Tensor:
         trainee = self._trainee
-        if self._first:
-            loss = self._first_loss(inputs, targets)
-        elif self._casts:
-            with autocast(self._settings.precision, self._world.device):
-                loss = trainee.loss(trainee.wrapped(inputs), targets)
-        else:
-            loss = trainee.loss(trainee.wrapped(inputs), targets)
+        loss = self._loss_of(inputs, targets) if self._agreed else self._first_loss(inputs, targets)
         if weight != 1.0:
             loss = loss * weight
         phases, last = self._phases, "backward"
@@ -154,33 +191,48 @@ class EagerStep:
         phases.lap(last)
         return loss.detach()
 
+    def _loss_of(self, inputs: Any, targets: Any) -> Tensor:
+        trainee = self._trainee
+        if not self._casts:
+            return trainee.loss(trainee.wrapped(inputs), targets)
+        with autocast(self._settings.precision, self._world.device):
+            return trainee.loss(trainee.wrapped(inputs), targets)
+
     def _first_loss(self, inputs: Any, targets: Any) -> Tensor:
-        """Return the loss of the first batch, where what does not fit together shows itself.
+        """Return the loss of the first batch, once every rank has one that it can train on.
 
         Raises:
-            UserError: model, data and loss do not fit, or the loss is not a scalar.
+            UserError: on every rank, what does not fit together on any.
         """
-        self._first = False
-        trainee = self._trainee
-        try:
-            with autocast(self._settings.precision, self._world.device):
-                loss = trainee.loss(trainee.wrapped(inputs), targets)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if self._world.world_size > 1 and LOST_PEER.search(str(error)):
-                raise
-            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise
-            raise UserError(
-                "The recipe's model or loss failed on the first batch, with inputs "
-                f"{_describe(inputs)} and targets {_describe(targets)} on this rank: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if loss.dim() != 0:
-            raise UserError(
-                f"The recipe's loss returned shape {tuple(loss.shape)}; it must be a scalar, the "
-                "mean over the samples of the batch."
-            )
+
+        def checked() -> Tensor:
+            try:
+                loss = self._loss_of(inputs, targets)
+            except Exception as error:
+                self._tell(error, inputs, targets)
+            check_loss(loss, self._trainee.loss)
+            if not loss.requires_grad:
+                raise UserError(
+                    f"The recipe's loss{defined_at(self._trainee.loss)} has no gradient: it does "
+                    "not depend on any weight. Leave out .detach(), .item(), .argmax() and NumPy "
+                    "between the weights and the loss."
+                )
+            return loss
+
+        loss = self._world.on_every(checked)
+        self._agreed = True
         return loss
+
+    def _tell(self, error: Exception, inputs: Any, targets: Any, step: int = 0) -> NoReturn:
+        """Raise what the user is told of an error in a micro-step."""
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise error
+        when = f"at step {step + 1}" if self._agreed else "on the first batch"
+        blame(
+            f"The recipe's model{self._trainee.place} or loss failed {when}, with inputs "
+            f"{describe(inputs)} and targets {describe(targets)} on this rank",
+            error,
+        )
 
     def _clip(self, *, want_norm: bool) -> Tensor | None:
         if self._settings.clip_norm is not None:
@@ -196,16 +248,4 @@ class EagerStep:
 
         Ranks draw different numbers, since they hold different samples.
         """
-        drawn = mix_next(self._rank_seed, step)
-        if self._world.device.type == "cpu":
-            torch.default_generator.manual_seed(drawn)  # a tenth of manual_seed()'s cost
-        else:
-            torch.manual_seed(drawn)
-
-
-def _describe(tree: Any) -> str:
-    """Return shapes and types of the tensors of a tree, for a message."""
-    leaves = tree_leaves(tree)
-    return ", ".join(
-        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves
-    )
+        seed_torch(mix_next(self._rank_seed, step), self._world.device)

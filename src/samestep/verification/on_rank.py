@@ -169,7 +169,7 @@ class _Start:
             # A checkpoint brings the statistics that it was trained with.
             hold_model(model, Seen(), held, None if training.resumes else inputs)
 
-        recipe = self._held_recipe(held, evaluates=training.evaluates)
+        recipe = self._held_recipe(held, settings.precision, evaluates=training.evaluates)
         run_session(
             replace(self._request, recipe=recipe, settings=settings),
             self._world,
@@ -180,7 +180,9 @@ class _Start:
             engine=recording(training, self._facts.size.stop, trace, prepare),
         )
 
-    def _held_recipe(self, held: frozenset[Kind], *, evaluates: bool) -> Recipe:
+    def _held_recipe(
+        self, held: frozenset[Kind], precision: Precision, *, evaluates: bool
+    ) -> Recipe:
         """Return the recipe with its few samples, and without parameters that nothing uses."""
         few = self._few if evaluates else replace(self._few, validation=None)
         recipe, unused = self._recipe, unused_parameters(self._facts)
@@ -192,7 +194,7 @@ class _Start:
                     parameter.requires_grad = False
             return built
 
-        loss = watched(recipe.loss, Seen(), held)
+        loss = watched(self._tested(precision).placed_loss, Seen(), held)
         return replace(recipe, model=model, data=lambda *_: few, loss=loss)
 
 

@@ -17,7 +17,7 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, Settings
 from samestep.training.precision import autocast, data_dtype
-from samestep.training.prepare import prepare
+from samestep.training.prepare import place_loss, prepare
 from samestep.training.snapshot import seed_alike
 from samestep.verification.difference import ROUNDING
 from samestep.verification.randomness import ALL_KINDS, Kind, Seen, batch_norms, hold_model, watched
@@ -76,11 +76,16 @@ class RecipeUnderTest:
         return ROUNDING[self.settings.precision]
 
     @cached_property
+    def placed_loss(self) -> Callable[[Any, Any], Tensor]:
+        """The loss, with what it holds in the type of the weights."""
+        return place_loss(self.recipe.loss, self.world.device, self.dtype)
+
+    @cached_property
     def free_step(self) -> FreeStep:
         """One step with nothing held still, watched."""
         seen, block, model = Seen(), self.batch(), self.build()
         hold_model(model, seen, frozenset())
-        loss = watched(self.recipe.loss, seen)
+        loss = watched(self.placed_loss, seen)
         self.free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
         stood = dict(seen.own)
         if stood:  # one that is made or seeded anew in each forward has no state to be saved
@@ -143,7 +148,7 @@ class RecipeUnderTest:
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss with all that it draws held still."""
         with autocast(self.settings.precision, self.world.device):
-            return cast("Tensor", watched(self.recipe.loss, Seen(), ALL_KINDS)(outputs, targets))
+            return cast("Tensor", watched(self.placed_loss, Seen(), ALL_KINDS)(outputs, targets))
 
     def free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
         """Return the loss of a batch with nothing held still."""
@@ -175,7 +180,7 @@ def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precisi
     def problem_in(precision: Precision) -> str:
         other = replace(tested, settings=replace(tested.settings, precision=precision))
         try:
-            loss = other.free_loss(other.build(), other.batch(), other.recipe.loss)
+            loss = other.free_loss(other.build(), other.batch(), other.placed_loss)
             loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             return first_line(error)

@@ -33,6 +33,7 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
             world=tested.world,
             batch_size=256,
             precision=tested.settings.precision,
+            seed=tested.settings.seed,
         )
     return {name: value for name, value in values.items() if isinstance(value, float)}
 

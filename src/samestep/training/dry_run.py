@@ -1,0 +1,162 @@
+"""A few samples go through model, loss and metrics before the first step; nothing changes by it.
+
+What does not fit together is told before anything is trained or written, not after an epoch.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.memory_source import MemorySource
+from samestep.data.source import Source
+from samestep.errors import UserError, defined_at
+from samestep.ranks.world import World
+from samestep.recipe import Recipe, Splits, accuracy, is_cross_entropy
+from samestep.settings import Precision
+from samestep.training.evaluation import Totals, as_evaluated, outputs_of
+from samestep.training.precision import autocast
+from samestep.training.snapshot import random_numbers
+
+_SAMPLES = 8
+
+Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
+
+
+def dry_run(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    recipe: Recipe,
+    splits: Splits,
+    train: Source,
+    precision: Precision,
+    world: World,
+    evaluated: Source | None,
+) -> Metrics:
+    """Evaluate a few samples with copies of model, loss and metrics that share the weights.
+
+    Those of the training set are left to the first step, which checks them before it changes
+    anything.
+
+    Args:
+        model: as it was built, not wrapped.
+        loss: the recipe's, where the model is.
+        recipe: for its metrics, and for where it is written.
+        splits: the data; a test will count its classes, if they have names.
+        train: the training set.
+        precision: of the forward pass.
+        world: this rank among the others.
+        evaluated: what will be evaluated, if anything is.
+
+    Returns:
+        The metrics that these targets have: the default accuracy needs classes.
+
+    Raises:
+        UserError: something of the recipe fails, or returns what cannot be used.
+    """
+    check_extra_state(model)
+    if evaluated is None:
+        return recipe.metrics
+    with random_numbers(0):
+        inputs, targets = evaluated.peek(_SAMPLES)
+    metrics = fitting_metrics(recipe.metrics, targets)
+    try:
+        # Buffers, counters and whatever else a forward may change are those of the copies.
+        shared = {id(p): p for p in model.parameters()}
+        trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
+    except Exception:  # what cannot be copied is tried for the first time when it counts
+        return metrics
+    classes = splits.classes if splits.test is not None else ()
+    with as_evaluated(trial, seed=0):
+        outputs = outputs_of(trial, inputs, precision, world.device, defined_at(recipe.model))
+        if is_cross_entropy(loss):
+            ignored = getattr(loss, "ignore_index", -100)
+            for name, source in (("training", train), ("evaluated", evaluated)):
+                _check_labels(name, source, outputs, ignored)
+        with autocast(precision, world.device):
+            _check_pairs(trial_loss, outputs, targets, loss)
+            Totals(trial_loss, trial_metrics, world, classes).add(outputs, targets)
+    return metrics
+
+
+def fitting_metrics(metrics: Metrics, targets: Any) -> Metrics:
+    """Return the metrics without the default accuracy where targets are no classes but floats."""
+    if not (isinstance(targets, Tensor) and targets.is_floating_point()):
+        return metrics
+    return {name: metric for name, metric in metrics.items() if metric is not accuracy}
+
+
+def check_extra_state(model: nn.Module) -> None:
+    """Check that a checkpoint can hold what a module's `get_extra_state` returns.
+
+    Raises:
+        UserError: it holds objects that are not loaded from files, lest they run code.
+    """
+    state = model.state_dict()
+    for name in state:
+        if not name.endswith("_extra_state"):
+            continue
+        file = io.BytesIO()
+        try:
+            torch.save(state[name], file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except (pickle.PickleError, RuntimeError, TypeError, AttributeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"The recipe's model has {name}, a {type(state[name]).__name__} that a checkpoint "
+                f"cannot hold: {reason} Return tensors, numbers, strings, and lists and dicts of "
+                "them from get_extra_state()."
+            ) from error
+
+
+def _check_labels(name: str, source: Source, outputs: Any, ignored: int) -> None:
+    """Check all classes of data in memory: a wrong one may come late, and unclear on a GPU."""
+    if not isinstance(source, MemorySource) or not isinstance(outputs, Tensor):
+        return
+    targets = source.targets
+    if outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
+        return
+    num = outputs.shape[1]
+    wrong = ((targets < 0) | (targets >= num)) & (targets != ignored)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise UserError(
+            f"Target {int(targets[place])} of the {name} sample {place} is no class: the "
+            f"recipe's model has {num} outputs, so classes are 0 to {num - 1}. "
+            f"{int(wrong.sum())} of {len(targets)} {name} targets are out of range."
+        )
+
+
+def _check_pairs(
+    trial: Callable[[Any, Any], Tensor], outputs: Any, targets: Any, loss: object
+) -> None:
+    """Check that a loss compares each output with its own target, where their shapes differ.
+
+    Of outputs (batch, 1) and targets (batch,) a difference is (batch, batch): every output with
+    every target. Such a loss does not change when the targets change places.
+    """
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        return
+    turned = targets.roll(1, 0) if targets.dim() else targets
+    if outputs.shape == targets.shape or outputs.numel() != targets.numel():
+        return
+    if torch.equal(turned, targets):
+        return
+    places = torch.arange(1.0, outputs.numel() + 1, device=outputs.device)
+    spread = (0.5 + 0.4 * places.sin()).view(outputs.shape).to(outputs.dtype)
+    try:
+        one, other = float(trial(spread, targets)), float(trial(spread, turned))
+    except Exception:
+        return  # it fails by itself, or takes other outputs than these
+    if abs(one - other) <= 1e-6 * abs(one):
+        raise UserError(
+            f"The recipe's loss{defined_at(loss)} does not tell which target belongs to which "
+            f"output: outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}, so "
+            "each output is compared with every target. Give both the same shape: "
+            "targets.unsqueeze(1), or outputs.squeeze(1)."
+        )

@@ -1,0 +1,49 @@
+"""What a step does eagerly and a compiled graph of whole steps would not do."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.settings import Precision
+from samestep.training.precision import autocast
+from samestep.training.step import Trainee, check_loss
+
+
+def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Precision) -> str:
+    """Return what a forward and backward do that a graph of whole steps cannot, or nothing.
+
+    The graph gives every weight a gradient, also one that the loss does not depend on, which an
+    optimizer with weight decay or momentum then changes. And it keeps what is written into a
+    buffer, not what is put in its place.
+
+    They are tried on a copy of the model that shares its weights, so nothing changes.
+    """
+    weights = dict(trainee.model.named_parameters())
+    trained = {name: p for name, p in weights.items() if p.requires_grad}
+    try:
+        shared = {id(p): p for p in weights.values()}
+        model, loss_of = copy.deepcopy((trainee.model, trainee.loss), shared)
+    except Exception:
+        return "the model cannot be copied to try a step"
+    before = _held(model)
+    with autocast(precision, next(iter(trained.values())).device):
+        loss = loss_of(model(inputs), targets)
+    check_loss(loss, trainee.loss)
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    unused = [name for name, g in zip(trained, gradients, strict=True) if g is None]
+    if unused:
+        return f"the loss does not depend on {unused[0]}"
+    after = _held(model)
+    changed = [name for name in before | after if before.get(name) is not after.get(name)]
+    return f"forward assigns {changed[0]} anew" if changed else ""
+
+
+def _held(model: nn.Module) -> dict[str, object]:
+    """Return what modules hold beside weights: buffers and attributes of their own."""
+    held: dict[str, object] = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        held |= {f"{start}{name}": value for name, value in vars(module).items()}
+    return held
