@@ -51,10 +51,13 @@ def loss(outputs, targets):
     time.sleep(seconds)  # a model as slow as the test wants it
     return nn.functional.cross_entropy(outputs, targets)
 
+def accuracy(outputs, targets):
+    return outputs.argmax(dim=1) == targets
+
 recipe = Recipe(model=model, data=data, loss=loss, options=Options, settings={
     "epochs": 6, "global_batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1,
     "checkpoint_every_steps": 4,
-})
+}, metrics={"accuracy": accuracy})
 """
 SLEEP = next(line for line in RECIPE.splitlines(keepends=True) if "time.sleep" in line)
 STEPS_PER_EPOCH, STEPS = 11, 66

@@ -94,7 +94,7 @@ def test_a_run_that_a_signal_stopped_goes_on_from_the_exact_step(recipe, tmp_pat
 def test_a_run_that_failed_says_why_and_keeps_its_checkpoints(tmp_path):
     recipe, run = tiny.write_recipe(tmp_path, NAN_LATER), tmp_path / "run"
     told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
-    assert told["error"] == "KeyError"
+    assert told["error"] == "EvaluationError"
     result = read_json(run / "result.json")
     assert result["status"] == "failed"
     assert "lost" in result["reason"]

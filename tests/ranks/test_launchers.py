@@ -84,14 +84,15 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     started = time.monotonic()
     done = run(command, tmp_path)
     assert time.monotonic() - started < 30
-    assert done.returncode == 1
-    told = re.findall(r"^samestep: .*\n  at .*", done.stderr, re.MULTILINE)
+    assert done.returncode == (2 if launcher == "nproc" else 1)
+    told = re.findall(r"^samestep: .*", done.stderr, re.MULTILINE)
     assert len(told) == 1, done.stderr
-    assert "[rank 1] KeyError" in told[0]
+    assert "[rank 1] " in told[0]
+    assert "KeyError" in told[0]
     assert f"fails.py:{line}" in told[0]
     if launcher == "nproc":
         assert "Traceback" not in done.stderr
-        assert done.stderr.count("\n") == 3, done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
     assert "Traceback" in (tmp_path / "run" / "rank-1.log").read_text()
 
 

@@ -44,7 +44,7 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> int:
 def report(error: BaseException, log: RankLog | None = None) -> int:
     """Tell of an error that ends this process, and return its exit code.
 
-    This rank's log gets the traceback of an error that is no `UserError`.
+    This rank's log gets the traceback, unless the error is a `UserError` that nothing caused.
     """
     rank, path = (log.rank, log.path) if log else (0, None)
     code = 2 if isinstance(error, UserError) else 1
@@ -52,7 +52,8 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
     if path is not None:
         # On a full disk the log takes nothing more; the message must reach the user all the same.
         with contextlib.suppress(OSError), path.open("a") as file:
-            file.write("".join(traceback.format_exception(error)) if code == 1 else message + "\n")
+            caused = code == 1 or error.__cause__ is not None
+            file.write("".join(traceback.format_exception(error)) if caused else message + "\n")
     told_by_rank_0 = rank != 0 and getattr(error, "on_all_ranks", False)
     if code == 2 and not told_by_rank_0 and (run := os.environ.get(JOB_RUN)):
         with contextlib.suppress(OSError):
@@ -63,7 +64,9 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         time.sleep(GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
     if os.environ.get(PARENT):
-        leave_for_parent(message, code)
+        # The parent, which parsed the flags first, takes a mistake for one of all ranks.
+        alone = code == 2 and error.__cause__ is not None and not getattr(error, "on_all_ranks", 0)
+        leave_for_parent(_with_rank(rank, message) if alone else message, code)
         return code
     if rank != 0 and not lost_peer:
         time.sleep(GRACE_S)

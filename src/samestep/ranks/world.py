@@ -104,28 +104,31 @@ class World(Launch):
         A mistake that only rank 0 can see (a full disk, a directory it may not write) thereby
         ends all ranks in the same way instead of leaving the others in a collective.
         """
-        value, message = self.broadcast(_try(function) if self.is_main else (None, None))
+        value, failure = _try(function) if self.is_main else (None, None)
+        value, message = self.broadcast((value, None if failure is None else str(failure)))
         if message is not None:
-            raise UserError(message, on_all_ranks=True)
+            raise UserError(message, on_all_ranks=True) from failure
         return cast("T", value)
 
     def on_every(self, function: Callable[[], T]) -> T:
         """Call a function on every rank; a `UserError` on any of them is raised on all."""
-        value, message = _try(function)
-        failures = [(rank, text) for rank, text in enumerate(self.gather(message)) if text]
+        value, failure = _try(function)
+        messages = self.gather(None if failure is None else str(failure))
+        failures = [(rank, text) for rank, text in enumerate(messages) if text]
         if failures:
             rank, text = failures[0]
             alone = len(failures) < self.world_size
-            raise UserError(f"[rank {rank}] {text}" if alone else text, on_all_ranks=True)
+            told = f"[rank {rank}] {text}" if alone else text
+            raise UserError(told, on_all_ranks=True) from failure
         return cast("T", value)
 
 
-def _try(function: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what a function returns, or the message of its `UserError`."""
+def _try(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    """Return what a function returns, or its `UserError`."""
     try:
         return function(), None
     except UserError as error:
-        return None, str(error)
+        return None, error
 
 
 def choose_device(
