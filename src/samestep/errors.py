@@ -59,19 +59,20 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
-def blame(what: str, error: Exception) -> NoReturn:
+def blame(what: str, error: Exception, place: str = "") -> NoReturn:
     """Raise what the user is told of an error in their code, with the line of theirs it came from.
 
     Args:
         what: the beginning of the message: what failed, and on what.
         error: the error. A `UserError` is raised as it is, and so is the loss of another rank.
+        place: what is told where no line of theirs is in the traceback.
     """
     if isinstance(error, UserError):
         raise error
     if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
         raise error
     text = str(error).strip() or "no message"
-    raise UserError(f"{what}: {type(error).__name__}: {text}{raised_at(error)}") from error
+    raise UserError(f"{what}: {type(error).__name__}: {text}{raised_at(error) or place}") from error
 
 
 def raised_at(error: Exception) -> str:

@@ -1,16 +1,25 @@
 """What a recipe gets wrong is refused before or at the first step, in words, with exit code 2."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.processes import samestep
+from samestep import read_records
+from tests.command_line import call, one_message, refusal
+from tests.processes import run_ranks, samestep
 
 GOOD = {
     "model": "def model():\n    return nn.Linear(4, 2)",
     "targets": "(x[:, 0] > 0).long()",
     "data": "Splits(train=(x[:48], y[:48]), validation=(x[48:], y[48:]))",
     "more": "",
+    "epochs": "1",
+    "batch_size": "8",
 }
 RECIPE = """
+import gzip; from dataclasses import dataclass
 import torch
 from torch import nn
 from samestep import Recipe, Splits
@@ -22,16 +31,21 @@ def data():
     y = {targets}
     return {data}
 
-recipe = Recipe(model=model, data=data, settings={{"epochs": 1, "batch_size": 8}}{more})
+settings = {{"epochs": {epochs}, "batch_size": {batch_size}}}
+recipe = Recipe(model=model, data=data, settings=settings{more})
 """
 
 
-def run(folder, world_size=1, **wrong):
+def write(folder, **wrong) -> Path:
     path = folder / "mine.py"
     path.write_text(RECIPE.format(**{**GOOD, **wrong}))
+    return path
+
+
+def run(folder, world_size=1, **wrong):
     return samestep(
         "train",
-        str(path),
+        str(write(folder, **wrong)),
         "--run-dir",
         str(folder / "run"),
         world_size=world_size,
@@ -39,33 +53,221 @@ def run(folder, world_size=1, **wrong):
     )
 
 
-MISTAKES = [
-    ({"data": "(x, y)"}, "Splits("),
-    ({"model": "model = nn.Linear(4, 2)"}, "function"),
-    ({"model": "def model(hidden):\n    return nn.Linear(4, 2)"}, "model()"),
-    ({"model": "def model():\n    return nn.ReLU()"}, "parameters"),
-    ({"model": "def model():\n    return nn.Linear(5, 2)"}, "first batch"),
-    ({"targets": "(x[:, 0] > 0).long() + 1"}, "first batch"),
-    ({"targets": "x[:, 0]"}, "first batch"),
-    ({"more": ", loss=nn.CrossEntropyLoss(reduction='none')"}, "scalar"),
-    ({"more": ", metrics={'mean': lambda o, t: o.mean()}"}, "sample"),
-]
+# What is wrong, and what the message says of it beside the recipe's file.
+MISTAKES = {
+    "no splits": ({"data": "(x, y)"}, "Splits("),
+    "a built model": ({"model": "model = nn.Linear(4, 2)"}, "function"),
+    "a model of arguments": (
+        {"model": "def model(hidden):\n    return nn.Linear(4, 2)"},
+        "model()",
+    ),
+    "no weights": ({"model": "def model():\n    return nn.ReLU()"}, "parameters"),
+    "a model of other inputs": ({"model": "def model():\n    return nn.Linear(5, 2)"}, "(8, 4)"),
+    "labels out of range": ({"targets": "(x[:, 0] > 0).long() + 1"}, "0 to 1"),
+    "one label out of range": (
+        {"targets": "(torch.arange(64) == 40).long() * 9"},
+        "Target 9 of the training sample 40",
+    ),
+    "labels of a wrong type": ({"targets": "x[:, 0]"}, "float32"),
+    "a loss a sample": ({"more": ", loss=nn.CrossEntropyLoss(reduction='none')"}, "scalar"),
+    "a loss of one row": ({"more": ", loss=lambda o, t: o.mean().view(1)"}, "(1,)"),
+    "a loss that is a float": ({"more": ", loss=lambda o, t: 0.5"}, "float"),
+    "no loss": ({"more": ", loss=lambda o, t: None"}, "None"),
+    "a loss that raises": ({"more": ", loss=lambda o, t: o.nothing"}, "mine.py:16"),
+    "a loss of all pairs": (
+        {
+            "model": "def model():\n    return nn.Linear(4, 1)",
+            "targets": "x[:, 0]",
+            "more": ", loss=lambda o, t: (o - t).square().mean()",
+        },
+        "outputs are (8, 1) and targets (8,)",
+    ),
+    "a loss without gradient": (
+        {"more": ", loss=lambda o, t: nn.functional.cross_entropy(o.detach(), t)"},
+        "gradient",
+    ),
+    "a mean as a metric": ({"more": ", metrics={'mean': lambda o, t: o.mean()}"}, "sample"),
+    "a metric of one row": ({"more": ", metrics={'f1': lambda o, t: o.mean().view(1)}"}, "(1,)"),
+    "a metric of columns": ({"more": ", metrics={'f1': lambda o, t: o[:, :1]}"}, "(8, 1)"),
+    "a short metric": ({"more": ", metrics={'f1': lambda o, t: o[1:, 0]}"}, "(7,)"),
+    "a metric that is a float": ({"more": ", metrics={'f1': lambda o, t: 0.5}"}, "float"),
+    "no metric": ({"more": ", metrics={'f1': lambda o, t: None}"}, "None"),
+    "a metric that raises": ({"more": ", metrics={'f1': lambda o, t: o.nothing}"}, "mine.py:16"),
+    "a transform of nothing": ({"more": ", transform=lambda x: None"}, "None"),
+    "a transform of fewer": ({"more": ", transform=lambda x: x[1:]"}, "(7, 4)"),
+    "a transform that raises": ({"more": ", transform=lambda x: x / nothing"}, "mine.py:16"),
+    "an augment of nothing": ({"more": ", augment=lambda x, keys: None"}, "None"),
+    "sparse inputs": ({"data": "Splits(train=(x.to_sparse(), y))"}, "to_dense()"),
+    "a number as inputs": ({"data": "Splits(train=(x.sum(), y))"}, "row"),
+    "data that raises": ({"targets": "gzip.open(__file__).read()"}, "mine.py:12"),
+    "a setting of a wrong type": ({"epochs": '"one"'}, "epochs"),
+    "an option without default": (
+        {
+            "model": "@dataclass\nclass Own:\n    hidden: int\n\n"
+            "def model(own):\n    return nn.Linear(4, 2)",
+            "more": ", options=Own",
+        },
+        "'hidden'",
+    ),
+    "state that no checkpoint holds": (
+        {
+            "model": "class Model(nn.Linear):\n    def get_extra_state(self):\n"
+            "        return Model\n\ndef model():\n    return Model(4, 2)"
+        },
+        "_extra_state",
+    ),
+}
 
 
-@pytest.mark.parametrize(("wrong", "message"), MISTAKES)
+@pytest.mark.parametrize(("wrong", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_in_a_recipe_is_told_in_words(refused, tmp_path, wrong, message):
-    (tmp_path / "mine.py").write_text(RECIPE.format(**{**GOOD, **wrong}))
-    told = refused("train", str(tmp_path / "mine.py"), "--run-dir", str(tmp_path / "run"))
+    told = refused("train", str(write(tmp_path, **wrong)), "--run-dir", str(tmp_path / "run"))
     assert message in told
 
 
-# One of each place where ranks find it: the recipe's names, its data, its model, the first step.
-@pytest.mark.parametrize(("wrong", "message"), [MISTAKES[n] for n in (0, 1, 3, 5, 8)])
-def test_two_ranks_tell_of_a_mistake_as_one(tmp_path, wrong, message):
+# One of each place where ranks find it: the recipe's names, its data, its model, what is tried
+# before the first step, the first step.
+PLACES = ("no splits", "a built model", "no weights", "labels out of range", "a mean as a metric")
+PLACES += ("a loss without gradient",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in PLACES else pytest.mark.slow)
+        for name in MISTAKES
+        if name not in ("a setting of a wrong type", "an option without default")
+    ],
+)
+def test_two_ranks_tell_of_a_mistake_as_one(tmp_path, name):
+    wrong, message = MISTAKES[name]
     ranks = run(tmp_path, 2, **wrong)
     assert [p.exitcode for p in ranks.processes] == [2, 2], ranks.output()
     assert message in ranks.printed(0)
     assert "Traceback" not in ranks.output()
+
+
+SAMPLES = """
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, x, y, first=100):
+        self.x, self.y, self.first = x, y, first
+    def __len__(self):
+        return {length}
+    def __getitem__(self, i):
+        x, y = self.x[i], self.y[i]
+        return ({sample}) if i >= self.first else (x, y)
+"""
+# What __getitem__ returns from one sample on, and what the message says.
+SAMPLE_MISTAKES = {
+    "strings": ("'a cat', y", "a str"),
+    "nothing": ("None", "None"),
+    "no target": ("x, None", "None"),
+    "triples": ("x, y, y", "3 values"),
+    "dicts": ("{'image': x, 'label': y}", "'image', 'label'"),
+    "changing shapes": ("x[:i % 3], y", "shape"),
+    "a sample that raises": ("x / 'broken', y", "failed at sample"),
+}
+
+
+def faulty(sample: str, *, length: str = "len(self.x)", first: int = 20) -> dict[str, str]:
+    """Return a recipe whose training samples are wrong from one on."""
+    samples = SAMPLES.replace("{length}", length).replace("{sample}", sample)
+    return {
+        "model": samples + GOOD["model"],
+        "data": f"Splits(train=Samples(x[:48], y[:48], {first}), validation=(x[48:], y[48:]))",
+    }
+
+
+@pytest.mark.parametrize(("sample", "message"), SAMPLE_MISTAKES.values(), ids=list(SAMPLE_MISTAKES))
+def test_a_wrong_sample_is_told_with_the_line_of_its_data_set(refused, tmp_path, sample, message):
+    path = write(tmp_path, **faulty(sample))
+    told = refused("train", str(path), "--run-dir", str(tmp_path / "run"))
+    assert message in told
+    assert "mine.py:" in told
+
+
+def test_a_data_set_that_is_shorter_than_it_says_is_told(refused, tmp_path):
+    path = write(tmp_path, **faulty("x, y", length="60"))
+    told = refused("train", str(path), "--run-dir", str(tmp_path / "run"))
+    assert "of 60: IndexError" in told
+
+
+def test_a_label_out_of_range_that_comes_late_is_told_with_its_step(refused, tmp_path):
+    path = write(tmp_path, **faulty("x, y + 7", first=47))
+    told = refused("train", str(path), "--run-dir", str(tmp_path / "run"))
+    assert re.search(r"at step [1-6], with inputs \(8, 4\)", told) or "first batch" in told
+    assert "mine.py:" in told
+
+
+def _each_with_a_worker(folder: Path) -> dict[str, tuple[int, str]]:
+    """Train on each kind of wrong samples, read by a worker; return exit codes and messages."""
+    told = {}
+    for name, (sample, _) in SAMPLE_MISTAKES.items():
+        place = folder / name.replace(" ", "_")
+        place.mkdir()
+        with (place / "output").open("w+") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            path = str(write(place, **faulty(sample)))
+            code = call("train", path, "--run-dir", str(place / "run"), "--num-workers", "1")
+            file.seek(0)
+            told[name] = code, file.read()
+    return told
+
+
+def test_a_loader_worker_tells_of_a_wrong_sample_as_the_process_itself_does(tmp_path):
+    (told,) = run_ranks(_each_with_a_worker, 1, tmp_path / "output", tmp_path)
+    for name, (_, message) in SAMPLE_MISTAKES.items():
+        assert message in one_message(*told[name]), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "triples" else pytest.mark.slow) for n in SAMPLE_MISTAKES],
+)
+def test_two_ranks_tell_of_a_wrong_sample(tmp_path, name):
+    sample, message = SAMPLE_MISTAKES[name]
+    path = write(tmp_path, **faulty(sample, first=0))
+    train = ("train", str(path), "--run-dir", str(tmp_path / "run"))
+    told = refusal(*train, world_size=2, folder=tmp_path / "output")
+    assert message in told
+
+
+FLAGS = {
+    "momentum": ("--optimizer", "sgd", "--momentum", "2"),
+    "run-dir": ("--run-dir", ""),
+    "global batch": ("--batch-size", "100000000000000000000"),
+    "eval-batch-size": ("--eval-batch-size", "0"),
+}
+
+
+@pytest.mark.parametrize(("name", "flags"), FLAGS.items(), ids=FLAGS)
+def test_a_flag_that_no_training_can_have_is_named(refused, here, name, flags):
+    assert name in refused("train", str(write(here)), *flags)
+    assert not (here / "runs").exists()
+
+
+def test_a_global_batch_larger_than_the_data_is_told(tmp_path):
+    ranks = run(tmp_path, batch_size="100")
+    assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
+    assert "48 training samples" in " ".join(ranks.printed(0).split())
+
+
+REGRESSION = {
+    "model": "def model():\n    return nn.Linear(4, 1)",
+    "targets": "x[:, :1] * 2",
+    "more": ", loss=nn.MSELoss()",
+}
+SOFT = {"targets": "nn.functional.one_hot((x[:, 0] > 0).long(), 2).float()"}
+
+
+@pytest.mark.parametrize("wrong", [REGRESSION, SOFT], ids=["own loss", "float targets"])
+def test_there_is_no_accuracy_by_default_where_targets_are_no_classes(tmp_path, wrong):
+    ranks = run(tmp_path, **wrong)
+    assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
+    (evaluated,) = (r for r in read_records(tmp_path / "run") if r["event"] == "evaluation")
+    assert "loss" in evaluated
+    assert "accuracy" not in evaluated
 
 
 def test_the_good_recipe_that_these_mistakes_are_planted_in_trains(tmp_path):
@@ -92,11 +294,9 @@ def drawn(x):
 
 
 def test_steps_due_at_the_end_of_an_epoch_are_not_forgotten(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(RECIPE.format(**GOOD))
     ranks = samestep(
         "train",
-        str(path),
+        str(write(tmp_path)),
         "--run-dir",
         str(tmp_path / "run"),
         "--epochs",

@@ -132,7 +132,7 @@ class WholeStep(EagerStep):
             try:
                 result = self._graph.run(inputs, targets, lrs)
             except Exception as error:
-                self._tell(error, inputs, targets, step)
+                self._tell(error, inputs, targets)
             self._phases.lap("step")
             return result
         before = time.perf_counter()
@@ -150,7 +150,7 @@ class WholeStep(EagerStep):
         try:
             why = why_only_eager(self._trainee, inputs, targets, self._settings.precision)
         except Exception as error:
-            self._tell(error, inputs, targets, step)
+            self._tell(error, inputs, targets)
         self._agreed = True
         return why
 

@@ -107,7 +107,7 @@ def outputs_of(
         with autocast(precision, device):
             return model(inputs)
     except Exception as error:
-        blame(f"The recipe's model{place} failed with inputs {describe(inputs)}", error)
+        blame(f"The recipe's model failed with inputs {describe(inputs)}", error, place)
 
 
 class Totals:
@@ -156,7 +156,7 @@ class Totals:
             return function(outputs, targets)
         except Exception as error:
             trees = f"outputs {describe(outputs)} and targets {describe(targets)}"
-            blame(f"The recipe's {what}{defined_at(function)} failed with {trees}", error)
+            blame(f"The recipe's {what} failed with {trees}", error, defined_at(function))
 
     def means(self) -> dict[str, Any]:
         """Return what `evaluate` does, over all ranks; every rank calls it."""

@@ -104,7 +104,7 @@ class EagerStep:
         self._casts = autocast_dtype(settings.precision) is not None
         self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
-        self._agreed = False
+        self._agreed, self._step = False, 0
         self._together = settings.sync_batchnorm and world.world_size > 1
         self._unchecked = world.world_size > 1
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
@@ -122,7 +122,7 @@ class EagerStep:
         self._seed(step)
         for parameter in self._parameters:
             parameter.grad = None
-        loss = self._backward(block, step)
+        loss = self._backward(block)
         if self._unchecked:
             self._unchecked = False
             check_used(trainee.model)
@@ -138,7 +138,7 @@ class EagerStep:
         self._phases.lap("optimizer")
         return StepResult([loss], None if norm is None else [norm])
 
-    def _backward(self, block: Block, step: int) -> Tensor:
+    def _backward(self, block: Block) -> Tensor:
         """Add up the gradients of this rank's micro-steps; return its part of the mean loss."""
         world_size = self._world.world_size
         total: Tensor | None = None
@@ -160,7 +160,7 @@ class EagerStep:
                 else:
                     loss = self._micro_step(inputs, targets, weight)
             except Exception as error:
-                self._tell(error, inputs, targets, step)
+                self._tell(error, inputs, targets)
             total = loss if total is None else total + loss
         assert total is not None
         return total / world_size if world_size > 1 else total
@@ -223,15 +223,16 @@ class EagerStep:
         self._agreed = True
         return loss
 
-    def _tell(self, error: Exception, inputs: Any, targets: Any, step: int = 0) -> NoReturn:
+    def _tell(self, error: Exception, inputs: Any, targets: Any) -> NoReturn:
         """Raise what the user is told of an error in a micro-step."""
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise error
-        when = f"at step {step + 1}" if self._agreed else "on the first batch"
+        when = f"at step {self._step + 1}" if self._agreed else "on the first batch"
         blame(
-            f"The recipe's model{self._trainee.place} or loss failed {when}, with inputs "
-            f"{describe(inputs)} and targets {describe(targets)} on this rank",
+            f"The recipe's model or loss failed {when}, with inputs {describe(inputs)} and "
+            f"targets {describe(targets)} on this rank",
             error,
+            self._trainee.place,
         )
 
     def _clip(self, *, want_norm: bool) -> Tensor | None:
@@ -248,4 +249,5 @@ class EagerStep:
 
         Ranks draw different numbers, since they hold different samples.
         """
+        self._step = step
         seed_torch(mix_next(self._rank_seed, step), self._world.device)
