@@ -484,6 +484,21 @@ def test_data_without_samples_is_refused(data):
 
 def test_a_data_set_of_two_tensors_is_held_in_memory():
     assert isinstance(source(TensorDataset(*samples(5))), MemorySource)
+
+
+class Doubled(TensorDataset):
+    """A tensor data set that reads its samples in a way of its own."""
+
+    def __getitem__(self, index):
+        inputs, targets = super().__getitem__(index)
+        return inputs * 2, targets
+
+
+def test_a_tensor_data_set_that_reads_in_a_way_of_its_own_is_asked_for_each_sample():
+    inputs, targets = samples(5)
+    ((read, its),) = source(Doubled(inputs, targets)).evaluation(5)
+    assert torch.equal(read, inputs * 2)
+    assert torch.equal(its, targets)
     assert isinstance(source(samples(5)), MemorySource)
     assert isinstance(source(Listed(*samples(5))), LoaderSource)
     assert isinstance(source([(torch.zeros(2), 0), (torch.ones(2), 1)]), LoaderSource)

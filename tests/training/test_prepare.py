@@ -135,6 +135,17 @@ def test_optimizer_state_of_another_layout_is_applied_to_the_right_weights(saved
         assert value.stride() == other.weight.stride()
 
 
+def test_activation_checkpoints_count_a_batch_once_with_synchronised_normalisation():
+    """In one process SyncBatchNorm computes as BatchNorm does, and counts its batches alike."""
+
+    def build():
+        return nn.SyncBatchNorm.convert_sync_batchnorm(blocks())
+
+    plain, again = build(), prepared(build(), checkpoint_activations=True)
+    for one, other in zip(steps(plain), steps(again), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_a_model_without_marked_blocks_is_refused():
     with pytest.raises(UserError, match="--checkpoint-activations"):
         prepared(nn.Linear(2, 2), checkpoint_activations=True)

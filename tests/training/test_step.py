@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import Settings
+from samestep import Settings, UserError
 from samestep.data.blocks import Block
+from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.training.optimizer import make_optimizer
 from samestep.training.step import EagerStep, Trainee
@@ -78,6 +79,38 @@ def test_a_step_of_any_micro_steps_is_gradient_descent_on_the_mean(batch_size):
     assert float(result.losses[0]) == pytest.approx(3.5)
     assert float(result.grad_norms[0]) == pytest.approx(7)
     assert model.weight.item() == pytest.approx(-2.5)
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(33, 16), (5, 1), (7, 2), (64, 16)])
+def test_ranks_that_talk_in_forward_take_equally_many_micro_steps(rows, batch_size):
+    """With SyncBatchNorm a rank with fewer forwards than another would let that one wait."""
+    calls, total = set(), 0.0
+    for rank in range(2):
+        model = Drawing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loss = lambda outputs, _: outputs.mean()  # noqa: E731
+        trainee = Trainee(model=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss)
+        world = World(rank=rank, world_size=2)
+        step = EagerStep(trainee, Settings(sync_batchnorm=True), world, batch_size)
+        step._agreed = True  # nobody is there to agree with
+        mine = share(range(rows), rank, 2)
+        inputs = torch.arange(float(rows))[mine.start : mine.stop]
+        step._backward(Block(0, 1, inputs, torch.zeros(len(mine)), len(mine), 1.0, rows))
+        calls.add(len(model.drawn))
+        total += float(model.weight.grad) / 2  # as DDP averages it
+    assert len(calls) == 1
+    assert total == pytest.approx((rows - 1) / 2)
+
+
+def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_cut():
+    model, _ = steps_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss = lambda outputs, _: outputs.mean()  # noqa: E731
+    trainee = Trainee(model=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss)
+    step = EagerStep(trainee, Settings(), World(), 2)
+    graphs = Block(0, 1, torch.arange(9.0), torch.zeros(4), 4, 1.0, 4)  # 9 nodes of 4 graphs
+    with pytest.raises(UserError, match=r"4 samples holds \(9,\) float32.*--accumulate"):
+        step(graphs, 0, [0.5], want_norm=False)
 
 
 def test_clipping_scales_the_gradient_down_to_the_norm_and_never_up():
