@@ -147,7 +147,6 @@ def test_the_result_says_how_the_run_ended(of_two_ranks):
         "steps": 6,
         "device": "cpu",
         "backend": "gloo",
-        "timeout_s": 77.0,
     }
     assert {"loss", "accuracy", "samples"} <= result["test"].keys()
     assert result["test"]["samples"] == 15
@@ -284,6 +283,7 @@ SETTINGS = {
     "seed": 7,
     "device": "cpu",
     "backend": "gloo",
+    "timeout_s": 77.0,
     "compile": "on",
     "threads": 2,
     "num_workers": 1,
