@@ -284,6 +284,7 @@ SETTINGS = {
     "device": "cpu",
     "backend": "gloo",
     "timeout_s": 77.0,
+    "oversubscribe": True,
     "compile": "on",
     "threads": 2,
     "num_workers": 1,
