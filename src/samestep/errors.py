@@ -75,6 +75,13 @@ def blame(what: str, error: Exception, place: str = "") -> NoReturn:
     raise UserError(f"{what}: {type(error).__name__}: {text}{raised_at(error) or place}") from error
 
 
+def caused(error: Exception) -> Exception:
+    """Return what a user's code raised, where a `UserError` tells of it; else the error itself."""
+    while isinstance(error, UserError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
 def raised_at(error: Exception) -> str:
     """Return " at FILE:LINE", the innermost line that is the user's; nothing if none is."""
     import traceback  # noqa: PLC0415 - it is needed after a mistake only

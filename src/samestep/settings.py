@@ -165,8 +165,7 @@ MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
         "timeout_s",
-        *("checkpoint_activations", "threads", "num_workers", "oversubscribe"),
-        "eval_batch_size",
+        *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
         *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),

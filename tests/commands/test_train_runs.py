@@ -272,6 +272,7 @@ SETTINGS = {
     "optimizer": "adamw",
     "lr": 0.25,
     "momentum": 0.5,
+    "eval_batch_size": 7,
     "weight_decay": 0.125,
     "lr_scaling": "sqrt",
     "base_batch_size": 8,
@@ -283,6 +284,7 @@ SETTINGS = {
     "device": "cpu",
     "backend": "gloo",
     "timeout_s": 77.0,
+    "oversubscribe": True,
     "compile": "on",
     "threads": 2,
     "num_workers": 1,
@@ -396,6 +398,7 @@ def test_a_flag_beats_the_toml_file(here, name):
 
 
 OTHER_VALUES = {
+    "momentum": 0.25,
     "run_dir": "third",
     "monitor": "accuracy",
     "hidden_dims": (5,),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from samestep.data.recipe_splits import load_splits
-from samestep.errors import LOST_PEER, UserError, is_users
+from samestep.errors import LOST_PEER, UserError, caused, is_users
 from samestep.execution.request import Request
 from samestep.execution.session import run_session
 from samestep.ranks.world import World
@@ -199,6 +199,8 @@ class _Start:
 
 
 def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFailure:
+    if trace.begun > 1:  # what fails now and not at once depends on the batch
+        error = caused(error)
     mistake = isinstance(error, UserError)
     text = str(error).strip()
     if not mistake:
