@@ -77,3 +77,11 @@ def test_what_all_ranks_agreed_on_is_left_once(job):
     log.rank = 3
     report(UserError("no", on_all_ranks=True), log)
     assert list(job.iterdir()) == []
+
+
+def test_a_rank_that_waited_too_long_names_the_setting(capfd):
+    error = RuntimeError(
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"
+    )
+    assert report(error) == 1
+    assert "--timeout-s" in capfd.readouterr().err

@@ -28,12 +28,12 @@ WRITES = {
 SCRIPT = """
 import os, pathlib, sys, tempfile
 import numpy, torch
-from samestep.verification import randomness
+from samestep import errors
 from samestep.verification.rows import one_writer
 python, library = (str(pathlib.Path(name).absolute()) + os.sep for name in ("python", "library"))
 one_writer._PYTHON += (python,)
 one_writer._LIBRARIES += (library,)
-randomness._NOT_THE_USERS = (*randomness._NOT_THE_USERS, python, library)
+errors._LIBRARIES = (*errors._LIBRARIES, python, library)
 sys.path += [python, library]
 import cached
 found = one_writer.watch_output(pathlib.Path("elsewhere").absolute())

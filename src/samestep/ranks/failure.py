@@ -65,6 +65,8 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
         time.sleep(GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
+        if "timed out" in message.lower():
+            message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
     if os.environ.get(PARENT):
         # The parent, which parsed the flags first, takes a mistake for one of all ranks.
         alone = code == 2 and error.__cause__ is not None and not getattr(error, "on_all_ranks", 0)
