@@ -31,8 +31,8 @@ def model():
     return nn.Linear(4, 2)
 
 def loss(outputs, targets):
-    if PACE.exists():
-        time.sleep(float(PACE.read_text()))  # a model as slow as the test wants it
+    if PACE.exists() and outputs.requires_grad:
+        time.sleep(float(PACE.read_text()))  # a model as slow to train as the test wants it
     return nn.functional.cross_entropy(outputs, targets)
 
 recipe = Recipe(model=model, data=data, loss=loss,

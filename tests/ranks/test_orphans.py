@@ -49,7 +49,7 @@ def test_a_rank_whose_launcher_is_gone_ends_before_it_imports_anything(tmp_path)
 def test_a_command_that_a_rank_starts_is_no_rank(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "samestep", "--version"],
-        env={**os.environ, "SAMESTEP_PARENT": str(os.getppid())},
+        env={**os.environ, "SAMESTEP_PARENT": "1", "SAMESTEP_RANK_PROCESS": str(os.getpid())},
         cwd=tmp_path,
         check=False,
         timeout=60,

@@ -118,6 +118,14 @@ def test_a_mistake_that_a_rank_left_counts_whatever_the_launcher_made_of_it(run)
     assert "[rank 1] There is no data.csv." in decision.text
 
 
+def test_what_a_users_code_raised_after_some_steps_is_tried_again(run):
+    left = {"rank": 1, "code": 2, "message": "OSError: the disk is gone", "raised": True}
+    write(run, FAILURE.format(rank=1), left)
+    assert decide(read(run, 2), Restarts(), 2).word == "failed"
+    (run / STEPPED).touch()
+    assert decide(read(run, 2), Restarts(), 2).word == "again"
+
+
 @pytest.mark.parametrize("code", [1, 137])
 def test_where_no_step_was_ever_taken_the_job_is_not_started_again(run, code):
     end = read(run, code)

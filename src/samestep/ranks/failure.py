@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from samestep.errors import LOST_PEER, UserError, is_users
+from samestep.errors import LOST_PEER, UserError, caused, is_users
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.log import RankLog
 from samestep.ranks.startup import PARENT
@@ -52,14 +52,16 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
     if path is not None:
         # On a full disk the log takes nothing more; the message must reach the user all the same.
         with contextlib.suppress(OSError), path.open("a") as file:
-            caused = code == 1 or error.__cause__ is not None
-            file.write("".join(traceback.format_exception(error)) if caused else message + "\n")
+            whole = code == 1 or error.__cause__ is not None
+            file.write("".join(traceback.format_exception(error)) if whole else message + "\n")
     told_by_rank_0 = rank != 0 and getattr(error, "on_all_ranks", False)
     lost_peer = is_lost_peer(error)
     if not told_by_rank_0 and (run := os.environ.get(JOB_RUN)):
         failure = {"rank": rank, "code": code, "message": message, "time": time.time()}
         with contextlib.suppress(OSError):
-            told = json.dumps(failure | {"lost_peer": lost_peer})
+            # What the user's code raised may not come again, as an error of a disk.
+            raised = isinstance(error, UserError) and not isinstance(caused(error), UserError)
+            told = json.dumps(failure | {"lost_peer": lost_peer, "raised": raised})
             Path(run, FAILURE.format(rank=rank)).write_text(told)
     if lost_peer:
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.

@@ -16,6 +16,7 @@ import sys
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
+_IS_RANK = "SAMESTEP_RANK_PROCESS"
 
 _held: list[int] = []
 _usual = gc.get_threshold()
@@ -28,22 +29,14 @@ def die_with_parent() -> None:
     Otherwise killing the command would leave ranks that go on training unseen.
     """
     parent = os.environ.get(PARENT)
-    if parent and sys.platform == "linux":
-        import ctypes  # noqa: PLC0415 - other commands need it later, or not at all
+    if not parent or sys.platform != "linux" or _IS_RANK in os.environ:
+        return  # what a rank starts is no rank
+    import ctypes  # noqa: PLC0415 - other commands need it later, or not at all
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(parent) and not _exists(int(parent)):
-            os._exit(1)  # it died before it could be asked for
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    os.environ[_IS_RANK] = str(os.getpid())
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):  # it died before it could be asked for
+        os._exit(1)
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -145,14 +145,18 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     why = (
         cause.sentence if cause and (cause.said or cause.signal) else left.removeprefix("failed: ")
     )
+    stepped = step != 0 or (run / STEPPED).exists()
+    # 2 is samestep's own code for a mistake of the user's; what their code raised after some steps
+    # may not come again.
+    again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
+    raised = stepped and any(left.get("raised") for left in failures)
     return Ending(
         code=code,
         told=told,
         step=step,
         saved=_is_of_this_start(run, _INDEX),
-        stepped=step != 0 or (run / STEPPED).exists(),
-        # 2 is samestep's own code for a mistake of the user's.
-        mistake=bool(mistake) or code == 2 or (cause is not None and cause.comes_again),
+        stepped=stepped,
+        mistake=again and not raised,
         stopped=result.get("status") == "stopped",
         why=mistake or why or _last_message(lines) or _meaning(code, cause),
         frames=cause.frames if cause and not mistake else (),
