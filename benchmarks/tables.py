@@ -119,6 +119,7 @@ def _spiral(epochs: int) -> Table:
             Target(row="samestep", against="tensor slicing, fused Adam", limit=0.9),
             Target(row="samestep", limit=1.5),
             Target(row="samestep, compile on", limit=6.0),
+            Target(row="samestep, engine lightning", against="Lightning, no logging", limit=0.9),
         ),
     )
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -71,8 +72,10 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def is_cross_entropy(loss: object) -> bool:
-    """Whether a loss is PyTorch's cross-entropy, whose targets are classes."""
-    return loss is nn.functional.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
+    """Whether a loss is PyTorch's cross-entropy, or its second half: the targets are classes."""
+    function = loss.func if isinstance(loss, partial) else loss
+    named = function in (nn.functional.cross_entropy, nn.functional.nll_loss)
+    return named or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
 _BY_DEFAULT = {"accuracy": accuracy}

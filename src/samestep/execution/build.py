@@ -19,7 +19,6 @@ from samestep.machine import usable_cores
 from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Splits
-from samestep.settings import Settings
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.memory import keep_freed_memory
@@ -77,7 +76,7 @@ def build(
         lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
     )
     seed_rank(settings.seed, world.rank)
-    threads = _share_cores(settings, model, world, train)
+    threads = _share_cores(request, model, world, train)
     keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
     validation = source(splits.validation) if splits.validation is not None else None
@@ -127,7 +126,7 @@ def _compiled(model: nn.Module) -> nn.Module:
     return cast("nn.Module", torch.compile(model, dynamic=False))
 
 
-def _share_cores(settings: Settings, model: nn.Module, world: World, train: Source) -> int:
+def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:
     """Set the number of threads of this rank, among those with the same cores; return it.
 
     Raises:
@@ -135,7 +134,9 @@ def _share_cores(settings: Settings, model: nn.Module, world: World, train: Sour
     """
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
-    if isinstance(train, LoaderSource) and not settings.oversubscribe:
+    settings = request.settings
+    # A run that goes on trains as it did, if slowly.
+    if isinstance(train, LoaderSource) and not (settings.oversubscribe or request.resume):
         world.on_every(lambda: check_workers(settings.num_workers, neighbours, len(cores)))
     threads = choose_threads(settings.threads, model, len(cores), neighbours)
     torch.set_num_threads(threads)

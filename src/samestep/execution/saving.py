@@ -12,7 +12,7 @@ from samestep.execution.changes import check_changes, words_of
 from samestep.execution.request import Request, to_toml
 from samestep.run import checkpoints
 from samestep.run.directory import is_run
-from samestep.run.index import Entry, announce, read_index
+from samestep.run.index import Entry, announce, read_index, remove_unannounced
 from samestep.run.records import Record, read_records
 from samestep.training.snapshot import capture, restore
 from samestep.training.work import State, Work
@@ -29,7 +29,9 @@ def make_writer(work: Work, state: State, path: Path, made_with: str = "") -> Wr
     # Those of later steps were passed over as damaged, and their steps are trained again.
     step = state.position.step
     index = work.world.on_main(lambda: read_index(folder).up_to(step))
+    spared: tuple[str, ...] = ()
     if index.monitor != state.watch.metric:  # values of another metric rank nothing
+        spared = tuple(entry.path for entry in index.checkpoints)  # and cost no file
         entries = tuple(replace(entry, metric=None) for entry in index.checkpoints)
         index = replace(index, checkpoints=entries)
 
@@ -43,7 +45,7 @@ def make_writer(work: Work, state: State, path: Path, made_with: str = "") -> Wr
             metric = None  # JSON has neither, and such a checkpoint is no candidate for the best
         entry = Entry(path=name, step=step, epoch=epoch, sha256=digest, metric=metric)
         index = replace(index, monitor=state.watch.metric, mode=state.watch.mode)
-        index = announce(folder, index, entry, work.settings.keep_top_k)
+        index = announce(folder, index, entry, work.settings.keep_top_k, spared)
         return {
             "event": "checkpoint",
             "step": step,
@@ -107,6 +109,7 @@ def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | 
         return None
     entry, problems = found
     saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
+    world.on_main(lambda: _remove_unannounced(path))
     made_with, changes = saved.get("made_with"), {}
     if made_with:  # checkpoints of earlier versions do not say
         where = f"{path / 'checkpoints' / entry.path}"
@@ -116,6 +119,13 @@ def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | 
         )
     restore(work, state, request.recipe.name, saved)
     return Resumed(checkpoint=entry.path, problems=problems, changes=words_of(changes))
+
+
+def _remove_unannounced(path: Path) -> None:
+    records = list(read_records(path, superseded=True))
+    announced = [Path(r["path"]).name for r in records if r["event"] == "checkpoint"]
+    since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
+    remove_unannounced(path / "checkpoints", announced, since)
 
 
 def _newest(path: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:

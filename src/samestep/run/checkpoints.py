@@ -1,7 +1,9 @@
 """Checkpoint files: written whole or not at all, hashed, verified when they are loaded."""
 
+import contextlib
 import hashlib
 import io
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,23 +79,23 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
     Raises:
         UserError: it could not be written; nothing is left behind.
     """
-    hashes: list[_FileHash] = []
 
-    def write(file: BinaryIO) -> None:
-        hashes.append(_FileHash(Path(file.name)))
-        writer = _Writer(file, hashes[0].grown)
+    def write(file: BinaryIO) -> str:
+        following = _FileHash(Path(file.name))
+        writer = _Writer(file, following.grown)
         try:
             torch.save(state, cast("BinaryIO", writer))
+            file.flush()
+            os.fsync(file.fileno())  # the hash goes on meanwhile
         except Exception:
+            with contextlib.suppress(OSError):
+                following.end()
             if writer.error is not None:
                 raise writer.error from None
             raise
+        return following.end()  # it has closed the file, which Windows does not rename before
 
-    try:
-        write_atomically(folder / name, write)
-    finally:  # the file's sync took place meanwhile
-        digest = hashes[0].end() if hashes else ""
-    return digest
+    return write_atomically(folder / name, write)
 
 
 def load(folder: Path, entry: Entry) -> dict[str, Any]:

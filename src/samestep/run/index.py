@@ -6,6 +6,7 @@ leaves the index, and every file it names, as they were.
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -63,28 +64,39 @@ class Index:
         """Return the index without the checkpoints of later steps."""
         return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.step <= step))
 
-    def prune(self, keep_top_k: int | None) -> "Index":
-        """Return the index with only the best k and the last."""
+    def prune(self, keep_top_k: int | None, spared: Collection[str] = ()) -> "Index":
+        """Return the index with only the best k, the last, and the files that are spared."""
         if keep_top_k is None:
             return self
         keep = {entry.path for entry in (*self.ranked()[:keep_top_k], self.last) if entry}
+        keep |= {*spared}
         return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.path in keep))
 
 
-def announce(folder: Path, index: Index, entry: Entry, keep_top_k: int | None) -> Index:
-    """Name a written checkpoint in the index, then delete those that it does not name.
-
-    Those are what is no longer kept, and what a kill left between a file and its announcement.
-    """
-    kept = index.add(entry).prune(keep_top_k)
+def announce(
+    folder: Path, index: Index, entry: Entry, keep_top_k: int | None, spared: Collection[str] = ()
+) -> Index:
+    """Name a written checkpoint in the index, then delete those that are no longer kept."""
+    kept = index.add(entry).prune(keep_top_k, spared)
     table: dict[str, object] = {"last": kept.last, "best": kept.best}
     table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
     write_text(folder / "index.json", json.dumps(table, indent=2, default=asdict) + "\n")
-    named = {e.path for e in kept.checkpoints}
-    for file in folder.glob("checkpoint_*.pt"):
-        if file.name not in named and _OURS.fullmatch(file.name):
-            file.unlink(missing_ok=True)
+    for gone in {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}:
+        (folder / gone).unlink(missing_ok=True)
     return kept
+
+
+def remove_unannounced(folder: Path, announced: Collection[str], since: float) -> None:
+    """Delete what a kill of this run left between writing a checkpoint and announcing it.
+
+    Only files of our own names, written since the run began and never announced, so that what
+    somebody put there, or what an old index does not know, stays.
+    """
+    named = {*announced, *(entry.path for entry in read_index(folder).checkpoints)}
+    for file in folder.glob("checkpoint_*.pt"):
+        ours = _OURS.fullmatch(file.name) and file.name not in named
+        if ours and file.stat().st_mtime >= since:
+            file.unlink(missing_ok=True)
 
 
 def read_index(folder: Path) -> Index:

@@ -35,11 +35,12 @@ def check_format(start: Record, path: Path) -> None:
         )
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path, *, superseded: bool = False) -> Iterator[Record]:
     """Yield the records of a run as one uninterrupted run would have written them.
 
     A resumed run starts again from a checkpoint, so the records that an earlier attempt wrote for
-    later steps are superseded: they are left out here, though they stay in the file.
+    later steps are superseded: they are left out, though they stay in the file, unless they are
+    asked for.
 
     Raises:
         UserError: there is no run here, a line of it is damaged, or its format is newer than this
@@ -52,7 +53,8 @@ def read_records(path: Path) -> Iterator[Record]:
         raise UserError(f"{path} holds no run: {file} cannot be read.") from error
     # What follows the last newline was torn off by a kill.
     whole = enumerate(lines[:-1], start=1)
-    yield from as_uninterrupted((_record(line, number, file) for number, line in whole), path)
+    records = (_record(line, number, file) for number, line in whole)
+    yield from records if superseded else as_uninterrupted(records, path)
 
 
 def _record(line: bytes, number: int, file: Path) -> Record:

@@ -131,8 +131,9 @@ def _evaluate(
         _stop(state, signum)
         yield save_now(work, state, between, None)
         return None
+    yield from before  # this evaluation is done: it will not be repeated
     record, metric = judge(work, state, values, time.perf_counter() - started)
-    yield from (*before, record)
+    yield record
     stop_early(work, state)
     return metric
 

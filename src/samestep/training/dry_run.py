@@ -16,7 +16,7 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.source import Source
 from samestep.errors import UserError, defined_at
 from samestep.ranks.world import World
-from samestep.recipe import Recipe, Splits, accuracy, is_cross_entropy
+from samestep.recipe import Recipe, Splits, accuracy
 from samestep.settings import Precision
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
 from samestep.training.precision import autocast
@@ -73,7 +73,7 @@ def dry_run(
     classes = splits.classes if splits.test is not None else ()
     with as_evaluated(trial, seed=0):
         outputs = outputs_of(trial, inputs, precision, world.device, defined_at(recipe.model))
-        if is_cross_entropy(loss):
+        if loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss:
             ignored = getattr(loss, "ignore_index", -100)
             for name, source in (("training", train), ("evaluated", evaluated)):
                 _check_labels(name, source, outputs, ignored)
@@ -151,9 +151,11 @@ def _check_pairs(
     spread = (0.5 + 0.4 * places.sin()).view(outputs.shape).to(outputs.dtype)
     try:
         one, other = float(trial(spread, targets)), float(trial(spread, turned))
+        blank = float(trial(spread, torch.zeros_like(targets)))
     except Exception:
         return  # it fails by itself, or takes other outputs than these
-    if abs(one - other) <= 1e-6 * abs(one):
+    looks = one != 0 and abs(one - blank) > 1e-6 * abs(one)  # at its targets at all
+    if looks and abs(one - other) <= 1e-6 * abs(one):
         raise UserError(
             f"The recipe's loss{defined_at(loss)} does not tell which target belongs to which "
             f"output: outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}, so "
