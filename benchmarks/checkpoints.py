@@ -64,10 +64,16 @@ def _measure(folder: Path, mib: int, rounds: int) -> tuple[str, float]:
     rows = mib * 2**20 // 4 // TENSORS
     model = {f"weight {n}": torch.randn(rows) for n in range(TENSORS)}
     state: dict[str, Any] = {"format": checkpoints.FORMAT, "model": model}
-    plain, ours = [], []
+    plain: list[float] = []
+    ours: list[float] = []
+    turns: list[tuple[list[float], Callable[[], object]]] = [
+        (plain, lambda: _save_plainly(folder / "plain.pt", state)),
+        (ours, lambda: checkpoints.save(folder, "ours.pt", state)),
+    ]
     for _ in range(rounds):
-        plain.append(_seconds(lambda: _save_plainly(folder / "plain.pt", state)))
-        ours.append(_seconds(lambda: checkpoints.save(folder, "ours.pt", state)))
+        for seconds, save in turns:
+            seconds.append(_seconds(save))
+        turns.reverse()  # a disk may be slower after a write
     digest = checkpoints.save(folder, "ours.pt", state)
     entry = Entry(path="ours.pt", step=1, epoch=1, sha256=digest)
     loaded = [_seconds(lambda: checkpoints.load(folder, entry)) for _ in range(3)]
