@@ -179,7 +179,7 @@ def test_data_that_a_closure_makes_is_no_part_of_the_forward():
     script.hooks.phases = Phases()
 
     def closure():
-        time.sleep(0.02)
+        time.sleep(0.02)  # planted: slow Python between the steps
         script.optimizer.zero_grad()
         loss = script.model(DATA.tensors[0]).square().mean()
         loss.backward()

@@ -87,7 +87,7 @@ class Endless(IterableDataset):
             yield torch.randn(8), torch.randn(1)
 for x, y in DataLoader(Endless(), batch_size=4):
     if torch.autograd.profiler._is_profiler_enabled:
-        time.sleep(0.1)
+        time.sleep(0.1)  # planted: slower while it is traced
     step(x, y)
     if time.monotonic() - began > 2:
         break

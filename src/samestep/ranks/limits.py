@@ -9,10 +9,9 @@ from samestep.errors import UserError
 from samestep.machine import free_memory_bytes, quota_cores, usable_cores
 
 MOST_PER_CORE = 4
-RANK_BYTES = 200 << 20
-"""Memory that a rank has for itself once PyTorch is imported: at least so much, model and data
-aside."""
-WORKER_BYTES = 20 << 20
+RANK_BYTES = 220 << 20
+"""Memory that a rank has for itself with a tiny model on the CPU; two of spiral's had 224 MiB."""
+WORKER_BYTES = 13 << 20
 """The same of a loader process, which shares most of its memory with its rank."""
 
 NumRanks = int | Literal["auto"]
@@ -41,7 +40,7 @@ def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--npro
     if number < 1:
         raise UserError(f"{flag} is {number}; it must be 1 or more.")
     if not oversubscribe:
-        _check(f"{flag} {number}", number, "ranks", RANK_BYTES, also=cores() * MOST_PER_CORE)
+        _check(f"{flag} {number}", number, "ranks", RANK_BYTES, most=cores() * MOST_PER_CORE)
 
 
 def check_workers(num_workers: int, num_ranks: int, num_cores: int) -> None:
@@ -54,7 +53,7 @@ def check_workers(num_workers: int, num_ranks: int, num_cores: int) -> None:
     if num_ranks > 1:
         what += f" for each of {num_ranks} ranks"
     number = num_workers * num_ranks
-    _check(what, number, "loader processes", WORKER_BYTES, also=num_cores * MOST_PER_CORE)
+    _check(what, number, "loader processes", WORKER_BYTES, most=num_cores * MOST_PER_CORE)
 
 
 def cores() -> int:
@@ -63,13 +62,12 @@ def cores() -> int:
     return number if quota is None else min(number, max(1, math.ceil(quota)))
 
 
-def _check(what: str, number: int, kind: str, size: int, also: int) -> None:
+def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
     """Check a number of processes against their most per core, and against memory."""
-    if number > also:
+    if number > most:
         raise UserError(
-            f"{what}: that is more than {MOST_PER_CORE} {kind} for each of the "
-            f"{also // MOST_PER_CORE} cores that may be used here. Take at most {also}, or insist "
-            "with --oversubscribe."
+            f"{what}: more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} "
+            f"usable here. Take at most {most}, or insist with --oversubscribe."
         )
     if number > _that_fit(size):
         raise UserError(
