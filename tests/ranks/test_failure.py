@@ -1,13 +1,16 @@
 """What a rank tells of its failure, to people and to the job that it belongs to."""
 
 import json
+import os
+import signal
 
 import pytest
 
 from samestep.errors import UserError
-from samestep.ranks import failure
+from samestep.ranks import failure, startup
 from samestep.ranks.failure import FAILURE, JOB_RUN, report
 from samestep.ranks.log import RankLog
+from samestep.training.stopping import catch_signals
 
 CODE = """
 def outer(inner):
@@ -85,3 +88,29 @@ def test_a_rank_that_waited_too_long_names_the_setting(capfd):
     )
     assert report(error) == 1
     assert "--timeout-s" in capfd.readouterr().err
+
+
+def fail_after(signum: int, error: Exception) -> int:
+    """Return the exit code of a training that fails after it got a signal, 0 for none."""
+    try:
+        with catch_signals():
+            if signum:
+                os.kill(os.getpid(), signum)
+            raise error
+    except type(error) as raised:
+        return report(raised)
+
+
+@pytest.mark.parametrize(("signum", "told"), [(0, 1), (signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+def test_a_rank_that_its_launcher_ends_because_another_failed_says_nothing_of_it(
+    monkeypatch, capfd, signum, told
+):
+    monkeypatch.setattr(startup, "_held", [])
+    assert fail_after(signum, RuntimeError("Connection reset by peer")) == 1
+    assert capfd.readouterr().err.count("samestep: ") == told
+
+
+def test_a_rank_that_fails_by_itself_says_so_although_it_was_to_stop(monkeypatch, capfd):
+    monkeypatch.setattr(startup, "_held", [])
+    assert fail_after(signal.SIGTERM, KeyError("x")) == 1
+    assert capfd.readouterr().err.count("samestep: ") == 1

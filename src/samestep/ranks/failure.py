@@ -8,6 +8,7 @@ only if nobody has ended it by then.
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ from pathlib import Path
 from samestep.errors import LOST_PEER, UserError, caused, is_users
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.log import RankLog
-from samestep.ranks.startup import PARENT
+from samestep.ranks.startup import PARENT, unheeded_signal
 
 TASK = "SAMESTEP_TASK"
 """Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
@@ -65,6 +66,10 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
             Path(run, FAILURE.format(rank=rank)).write_text(told)
     if lost_peer:
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
+        # SIGTERM was its word, if it came while the training still took it for a wish to stop.
+        ended = unheeded_signal() == signal.SIGTERM
+        if ended and not os.environ.get(PARENT):
+            return code
         time.sleep(GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
         if "timed out" in message.lower():

@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep.ranks.failure import STARTED_AT, TASK, print_error
 from samestep.ranks.limits import THREADS_WISHED
-from samestep.ranks.startup import PARENT, held_warning, stop_signals
+from samestep.ranks.startup import PARENT, stop_signals, unheeded_signal
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     # The agent's own accounts of a failure are for its developers; ours follows. This process
     # does nothing else, so nothing else is silenced.
     logging.disable(logging.CRITICAL)
-    if held_warning():
-        return Ended(128 + held_warning())  # no rank has begun, so none has to be told
+    if unheeded_signal():
+        return Ended(128 + unheeded_signal())  # no rank has begun, so none has to be told
     variables = dict(os.environ)
     # The agent keeps them, and would raise its own exception where nobody expects it.
     kept = stop_signals()

@@ -57,8 +57,13 @@ def hold_warning() -> None:
             signal.signal(signal.SIGUSR1, lambda signum, _frame: _held.append(signum))
 
 
-def held_warning() -> int:
-    """Return the signal that came meanwhile, or 0."""
+def leave_unheeded(signum: int) -> None:
+    """Keep a signal that a training got and could no longer act on."""
+    _held.append(signum)
+
+
+def unheeded_signal() -> int:
+    """Return the newest signal that came and that nothing has acted on, or 0."""
     return _held[-1] if _held else 0
 
 

@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from samestep.ranks.startup import held_warning, stop_signals
+from samestep.ranks.startup import leave_unheeded, stop_signals, unheeded_signal
 from samestep.ranks.world import World
 
 # Ranks agree about once in this many seconds; a signal waits at most that long, or one step.
@@ -31,7 +31,7 @@ class Received:
 @contextmanager
 def catch_signals() -> Iterator[Received]:
     """Turn the stop signals into a request; a second SIGINT ends at once."""
-    received = Received(held_warning())
+    received = Received(unheeded_signal())
 
     def remember(signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGINT and received.signum == signal.SIGINT:
@@ -43,6 +43,10 @@ def catch_signals() -> Iterator[Received]:
     before = {number: signal.signal(number, remember) for number in stop_signals()}
     try:
         yield received
+    except BaseException:
+        if received.signum:
+            leave_unheeded(received.signum)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
