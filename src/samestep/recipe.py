@@ -29,6 +29,10 @@ Transform = Callable[[Tensor], Tensor]
 """Stored inputs → model inputs, a whole batch on the device: normalisation."""
 Augment = Callable[[Tensor, Tensor], Tensor]
 """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
+Collate = Callable[[list[Any]], Any]
+"""Samples of a data set → a batch: a tree of tensors, or an object with `to(device)`."""
+Forward = Callable[[nn.Module, Any], Any]
+"""(model, batch) → outputs."""
 
 
 RESERVED_NAMES = frozenset(
@@ -93,7 +97,16 @@ class Recipe:
     data: Callable[..., Splits]
     """Reads or makes the data."""
     loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
-    """(outputs, targets) → mean loss over the samples of the batch, a scalar."""
+    """(outputs, targets) → mean loss over the samples of the batch, a scalar. With `forward` it is
+    given (outputs, batch), and so are the metrics."""
+    loss_terms: Callable[[Any], Any] | None = None
+    """batch → the number of what the loss is a mean over, where that is not samples: tokens, nodes,
+    pixels, or a sum of weights. The mean over all ranks and micro-steps is then exact."""
+    collate: Collate | None = None
+    """Puts the samples of a `Dataset` into a batch, where they differ in size or form: a pair
+    (inputs, targets), or with `forward` any tree of tensors."""
+    forward: Forward | None = None
+    """(model, batch) → outputs, for batches that are more than one argument of the model."""
     metrics: Mapping[str, Callable[[Any, Any], Tensor]] = field(default_factory=lambda: _BY_DEFAULT)
     """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. By
     default accuracy, where the loss is cross-entropy and the targets are classes."""

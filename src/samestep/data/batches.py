@@ -12,7 +12,7 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.source import Reading, Source
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import Augment, InMemory, Recipe, Transform
+from samestep.recipe import Augment, Collate, InMemory, Recipe, Transform
 from samestep.settings import Settings
 
 
@@ -25,6 +25,8 @@ def open_source(
     num_workers: int,
     transform: Transform | None = None,
     augment: Augment | None = None,
+    collate: Collate | None = None,
+    whole: bool = False,
     lap: Lap = untimed,
 ) -> Source:
     """Return the source that suits a data set: memory for tensors, else a DataLoader.
@@ -35,7 +37,14 @@ def open_source(
         UserError: the data has no samples, or is neither tensors nor a map-style data set.
     """
     reading = Reading(
-        world=world, seed=seed, dtype=dtype, transform=transform, augment=augment, lap=lap
+        world=world,
+        seed=seed,
+        dtype=dtype,
+        transform=transform,
+        augment=augment,
+        collate=collate,
+        whole=whole,
+        lap=lap,
     )
     # A subclass may read its samples in a way of its own.
     if type(data) is TensorDataset and len(data.tensors) == 2:
@@ -73,5 +82,7 @@ def open_split(
         num_workers=settings.num_workers,
         transform=recipe.transform,
         augment=recipe.augment,
+        collate=recipe.collate,
+        whole=recipe.forward is not None,
         lap=lap,
     )

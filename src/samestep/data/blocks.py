@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from samestep.ranks.world import World
 
 Read = Iterator[tuple["Block", Any, Any]]
 """Blocks of indices, each with the stored inputs and the targets of its samples."""
+Cut = Callable[[int, int], list[tuple[int, int, int]]]
+"""(rows of this rank, samples of the step) → its micro-steps: first row, rows, rows that count."""
 Lap = Callable[[str], None]
 """Told where reading samples ends ("data") and where copying them to the device does."""
 
@@ -39,6 +41,8 @@ class Block:
     the step's collectives."""
     global_size: int
     """Samples of each step over all ranks."""
+    parts: "tuple[Block, ...]" = ()
+    """The micro-steps, where each was collated by itself; then `inputs` are the indices still."""
 
     def part(self, start: int, num_steps: int) -> "Block":
         """Return some of the steps, from the `start`-th of this block, without copying."""
@@ -57,6 +61,34 @@ class Block:
         inputs, targets = (split_rows(tree, self.rows) for tree in (self.inputs, self.targets))
         for step, pair in enumerate(zip(inputs, targets, strict=True), start=self.first_step):
             yield Block(step, 1, *pair, self.rows, self.weight, self.global_size)
+
+
+class Batch(NamedTuple):
+    """Samples to evaluate, on the device."""
+
+    inputs: Any
+    targets: Any
+    samples: int
+    first: int = 0
+    """The place of the first of them in the data."""
+
+
+def cut_rows(
+    rows: int, global_size: int, *, batch_size: int, world_size: int = 1, together: bool = False
+) -> list[tuple[int, int, int]]:
+    """Cut a rank's rows of a step into micro-steps of at most `batch_size` rows.
+
+    Returns:
+        First row, rows, and rows that count, of each. With `together`, every rank has equally many:
+        where one has no rows left, a row that does not count stands in.
+    """
+    if not together:
+        starts = range(0, rows, batch_size)
+        return [(s, min(batch_size, rows - s), min(batch_size, rows - s)) for s in starts]
+    largest = -(-global_size // world_size)
+    num = -(-largest // batch_size)
+    shares = [share(range(rows), part, num) for part in range(num)]
+    return [(s.start, len(s), len(s)) if len(s) else (0, 1, 0) for s in shares]
 
 
 def group_steps(

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from samestep.data.blocks import Block, Read
+from samestep.data.collating import Collating, as_pair, name_of
 from samestep.data.keyed_random import mix
 from samestep.data.source import Reading, Source
-from samestep.data.trees import describe, map_leaves, tree_leaves
-from samestep.errors import UserError, blame, defined_at
+from samestep.data.trees import to_device
+from samestep.errors import UserError, blame
 from samestep.ranks.startup import stop_signals
 
 
@@ -26,10 +26,12 @@ class LoaderSource(Source):
     def __init__(self, dataset: Dataset[Any], reading: Reading, num_workers: int) -> None:
         super().__init__(len(dataset), reading)  # type: ignore[arg-type]
         self._plan = _Plan()
-        reads_batches = hasattr(dataset, "read_batch")
+        self._collates = reading.collate is not None
+        reads_batches = hasattr(dataset, "read_batch") and not self._collates
+        collate = Collating(dataset, reading.collate, whole=reading.whole)
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
-            collate_fn=partial(_as_pair, dataset) if reads_batches else partial(_collate, dataset),
+            collate_fn=partial(as_pair, dataset) if reads_batches else collate,
             batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -59,10 +61,7 @@ class LoaderSource(Source):
         try:
             for batch in self._loader:
                 lap("data")
-                inputs, targets = (
-                    map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)
-                    for tree in batch
-                )
+                inputs, targets = (to_device(tree, device) for tree in batch)
                 lap("to_device")
                 yield inputs, self._cast(targets)
         except Exception as error:
@@ -96,7 +95,7 @@ class _Keyed(Dataset[Any]):
             return self._dataset[index]
         except Exception as error:
             size = len(self._dataset)  # type: ignore[arg-type]
-            blame(f"{_name(self._dataset)} failed at sample {index} of {size}", error)
+            blame(f"{name_of(self._dataset)} failed at sample {index} of {size}", error)
 
 
 class _Batched(Dataset[Any]):
@@ -110,58 +109,7 @@ class _Batched(Dataset[Any]):
         try:
             return self._dataset.read_batch(indices)
         except Exception as error:
-            blame(f"{_name(self._dataset)} failed to read samples {_few(indices)}", error)
-
-
-def _collate(dataset: object, samples: list[Any]) -> tuple[Any, Any]:
-    """Return a batch of samples, each of which has to be a pair.
-
-    Raises:
-        UserError: they are none, or do not go together.
-    """
-    for sample in samples:
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
-            raise _no_pair(dataset, sample)
-    try:
-        batch = default_collate(samples)
-    except Exception as error:
-        kinds = list(dict.fromkeys(map(describe, samples)))
-        raise UserError(
-            f"{_name(dataset)} gives samples that cannot be put into one batch: "
-            f"{'; '.join(kinds[:3])}. All must have tensors, arrays or numbers of the same shape "
-            f"({type(error).__name__}: {str(error).partition(': found')[0]})."
-        ) from error
-    return _as_pair(dataset, batch)
-
-
-def _as_pair(dataset: object, batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch, which have to be tensors."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise _no_pair(dataset, batch)
-    if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(list(batch))):
-        raise UserError(
-            f"{_name(dataset)} gives {describe(list(batch))} as inputs and targets of a batch; "
-            "both must be tensors, or trees of them. Turn names into numbers, and None into a "
-            "value or into nothing."
-        )
-    return batch[0], batch[1]
-
-
-def _no_pair(dataset: object, found: Any) -> UserError:
-    if isinstance(found, dict):
-        what = f"a dict with the keys {', '.join(map(repr, found))}"
-    elif isinstance(found, tuple | list):
-        what = f"{len(found)} values ({describe(found)})"
-    else:
-        what = describe(found)
-    return UserError(
-        f"{_name(dataset)} gives {what}; a sample must be a pair (input, target), each a tensor or "
-        "a tree of tensors. Return such a pair from __getitem__."
-    )
-
-
-def _name(dataset: object) -> str:
-    return f"The data set {type(dataset).__name__}{defined_at(dataset)}"
+            blame(f"{name_of(self._dataset)} failed to read samples {_few(indices)}", error)
 
 
 def _few(indices: list[int]) -> str:

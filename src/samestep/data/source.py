@@ -3,18 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.data.blocks import Block, Lap, Read, group_steps, untimed
+from samestep.data.blocks import Batch, Block, Cut, Lap, Read, group_steps, untimed
 from samestep.data.keyed_random import sample_keys
 from samestep.data.order import epoch_order, share
-from samestep.data.trees import describe, map_leaves, tree_leaves
+from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
-from samestep.recipe import Augment, Transform
+from samestep.recipe import Augment, Collate, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class Reading:
     """Stored inputs → model inputs."""
     augment: Augment | None = None
     """(inputs, keys) → inputs, before `transform` and only for training."""
+    collate: Collate | None = None
+    """Samples of a data set → a batch of them."""
+    whole: bool = False
+    """Whether a batch stays one thing, which is both inputs and targets."""
     lap: Lap = untimed
     """Told where reading ends ("data"), and copying to the device ("to_device")."""
 
@@ -40,6 +45,8 @@ class Source(ABC):
     _order_device = torch.device("cpu")
     _rows_are_samples = False
     """Whether each tensor of a batch must have a row for each sample; of graphs it need not."""
+    _collates = False
+    """Whether the recipe collates batches, so that they cannot be cut afterwards."""
 
     def __init__(self, num_samples: int, reading: Reading) -> None:
         if num_samples == 0:
@@ -52,33 +59,53 @@ class Source(ABC):
         return 1
 
     def blocks(
-        self, epoch: int, first_step: int, *, global_batch: int, drop_last: bool
+        self,
+        epoch: int,
+        first_step: int,
+        *,
+        global_batch: int,
+        drop_last: bool,
+        cut: Cut | None = None,
     ) -> Iterator[Block]:
-        """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
+        """Yield this rank's part of the steps of a training epoch, from `first_step` on.
+
+        What is collated is cut into micro-steps before; by default each step is one.
+        """
         how, world = self._reading, self._world
         order = epoch_order(self.num_samples, how.seed, epoch).to(self._order_device)
         most = self.steps_per_block(global_batch)
         unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
-        for block, inputs, targets in self._read(unread, epoch):
-            if how.augment is not None:
-                keys = sample_keys(how.seed, epoch, block.inputs.to(world.device))
-                rows = block.rows * block.num_steps
-                inputs = self._call("augment", rows, how.augment, inputs, keys)  # noqa: PLW2901
-            finished = self._finish(inputs, block.rows * block.num_steps)
-            yield replace(block, inputs=finished, targets=targets)
+        if not self._collates:
+            yield from self._ready(unread, epoch)
+            return
+        blocks = [(block, list(_parts(block, cut))) for block in unread]
+        ready = self._ready(chain.from_iterable(parts for _, parts in blocks), epoch)
+        for block, parts in blocks:
+            yield replace(block, parts=tuple(islice(ready, len(parts))))
 
-    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def _ready(self, unread: Iterator[Block], epoch: int) -> Iterator[Block]:
+        """Yield blocks with what the model takes, from blocks of indices."""
+        how, device = self._reading, self._world.device
+        for block, stored, targets in self._read(unread, epoch):
+            rows, inputs = block.rows * block.num_steps, stored
+            if how.augment is not None:
+                keys = sample_keys(how.seed, epoch, block.inputs.to(device))
+                inputs = self._call("augment", rows, how.augment, inputs, keys)
+            inputs, targets = self._finish(inputs, targets, rows)  # noqa: PLW2901
+            yield replace(block, inputs=inputs, targets=targets)
+
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
         mine = share(range(self.num_samples), self._world.rank, self._world.world_size)
         batches = [mine[k : k + batch_size] for k in range(0, len(mine), batch_size)]
         for batch, (inputs, targets) in zip(batches, self._read_in_turn(batches), strict=True):
-            yield self._finish(inputs, len(batch)), targets
+            yield Batch(*self._finish(inputs, targets, len(batch)), len(batch), batch.start)
 
-    def peek(self, samples: int) -> tuple[Any, Any]:
+    def peek(self, samples: int) -> Batch:
         """Return the first samples, as an evaluation reads them."""
         first = range(min(samples, self.num_samples))
         ((inputs, targets),) = self._read_in_turn([first])
-        return self._finish(inputs, len(first)), targets
+        return Batch(*self._finish(inputs, targets, len(first)), len(first))
 
     @abstractmethod
     def _read(self, unread: Iterator[Block], epoch: int) -> Read:
@@ -91,11 +118,16 @@ class Source(ABC):
     def close(self) -> None:  # noqa: B027 - memory needs no end
         """End what reads the data; it cannot be read any more."""
 
-    def _finish(self, inputs: Any, rows: int) -> Any:
+    def _finish(self, inputs: Any, targets: Any, rows: int) -> tuple[Any, Any]:
+        """Return the inputs as the model takes them, and the targets."""
         transform = self._reading.transform
         if transform is not None:
             inputs = self._call("transform", rows, transform, inputs)
-        return self._cast(inputs)
+        inputs = self._cast(inputs)
+        if not self._reading.whole:
+            return inputs, targets
+        batch = inputs if targets is None else (inputs, targets)
+        return batch, batch
 
     def _call(self, name: str, rows: int, function: Callable[..., Any], *given: Any) -> Any:
         """Return what a recipe's function makes of a batch of inputs.
@@ -118,4 +150,13 @@ class Source(ABC):
 
     def _cast(self, tree: Any) -> Any:
         dtype = self._reading.dtype
-        return map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+        return map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+def _parts(block: Block, cut: Cut | None) -> Iterator[Block]:
+    """Cut a block of indices into micro-steps."""
+    rows = block.rows
+    for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
+        weight = block.weight if counted else 0.0
+        indices = block.inputs[start : start + count]
+        yield replace(block, inputs=indices, rows=count, weight=weight)

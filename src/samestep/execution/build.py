@@ -19,11 +19,12 @@ from samestep.machine import usable_cores
 from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Splits
+from samestep.training.apply import applied, terms_of
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import make_optimizer
-from samestep.training.parallel import wrap
+from samestep.training.parallel import Wrap, make_counter, wrap
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
@@ -46,9 +47,7 @@ class Built:
     """CPU threads of this rank."""
 
 
-def build(
-    request: Request, world: World, wrap_model: Callable[[nn.Module, World], nn.Module] = wrap
-) -> Built:
+def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
 
     Args:
@@ -82,13 +81,18 @@ def build(
     validation = source(splits.validation) if splits.validation is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
     metrics = _try_out(trial, validation, splits.test, source, world)
-    compiles = what_compiles(settings, world, model)
+    compiles = what_compiles(settings, world, model, recipe)
+    takes, terms = applied(model, recipe), terms_of(recipe)
+    counter = make_counter(model, world) if terms is not None else None
     trainee = Trainee(
         model=model,
-        wrapped=wrap_model(_compiled(model) if compiles == "model" else model, world),
+        applied=takes,
+        wrapped=wrap_model(_compiled(takes) if compiles == "model" else takes, world, counter),
         optimizer=make_optimizer(model.parameters(), settings, plan.lr, world.device),
         scaler=make_scaler(settings.precision, world.device),
         loss=loss,
+        terms=terms,
+        counter=counter,
         place=defined_at(recipe.model),
     )
     most = train.steps_per_block(plan.global_batch_size)

@@ -12,6 +12,7 @@ from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
+from samestep.training.apply import applied, terms_of
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
 from samestep.training.prepare import place_loss
@@ -59,17 +60,20 @@ def evaluate_run(
         dtype=opened.dtype,
         num_workers=settings.num_workers,
         transform=recipe.transform,
+        collate=recipe.collate,
+        whole=recipe.forward is not None,
     )
     values = evaluate(
-        model,
+        applied(model, recipe),
         source,
         place_loss(recipe.loss, opened.device, opened.dtype),
-        fitting_metrics(recipe.metrics, source.peek(1)[1]),
+        fitting_metrics(recipe.metrics, source.peek(1).targets),
         world=world,
         batch_size=evaluation_batch(settings, settings.batch_size or 1),
         precision=settings.precision,
         seed=settings.seed,
         classes=splits.classes,
+        terms=terms_of(recipe),
     )
     entry = opened.entry
     return {

@@ -108,6 +108,8 @@ def _test(
         dtype=data_dtype(settings.precision),
         num_workers=settings.num_workers,
         transform=request.recipe.transform,
+        collate=request.recipe.collate,
+        whole=request.recipe.forward is not None,
     )
     part = UntilTold(source, agreement)
     values = evaluate_work(work, part, classes=splits.classes)

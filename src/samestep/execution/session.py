@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError, no_exit
 from samestep.execution.build import Built, build
@@ -26,7 +24,7 @@ from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import RUN_FORMAT, Record
 from samestep.training.between import Between
 from samestep.training.loop import train
-from samestep.training.parallel import wrap
+from samestep.training.parallel import Wrap, wrap
 from samestep.training.stopping import Agreement, Minutes, Received
 from samestep.training.work import State, Work
 
@@ -37,7 +35,7 @@ Show = Callable[[Record], None]
 class Engine:
     """What takes the steps of a training that is built and stands where it is to go on."""
 
-    wrap: Callable[[nn.Module, World], nn.Module]
+    wrap: Wrap
     """Puts the model on all ranks."""
     drive: Callable[["Task"], None]
     """Trains until there is a reason to stop."""

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from samestep.data.batches import open_split
-from samestep.data.blocks import Block, Lap, untimed
+from samestep.data.blocks import Batch, Block, Lap, untimed
 from samestep.data.recipe_splits import SPLITS, load_splits
 from samestep.data.source import Source
 from samestep.data.trees import check_rows, narrow
@@ -243,7 +243,11 @@ class Parts:
         self._step, self._first_step = self._first_step, 0
         epoch = 0 if self._trainer is None else self._trainer.current_epoch
         blocks = self._source.blocks(
-            epoch, self._step, global_batch=self._plan.global_batch_size, drop_last=self._drop_last
+            epoch,
+            self._step,
+            global_batch=self._plan.global_batch_size,
+            drop_last=self._drop_last,
+            cut=self._cuts,
         )
         for block in blocks:
             for step in block.singles():
@@ -257,23 +261,29 @@ class Parts:
         largest_share = -(-size // self._plan.world_size)
         return -(-largest_share // self._plan.batch_size)
 
-    def _cut(self, step: Block) -> Iterator[Part]:
+    def _cuts(self, rows: int, global_size: int) -> list[tuple[int, int, int]]:
         """Cut a step; every rank gets equally many parts, for Lightning counts them."""
-        batch, number = self._plan.batch_size, self._parts_of(step.global_size)
-        if number > 1:
+        batch = self._plan.batch_size
+        starts = [part * batch for part in range(self._parts_of(global_size))]
+        counts = [min(batch, rows - start) for start in starts]
+        # Where another rank has samples left, one that counts nothing stands in.
+        return [(s, n, n) if n > 0 else (0, 1, 0) for s, n in zip(starts, counts, strict=True)]
+
+    def _cut(self, step: Block) -> Iterator[Part]:
+        cuts = self._cuts(step.rows, step.global_size)
+        if len(cuts) > 1 and not step.parts:
             check_rows((step.inputs, step.targets), step.rows)
-        for part in range(number):
-            start = part * batch
-            count = min(batch, step.rows - start)
-            weight = step.weight
-            if count <= 0:  # another rank has samples left: one that counts nothing stands in
-                start, count, weight = 0, 1, 0.0
+        for number, (start, count, counted) in enumerate(cuts, start=1):
+            if step.parts:
+                inputs, targets = step.parts[number - 1].inputs, step.parts[number - 1].targets
+            else:
+                inputs, targets = (narrow(t, start, count) for t in (step.inputs, step.targets))
             yield Part(
-                narrow(step.inputs, start, count),
-                narrow(step.targets, start, count),
-                weight * count / step.global_size,
+                inputs,
+                targets,
+                step.weight * counted / step.global_size,
                 step.global_size,
-                part == number - 1,
+                number == len(cuts),
             )
 
     def state_dict(self) -> dict[str, int]:
@@ -296,5 +306,5 @@ class _Share:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self._source.evaluation(self._batch_size)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import describe
 from samestep.errors import UserError, blame
@@ -17,6 +18,7 @@ from samestep.lightning.data import Part, choose_options, resolve, world_of
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Settings
+from samestep.training.apply import call
 from samestep.training.evaluation import Totals
 from samestep.training.optimizer import make_optimizer
 from samestep.training.parallel import share_buffers
@@ -53,6 +55,11 @@ class LitRecipe(pl.LightningModule):
             model = self.recipe.build_model(choose_options(self.recipe, options))
             model = prepare(model, self.settings, World(), torch.float32)
         self.model = model
+        if self.recipe.loss_terms is not None:
+            raise UserError(
+                "Lightning's engine takes the mean over samples alone: the recipe's loss_terms "
+                "need samestep's own loop, --engine native."
+            )
         self.step_loss: Tensor | float = 0.0
         """This rank's part of the mean loss of the running step, or of the last one."""
         self.means: dict[str, float] = {}
@@ -78,7 +85,8 @@ class LitRecipe(pl.LightningModule):
 
     def forward(self, inputs: Any) -> Any:
         """Return the model's outputs."""
-        return self.model(inputs)
+        forward = self.recipe.forward
+        return call(self.model, inputs) if forward is None else forward(self.model, inputs)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the settings, and the learning rate of each step."""
@@ -147,9 +155,9 @@ class LitRecipe(pl.LightningModule):
         loss = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
         self._totals = Totals(loss, self.recipe.metrics, world)
 
-    def validation_step(self, batch: tuple[Any, Any], batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count a batch."""
-        inputs, targets = batch
+        inputs = batch.inputs
         rank = self.trainer.global_rank
         seed_torch(mix(self.settings.seed, rank, batch_idx), self.device)
         try:
@@ -157,7 +165,7 @@ class LitRecipe(pl.LightningModule):
         except Exception as error:
             told = f"The recipe's model failed in an evaluation, with inputs {describe(inputs)}"
             blame(told, error)
-        self._totals.add(outputs, targets)
+        self._totals.add(outputs, batch)
 
     def _dtype_of_weights(self) -> torch.dtype:
         return next(self.model.parameters()).dtype

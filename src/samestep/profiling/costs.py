@@ -3,8 +3,8 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from samestep.data.blocks import Batch
 from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.profiling.tracing import unwritable
@@ -48,7 +48,7 @@ class _Part:
         self.seconds = 0.0
         self.batches = 0
 
-    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches until the time is up."""
         began = time.perf_counter()
         for batch in self._source.evaluation(batch_size):

@@ -165,7 +165,7 @@ def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
     """Return what `evaluate` does, with the model and the settings of a training."""
     return evaluate(
-        work.trainee.model,
+        work.trainee.applied,
         source,
         work.trainee.loss,
         work.metrics,
@@ -174,6 +174,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
         precision=work.settings.precision,
         seed=work.settings.seed,
         classes=classes,
+        terms=work.trainee.terms,
     )
 
 

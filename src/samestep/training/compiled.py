@@ -19,6 +19,7 @@ from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
+from samestep.recipe import Recipe
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.eager_only import why_only_eager
@@ -36,11 +37,11 @@ _STEPS_PER_GRAPH = 8
 Compiles = Literal["nothing", "model", "step"]
 
 
-def what_compiles(settings: Settings, world: World, model: nn.Module) -> Compiles:
+def what_compiles(settings: Settings, world: World, model: nn.Module, recipe: Recipe) -> Compiles:
     """Return what `--compile` can compile here: whole steps where one process does all of them.
 
-    Ranks reduce gradients between backward and update, and the scaler of fp16 decides on the
-    host whether to update: there it is the model alone.
+    Ranks reduce gradients between backward and update, the scaler of fp16 decides on the host
+    whether to update, and a graph has batches of one form: else it is the model alone.
 
     Raises:
         UserError: compiling was asked for where there is no C++ compiler.
@@ -53,7 +54,9 @@ def what_compiles(settings: Settings, world: World, model: nn.Module) -> Compile
             "Install one (Debian: apt install g++), or use --compile off."
         )
     one_type = len({p.dtype for p in model.parameters()}) == 1
-    whole = world.world_size == 1 and settings.precision != "fp16" and one_type
+    plain = recipe.forward is None and recipe.loss_terms is None and recipe.collate is None
+    alone = world.world_size == 1 and settings.precision != "fp16"
+    whole = alone and one_type and plain
     return "step" if whole else "model"
 
 

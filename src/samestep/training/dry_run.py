@@ -18,6 +18,7 @@ from samestep.errors import UserError, defined_at
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits, accuracy
 from samestep.settings import Precision
+from samestep.training.apply import applied, terms_of
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
 from samestep.training.precision import autocast
 from samestep.training.snapshot import random_numbers
@@ -62,7 +63,8 @@ def dry_run(
     if evaluated is None:
         return recipe.metrics
     with random_numbers(0):
-        inputs, targets = evaluated.peek(_SAMPLES)
+        batch = evaluated.peek(_SAMPLES)
+    inputs, targets = batch.inputs, batch.targets
     metrics = fitting_metrics(recipe.metrics, targets)
     try:
         # Buffers, counters and whatever else a forward may change are those of the copies.
@@ -72,14 +74,15 @@ def dry_run(
         return metrics
     classes = splits.classes if splits.test is not None else ()
     with as_evaluated(trial, seed=0):
-        outputs = outputs_of(trial, inputs, precision, world.device, defined_at(recipe.model))
+        takes, terms = applied(trial, recipe), terms_of(recipe)
+        outputs = outputs_of(takes, inputs, precision, world.device, defined_at(recipe.model))
         if loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss:
             ignored = getattr(loss, "ignore_index", -100)
             for name, source in (("training", train), ("evaluated", evaluated)):
                 _check_labels(name, source, outputs, ignored)
         with autocast(precision, world.device):
             _check_pairs(trial_loss, outputs, targets, loss)
-            Totals(trial_loss, trial_metrics, world, classes).add(outputs, targets)
+            Totals(trial_loss, trial_metrics, world, classes, terms).add(outputs, batch)
     return metrics
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from samestep.settings import Precision
+from samestep.training.apply import call, takes_keywords
 from samestep.training.precision import autocast
 from samestep.training.step import Trainee, check_loss
 
@@ -20,6 +21,8 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
 
     They are tried on a copy of the model that shares its weights, so nothing changes.
     """
+    if isinstance(inputs, dict) and takes_keywords(trainee.model, inputs):
+        return "the model takes keyword arguments"
     weights = dict(trainee.model.named_parameters())
     trained = {name: p for name, p in weights.items() if p.requires_grad}
     try:
@@ -29,7 +32,7 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
         return "the model cannot be copied to try a step"
     before = _held(model)
     with autocast(precision, next(iter(trained.values())).device):
-        loss = loss_of(model(inputs), targets)
+        loss = loss_of(call(model, inputs), targets)
     check_loss(loss, trainee.loss)
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     unused = [name for name, g in zip(trained, gradients, strict=True) if g is None]

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix
-from samestep.data.trees import describe, tree_leaves
+from samestep.data.trees import describe
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.settings import Precision, Settings
+from samestep.training.apply import Terms, call
 from samestep.training.confusion import Confusion
 from samestep.training.precision import autocast
 from samestep.training.snapshot import random_numbers
@@ -31,8 +33,8 @@ class EvaluationError(UserError):
 class Evaluable(Protocol):
     """Data of which every rank can read its share once."""
 
-    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        """Yield this rank's share of all samples once, as batches of inputs and targets."""
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        """Yield this rank's share of all samples once."""
 
 
 class UntilTold:
@@ -46,7 +48,7 @@ class UntilTold:
         self._source, self._agreement = source, agreement
         self._left_for = 0
 
-    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches until there are no more, or this rank is told to stop."""
         for number, batch in enumerate(self._source.evaluation(batch_size)):
             if number and self._agreement.signum:
@@ -70,11 +72,13 @@ def evaluate(
     precision: Precision,
     seed: int,
     classes: Sequence[str] = (),
+    terms: Terms | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
 
     Args:
-        model: the unwrapped model; ranks may hold unequal shares, so no collective runs in it.
+        model: what takes the inputs, not wrapped: ranks may hold unequal shares, so no collective
+            runs in it.
         source: the data; each rank evaluates its own share of it.
         loss: (outputs, targets) → mean over the batch.
         metrics: name → (outputs, targets) → (batch,).
@@ -83,6 +87,7 @@ def evaluate(
         precision: of the forward pass.
         seed: of what the model draws; each evaluation draws the same.
         classes: names of the classes, if what is taken for which is to be counted too.
+        terms: counts what the loss of a batch is a mean over, if not samples.
 
     Returns:
         `loss`, each metric by its name, and `samples`; with classes also `per_class` and
@@ -91,14 +96,14 @@ def evaluate(
     Raises:
         EvaluationError: on every rank, what the recipe gets wrong on any of them.
     """
-    totals = Totals(loss, metrics, world, classes)
+    totals = Totals(loss, metrics, world, classes, terms)
 
     def count_all() -> None:
-        for number, (inputs, targets) in enumerate(source.evaluation(batch_size)):
+        for number, batch in enumerate(source.evaluation(batch_size)):
             seed_torch(mix(seed, world.rank, number), world.device)  # reading draws numbers too
-            outputs = outputs_of(model, inputs, precision, world.device)
+            outputs = outputs_of(model, batch.inputs, precision, world.device)
             with autocast(precision, world.device):
-                totals.add(outputs, targets)
+                totals.add(outputs, batch)
 
     with as_evaluated(model, mix(seed, world.rank)):
         try:
@@ -130,7 +135,7 @@ def outputs_of(
     """
     try:
         with autocast(precision, device):
-            return model(inputs)
+            return call(model, inputs)
     except Exception as error:
         blame(f"The recipe's model failed with inputs {describe(inputs)}", error, place)
 
@@ -144,27 +149,30 @@ class Totals:
         metrics: Mapping[str, Callable[[Any, Any], Tensor]],
         world: World,
         classes: Sequence[str] = (),
+        terms: Terms | None = None,
     ) -> None:
-        self._loss, self._metrics, self._world = loss, metrics, world
+        self._loss, self._metrics, self._world, self._terms = loss, metrics, world, terms
         # float64, so that sums over a large set do not depend on how it was shared out. Apple's
         # GPU has none; there the sums are moved to the CPU batch by batch.
         home = torch.device("cpu") if world.device.type == "mps" else world.device
-        self._sums = torch.zeros(len(metrics) + 2, dtype=torch.float64, device=home)
+        self._sums = torch.zeros(len(metrics) + 3, dtype=torch.float64, device=home)
         self._confusion = Confusion(classes, home) if classes else None
 
-    def add(self, outputs: Any, targets: Any) -> None:
+    def add(self, outputs: Any, batch: Batch) -> None:
         """Add a batch.
 
         Raises:
             UserError: the loss is no mean, or a metric not one value a sample.
         """
         sums, home = self._sums, self._sums.device
+        inputs, targets, count, _first = batch
         batch_loss = self._of("loss", self._loss, outputs, targets)
         check_loss(batch_loss, self._loss)
         if self._confusion is not None:
             self._confusion.add(outputs, targets)
-        count = len(_first(targets))
-        sums[0] += batch_loss.to(home).to(torch.float64) * count
+        terms = count if self._terms is None else self._terms(inputs, targets)
+        sums[0] += batch_loss.to(home).to(torch.float64) * terms
+        sums[-2] += terms
         for place, (name, metric) in enumerate(self._metrics.items(), start=1):
             value = self._of(f"metric {name!r}", metric, outputs, targets)
             if not isinstance(value, Tensor) or value.shape != (count,):
@@ -185,13 +193,8 @@ class Totals:
 
     def means(self) -> dict[str, Any]:
         """Return what `evaluate` does, over all ranks; every rank calls it."""
-        *totals, samples = self._world.reduce(self._sums).tolist()
-        names = ["loss", *self._metrics]
-        means = {name: total / samples for name, total in zip(names, totals, strict=True)}
+        loss, *totals, terms, samples = self._world.reduce(self._sums).tolist()
+        means = {"loss": loss / terms}
+        means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}
         counted = self._confusion.result(self._world) if self._confusion is not None else {}
         return {**means, "samples": int(samples), **counted}
-
-
-def _first(tree: Any) -> Tensor:
-    leaf: Tensor = tree_leaves(tree)[0]
-    return leaf

@@ -38,7 +38,7 @@ class Meter:
         records = list(result.notes)
         for note in records:
             clock.leave_out(note["seconds"])
-        self._window.add(first, result.losses, size)
+        self._window.add(first, result.losses, size, result.terms)
         if logged or self._window.full:
             losses = self._read(logged, lrs[-1])
             for step, loss in zip(logged, losses, strict=True):
@@ -80,7 +80,7 @@ class Meter:
         self._work.phases.begin()
 
     def _read(self, logged: Sequence[int], lr: float) -> list[float]:
-        losses, self._state.loss_sum = self._window.read(logged, lr, self._state.loss_sum)
+        losses, self._state.sums = self._window.read(logged, lr, self._state.sums)
         return losses
 
 
@@ -90,7 +90,7 @@ def epoch_record(work: Work, state: State) -> Record:
     samples = min(position.step_in_epoch * plan.global_batch_size, plan.num_samples)
     # Each rank fills its own row, so that the sum over the ranks is all of them.
     rows = torch.zeros(plan.world_size, 4, dtype=torch.float64)
-    mine = [state.loss_sum, *_spread(work.phases.seconds()).values()]
+    mine = [state.sums.loss, *_spread(work.phases.seconds()).values()]
     rows[work.world.rank] = torch.tensor(mine, dtype=torch.float64)
     losses, *columns = work.world.reduce(rows).T.tolist()
     seconds = position.seconds - position.epoch_started_s
@@ -98,7 +98,7 @@ def epoch_record(work: Work, state: State) -> Record:
         "event": "epoch",
         "epoch": position.epoch + 1,
         "step": position.step,
-        "loss": sum(losses) / samples,
+        "loss": sum(losses) / (state.sums.terms if work.trainee.terms else samples),
         "samples": samples,
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
@@ -11,12 +12,43 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.ranks.world import World
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
-    """Return the model that averages its gradients over all ranks; alone, the model itself."""
+class _Counted(nn.Module):
+    """A model with one more weight, whose gradient is all-reduced with the others."""
+
+    def __init__(self, inner: nn.Module, counter: nn.Parameter) -> None:
+        super().__init__()
+        self.inner, self.counter = inner, counter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs."""
+        return self.inner(*args, **kwargs)
+
+
+Wrap = Callable[[nn.Module, World, nn.Parameter | None], nn.Module]
+"""As `wrap`: (model, world, counter) → the model on all ranks."""
+
+
+def make_counter(model: nn.Module, world: World) -> nn.Parameter | None:
+    """Return a weight, 0 for ever, whose gradient ranks add up with the model's; none alone."""
+    if world.world_size == 1:
+        return None
+    like = next(p for p in model.parameters() if p.requires_grad)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return nn.Parameter(torch.zeros(1, dtype=dtype, device=like.device))
+
+
+def wrap(model: nn.Module, world: World, counter: nn.Parameter | None = None) -> nn.Module:
+    """Return the model that averages its gradients over all ranks; alone, the model itself.
+
+    Args:
+        model: what to put on all ranks.
+        world: this rank among the others.
+        counter: a weight of no effect whose gradient is to be averaged, too.
+    """
     if world.world_size == 1:
         return model
     return DistributedDataParallel(
-        model,
+        model if counter is None else _Counted(model, counter),
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # spares a copy of the gradients
     )

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
+from samestep.data.blocks import Cut, cut_rows
 from samestep.data.order import steps_per_epoch
 from samestep.errors import UserError
 from samestep.settings import Settings
@@ -27,6 +29,14 @@ class Plan:
     total_steps: int
     lr: float
     """After scaling."""
+
+    def cut(self, settings: Settings) -> Cut:
+        """Return how a step's rows become micro-steps."""
+        # Forwards that talk to those of the other ranks: every rank needs equally many of them.
+        together = settings.sync_batchnorm and self.world_size > 1
+        return partial(
+            cut_rows, batch_size=self.batch_size, world_size=self.world_size, together=together
+        )
 
 
 def make_plan(settings: Settings, num_samples: int, world_size: int, *, resumed: bool) -> Plan:

@@ -18,6 +18,7 @@ from samestep.training.optimizer import load_state, set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
+from samestep.training.window import Sums
 from samestep.training.work import State, Work
 
 
@@ -27,7 +28,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     plan = work.plan
     next_lr = learning_rate(plan, work.settings, state.position.step)
     set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
-    ranks = work.world.gather({"rng": _rng_state(), "loss_sum": state.loss_sum})
+    ranks = work.world.gather({"rng": _rng_state(), "loss_sum": state.sums.loss})
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -44,6 +45,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
+        "terms": state.sums.terms,
         "watch": asdict(state.watch),
         "order": {
             "seed": work.settings.seed,
@@ -86,11 +88,12 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     world = work.world
     if len(saved["rng"]) == world.world_size:
         _set_rng_state(saved["rng"][world.rank])
-        state.loss_sum = saved["loss_sums"][world.rank]
+        loss_sum = saved["loss_sums"][world.rank]
     else:
         seed_rank(mix(work.settings.seed, state.position.step), world.rank)
         # Only the sum over the ranks counts, so one of them takes it all.
-        state.loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
+        loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
+    state.sums = Sums(loss_sum, saved.get("terms", 0.0))
 
 
 def check_recipe(state: dict[str, Any], recipe: str) -> None:

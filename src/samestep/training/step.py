@@ -2,34 +2,43 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from samestep.data.blocks import Block
+from samestep.data.blocks import Block, cut_rows
 from samestep.data.keyed_random import mix, mix_next
-from samestep.data.order import share
 from samestep.data.trees import check_rows, describe, narrow
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
+from samestep.training.apply import Terms, as_scalar, call
 from samestep.training.optimizer import Update, set_lr
 from samestep.training.parallel import tell_end_of_autograd, without_sync
 from samestep.training.phases import Phases
 from samestep.training.precision import autocast, autocast_dtype
 
+Weight = float | Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """What a step changes: the model, the same model as wrapped for all ranks, the optimizer."""
+    """What a step changes: the model, the same as wrapped for all ranks, the optimizer."""
 
     model: nn.Module
+    applied: nn.Module
+    """What takes the inputs: the model, or the model by the recipe's `forward`."""
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     loss: Callable[[Any, Any], Tensor]
+    terms: Terms | None = None
+    """Counts what the loss of a batch is a mean over, where that is not samples."""
+    counter: nn.Parameter | None = None
+    """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
     place: str = ""
     """Where the user builds the model, for a message: " (FILE:LINE)"."""
 
@@ -42,6 +51,8 @@ class StepResult:
     """This rank's part of each step's mean loss; over all ranks they add up to it."""
     grad_norms: Sequence[Tensor] | Tensor | None
     """Gradient norm of each step before clipping, if it was asked for."""
+    terms: Sequence[Tensor] | None = None
+    """What each step's mean is over, on all ranks together, where that is not samples."""
     notes: tuple[Record, ...] = ()
     """`compile` records of what was compiled in this call."""
 
@@ -105,7 +116,12 @@ class EagerStep:
         self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
         self._agreed, self._step = False, 0
-        self._together = settings.sync_batchnorm and world.world_size > 1
+        self._cut = partial(
+            cut_rows,
+            batch_size=batch_size,
+            world_size=world.world_size,
+            together=settings.sync_batchnorm and world.world_size > 1,
+        )
         self._unchecked = world.world_size > 1
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
@@ -122,7 +138,9 @@ class EagerStep:
         self._seed(step)
         for parameter in self._parameters:
             parameter.grad = None
-        loss = self._backward(block)
+        if trainee.counter is not None:
+            trainee.counter.grad = None
+        loss, terms = self._backward(block)
         if self._unchecked:
             self._unchecked = False
             check_used(trainee.model)
@@ -136,67 +154,111 @@ class EagerStep:
             scaler.step(trainee.optimizer)
             scaler.update()
         self._phases.lap("optimizer")
-        return StepResult([loss], None if norm is None else [norm])
+        norms = None if norm is None else [norm]
+        return StepResult([loss], norms, terms=None if terms is None else [terms])
 
-    def _backward(self, block: Block) -> Tensor:
-        """Add up the gradients of this rank's micro-steps; return its part of the mean loss."""
+    def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Add up the gradients of this rank's micro-steps.
+
+        Returns:
+            This rank's part of the mean loss, and the terms of the step over all ranks, if the mean
+            is over terms.
+        """
         world_size = self._world.world_size
         total: Tensor | None = None
         parts = self._parts(block)
-        if len(parts) > 1:
-            check_rows((block.inputs, block.targets), block.rows)
-        for number, (start, count, counted) in enumerate(parts, start=1):
-            if count == block.rows:
-                inputs, targets = block.inputs, block.targets
-            else:
-                inputs = narrow(block.inputs, start, count)
-                targets = narrow(block.targets, start, count)
-            # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
-            weight = block.weight * counted * world_size / block.global_size
+        weigh = self._weights_of(parts)
+        for number, part in enumerate(parts, start=1):
             try:
                 if number < len(parts):
                     with without_sync(self._trainee.wrapped):
-                        loss = self._micro_step(inputs, targets, weight)
+                        loss = self._micro_step(part, *weigh(part))
                 else:
-                    loss = self._micro_step(inputs, targets, weight)
+                    loss = self._micro_step(part, *weigh(part))
             except Exception as error:
-                self._tell(error, inputs, targets)
+                self._tell(error, part.inputs, part.targets)
             total = loss if total is None else total + loss
         assert total is not None
-        return total / world_size if world_size > 1 else total
+        total = total / world_size if world_size > 1 else total
+        if self._trainee.terms is None:
+            return total, None
+        return self._over_terms(total, block.global_size)
 
-    def _parts(self, block: Block) -> list[tuple[int, int, int]]:
-        """Return each micro-step's first row, its rows, and how many of them count."""
-        rows, batch = block.rows, self._batch_size
-        if not self._together:
-            starts = range(0, rows, batch)
-            return [(s, min(batch, rows - s), min(batch, rows - s)) for s in starts]
-        # Forwards talk to those of the other ranks, so every rank needs equally many of them.
-        largest = -(-block.global_size // self._world.world_size)
-        num = -(-largest // batch)
-        shares = [share(range(rows), part, num) for part in range(num)]
-        return [(s.start, len(s), len(s)) if len(s) else (0, 1, 0) for s in shares]
+    def _parts(self, block: Block) -> Sequence[Block]:
+        """Return a step's micro-steps, cut from it unless they were read one by one."""
+        if block.parts:
+            return block.parts
+        cuts = self._cut(block.rows, block.global_size)
+        if len(cuts) == 1 and cuts[0] == (0, block.rows, block.rows):
+            return (block,)
+        check_rows((block.inputs, block.targets), block.rows)
+        parts = []
+        for start, count, counted in cuts:
+            inputs = narrow(block.inputs, start, count)
+            whole = block.targets is block.inputs
+            targets = inputs if whole else narrow(block.targets, start, count)
+            weight = block.weight if counted else 0.0
+            step, size = block.first_step, block.global_size
+            parts.append(Block(step, 1, inputs, targets, count, weight, size))
+        return parts
 
-    def _micro_step(self, inputs: Any, targets: Any, weight: float) -> Tensor:
-        trainee = self._trainee
+    def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
+        trainee, inputs, targets = self._trainee, part.inputs, part.targets
         loss = self._loss_of(inputs, targets) if self._agreed else self._first_loss(inputs, targets)
-        if weight != 1.0:
+        if isinstance(weight, Tensor) or weight != 1.0:
             loss = loss * weight
         phases, last = self._phases, "backward"
         phases.lap("forward")
         if self._world.world_size > 1 and loss.requires_grad:
             tell_end_of_autograd(loss, lambda: phases.lap("backward"))
             last = "all_reduce"
-        (loss if trainee.scaler is None else trainee.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        scaled = loss if trainee.scaler is None else trainee.scaler.scale(loss)
+        if trainee.counter is not None:
+            # Its gradient is the number of terms: it travels with those of the weights.
+            scaled = scaled + (trainee.counter * terms).sum()
+        scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
         return loss.detach()
+
+    def _weights_of(
+        self, parts: Sequence[Block]
+    ) -> Callable[[Block], tuple[Weight, Tensor | None]]:
+        """Return what weighs each micro-step's loss, and gives its terms where ranks count them.
+
+        Over terms, ranks know their sum only after the backward: until then each term weighs
+        1 / global batch, and `_over_terms` mends that.
+        """
+        world_size, count = self._world.world_size, self._trainee.terms
+        if count is None:
+            # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
+            return lambda p: (p.weight * p.rows * world_size / p.global_size, None)
+        like = self._parameters[0]
+        found = [as_scalar(count(p.inputs, p.targets), like) * p.weight for p in parts]
+        mine = dict(zip(map(id, parts), found, strict=True))
+        self._terms = torch.stack(found).sum() if len(found) > 1 else found[0]
+        if self._trainee.counter is not None:
+            return lambda p: (mine[id(p)] * (world_size / p.global_size), mine[id(p)])
+        if len(parts) == 1:
+            return lambda _: (1.0, None)
+        return lambda p: (mine[id(p)] / self._terms, None)
+
+    def _over_terms(self, total: Tensor, global_size: int) -> tuple[Tensor, Tensor]:
+        """Divide by the terms of all ranks, which the gradients' all-reduce has brought."""
+        counter = self._trainee.counter
+        if counter is None:
+            return total, self._terms
+        assert counter.grad is not None
+        terms = counter.grad.detach().reshape(()) * self._world.world_size
+        mend = global_size / terms
+        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], mend)
+        return total * mend, terms
 
     def _loss_of(self, inputs: Any, targets: Any) -> Tensor:
         trainee = self._trainee
         if not self._casts:
-            return trainee.loss(trainee.wrapped(inputs), targets)
+            return trainee.loss(call(trainee.wrapped, inputs, trainee.applied), targets)
         with autocast(self._settings.precision, self._world.device):
-            return trainee.loss(trainee.wrapped(inputs), targets)
+            return trainee.loss(call(trainee.wrapped, inputs, trainee.applied), targets)
 
     def _first_loss(self, inputs: Any, targets: Any) -> Tensor:
         """Return the loss of the first batch, once every rank has one that it can train on.

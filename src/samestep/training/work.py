@@ -15,6 +15,7 @@ from samestep.training.phases import Phases
 from samestep.training.plan import Plan
 from samestep.training.step import StepResult, Trainee
 from samestep.training.stopping import Watch
+from samestep.training.window import Sums
 
 ENDLESS = 2**40
 """Steps of a training that ends when whoever iterates over it has seen enough."""
@@ -70,8 +71,8 @@ class State:
 
     watch: Watch
     position: Position = field(default_factory=Position)
-    loss_sum: float = 0.0
-    """This rank's part of the sum of the sample losses of the running epoch."""
+    sums: Sums = Sums()
+    """What the mean loss of the running epoch is made of."""
     stop_reason: str = ""
     """Why the training ended; empty while it goes on."""
     signum: int = 0
@@ -106,4 +107,4 @@ def close_epoch(work: Work, state: State) -> None:
     position.epoch_started_s = position.seconds
     position.phases = {}
     work.phases.clear()
-    state.loss_sum = 0.0
+    state.sums = Sums()

@@ -27,6 +27,18 @@ def sample_marks(*trees: Any) -> list[str]:
     return marks
 
 
+def batch_mark(*trees: Any) -> str:
+    """Return one mark for a batch of any form."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in (leaf for tree in trees for leaf in tree_leaves(tree)):
+        if isinstance(leaf, Tensor):
+            values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(repr(tuple(leaf.shape)).encode() + values.numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
 def values_of(tensor: Tensor) -> Tensor:
     """Return a tensor's norm, followed by some or all of its values, in float64 on the CPU."""
     flat = tensor.detach().reshape(-1)

@@ -162,12 +162,13 @@ class _Start:
         if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
 
-        def inputs() -> Any:
-            return few_inputs(self._tested(settings.precision).batch())
-
         def prepare(model: nn.Module) -> None:
+            def calibrate() -> Any:
+                tested = self._tested(settings.precision)
+                return tested.forward(model, few_inputs(tested, tested.batch()))
+
             # A checkpoint brings the statistics that it was trained with.
-            hold_model(model, Seen(), held, None if training.resumes else inputs)
+            hold_model(model, Seen(), held, None if training.resumes else calibrate)
 
         recipe = self._held_recipe(held, settings.precision, evaluates=training.evaluates)
         run_session(

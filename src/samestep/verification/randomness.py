@@ -120,6 +120,7 @@ def watched(
 ) -> Callable[..., Any]:
     """Return a forward or a loss that notes what it draws from, and holds some of it still."""
 
+    @functools.wraps(function)  # with its arguments' names
     def call(*args: Any, **kwargs: Any) -> Any:
         with _outside(seen, hold="state" in held), _Draws(seen, hold="dropout" in held):
             return function(*args, **kwargs)
@@ -156,8 +157,8 @@ def hold_model(
 ) -> None:
     """Let a built model note what it draws, and hold some of it still, in place.
 
-    `calibrate` returns some inputs, the same on every rank, for the statistics that batch
-    normalisation is then held at; else they stay as they were built.
+    `calibrate` calls the model with some inputs, the same on every rank, for the statistics that
+    batch normalisation is then held at; else they stay as they were built.
     """
     if "dropout" in held:
         for module in model.modules():
@@ -167,7 +168,7 @@ def hold_model(
                 module.dropout = 0.0
     norms = [*batch_norms(model).values()] if "batchnorm" in held else []
     if norms and calibrate is not None:
-        _calibrate(model, norms, calibrate())
+        _calibrate(model, norms, calibrate)
     for norm in norms:
         norm.eval()
         norm.train = partial(_stay, norm)  # type: ignore[method-assign]
@@ -176,14 +177,14 @@ def hold_model(
     model.forward = watched(model.forward, seen, held)
 
 
-def _calibrate(model: nn.Module, norms: list[_BatchNorm], inputs: Any) -> None:
+def _calibrate(model: nn.Module, norms: list[_BatchNorm], forward: Callable[[], Any]) -> None:
     """Set the running statistics to those of one batch: as built they would normalise nothing."""
     was_training, momenta = model.training, [norm.momentum for norm in norms]
     model.train()
     for norm in norms:
         norm.momentum = 1.0
     with torch.no_grad(), _outside(Seen(), hold=True), _Draws(Seen(), hold=True):
-        model(inputs)
+        forward()
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.train(was_training)

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.batches import open_source
-from samestep.data.blocks import Block
+from samestep.data.blocks import Block, Cut
 from samestep.data.source import Source
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, Settings
+from samestep.training.apply import applied, call
 from samestep.training.precision import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
 from samestep.training.snapshot import seed_alike
 from samestep.verification.difference import ROUNDING
+from samestep.verification.fingerprints import batch_mark, sample_marks
 from samestep.verification.randomness import ALL_KINDS, Kind, Seen, batch_norms, hold_model, watched
 from samestep.verification.training_size import TrainingSize
 
@@ -112,17 +114,45 @@ class RecipeUnderTest:
         return model.train()
 
     def batch(
-        self, step: int = 0, recipe: Recipe | None = None, seed: int = 0, world: World | None = None
+        self,
+        step: int = 0,
+        recipe: Recipe | None = None,
+        seed: int = 0,
+        world: World | None = None,
+        rows: range | None = None,
     ) -> Block:
         """Return a step of the first epoch, counted from 0, or a world's part of it, read anew.
 
         Another recipe may read the same data; the seed is that of the global generators meanwhile.
+        Of a recipe that collates, `rows` are put together alone.
         """
-        global_batch, drop_last = self.size.global_batch, self.size.drop_last
+        size, cut = self.size, None
+        if rows is not None:
+            cut = _only(rows)
         with self.source(self.splits.train, recipe, world) as source:
             seed_alike(seed)
-            blocks = source.blocks(0, step, global_batch=global_batch, drop_last=drop_last)
-            return next(single for block in blocks for single in block.singles())
+            blocks = source.blocks(
+                0, step, global_batch=size.global_batch, drop_last=size.drop_last, cut=cut
+            )
+            found = next(single for block in blocks for single in block.singles())
+            return found.parts[0] if found.parts else found
+
+    def part(self, block: Block, start: int, count: int) -> Block:
+        """Return some rows of a block that `batch` returned."""
+        if self.recipe.collate is not None:
+            return self.batch(block.first_step, rows=range(start, start + count))
+        inputs, targets = (narrow(tree, start, count) for tree in (block.inputs, block.targets))
+        return replace(block, inputs=inputs, targets=targets, rows=count)
+
+    def marks(
+        self, recipe: Recipe | None = None, seed: int = 0, world: World | None = None
+    ) -> list[str]:
+        """Return a mark for each sample of the first step, as `batch` reads it."""
+        block = self.batch(0, recipe, seed, world)
+        if self.recipe.collate is None:
+            return sample_marks(block.inputs, block.targets)
+        single = [self.batch(0, recipe, seed, world, range(k, k + 1)) for k in range(block.rows)]
+        return [batch_mark(one.inputs, one.targets) for one in single]
 
     def source(
         self, data: Any, recipe: Recipe | None = None, world: World | None = None
@@ -137,13 +167,15 @@ class RecipeUnderTest:
             num_workers=0,
             transform=recipe.transform,
             augment=recipe.augment,
+            collate=recipe.collate,
+            whole=recipe.forward is not None,
         )
         return closing(source)
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's outputs in the precision of the settings."""
         with autocast(self.settings.precision, self.world.device):
-            return model(inputs)
+            return call(applied(model, self.recipe), inputs)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss with all that it draws held still."""
@@ -153,19 +185,24 @@ class RecipeUnderTest:
     def free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
         """Return the loss of a batch with nothing held still."""
         with autocast(self.settings.precision, self.world.device):
-            return cast("Tensor", loss(model(block.inputs), block.targets))
+            outputs = call(applied(model, self.recipe), block.inputs)
+            return cast("Tensor", loss(outputs, block.targets))
 
 
 def held_model(tested: RecipeUnderTest, block: Block) -> nn.Module:
     """Return the model with all that it draws held still."""
     model = tested.build()
-    hold_model(model, Seen(), ALL_KINDS, lambda: few_inputs(block))
+    hold_model(model, Seen(), ALL_KINDS, lambda: tested.forward(model, few_inputs(tested, block)))
     return model
 
 
-def few_inputs(block: Block) -> Any:
+def few_inputs(tested: RecipeUnderTest, block: Block) -> Any:
     """Return some inputs for the statistics at which batch normalisation is held."""
-    return narrow(block.inputs, 0, min(4, block.rows))
+    return tested.part(block, 0, min(4, block.rows)).inputs
+
+
+def _only(rows: range) -> Cut:
+    return lambda _rows, _size: [(rows.start, len(rows), len(rows))]
 
 
 def first_line(error: Exception) -> str:

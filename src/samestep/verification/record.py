@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
+from samestep.data.blocks import Batch
 from samestep.data.source import Source
 from samestep.execution.session import NATIVE, Engine, Task
 from samestep.run.records import Record
@@ -41,7 +41,10 @@ def recording(
         else:
             if training.evaluates:
                 source = work.validation if work.validation is not None else work.train
-                trace.evaluations[0] = _values(evaluate_work(work, _Marked(source, trace)))
+                collated = task.request.recipe.collate is not None
+                trace.evaluations[0] = _values(
+                    evaluate_work(work, _Marked(source, trace, collated=collated))
+                )
             _record_steps(task, trace, training, stop)
         trace.weights[state.position.step] = weights_of(work.trainee.model)
 
@@ -55,7 +58,9 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
     for taken in rehearse(work, state):
         step, block = state.position.step, taken.block
         if block is not None and block.weight:
-            trace.samples[step] = sample_marks(block.inputs, block.targets)
+            # What is collated is known by its places in the data.
+            trees = (block.inputs,) if block.parts else (block.inputs, block.targets)
+            trace.samples[step] = sample_marks(*trees)
         trace.gradients[step], trace.weights[step] = gradients_of(model), weights_of(model)
         for record in meter.count(taken):
             task.emit(record)
@@ -97,10 +102,13 @@ def _values(record: Record) -> dict[str, float]:
 class _Marked:
     """A source whose evaluated samples are marked."""
 
-    def __init__(self, source: Source, trace: Trace) -> None:
-        self._source, self._trace = source, trace
+    def __init__(self, source: Source, trace: Trace, *, collated: bool) -> None:
+        self._source, self._trace, self._collated = source, trace, collated
 
-    def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        for inputs, targets in self._source.evaluation(batch_size):
-            self._trace.evaluated += sample_marks(inputs, targets)
-            yield inputs, targets
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        for batch in self._source.evaluation(batch_size):
+            if self._collated:
+                self._trace.evaluated += map(str, range(batch.first, batch.first + batch.samples))
+            else:
+                self._trace.evaluated += sample_marks(batch.inputs, batch.targets)
+            yield batch

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.fingerprints import sample_marks
 from samestep.verification.recipe_under_test import RecipeUnderTest
 
 NAME = "augmentation"
@@ -35,8 +34,7 @@ def _look(tested: RecipeUnderTest) -> Changes | None:
     """Read the same samples twice, and in another batch."""
 
     def marks(recipe: Recipe, seed: int = 1, world: World | None = None) -> list[str]:
-        block = tested.batch(recipe=recipe, seed=seed, world=world)
-        return sample_marks(block.inputs, block.targets)
+        return tested.marks(recipe, seed, world)
 
     def same_twice(recipe: Recipe) -> bool:
         return marks(recipe, 1) == marks(recipe, 2)

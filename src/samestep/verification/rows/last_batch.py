@@ -1,6 +1,5 @@
 """The last batch of an epoch: the incomplete one, and a batch of a single sample, work too."""
 
-from samestep.data.trees import narrow
 from samestep.screen.words import count
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure
@@ -17,8 +16,8 @@ def _look(tested: RecipeUnderTest) -> dict[int, str]:
     block = tested.batch()
     for size in (tested.size.rest, 1):
         try:
-            outputs = tested.forward(held_model(tested, block), narrow(block.inputs, 0, size))
-            tested.loss(outputs, narrow(block.targets, 0, size))
+            part = tested.part(block, 0, size)
+            tested.loss(tested.forward(held_model(tested, block), part.inputs), part.targets)
         except Exception as error:
             failed[size] = first_line(error)
     return failed

@@ -2,12 +2,14 @@
 
 import contextlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from samestep.data.blocks import Block
 from samestep.data.trees import narrow
+from samestep.training.apply import terms_of
 from samestep.verification.difference import relative
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import RecipeUnderTest
@@ -45,21 +47,35 @@ def _look(tested: RecipeUnderTest) -> LossOfParts | None:
 def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
     """Return how far a loss is from its parts' weighted mean, and how far from their sum."""
     block = tested.batch(step)
-    with torch.no_grad():
-        outputs = tested.forward(model, block.inputs)
     rows = block.rows
     if rows < 2:
         return 0.0, 0.0
     last = max(1, rows // max(2, tested.size.ranks))
-    whole = float(tested.loss(outputs, block.targets))
-    losses = [
-        (float(tested.loss(narrow(outputs, s, n), narrow(block.targets, s, n))), n)
-        for s, n in ((0, rows - last), (rows - last, last))
-    ]
-    mean = sum(loss * samples for loss, samples in losses) / rows
+    with torch.no_grad():
+        outputs = tested.forward(model, block.inputs)
+        whole = float(tested.loss(outputs, block.targets))
+        losses = [
+            _of_part(tested, model, block, outputs, s, n)
+            for s, n in ((0, rows - last), (rows - last, last))
+        ]
+    mean = sum(loss * terms for loss, terms in losses) / sum(terms for _, terms in losses)
     total = sum(loss for loss, _ in losses)
     most = sys.float_info.max  # JSON has no infinity
     return min(relative(whole, mean), most), min(relative(whole, total), most)
+
+
+def _of_part(
+    tested: RecipeUnderTest, model: nn.Module, block: Block, outputs: Any, start: int, count: int
+) -> tuple[float, float]:
+    """Return the loss of some rows of a batch, and what it is a mean over."""
+    part = tested.part(block, start, count)
+    if tested.recipe.collate is None:
+        outputs = narrow(outputs, start, count)
+    else:  # rows put together anew may be padded otherwise
+        outputs = tested.forward(model, part.inputs)
+    terms = terms_of(tested.recipe)
+    number = count if terms is None else float(terms(part.inputs, part.targets))
+    return float(tested.loss(outputs, part.targets)), number
 
 
 def loss_of_parts(evidence: Evidence) -> LossOfParts | None:

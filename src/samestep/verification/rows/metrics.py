@@ -30,17 +30,17 @@ def _look(tested: RecipeUnderTest) -> dict[str, float]:
         return {}
     varied = [held, *(held._replace(outputs=map_leaves(v, held.outputs)) for v in (_roll, _spread))]
     for name, metric in tested.recipe.metrics.items():
-        sizes = (_dependence(metric, one) for one in varied)
+        sizes = (_dependence(tested, metric, one) for one in varied)
         found[name] = max(size for size in (0.0, *sizes) if not math.isnan(size))
     return found
 
 
-def _dependence(metric: Any, held: HeldForward) -> float:
+def _dependence(tested: RecipeUnderTest, metric: Any, held: HeldForward) -> float:
     """Return how far a metric of a batch is from the same metric of its parts."""
     rows = held.block.rows
     halves = [range(rows // 2 + 1), range(rows // 2 + 1, rows)]
     try:
-        whole, *parts = (_of_rows(metric, held, part) for part in (range(rows), *halves))
+        whole, *parts = (_of_rows(tested, metric, held, r) for r in (range(rows), *halves))
         return float((whole - torch.cat(parts)).abs().max())
     except Exception:  # the evaluation says how it fails; varied outputs may be none for it
         return 0.0
@@ -73,15 +73,16 @@ def _look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, float]:
     rows = range(held.block.rows)
     parts = [share(rows, rank, world.world_size) for rank in range(world.world_size)]
     for name, metric in tested.recipe.metrics.items():
-        together, *alone = (_of_rows(metric, held, part) for part in (parts[world.rank], *parts))
+        ranges = (parts[world.rank], *parts)
+        together, *alone = (_of_rows(tested, metric, held, part) for part in ranges)
         found[name] = float((together - alone[world.rank]).abs().max())
     return found
 
 
-def _of_rows(metric: Any, held: HeldForward, rows: range) -> Tensor:
+def _of_rows(tested: RecipeUnderTest, metric: Any, held: HeldForward, rows: range) -> Tensor:
     """Return a metric of some consecutive samples: (samples,)."""
-    trees = (held.outputs, held.block.targets)
-    values: Tensor = metric(*(narrow(tree, rows.start, len(rows)) for tree in trees))
+    part = tested.part(held.block, rows.start, len(rows))
+    values: Tensor = metric(narrow(held.outputs, rows.start, len(rows)), part.targets)
     return values.double()
 
 

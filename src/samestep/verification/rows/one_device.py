@@ -26,7 +26,7 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     hold_model(model, Seen(), ALL_KINDS)
     with tested.source(tested.splits.validation, replace(tested.recipe, augment=None)) as source:
         values = evaluate(
-            model,
+            applied(model, tested.recipe),
             source,
             tested.loss,
             tested.recipe.metrics,
@@ -34,6 +34,7 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
             batch_size=256,
             precision=tested.settings.precision,
             seed=tested.settings.seed,
+            terms=terms_of(tested.recipe),
         )
     return {name: value for name, value in values.items() if isinstance(value, float)}
 

@@ -11,7 +11,7 @@ from samestep.ranks.world import World
 from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import decoded
-from samestep.verification.fingerprints import sample_marks, values_of
+from samestep.verification.fingerprints import values_of
 from samestep.verification.module_outputs import (
     ModuleCall,
     ModuleDifference,
@@ -62,7 +62,7 @@ def _look(tested: RecipeUnderTest, _world: World) -> Computed:
         loss = tested.loss(held.outputs, held.block.targets)
         outputs = [_few(leaf) for leaf in tree_leaves(held.outputs)]
         kept.append(Kept(_LOSS, outputs, [_few(loss)]))
-    marks = sample_marks(block.inputs, block.targets)
+    marks = tested.marks()
     return Computed(type(model).__name__, weights, marks, kept)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from samestep.ranks.world import World
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure
-from samestep.verification.fingerprints import sample_marks
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows.augmentation import changing_part
 from samestep.verification.short_trainings import MAIN
@@ -25,8 +24,7 @@ _SHOWN = 4
 
 def _look(tested: RecipeUnderTest, _world: World) -> list[str]:
     """Return the marks of the first samples as they are stored."""
-    block = tested.batch(recipe=replace(tested.recipe, augment=None, transform=None))
-    return sample_marks(block.inputs, block.targets)
+    return tested.marks(replace(tested.recipe, augment=None, transform=None))
 
 
 def _lengths(evidence: Evidence) -> dict[str, int]:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.data.trees import narrow
 from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.module_outputs import ModuleDifference, first_difference
@@ -32,7 +31,7 @@ def _look(tested: RecipeUnderTest) -> Company | None:
     held = tested.held_forward
     if held is None or held.block.rows < 2:
         return None
-    inputs, rows = held.block.inputs, held.block.rows // 2
+    rows = held.block.rows // 2
     model = held_model(tested, held.block)
     first = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -42,7 +41,7 @@ def _look(tested: RecipeUnderTest) -> Company | None:
                 with torch.no_grad():
                     buffer.copy_(first[name])
 
-    halves = inputs, narrow(inputs, 0, rows)
+    halves = held.block.inputs, tested.part(held.block, 0, rows).inputs
     module = first_difference(tested, model, *halves, rows=rows, restore=restore)
     after = [_buffers_after(tested, model, each, restore) for each in halves]
     buffers = [
