@@ -22,6 +22,8 @@ from samestep.training.phases import Phases
 from samestep.training.precision import autocast, autocast_dtype
 
 Weight = float | Tensor
+Weigh = Callable[[Block], tuple[Weight, Tensor | None]]
+"""Micro-step → what its loss is multiplied by, and its terms where ranks count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +222,7 @@ class EagerStep:
         phases.lap(last)
         return loss.detach()
 
-    def _weights_of(
-        self, parts: Sequence[Block]
-    ) -> Callable[[Block], tuple[Weight, Tensor | None]]:
+    def _weights_of(self, parts: Sequence[Block]) -> Weigh:
         """Return what weighs each micro-step's loss, and gives its terms where ranks count them.
 
         Over terms, ranks know their sum only after the backward: until then each term weighs

@@ -71,7 +71,7 @@ class State:
 
     watch: Watch
     position: Position = field(default_factory=Position)
-    sums: Sums = Sums()
+    sums: Sums = field(default_factory=Sums)
     """What the mean loss of the running epoch is made of."""
     stop_reason: str = ""
     """Why the training ended; empty while it goes on."""

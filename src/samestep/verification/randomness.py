@@ -6,6 +6,7 @@ sample the same, whatever rank it is on; what then still differs has another cau
 """
 
 import contextlib
+import functools
 import hashlib
 import pickle
 import random

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep.run import checkpoints
+from samestep.training.apply import applied, terms_of
 from samestep.training.evaluation import evaluate
 from samestep.training.snapshot import load_model
 from samestep.verification.difference import TrainingDifference, evaluations_apart
