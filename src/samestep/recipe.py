@@ -107,6 +107,12 @@ class Recipe:
     (inputs, targets), or with `forward` any tree of tensors."""
     forward: Forward | None = None
     """(model, batch) → outputs, for batches that are more than one argument of the model."""
+    optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
+    """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
+    scaled by `--lr-scaling` and follow the schedule."""
+    schedule: Callable[[int, int], float] | None = None
+    """(step from 0, total steps) → what the learning rate is multiplied by, instead of
+    `--schedule`; a warm-up comes on top."""
     metrics: Mapping[str, Callable[[Any, Any], Tensor]] = field(default_factory=lambda: _BY_DEFAULT)
     """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. By
     default accuracy, where the loss is cross-entropy and the targets are classes."""

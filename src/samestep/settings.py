@@ -49,6 +49,10 @@ class Settings:
     clip_norm: float | None = None
     """Clip the gradient to this norm."""
 
+    ema: float | None = None
+    """Keep an average of the weights, of which each step keeps this part (0.999); it is what gets
+    evaluated, and checkpoints hold it beside the weights."""
+
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows global batch / base batch (linear: Goyal et al. 2017)."""
     base_batch_size: int | None = None
@@ -76,6 +80,10 @@ class Settings:
     """Lay images out channel by channel within a pixel: faster convolutions on many devices."""
     checkpoint_activations: bool = False
     """Keep the inputs of marked blocks alone and compute the rest again: less memory, more time."""
+    find_unused: bool = False
+    """Let a step leave parameters unused, as a model with branches does (DDP); costs time."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way (DDP)."""
     sync_batchnorm: bool = False
     """Normalise over the samples of all ranks, not of each; on NVIDIA GPUs alone."""
     threads: int | None = None
@@ -132,7 +140,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
-        check_flags(self, ("momentum",), lambda value: value < 1, "be below 1")
+        check_flags(self, ("momentum", "ema"), lambda value: value < 1, "be below 1")
         check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
         check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
         check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")
@@ -155,7 +163,7 @@ _POSITIVE = (
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
-    "eval_batch_size",
+    *("eval_batch_size", "ema"),
 )
 _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
 
@@ -165,6 +173,7 @@ MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
         "timeout_s",
+        *("find_unused", "static_graph"),
         *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),

@@ -22,8 +22,9 @@ from samestep.recipe import Splits
 from samestep.training.apply import applied, terms_of
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.dry_run import Metrics, dry_run
+from samestep.training.ema import Average
 from samestep.training.memory import keep_freed_memory
-from samestep.training.optimizer import make_optimizer
+from samestep.training.optimizer import optimizer_of
 from samestep.training.parallel import Wrap, make_counter, wrap
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
@@ -68,7 +69,13 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     train = source(splits.train, lap=phases.lap)
     num_samples = _agree_on_size(train, world)
     plan = world.on_every(
-        lambda: make_plan(settings, num_samples, world.world_size, resumed=request.resume)
+        lambda: make_plan(
+            settings,
+            num_samples,
+            world.world_size,
+            resumed=request.resume,
+            schedule=recipe.schedule,
+        )
     )
     seed_alike(settings.seed)
     model = world.on_every(
@@ -83,12 +90,17 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     metrics = _try_out(trial, validation, splits.test, source, world)
     compiles = what_compiles(settings, world, model, recipe)
     takes, terms = applied(model, recipe), terms_of(recipe)
-    counter = make_counter(model, world) if terms is not None else None
+    counter = make_counter(model, world, settings) if terms is not None else None
     trainee = Trainee(
         model=model,
         applied=takes,
-        wrapped=wrap_model(_compiled(takes) if compiles == "model" else takes, world, counter),
-        optimizer=make_optimizer(model.parameters(), settings, plan.lr, world.device),
+        wrapped=wrap_model(
+            _compiled(takes) if compiles == "model" else takes, world, settings, counter
+        ),
+        optimizer=world.on_every(
+            lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
+        ),
+        average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),
         loss=loss,
         terms=terms,

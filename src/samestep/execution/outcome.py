@@ -21,7 +21,7 @@ from samestep.run.records import Record
 from samestep.training.between import evaluate_work
 from samestep.training.evaluation import UntilTold
 from samestep.training.precision import data_dtype
-from samestep.training.snapshot import load_model
+from samestep.training.snapshot import load_evaluated
 from samestep.training.stopping import Agreement
 from samestep.training.work import State, Work
 
@@ -99,7 +99,10 @@ def _test(
     folder = path / "checkpoints"
     best, problems = world.on_main(lambda: _best_whole(folder))
     if best is not None:
-        load_model(work.trainee.model, world.on_every(lambda: checkpoints.load(folder, best)))
+        content = world.on_every(lambda: checkpoints.load(folder, best))
+        load_evaluated(work.trainee.model, content)
+        if work.trainee.average is not None:
+            work.trainee.average.load(None)
     assert splits.test is not None
     source = open_source(
         splits.test,

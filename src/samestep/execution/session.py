@@ -249,7 +249,7 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "time": time.time(),
         "recipe": request.recipe.name,
         "run_dir": str(path),
-        **asdict(work.plan),
+        **{name: value for name, value in asdict(work.plan).items() if name != "schedule"},
         "device": str(world.device),
         "backend": world.backend,
         "launcher": world.launcher,

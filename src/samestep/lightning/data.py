@@ -141,7 +141,13 @@ class LitData(pl.LightningDataModule):
         if sizes[0] is not None and sizes[1:] == (None, None):
             settings = replace(settings, accumulate=asked)
         num_samples = self._sources["train"].num_samples
-        plan = make_plan(settings, num_samples, self.world.world_size, resumed=False)
+        plan = make_plan(
+            settings,
+            num_samples,
+            self.world.world_size,
+            resumed=False,
+            schedule=self.recipe.schedule,
+        )
         if plan.accumulate != asked:
             raise UserError(
                 f"The batch sizes need {plan.accumulate} micro-steps and the Trainer takes {asked}:"

@@ -32,11 +32,12 @@ from samestep.lightning.data import LitData
 from samestep.lightning.module import LitRecipe
 from samestep.lightning.records import Records, Stopped
 from samestep.ranks.world import World
+from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.index import read_index
 from samestep.settings import Settings, flag_name
 from samestep.training.between import check_weights, checkpoint_name, stop_early
-from samestep.training.optimizer import make_optimizer
+from samestep.training.optimizer import optimizer_of
 from samestep.training.plan import Plan
 from samestep.training.snapshot import capture
 from samestep.training.work import Work
@@ -129,7 +130,7 @@ class _Checkpoints(ModelCheckpoint):
 
 def _drive(task: Task) -> None:
     """Train with a Trainer of Lightning's."""
-    task = replace(task, work=_with_its_optimizer(task.work))
+    task = replace(task, work=_with_its_optimizer(task.work, task.request.recipe))
     work, state = task.work, task.state
     settings, watch, records = work.settings, state.watch, Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
@@ -168,13 +169,13 @@ def _drive(task: Task) -> None:
         )
 
 
-def _with_its_optimizer(work: Work) -> Work:
+def _with_its_optimizer(work: Work, recipe: Recipe) -> Work:
     """Return the work with an optimizer that Lightning's mixed precision can clip: not fused."""
     settings = work.settings
     if settings.precision not in ("bf16", "fp16"):
         return work
     model, device = work.trainee.model, work.world.device
-    optimizer = make_optimizer(model.parameters(), settings, work.plan.lr, device, fuse=False)
+    optimizer = optimizer_of(recipe, model, settings, work.plan.lr, device, fuse=False)
     return replace(work, trainee=replace(work.trainee, optimizer=optimizer))
 
 
@@ -260,4 +261,4 @@ def _quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-LIGHTNING = Engine(wrap=lambda model, _world: model, drive=_drive)  # the strategy wraps the model
+LIGHTNING = Engine(wrap=lambda model, *_: model, drive=_drive)  # the strategy wraps the model

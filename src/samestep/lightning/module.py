@@ -20,7 +20,7 @@ from samestep.recipe import Recipe
 from samestep.settings import Settings
 from samestep.training.apply import call
 from samestep.training.evaluation import Totals
-from samestep.training.optimizer import make_optimizer
+from samestep.training.optimizer import optimizer_of
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.prepare import place_loss, prepare
@@ -109,8 +109,8 @@ class LitRecipe(pl.LightningModule):
         """Return the optimizer of the settings."""
         # Lightning's mixed precision takes a fused optimizer to unscale by itself, and cannot clip.
         mixed = str(self.trainer.precision).endswith("-mixed")
-        return make_optimizer(
-            self.model.parameters(), self.settings, plan.lr, self.device, fuse=not mixed
+        return optimizer_of(
+            self.recipe, self.model, self.settings, plan.lr, self.device, fuse=not mixed
         )
 
     def on_train_start(self) -> None:

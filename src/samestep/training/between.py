@@ -1,5 +1,6 @@
 """What happens between the steps of a training: evaluations, checkpoints, and the end."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -164,18 +165,20 @@ def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
 
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
     """Return what `evaluate` does, with the model and the settings of a training."""
-    return evaluate(
-        work.trainee.applied,
-        source,
-        work.trainee.loss,
-        work.metrics,
-        world=work.world,
-        batch_size=evaluation_batch(work.settings, work.plan.batch_size),
-        precision=work.settings.precision,
-        seed=work.settings.seed,
-        classes=classes,
-        terms=work.trainee.terms,
-    )
+    average = work.trainee.average
+    with contextlib.nullcontext() if average is None else average.in_place():
+        return evaluate(
+            work.trainee.applied,
+            source,
+            work.trainee.loss,
+            work.metrics,
+            world=work.world,
+            batch_size=evaluation_batch(work.settings, work.plan.batch_size),
+            precision=work.settings.precision,
+            seed=work.settings.seed,
+            classes=classes,
+            terms=work.trainee.terms,
+        )
 
 
 def judge(

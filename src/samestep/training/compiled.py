@@ -54,7 +54,8 @@ def what_compiles(settings: Settings, world: World, model: nn.Module, recipe: Re
             "Install one (Debian: apt install g++), or use --compile off."
         )
     one_type = len({p.dtype for p in model.parameters()}) == 1
-    plain = recipe.forward is None and recipe.loss_terms is None and recipe.collate is None
+    own = (recipe.forward, recipe.loss_terms, recipe.collate, recipe.optimizer)
+    plain = all(part is None for part in own) and settings.ema is None
     alone = world.world_size == 1 and settings.precision != "fp16"
     whole = alone and one_type and plain
     return "step" if whole else "model"

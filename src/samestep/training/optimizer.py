@@ -1,5 +1,6 @@
 """Build the optimizer, fused where the device has a fused kernel."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,8 +10,12 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from samestep.errors import UserError, blame, defined_at
+from samestep.recipe import Recipe
 from samestep.settings import Settings
 
+_RATIO = "lr_ratio"
+"""In each group of a recipe's own optimizer: its learning rate / --lr."""
 _FUSED = ("cpu", "cuda", "mps")
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 """What the settings say of an optimizer's groups, and a checkpoint keeps beside its state."""
@@ -36,18 +41,82 @@ def make_optimizer(
     return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
+def optimizer_of(
+    recipe: Recipe,
+    model: nn.Module,
+    settings: Settings,
+    lr: float,
+    device: torch.device,
+    *,
+    fuse: bool = True,
+) -> torch.optim.Optimizer:
+    """Return the recipe's own optimizer, or else that of the settings, at a learning rate.
+
+    Raises:
+        UserError: the recipe's own is none that can train this model by itself.
+    """
+    if recipe.optimizer is None:
+        return make_optimizer(model.parameters(), settings, lr, device, fuse=fuse)
+    place = defined_at(recipe.optimizer)
+    try:
+        optimizer = recipe.optimizer(model, settings)
+    except Exception as error:
+        blame("The recipe's optimizer failed", error, place)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
+            "a torch.optim.Optimizer."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"The recipe's optimizer{place} is {type(optimizer).__name__}, which calls the model "
+            "itself. Use it in a training loop of your own."
+        )
+    _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group[_RATIO] = float(group["lr"]) / settings.lr
+    set_lr(optimizer, lr)
+    return optimizer
+
+
+def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str) -> None:
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = dict(model.named_parameters())
+    missing = [name for name, p in named.items() if p.requires_grad and id(p) not in given]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UserError(
+            f"The recipe's optimizer{place} is not given {', '.join(missing[:3])}{more}: they "
+            "would never change. Give them to it, or freeze them with requires_grad_(False)."
+        )
+    if not given <= {id(p) for p in named.values()}:
+        raise UserError(
+            f"The recipe's optimizer{place} is given parameters that are not the model's. Take "
+            "them from the model that the function is called with."
+        )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step; groups of a recipe's own keep their ratios to it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(_RATIO, 1.0)
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load what an optimizer has gathered; its settings stay those that it was built with.
 
     Of another kind of optimizer there is nothing to load: this one begins anew.
+
+    Raises:
+        UserError: it has other groups of parameters.
     """
     own = [dict(group) for group in optimizer.param_groups]
+    if len(own) != len(saved["param_groups"]):
+        raise UserError(
+            f"The checkpoint's optimizer has {len(saved['param_groups'])} groups of parameters, "
+            f"this one has {len(own)}. Use the optimizer of the run that wrote it."
+        )
     if any(
         ("momentum" in mine) != ("momentum" in its)
         for mine, its in zip(own, saved["param_groups"], strict=False)
@@ -55,11 +124,14 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         return
     optimizer.load_state_dict(saved)
     for group, mine in zip(optimizer.param_groups, own, strict=True):
-        group.update({name: mine[name] for name in _SETTINGS if name in mine})
+        names = mine.keys() - {"params"} if _RATIO in mine else _SETTINGS
+        group.update({name: mine[name] for name in names if name in mine})
 
 
 class Update:
     """An optimizer's step by torch's functional form of it, with the same numbers and state.
+
+    A recipe's own optimizer takes its ordinary step.
 
     `optimizer.step()` looks up every parameter's state and group anew at each call: 13 µs, a
     twentieth of a small model's step. Here that is done once, after the first ordinary step.
@@ -67,11 +139,16 @@ class Update:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        (self._group,) = optimizer.param_groups
+        self._group = optimizer.param_groups[0]
+        self._plain = _RATIO in self._group
         self._state: dict[str, list[Tensor]] = {}
 
     def __call__(self, lr: float) -> None:
         """Take one step at a learning rate."""
+        if self._plain:
+            set_lr(self._optimizer, lr)
+            self._optimizer.step()
+            return
         parameters = self._group["params"]
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not self._state or len(gradients) < len(parameters) or not self._group["fused"]:

@@ -10,6 +10,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.ranks.world import World
+from samestep.settings import Settings
 
 
 class _Counted(nn.Module):
@@ -24,25 +25,28 @@ class _Counted(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-Wrap = Callable[[nn.Module, World, nn.Parameter | None], nn.Module]
-"""As `wrap`: (model, world, counter) → the model on all ranks."""
+Wrap = Callable[[nn.Module, World, Settings, nn.Parameter | None], nn.Module]
+"""As `wrap`: (model, world, settings, counter) → the model on all ranks."""
 
 
-def make_counter(model: nn.Module, world: World) -> nn.Parameter | None:
+def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Parameter | None:
     """Return a weight, 0 for ever, whose gradient ranks add up with the model's; none alone."""
-    if world.world_size == 1:
-        return None
+    if world.world_size == 1 or settings.find_unused or settings.static_graph:
+        return None  # DDP then follows the forward, in which it does not appear
     like = next(p for p in model.parameters() if p.requires_grad)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return nn.Parameter(torch.zeros(1, dtype=dtype, device=like.device))
 
 
-def wrap(model: nn.Module, world: World, counter: nn.Parameter | None = None) -> nn.Module:
+def wrap(
+    model: nn.Module, world: World, settings: Settings, counter: nn.Parameter | None = None
+) -> nn.Module:
     """Return the model that averages its gradients over all ranks; alone, the model itself.
 
     Args:
         model: what to put on all ranks.
         world: this rank among the others.
+        settings: what to tell DDP of the model.
         counter: a weight of no effect whose gradient is to be averaged, too.
     """
     if world.world_size == 1:
@@ -51,6 +55,8 @@ def wrap(model: nn.Module, world: World, counter: nn.Parameter | None = None) ->
         model if counter is None else _Counted(model, counter),
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # spares a copy of the gradients
+        find_unused_parameters=settings.find_unused,
+        static_graph=settings.static_graph,
     )
 
 

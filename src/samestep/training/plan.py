@@ -1,12 +1,13 @@
 """What follows from the settings, the data and the world: batch sizes, steps, learning rate."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from samestep.data.blocks import Cut, cut_rows
 from samestep.data.order import steps_per_epoch
-from samestep.errors import UserError
+from samestep.errors import UserError, blame, defined_at
 from samestep.settings import Settings
 
 _LARGEST = 2**31
@@ -29,6 +30,8 @@ class Plan:
     total_steps: int
     lr: float
     """After scaling."""
+    schedule: Callable[[int, int], float] | None = None
+    """The recipe's own: (step, total steps) → factor."""
 
     def cut(self, settings: Settings) -> Cut:
         """Return how a step's rows become micro-steps."""
@@ -39,7 +42,14 @@ class Plan:
         )
 
 
-def make_plan(settings: Settings, num_samples: int, world_size: int, *, resumed: bool) -> Plan:
+def make_plan(
+    settings: Settings,
+    num_samples: int,
+    world_size: int,
+    *,
+    resumed: bool,
+    schedule: Callable[[int, int], float] | None = None,
+) -> Plan:
     """Derive a run's numbers from its settings.
 
     A resumed run keeps its global batch on any number of ranks; shares may then be unequal.
@@ -75,7 +85,42 @@ def make_plan(settings: Settings, num_samples: int, world_size: int, *, resumed:
         epochs=epochs,
         total_steps=total,
         lr=scaled_lr(settings, global_batch),
+        schedule=_checked(schedule, settings, total),
     )
+
+
+def _checked(
+    schedule: Callable[[int, int], float] | None, settings: Settings, total: int
+) -> Callable[[int, int], float] | None:
+    """Return a recipe's schedule, once its first, middle and last factor are numbers."""
+    if schedule is None:
+        return None
+    if settings.schedule != "constant":
+        raise UserError(
+            f"--schedule {settings.schedule}: the recipe has a schedule of its own"
+            f"{defined_at(schedule)}. Leave one of them out."
+        )
+    for step in (0, total // 2, total - 1):
+        factor_of(schedule, step, total)
+    return schedule
+
+
+def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> float:
+    """Return a schedule's factor.
+
+    Raises:
+        UserError: it fails, or is no number of 0 or more.
+    """
+    try:
+        factor = float(schedule(step, total))
+    except Exception as error:
+        blame(f"The recipe's schedule failed at step {step} of {total}", error)
+    if not 0 <= factor < math.inf:
+        raise UserError(
+            f"The recipe's schedule{defined_at(schedule)} returned {factor} at step {step} of "
+            f"{total}; it must be a number of 0 or more, which the learning rate is multiplied by."
+        )
+    return factor
 
 
 def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
@@ -151,8 +196,14 @@ def learning_rate(plan: Plan, settings: Settings, step: int) -> float:
 
     The warm-up's ramp is linear from lr / (warm-up + 1) and reaches the full rate in the step
     after it; the cosine (Loshchilov & Hutter 2017, without restarts) then falls to 0 at the end.
+
+    Raises:
+        UserError: a recipe's own schedule fails.
     """
     warmup = settings.warmup_steps
+    if plan.schedule is not None:
+        ramp = min(1.0, (step + 1) / (warmup + 1))
+        return plan.lr * ramp * factor_of(plan.schedule, step, plan.total_steps)
     if step < warmup:
         return plan.lr * (step + 1) / (warmup + 1)
     if settings.schedule == "constant":

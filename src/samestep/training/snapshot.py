@@ -25,7 +25,7 @@ from samestep.training.work import State, Work
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks call it; each adds what only it knows."""
     scaler = work.trainee.scaler
-    plan = work.plan
+    plan, average = work.plan, work.trainee.average
     next_lr = learning_rate(plan, work.settings, state.position.step)
     set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
     ranks = work.world.gather({"rng": _rng_state(), "loss_sum": state.sums.loss})
@@ -34,6 +34,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "recipe": recipe,
         "classes": list(work.classes),
         "model": work.trainee.model.state_dict(),
+        **({} if average is None else {"ema": average.state()}),
         "optimizer": work.trainee.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
@@ -77,6 +78,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 "order of samples would change within the run. Start a new run instead."
             )
     load_model(work.trainee.model, saved)
+    if work.trainee.average is not None:
+        work.trainee.average.load(saved.get("ema"))
     load_state(work.trainee.optimizer, saved["optimizer"])
     match_layouts(work.trainee.optimizer)
     if work.trainee.scaler is not None and saved["scaler"] is not None:
@@ -149,6 +152,15 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
             "Use the model options of the run that wrote it."
         )
     model.load_state_dict(saved)
+
+
+def load_evaluated(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load what a checkpoint's evaluation was of: the averaged weights, where it has them.
+
+    Raises:
+        UserError: as `load_model`.
+    """
+    load_model(model, {**state, "model": {**state["model"], **state.get("ema", {})}})
 
 
 def _shape(value: object) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.apply import Terms, as_scalar, call
+from samestep.training.ema import Average
 from samestep.training.optimizer import Update, set_lr
 from samestep.training.parallel import tell_end_of_autograd, without_sync
 from samestep.training.phases import Phases
@@ -41,6 +42,8 @@ class Trainee:
     """Counts what the loss of a batch is a mean over, where that is not samples."""
     counter: nn.Parameter | None = None
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
+    average: Average | None = None
+    """Of the weights, if it is wanted."""
     place: str = ""
     """Where the user builds the model, for a message: " (FILE:LINE)"."""
 
@@ -71,8 +74,8 @@ def check_used(model: nn.Module) -> None:
         raise UserError(
             f"The loss does not depend on {', '.join(unused[:3])}"
             f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}, so ranks would wait "
-            "for a gradient that never comes. Use these parameters in forward, or freeze them "
-            "with requires_grad_(False)."
+            "for a gradient that never comes. Use these parameters in forward, freeze them with "
+            "requires_grad_(False), or, if other steps use them, add --find-unused."
         )
 
 
@@ -124,7 +127,7 @@ class EagerStep:
             world_size=world.world_size,
             together=settings.sync_batchnorm and world.world_size > 1,
         )
-        self._unchecked = world.world_size > 1
+        self._unchecked = world.world_size > 1 and not settings.find_unused
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
@@ -155,6 +158,8 @@ class EagerStep:
             set_lr(trainee.optimizer, lrs[0])
             scaler.step(trainee.optimizer)
             scaler.update()
+        if trainee.average is not None:
+            trainee.average.update()
         self._phases.lap("optimizer")
         norms = None if norm is None else [norm]
         return StepResult([loss], norms, terms=None if terms is None else [terms])
@@ -236,7 +241,7 @@ class EagerStep:
         found = [as_scalar(count(p.inputs, p.targets), like) * p.weight for p in parts]
         mine = dict(zip(map(id, parts), found, strict=True))
         self._terms = torch.stack(found).sum() if len(found) > 1 else found[0]
-        if self._trainee.counter is not None:
+        if world_size > 1:
             return lambda p: (mine[id(p)] * (world_size / p.global_size), mine[id(p)])
         if len(parts) == 1:
             return lambda _: (1.0, None)
@@ -245,10 +250,13 @@ class EagerStep:
     def _over_terms(self, total: Tensor, global_size: int) -> tuple[Tensor, Tensor]:
         """Divide by the terms of all ranks, which the gradients' all-reduce has brought."""
         counter = self._trainee.counter
-        if counter is None:
+        if self._world.world_size == 1:
             return total, self._terms
-        assert counter.grad is not None
-        terms = counter.grad.detach().reshape(()) * self._world.world_size
+        if counter is not None:
+            assert counter.grad is not None
+            terms = counter.grad.detach().reshape(()) * self._world.world_size
+        else:
+            terms = self._world.reduce(self._terms)
         mend = global_size / terms
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], mend)
         return total * mend, terms
