@@ -113,9 +113,10 @@ class Recipe:
     schedule: Callable[[int, int], float] | None = None
     """(step from 0, total steps) → what the learning rate is multiplied by, instead of
     `--schedule`; a warm-up comes on top."""
-    metrics: Mapping[str, Callable[[Any, Any], Tensor]] = field(default_factory=lambda: _BY_DEFAULT)
-    """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. By
-    default accuracy, where the loss is cross-entropy and the targets are classes."""
+    metrics: Mapping[str, Any] = field(default_factory=lambda: _BY_DEFAULT)
+    """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. Or a
+    metric of torchmetrics, for what needs all predictions at once. By default accuracy, where the
+    loss is cross-entropy and the targets are classes."""
     lower_is_better: tuple[str, ...] = ()
     """Names of the metrics of which less is better, such as errors; the loss always is one."""
     transform: Transform | None = None
@@ -203,7 +204,9 @@ class Recipe:
 
     def falling(self) -> tuple[str, ...]:
         """Return the names of what is better the lower it is: the loss, and the metrics named."""
-        return tuple(dict.fromkeys(("loss", *self.lower_is_better)))
+        # What torchmetrics offers says so itself.
+        objects = [n for n, m in self.metrics.items() if getattr(m, "higher_is_better", 1) is False]
+        return tuple(dict.fromkeys(("loss", *self.lower_is_better, *objects)))
 
     def build_model(self, options: object) -> nn.Module:
         """Return the model that these options describe."""

@@ -23,6 +23,7 @@ from samestep.training.apply import applied, terms_of
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.ema import Average
+from samestep.training.epoch_metrics import EpochMetrics
 from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import optimizer_of
 from samestep.training.parallel import Wrap, make_counter, wrap
@@ -100,6 +101,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         optimizer=world.on_every(
             lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
         ),
+        measured=bool(metrics),
         average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),
         loss=loss,
@@ -121,7 +123,12 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         classes=splits.classes,
     )
     request = replace(request, recipe=replace(recipe, metrics=metrics))
-    return Built(work, State(watch=_watch(request, splits)), splits, threads)
+    return Built(
+        work,
+        State(watch=_watch(request, splits), measured=EpochMetrics(metrics, world.device)),
+        splits,
+        threads,
+    )
 
 
 def _try_out(

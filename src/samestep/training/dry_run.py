@@ -82,7 +82,9 @@ def dry_run(
                 _check_labels(name, source, outputs, ignored)
         with autocast(precision, world.device):
             _check_pairs(trial_loss, outputs, targets, loss)
-            Totals(trial_loss, trial_metrics, world, classes, terms).add(outputs, batch)
+            totals = Totals(trial_loss, trial_metrics, world, classes, terms)
+            totals.add(outputs, batch)
+            totals.objects.check()
     return metrics
 
 

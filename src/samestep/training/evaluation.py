@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix
 from samestep.data.trees import describe
-from samestep.errors import UserError, blame, defined_at
+from samestep.errors import UserError, blame
 from samestep.ranks.world import World
 from samestep.settings import Precision, Settings
 from samestep.training.apply import Terms, call
 from samestep.training.confusion import Confusion
+from samestep.training.metrics import Objects, functions_of, told, values_of
 from samestep.training.precision import autocast
 from samestep.training.snapshot import random_numbers
 from samestep.training.step import check_loss, seed_torch
@@ -151,11 +152,14 @@ class Totals:
         classes: Sequence[str] = (),
         terms: Terms | None = None,
     ) -> None:
-        self._loss, self._metrics, self._world, self._terms = loss, metrics, world, terms
+        self._loss, self._world, self._terms = loss, world, terms
+        self._metrics = functions_of(metrics)
         # float64, so that sums over a large set do not depend on how it was shared out. Apple's
         # GPU has none; there the sums are moved to the CPU batch by batch.
         home = torch.device("cpu") if world.device.type == "mps" else world.device
-        self._sums = torch.zeros(len(metrics) + 3, dtype=torch.float64, device=home)
+        self._sums = torch.zeros(len(self._metrics) + 3, dtype=torch.float64, device=home)
+        self.objects = Objects(metrics, home)
+        """The metrics that gather a state."""
         self._confusion = Confusion(classes, home) if classes else None
 
     def add(self, outputs: Any, batch: Batch) -> None:
@@ -166,7 +170,7 @@ class Totals:
         """
         sums, home = self._sums, self._sums.device
         inputs, targets, count, _first = batch
-        batch_loss = self._of("loss", self._loss, outputs, targets)
+        batch_loss = told("loss", self._loss, outputs, targets)
         check_loss(batch_loss, self._loss)
         if self._confusion is not None:
             self._confusion.add(outputs, targets)
@@ -174,27 +178,16 @@ class Totals:
         sums[0] += batch_loss.to(home).to(torch.float64) * terms
         sums[-2] += terms
         for place, (name, metric) in enumerate(self._metrics.items(), start=1):
-            value = self._of(f"metric {name!r}", metric, outputs, targets)
-            if not isinstance(value, Tensor) or value.shape != (count,):
-                raise UserError(
-                    f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} "
-                    f"for {count} samples; it must be one value a sample, ({count},): sums and "
-                    "counts are reduced here."
-                )
+            value = values_of(name, metric, outputs, targets, count)
             sums[place] += value.to(home).sum(dtype=torch.float64)
+        self.objects.update(outputs, targets)
         sums[-1] += count
-
-    def _of(self, what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-        try:
-            return function(outputs, targets)
-        except Exception as error:
-            trees = f"outputs {describe(outputs)} and targets {describe(targets)}"
-            blame(f"The recipe's {what} failed with {trees}", error, defined_at(function))
 
     def means(self) -> dict[str, Any]:
         """Return what `evaluate` does, over all ranks; every rank calls it."""
         loss, *totals, terms, samples = self._world.reduce(self._sums).tolist()
         means = {"loss": loss / terms}
         means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}
+        means |= self.objects.values(self._world)
         counted = self._confusion.result(self._world) if self._confusion is not None else {}
         return {**means, "samples": int(samples), **counted}

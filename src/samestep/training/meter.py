@@ -38,6 +38,8 @@ class Meter:
         records = list(result.notes)
         for note in records:
             clock.leave_out(note["seconds"])
+        if result.seen:
+            self._state.measured.add(result.seen)
         self._window.add(first, result.losses, size, result.terms)
         if logged or self._window.full:
             losses = self._read(logged, lrs[-1])
@@ -70,6 +72,7 @@ class Meter:
         """
         work, position = self._work, self._state.position
         self._read([], learning_rate(work.plan, work.settings, position.step - 1))
+        self._state.measured.settle()
         work.phases.lap("other")
         position.seconds = self._clock.seconds()
         position.phases = work.phases.total()
@@ -103,6 +106,7 @@ def epoch_record(work: Work, state: State) -> Record:
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),
         "phases": position.phases,
+        **({"metrics": state.measured.means(work.world)} if state.measured else {}),
         **({"ranks": dict(zip(_spread({}), columns, strict=True))} if plan.world_size > 1 else {}),
     }
 

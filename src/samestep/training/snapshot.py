@@ -28,7 +28,9 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     plan, average = work.plan, work.trainee.average
     next_lr = learning_rate(plan, work.settings, state.position.step)
     set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
-    ranks = work.world.gather({"rng": _rng_state(), "loss_sum": state.sums.loss})
+    ranks = work.world.gather(
+        {"rng": _rng_state(), "loss_sum": state.sums.loss, "measured": state.measured.state()}
+    )
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -47,6 +49,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
         "terms": state.sums.terms,
+        "measured": [rank["measured"] for rank in ranks],
         "watch": asdict(state.watch),
         "order": {
             "seed": work.settings.seed,
@@ -96,6 +99,11 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
         seed_rank(mix(work.settings.seed, state.position.step), world.rank)
         # Only the sum over the ranks counts, so one of them takes it all.
         loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
+    measured = saved.get("measured", [])
+    if len(measured) == world.world_size:
+        state.measured.load([measured[world.rank]])
+    else:
+        state.measured.load(measured if world.is_main else [])
     state.sums = Sums(loss_sum, saved.get("terms", 0.0))
 
 

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from samestep.data.blocks import Block, cut_rows
 from samestep.data.keyed_random import mix, mix_next
-from samestep.data.trees import check_rows, describe, narrow
+from samestep.data.trees import check_rows, describe, map_tensors, narrow
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.apply import Terms, as_scalar, call
 from samestep.training.ema import Average
+from samestep.training.epoch_metrics import Seen
 from samestep.training.optimizer import Update, set_lr
 from samestep.training.parallel import tell_end_of_autograd, without_sync
 from samestep.training.phases import Phases
@@ -44,6 +45,8 @@ class Trainee:
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
     average: Average | None = None
     """Of the weights, if it is wanted."""
+    measured: bool = False
+    """Whether metrics over the training epoch need the outputs."""
     place: str = ""
     """Where the user builds the model, for a message: " (FILE:LINE)"."""
 
@@ -58,6 +61,8 @@ class StepResult:
     """Gradient norm of each step before clipping, if it was asked for."""
     terms: Sequence[Tensor] | None = None
     """What each step's mean is over, on all ranks together, where that is not samples."""
+    seen: Sequence[Seen] = ()
+    """The outputs, if they are wanted."""
     notes: tuple[Record, ...] = ()
     """`compile` records of what was compiled in this call."""
 
@@ -121,6 +126,8 @@ class EagerStep:
         self._update = Update(trainee.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
         self._agreed, self._step = False, 0
+        self._outputs: Any = None
+        self._seen: list[Seen] = []
         self._cut = partial(
             cut_rows,
             batch_size=batch_size,
@@ -161,8 +168,9 @@ class EagerStep:
         if trainee.average is not None:
             trainee.average.update()
         self._phases.lap("optimizer")
-        norms = None if norm is None else [norm]
-        return StepResult([loss], norms, terms=None if terms is None else [terms])
+        norms, self._outputs = None if norm is None else [norm], None
+        seen, self._seen = self._seen, []
+        return StepResult([loss], norms, terms=None if terms is None else [terms], seen=seen)
 
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up the gradients of this rank's micro-steps.
@@ -214,6 +222,9 @@ class EagerStep:
         loss = self._loss_of(inputs, targets) if self._agreed else self._first_loss(inputs, targets)
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = loss * weight
+        if trainee.measured and part.weight:
+            outputs = map_tensors(Tensor.detach, self._outputs)
+            self._seen.append(Seen(outputs, targets, part.rows))
         phases, last = self._phases, "backward"
         phases.lap("forward")
         if self._world.world_size > 1 and loss.requires_grad:
@@ -264,9 +275,11 @@ class EagerStep:
     def _loss_of(self, inputs: Any, targets: Any) -> Tensor:
         trainee = self._trainee
         if not self._casts:
-            return trainee.loss(call(trainee.wrapped, inputs, trainee.applied), targets)
+            self._outputs = call(trainee.wrapped, inputs, trainee.applied)
+            return trainee.loss(self._outputs, targets)
         with autocast(self._settings.precision, self._world.device):
-            return trainee.loss(call(trainee.wrapped, inputs, trainee.applied), targets)
+            self._outputs = call(trainee.wrapped, inputs, trainee.applied)
+            return trainee.loss(self._outputs, targets)
 
     def _first_loss(self, inputs: Any, targets: Any) -> Tensor:
         """Return the loss of the first batch, once every rank has one that it can train on.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from samestep.data.blocks import Block
@@ -11,6 +12,7 @@ from samestep.data.source import Source
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.clock import Position
+from samestep.training.epoch_metrics import EpochMetrics
 from samestep.training.phases import Phases
 from samestep.training.plan import Plan
 from samestep.training.step import StepResult, Trainee
@@ -73,6 +75,8 @@ class State:
     position: Position = field(default_factory=Position)
     sums: Sums = field(default_factory=Sums)
     """What the mean loss of the running epoch is made of."""
+    measured: EpochMetrics = field(default_factory=lambda: EpochMetrics({}, torch.device("cpu")))
+    """The metrics of what this rank has trained in the running epoch."""
     stop_reason: str = ""
     """Why the training ended; empty while it goes on."""
     signum: int = 0
@@ -108,3 +112,4 @@ def close_epoch(work: Work, state: State) -> None:
     position.phases = {}
     work.phases.clear()
     state.sums = Sums()
+    state.measured.reset()

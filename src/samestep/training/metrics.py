@@ -1,0 +1,185 @@
+"""Metrics over many batches: sums of values per sample, and objects with a state of their own.
+
+An object is a metric of torchmetrics, or one that has what those have: `update`, `compute`,
+`reset`, and a state that is gathered from all ranks.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.data.trees import describe
+from samestep.errors import UserError, blame, defined_at
+from samestep.ranks.world import World
+
+States = dict[str, dict[str, Any]]
+"""Name of a metric object → name of a state → a tensor, or a list of tensors."""
+
+
+def is_object(metric: Any) -> bool:
+    """Whether a metric gathers a state, rather than returning one value a sample."""
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def functions_of(metrics: Mapping[str, Any]) -> dict[str, Callable[[Any, Any], Any]]:
+    """Return the metrics that return one value a sample."""
+    return {name: metric for name, metric in metrics.items() if not is_object(metric)}
+
+
+def check_object(name: str, metric: Any) -> None:
+    """Check that ranks can put together what a metric object gathers.
+
+    Raises:
+        UserError: it has no state that says how it is reduced.
+    """
+    if not getattr(metric, "_reductions", None):
+        raise UserError(
+            f"The recipe's metric {name!r} is a {type(metric).__name__} without a state that ranks "
+            "could put together. Use a torchmetrics.Metric whose add_state() names its states, or "
+            "a function (outputs, targets) → one value a sample."
+        )
+
+
+def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any, count: int) -> Any:
+    """Return a metric's values of a batch: (samples,).
+
+    Raises:
+        UserError: it fails, or returns something else.
+    """
+    value = told(f"metric {name!r}", metric, outputs, targets)
+    if not isinstance(value, Tensor) or value.shape != (count,):
+        raise UserError(
+            f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} "
+            f"for {count} samples; it must be one value a sample, ({count},): sums and counts are "
+            "reduced here. A metric that needs all predictions at once is a torchmetrics.Metric."
+        )
+    return value
+
+
+def told(what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+    """Return what a recipe's function makes of outputs and targets.
+
+    Raises:
+        UserError: it fails.
+    """
+    try:
+        return function(outputs, targets)
+    except Exception as error:
+        trees = f"outputs {describe(outputs)} and targets {describe(targets)}"
+        blame(f"The recipe's {what} failed with {trees}", error, defined_at(function))
+
+
+class Objects:
+    """This rank's copies of a recipe's metric objects, empty at first."""
+
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
+        self._metrics = {n: copy.deepcopy(m) for n, m in metrics.items() if is_object(m)}
+        for name, metric in self._metrics.items():
+            check_object(name, metric)
+            metric.to(device)
+        self.reset()
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Take in a batch.
+
+        Raises:
+            UserError: a metric fails.
+        """
+        for name, metric in self._metrics.items():
+            told(f"metric {name!r}", metric.update, outputs, targets)
+
+    def states(self) -> States:
+        """Return what this rank's have gathered, on the CPU."""
+        return {
+            name: {state: _on(getattr(metric, state), "cpu") for state in metric._reductions}  # noqa: SLF001
+            for name, metric in self._metrics.items()
+        }
+
+    def load(self, ranks: Sequence[States]) -> None:
+        """Take what some ranks have gathered in place of what is here."""
+        for name, metric in self._metrics.items():
+            _merge(metric, [states[name] for states in ranks if name in states])
+
+    def values(self, world: World) -> dict[str, float]:
+        """Return each metric over all samples of all ranks; every rank calls it.
+
+        Raises:
+            UserError: one does not compute a single number.
+        """
+        if not self._metrics:
+            return {}
+        ranks = world.gather(self.states())
+        whole = Objects(self._metrics, torch.device("cpu"))
+        whole.load(ranks)
+        return {name: _number(name, metric) for name, metric in whole._metrics.items()}
+
+    def check(self) -> None:
+        """Check that each computes a single number, where it can compute of what it has.
+
+        Raises:
+            UserError: one computes something else.
+        """
+        for name, metric in self._metrics.items():
+            metric.sync_on_compute = False
+            try:
+                value = _computed(metric)
+            except Exception:  # of a few samples, perhaps all of one class
+                continue
+            _check_number(name, value)
+
+
+def _merge(metric: Any, ranks: Iterable[dict[str, Any]]) -> None:
+    """Put the states of ranks together as torchmetrics does: stack or flatten, then reduce."""
+    metric.reset()
+    metric.sync_on_compute = False
+    found = list(ranks)
+    for name, reduction in metric._reductions.items() if found else ():  # noqa: SLF001
+        values = [states[name] for states in found]
+        if isinstance(values[0], list):
+            whole: Any = [tensor for value in values for tensor in value]
+        else:
+            stacked = torch.stack(values)
+            whole = stacked if reduction is None else reduction(stacked)
+        setattr(metric, name, _on(whole, metric.device))
+    metric._update_count = len(found)  # noqa: SLF001 - it has been updated, on other ranks
+
+
+def _number(name: str, metric: Any) -> float:
+    try:
+        value = _computed(metric)
+    except Exception as error:
+        blame(f"The recipe's metric {name!r} failed to compute", error)
+    return _check_number(name, value)
+
+
+def _computed(metric: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of metrics that no sample of a small set reaches
+        return metric.compute()
+
+
+def _check_number(name: str, value: Any) -> float:
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    raise UserError(
+        f"The recipe's metric {name!r} computed {describe(value)}; it must be a single number. "
+        'Average over classes (average="macro"), or name one metric for each.'
+    )
+
+
+def _on(value: Any, device: Any) -> Any:
+    if isinstance(value, list):
+        return [tensor.detach().to(device) for tensor in value]
+    return value.detach().to(device)
