@@ -123,12 +123,9 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         classes=splits.classes,
     )
     request = replace(request, recipe=replace(recipe, metrics=metrics))
-    return Built(
-        work,
-        State(watch=_watch(request, splits), measured=EpochMetrics(metrics, world.device)),
-        splits,
-        threads,
-    )
+    measured = EpochMetrics(metrics, world.device)
+    state = State(watch=_watch(request, splits), measured=measured)
+    return Built(work, state, splits, threads)
 
 
 def _try_out(

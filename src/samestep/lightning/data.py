@@ -37,6 +37,8 @@ class Part(NamedTuple):
     """Samples of the step over all ranks."""
     last: bool
     """Whether the step ends with it."""
+    rows: int
+    """Samples of this part."""
 
 
 def resolve(recipe: Recipe | str, settings: Settings | None) -> tuple[Recipe, Settings]:
@@ -290,6 +292,7 @@ class Parts:
                 step.weight * counted / step.global_size,
                 step.global_size,
                 number == len(cuts),
+                count,
             )
 
     def state_dict(self) -> dict[str, int]:

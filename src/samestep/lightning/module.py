@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix, mix_next
-from samestep.data.trees import describe
+from samestep.data.trees import describe, map_tensors
 from samestep.errors import UserError, blame
 from samestep.execution.opening import open_checkpoint
 from samestep.lightning.data import Part, choose_options, resolve, world_of
@@ -19,6 +19,7 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Settings
 from samestep.training.apply import call
+from samestep.training.epoch_metrics import Seen
 from samestep.training.evaluation import Totals
 from samestep.training.optimizer import optimizer_of
 from samestep.training.parallel import share_buffers
@@ -67,6 +68,7 @@ class LitRecipe(pl.LightningModule):
         self._totals: Totals
         self._loss: Callable[[Any, Any], Tensor] = self.recipe.loss
         self._new_step = True
+        self._seen: list[Seen] = []
 
     @classmethod
     def from_run(cls, run: str | Path, name: str = "best") -> "LitRecipe":
@@ -128,7 +130,8 @@ class LitRecipe(pl.LightningModule):
     def training_step(self, batch: Part, batch_idx: int) -> Tensor:
         """Return the loss, so weighted that the step's gradient is the global batch's."""
         try:
-            loss = self._loss(self(batch.inputs), batch.targets)
+            outputs = self(batch.inputs)
+            loss = self._loss(outputs, batch.targets)
         except Exception as error:
             blame(
                 f"The recipe's model or loss failed, with inputs {describe(batch.inputs)} and "
@@ -136,10 +139,18 @@ class LitRecipe(pl.LightningModule):
                 error,
             )
         check_loss(loss, self.recipe.loss)
+        if self.recipe.metrics and batch.weight:
+            detached = map_tensors(Tensor.detach, outputs)
+            self._seen.append(Seen(detached, batch.targets, batch.rows))
         part = loss * batch.weight
         self.step_loss = self.step_loss + part.detach()
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
         return part * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def take_seen(self) -> list[Seen]:
+        """Return the outputs of the micro-steps since the last call."""
+        seen, self._seen = self._seen, []
+        return seen
 
     def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:
         """Log the loss of the global batch where the Trainer logs."""

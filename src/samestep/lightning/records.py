@@ -12,6 +12,7 @@ from samestep.execution.session import Task
 from samestep.lightning.data import Part
 from samestep.lightning.module import LitRecipe
 from samestep.training.between import checkpoint_name, evaluate_now, judge
+from samestep.training.epoch_metrics import Seen
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.parallel import tell_end_of_autograd
 from samestep.training.plan import learning_rate
@@ -88,7 +89,7 @@ class Records(Callback):
         work, state, between = self._work, self._state, self._task.between
         position, total = state.position, work.plan.total_steps
         part = torch.as_tensor(cast("LitRecipe", pl_module).step_loss)
-        taken = self._taken(part, batch.size)
+        taken = self._taken(part, batch.size, cast("LitRecipe", pl_module).take_seen())
         self.metric = None
         position.step += 1
         position.step_in_epoch += 1
@@ -114,13 +115,13 @@ class Records(Callback):
             state.stop_reason = signal.Signals(agreed.signum).name
             raise Stopped
 
-    def _taken(self, loss: Tensor, size: int) -> Taken:
+    def _taken(self, loss: Tensor, size: int, seen: list[Seen]) -> Taken:
         """Return the step that has just been taken."""
         first, work = self._state.position.step, self._work
         logged = [first + 1] if (first + 1) % work.settings.log_every == 0 else []
         norms = None if self._norm is None else [self._norm]
         lrs = [learning_rate(work.plan, work.settings, first)]
-        return Taken(first, size, lrs, logged, StepResult([loss], norms))
+        return Taken(first, size, lrs, logged, StepResult([loss], norms, seen=seen))
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(self._task.path / "checkpoints" / checkpoint_name(self._state))

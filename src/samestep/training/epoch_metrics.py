@@ -31,6 +31,8 @@ class EpochMetrics:
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
         self._functions = functions_of(metrics)
+        # Apple's GPU has no float64.
+        self._home = torch.device("cpu") if device.type == "mps" else device
         self._objects = Objects(metrics, device)
         self.reset()
 
@@ -73,7 +75,7 @@ class EpochMetrics:
             values = [values_of(n, f, outputs, targets, count) for n, f in self._functions.items()]
             if values:
                 # Of each step by itself, so that the sum does not depend on what was put together.
-                rows = torch.stack([value.double() for value in values])
+                rows = torch.stack([value.to(self._home).double() for value in values])
                 self._unread.append(rows.view(len(values), len(seen), samples).sum(dim=2).T)
 
     def settle(self) -> None:

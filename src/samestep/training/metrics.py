@@ -4,6 +4,7 @@ An object is a metric of torchmetrics, or one that has what those have: `update`
 `reset`, and a state that is gathered from all ranks.
 """
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,10 +134,9 @@ class Objects:
         """
         for name, metric in self._metrics.items():
             metric.sync_on_compute = False
-            try:
+            value: Any = 0.0
+            with contextlib.suppress(Exception):  # of a few samples, perhaps all of one class
                 value = _computed(metric)
-            except Exception:  # of a few samples, perhaps all of one class
-                continue
             _check_number(name, value)
 
 
