@@ -142,9 +142,12 @@ def _why(skipped: Sequence[int], rows: Sequence[Row], *, sure: bool) -> str:
 def variant(work: Work, settings: Settings, source: Source) -> Work:
     """Return endless work with other settings: the same model, on a source of its own."""
     world, trainee = work.world, work.trainee
-    plan = make_plan(settings, source.num_samples, world.world_size, resumed=False)
+    schedule = work.plan.schedule
+    plan = make_plan(
+        settings, source.num_samples, world.world_size, resumed=False, schedule=schedule
+    )
     phases = make_phases(world.device)
-    compiles = what_compiles(settings, world, trainee.model)
+    compiles = what_compiles(settings, world, trainee.model, plain=trainee.plain)
     per_block = source.steps_per_block(plan.global_batch_size)
     step = make_step(compiles, trainee, settings, world, plan, per_block, phases)
     changed = replace(

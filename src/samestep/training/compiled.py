@@ -19,7 +19,6 @@ from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import Recipe
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.eager_only import why_only_eager
@@ -37,11 +36,12 @@ _STEPS_PER_GRAPH = 8
 Compiles = Literal["nothing", "model", "step"]
 
 
-def what_compiles(settings: Settings, world: World, model: nn.Module, recipe: Recipe) -> Compiles:
+def what_compiles(settings: Settings, world: World, model: nn.Module, *, plain: bool) -> Compiles:
     """Return what `--compile` can compile here: whole steps where one process does all of them.
 
     Ranks reduce gradients between backward and update, the scaler of fp16 decides on the host
-    whether to update, and a graph has batches of one form: else it is the model alone.
+    whether to update, and of the recipe only model and loss can be in the graph (`plain`): else
+    it is the model alone.
 
     Raises:
         UserError: compiling was asked for where there is no C++ compiler.
@@ -54,10 +54,8 @@ def what_compiles(settings: Settings, world: World, model: nn.Module, recipe: Re
             "Install one (Debian: apt install g++), or use --compile off."
         )
     one_type = len({p.dtype for p in model.parameters()}) == 1
-    own = (recipe.forward, recipe.loss_terms, recipe.collate, recipe.optimizer)
-    plain = all(part is None for part in own) and settings.ema is None
     alone = world.world_size == 1 and settings.precision != "fp16"
-    whole = alone and one_type and plain
+    whole = alone and one_type and plain and settings.ema is None
     return "step" if whole else "model"
 
 
@@ -184,7 +182,8 @@ def _one_by_one(
     return StepResult(
         [loss for result in results for loss in result.losses],
         norms or None,
-        tuple(note for result in results for note in result.notes),
+        seen=[one for result in results for one in result.seen],
+        notes=tuple(note for result in results for note in result.notes),
     )
 
 

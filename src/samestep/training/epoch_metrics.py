@@ -68,7 +68,8 @@ class EpochMetrics:
             return
         outputs, targets, samples = seen[0]
         if len(seen) > 1:
-            outputs, targets = (torch.cat([one[place] for one in seen]) for place in (0, 1))
+            outputs = torch.cat([one.outputs for one in seen])
+            targets = torch.cat([one.targets for one in seen])
         count = samples * len(seen)
         with torch.no_grad():
             self._objects.update(outputs, targets)

@@ -45,6 +45,8 @@ class Trainee:
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
     average: Average | None = None
     """Of the weights, if it is wanted."""
+    plain: bool = True
+    """Whether only model and loss are the recipe's: not what batches are, nor the optimizer."""
     measured: bool = False
     """Whether metrics over the training epoch need the outputs."""
     place: str = ""
@@ -231,7 +233,7 @@ class EagerStep:
             tell_end_of_autograd(loss, lambda: phases.lap("backward"))
             last = "all_reduce"
         scaled = loss if trainee.scaler is None else trainee.scaler.scale(loss)
-        if trainee.counter is not None:
+        if trainee.counter is not None and terms is not None:
             # Its gradient is the number of terms: it travels with those of the weights.
             scaled = scaled + (trainee.counter * terms).sum()
         scaled.backward()  # type: ignore[no-untyped-call]
