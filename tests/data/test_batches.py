@@ -265,7 +265,7 @@ def test_stored_bytes_stay_bytes_until_the_transform(data):
     for inputs, _targets, _weight, _size in steps_of(one).values():
         assert inputs.dtype == torch.float64
         assert inputs.max() <= 1
-    assert [inputs.dtype for inputs, _ in one.evaluation(4)] == [torch.float64] * 3
+    assert [inputs.dtype for inputs, *_ in one.evaluation(4)] == [torch.float64] * 3
     assert set(seen) == {torch.uint8}
 
 
@@ -273,7 +273,7 @@ def test_stored_bytes_stay_bytes_until_the_transform(data):
 def test_bytes_reach_the_model_as_bytes_where_nothing_transforms_them(data):
     one = source(data)
     assert {inputs.dtype for inputs, *_ in steps_of(one).values()} == {torch.uint8}
-    assert {inputs.dtype for inputs, _ in one.evaluation(4)} == {torch.uint8}
+    assert {inputs.dtype for inputs, *_ in one.evaluation(4)} == {torch.uint8}
 
 
 def test_bytes_are_held_as_bytes():
@@ -291,7 +291,7 @@ def test_floating_point_inputs_and_targets_take_the_type_of_the_model(kind, dtyp
     one = source(data, dtype=dtype)
     for inputs, targets, *_ in steps_of(one).values():
         assert inputs.dtype == targets.dtype == dtype
-    for inputs, targets in one.evaluation(4):
+    for inputs, targets, *_ in one.evaluation(4):
         assert inputs.dtype == targets.dtype == dtype
 
 
@@ -301,7 +301,7 @@ def test_a_transform_in_place_leaves_the_data_as_it_is(kind):
     one = source(kind((inputs, torch.arange(9))), transform=lambda rows: rows.mul_(2))
     before = inputs.clone()
     for _ in range(2):
-        read = torch.cat([rows for rows, _ in one.evaluation(4)])
+        read = torch.cat([rows for rows, *_ in one.evaluation(4)])
         assert torch.equal(read, 2 * before)
         trained = steps_of(one, global_batch=9)[0]
         assert torch.equal(trained[0], 2 * before[trained[1]])
@@ -317,7 +317,7 @@ def test_an_evaluation_reads_each_sample_once_also_on_more_ranks_than_samples(
     data = kind(samples(num))
     read = []
     for rank in range(world_size):
-        for inputs, targets in source(data, rank, world_size, augment=_shift).evaluation(
+        for inputs, targets, *_ in source(data, rank, world_size, augment=_shift).evaluation(
             batch_size
         ):
             assert 0 < len(targets) <= batch_size
@@ -331,7 +331,7 @@ def test_an_evaluation_between_two_epochs_does_not_disturb_the_loader():
     blocks = one.blocks(0, 0, global_batch=5, drop_last=False)
     next(blocks)
     blocks.close()
-    assert sum(len(targets) for _, targets in one.evaluation(4)) == 23
+    assert sum(len(targets) for _, targets, *_ in one.evaluation(4)) == 23
     assert same(
         {step: rows[:2] for step, rows in steps_of(one, 1, global_batch=5).items()},
         together(samples(23), 1, 1, global_batch=5),
@@ -442,7 +442,7 @@ class Mapped(Listed):
 
 def test_samples_may_be_trees_of_tensors():
     one = source(Mapped(*samples(9)))
-    read = [*((x, y) for x, y, *_ in steps_of(one).values()), *one.evaluation(4)]
+    read = [*((x, y) for x, y, *_ in steps_of(one).values()), *((x, y) for x, y, *_ in one.evaluation(4))]
     for inputs, targets in read:
         assert torch.equal(inputs["image"], samples(9)[0][targets])
         assert inputs["size"].dtype == torch.float32
@@ -496,7 +496,7 @@ class Doubled(TensorDataset):
 
 def test_a_tensor_data_set_that_reads_in_a_way_of_its_own_is_asked_for_each_sample():
     inputs, targets = samples(5)
-    ((read, its),) = source(Doubled(inputs, targets)).evaluation(5)
+    ((read, its, *_),) = source(Doubled(inputs, targets)).evaluation(5)
     assert torch.equal(read, inputs * 2)
     assert torch.equal(its, targets)
     assert isinstance(source(samples(5)), MemorySource)

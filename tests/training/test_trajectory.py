@@ -440,7 +440,7 @@ def _no_gradient_sync():
     """Leave the model unwrapped: N trainings beside each other."""
     from samestep.commands import train
 
-    train.NATIVE = replace(train.NATIVE, wrap=lambda model, world: model)
+    train.NATIVE = replace(train.NATIVE, wrap=lambda model, *_: model)
 
 
 def _same_data_on_every_rank():
@@ -470,9 +470,7 @@ def _micro_steps_not_averaged():
     from samestep.training.step import EagerStep
 
     original = EagerStep._micro_step
-    EagerStep._micro_step = lambda self, inputs, targets, weight: original(
-        self, inputs, targets, 1.0
-    )
+    EagerStep._micro_step = lambda self, part, weight, terms: original(self, part, 1.0, terms)
 
 
 def _order_seeded_by_rank():

@@ -7,7 +7,7 @@ import torch
 
 from samestep.errors import UserError
 from samestep.ranks.world import World, find_world, join, leave
-from samestep.training.window import Window
+from samestep.training.window import Sums, Window
 from tests.processes import run_ranks
 
 
@@ -19,16 +19,23 @@ def test_reading_gives_the_wanted_steps_and_the_sum_of_all_samples():
     window = Window(World())
     window.add(10, losses(1.0, 2.0), 4)
     window.add(12, losses(4.0), 3)
-    assert window.read([11, 13], 0.1, 100.0) == ([1.0, 4.0], 100.0 + 4 * 1.0 + 4 * 2.0 + 3 * 4.0)
-    assert window.read([], 0.1, 7.0) == ([], 7.0), "it is empty once it was read"
+    total = Sums(100.0 + 4 * 1.0 + 4 * 2.0 + 3 * 4.0, 9.0 + 4 + 4 + 3)
+    assert window.read([11, 13], 0.1, Sums(100.0, 9.0)) == ([1.0, 4.0], total)
+    assert window.read([], 0.1, Sums(7.0)) == ([], Sums(7.0)), "it is empty once it was read"
+
+
+def test_means_over_terms_weigh_by_the_terms_of_each_step():
+    window = Window(World())
+    window.add(0, losses(1.0, 2.0), 4, losses(10.0, 30.0))
+    assert window.read([2], 0.1, Sums()) == ([2.0], Sums(1.0 * 10 + 2.0 * 30, 40.0))
 
 
 def test_the_next_window_counts_from_its_own_first_step():
     window = Window(World())
     window.add(0, losses(1.0, 2.0), 1)
-    window.read([], 0.1, 0.0)
+    window.read([], 0.1, Sums())
     window.add(2, losses(5.0), 1)
-    assert window.read([3], 0.1, 0.0) == ([5.0], 5.0)
+    assert window.read([3], 0.1, Sums()) == ([5.0], Sums(5.0, 1.0))
 
 
 def test_it_is_full_before_it_grows_without_end():
@@ -38,7 +45,7 @@ def test_it_is_full_before_it_grows_without_end():
         window.add(added, losses(*[0.0] * 64), 1)
         added += 64
         assert added < 100_000
-    window.read([], 0.1, 0.0)
+    window.read([], 0.1, Sums())
     assert not window.full
 
 
@@ -47,7 +54,7 @@ def test_the_first_bad_step_is_named_with_the_learning_rate(bad):
     window = Window(World())
     window.add(20, losses(1.0, bad, 1.0, bad), 4)
     with pytest.raises(UserError, match=r"step 22 .*0\.03") as error:
-        window.read([21], 0.03, 0.0)
+        window.read([21], 0.03, Sums())
     assert error.value.on_all_ranks
 
 
@@ -56,10 +63,10 @@ def read_on_two_ranks():
     join(world, timeout_s=60)
     window = Window(world)
     window.add(0, losses(1.0 + world.rank, 10.0), 2)
-    read = window.read([1, 2], 0.1, 0.0)
+    read = window.read([1, 2], 0.1, Sums())
     window.add(2, losses(1.0, math.nan if world.rank else 1.0), 2)
     try:
-        window.read([], 0.1, 0.0)
+        window.read([], 0.1, Sums())
     except UserError as error:
         message = str(error)
     leave(world)
@@ -68,7 +75,7 @@ def read_on_two_ranks():
 
 def test_ranks_add_up_their_parts_and_all_stop_where_one_meets_a_nan(tmp_path):
     (one, message), (other, same) = run_ranks(read_on_two_ranks, 2, tmp_path)
-    assert one == ([3.0, 20.0], 2 * 1.0 + 2 * 10.0)
-    assert other == ([3.0, 20.0], 2 * 2.0 + 2 * 10.0)
+    assert one == ([3.0, 20.0], Sums(2 * 1.0 + 2 * 10.0, 4.0))
+    assert other == ([3.0, 20.0], Sums(2 * 2.0 + 2 * 10.0, 4.0))
     assert message == same
     assert "step 4 " in message

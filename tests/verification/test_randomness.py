@@ -78,7 +78,7 @@ def test_held_batch_norm_gives_a_sample_the_same_in_any_batch(tracks):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=tracks))
     part = model.train()(X)[:2]
     assert not torch.allclose(part, model(X[:2]))
-    hold_model(model, Seen(), ALL, lambda: X)
+    hold_model(model, Seen(), ALL, lambda: model(X))
     model.train()
     assert torch.allclose(model(X)[:2], model(X[:2]), atol=1e-6)
     before = [buffer.clone() for buffer in model.buffers()]

@@ -87,12 +87,18 @@ class EpochMetrics:
                 self._sums = [total + value for total, value in zip(self._sums, row, strict=True)]
             self._unread = []
 
-    def means(self, world: World) -> dict[str, float]:
-        """Return each metric over the samples of all ranks, after `settle`; every rank calls it."""
+    def means(self, world: World, expected: int) -> dict[str, float]:
+        """Return each metric over the samples of all ranks, after `settle`; every rank calls it.
+
+        None where some of the expected samples were not measured, as of an epoch that an earlier
+        version began.
+        """
         if not self:
             return {}
         sums = torch.tensor([*self._sums, self._samples], dtype=torch.float64)
         *totals, samples = world.reduce(sums).tolist()
+        if samples != expected:
+            return {}
         found = {n: total / samples for n, total in zip(self._functions, totals, strict=True)}
         return {**found, **self._objects.values(world)}
 

@@ -97,6 +97,7 @@ def epoch_record(work: Work, state: State) -> Record:
     rows[work.world.rank] = torch.tensor(mine, dtype=torch.float64)
     losses, *columns = work.world.reduce(rows).T.tolist()
     seconds = position.seconds - position.epoch_started_s
+    metrics = state.measured.means(work.world, samples)
     return {
         "event": "epoch",
         "epoch": position.epoch + 1,
@@ -106,7 +107,7 @@ def epoch_record(work: Work, state: State) -> Record:
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),
         "phases": position.phases,
-        **({"metrics": state.measured.means(work.world)} if state.measured else {}),
+        **({"metrics": metrics} if metrics else {}),
         **({"ranks": dict(zip(_spread({}), columns, strict=True))} if plan.world_size > 1 else {}),
     }
 

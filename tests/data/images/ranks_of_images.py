@@ -57,7 +57,7 @@ def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0)
                 step = (epoch, part.first_step)
                 if part.weight:
                     rows += [(step, x, int(y)) for x, y in zip(part.inputs, part.targets)]  # noqa: B905
-    for inputs, targets in source.evaluation(4):
+    for inputs, targets, *_ in source.evaluation(4):
         rows += [((-1, 0), x, int(y)) for x, y in zip(inputs, targets)]  # noqa: B905
     return rows
 
