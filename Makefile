@@ -33,7 +33,7 @@ test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but t
 	$(PYTEST) -m "not slow and not cluster"
 
 test-all: test ## the same, then every command of the documentation, and a real Slurm
-	$(PYTEST) --numprocesses 4 -m "slow or cluster" # most of the time they wait
+	$(PYTEST) -m "slow or cluster"
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check
