@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 IMAGES_PER_CLASS = {"train": 100, "test": 10}
 """Of CIFAR-10's JPEG files, those that are kept as files too, for the recipe images."""
-_FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
+_FILES = {
+    "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
+    "test": ["test_batch.bin"],
+}
 _NAME = re.compile(r"(?:.*/)?(train|test)/([a-z]+)/([0-9]+)\.jpe?g")
 _WHOLE = "whole"
 

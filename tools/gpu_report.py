@@ -62,7 +62,13 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
     """Return a row for each test in the notes, in the order in which they began."""
     rows: dict[str, dict[str, Any]] = {}
     for note in _notes(path):
-        empty = {"test": note["test"], "outcome": NOT_ENDED, "seconds": 0.0, "message": "", "text": ""}
+        empty = {
+            "test": note["test"],
+            "outcome": NOT_ENDED,
+            "seconds": 0.0,
+            "message": "",
+            "text": "",
+        }
         row = rows.setdefault(note["test"], empty)
         if "when" not in note:
             continue
@@ -90,7 +96,9 @@ def table(record: Mapping[str, Any]) -> str:
     """Return the record of a check as Markdown."""
     machine, rows = record["machine"], record["tests"]
     told = ", ".join(f"{number} {name}" for name, number in record["counts"].items())
-    title = "GPU check, dry: on the CPU, so it says nothing of a GPU" if record["dry"] else "GPU check"
+    title = (
+        "GPU check, dry: on the CPU, so it says nothing of a GPU" if record["dry"] else "GPU check"
+    )
     lines = [
         f"# {title}",
         "",
