@@ -30,67 +30,8 @@ DATA_FILES = ("cifar10-jpeg.tar.xz", "t10k-images-idx3-ubyte.gz", "t10k-labels-i
 """What is taken of DATA: all of CIFAR-10 as JPEG, train/CLASS/*.jpg and test/CLASS/*.jpg, and the
 10,000 test digits of MNIST. tools/gpu_data.py unpacks them there."""
 
-USUALLY_THERE = [
-    "accelerate",
-    "aiohappyeyeballs",
-    "aiohttp",
-    "aiosignal",
-    "attrs",
-    "certifi",
-    "charset-normalizer",
-    "click",
-    "execnet",
-    "filelock",
-    "fsspec",
-    "hypothesis",
-    "idna",
-    "iniconfig",
-    "jinja2",
-    "lightning",
-    "lightning-utilities",
-    "markdown-it-py",
-    "markupsafe",
-    "matplotlib",
-    "mdurl",
-    "mpmath",
-    "multidict",
-    "networkx",
-    "numpy",
-    "nvidia-ml-py",
-    "packaging",
-    "pandas",
-    "pillow",
-    "pip",
-    "pluggy",
-    "propcache",
-    "protobuf",
-    "psutil",
-    "pygments",
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "pytorch-lightning",
-    "pyyaml",
-    "requests",
-    "rich",
-    "safetensors",
-    "scipy",
-    "setuptools",
-    "six",
-    "sympy",
-    "tensorboard",
-    "torch",
-    "torch-geometric",
-    "torchmetrics",
-    "torchvision",
-    "tqdm",
-    "transformers",
-    "triton",
-    "typing-extensions",
-    "urllib3",
-    "yarl",
-]
-"""What a machine with an image for deep learning has; a probe of the machine says it exactly."""
+USUALLY_THERE = Path(__file__).with_name("gpu_machine.txt")
+"""Packages that a machine with an image for deep learning has; a probe of it says them exactly."""
 
 EXTRAS = ("images", "lightning", "bench")
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")
@@ -184,7 +125,7 @@ def requirements(project: Path) -> list[Requirement]:
 def present_packages(probe: Path | None) -> dict[str, str | None]:
     """Return the packages of the machine: those of a probe, else those that are usually there."""
     if probe is None:
-        return dict.fromkeys(map(canonicalize_name, USUALLY_THERE))
+        return dict.fromkeys(map(canonicalize_name, USUALLY_THERE.read_text().split()))
     try:
         found = json.loads(probe.read_text(encoding="utf-8"))
         python, packages = str(found["python"]), dict(found["packages"])

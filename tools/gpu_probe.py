@@ -1,7 +1,7 @@
-"""Print what this machine has, as JSON: Python, torch, devices, packages. It needs nothing installed.
+"""Print what this machine has, as JSON: Python, torch, devices, packages. It needs no package.
 
-python3 tools/gpu_probe.py > probe.json    # on the machine with the GPU
-make gpu-kit PROBE=probe.json              # where the kit is made
+On the machine with the GPU: `python3 tools/gpu_probe.py > probe.json`. Where the kit is made:
+`make gpu-kit PROBE=probe.json`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the GPU tests showed: a pytest plugin that notes each test as it ends, and the table of them.
+"""What the GPU tests showed: a pytest plugin that notes each test as it ends, and their table.
 
 The notes are lines of JSON in the file that SAMESTEP_GPU_REPORT names. A run that is cut off at its
 time limit leaves those that it has, and the test that was running is told as one that did not end.
@@ -62,14 +62,8 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
     """Return a row for each test in the notes, in the order in which they began."""
     rows: dict[str, dict[str, Any]] = {}
     for note in _notes(path):
-        empty = {
-            "test": note["test"],
-            "outcome": NOT_ENDED,
-            "seconds": 0.0,
-            "message": "",
-            "text": "",
-        }
-        row = rows.setdefault(note["test"], empty)
+        begun = {"outcome": NOT_ENDED, "seconds": 0.0, "message": "", "text": ""}
+        row = rows.setdefault(note["test"], {"test": note["test"], **begun})
         if "when" not in note:
             continue
         row["seconds"] = round(row["seconds"] + note["seconds"], 2)
@@ -96,11 +90,9 @@ def table(record: Mapping[str, Any]) -> str:
     """Return the record of a check as Markdown."""
     machine, rows = record["machine"], record["tests"]
     told = ", ".join(f"{number} {name}" for name, number in record["counts"].items())
-    title = (
-        "GPU check, dry: on the CPU, so it says nothing of a GPU" if record["dry"] else "GPU check"
-    )
+    dry = ", dry: on the CPU, so it says nothing of a GPU" if record["dry"] else ""
     lines = [
-        f"# {title}",
+        f"# GPU check{dry}",
         "",
         f"{where(machine)}; {record['when']}. {told}; {record['seconds']:.0f} s"
         + (f", cut off at {record['limit_s']} s" if record["cut_off"] else "")
