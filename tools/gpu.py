@@ -25,14 +25,15 @@ LIMIT_S = 470
 """Of the tests, or of a part of the benchmarks: with what is installed before, below 8 minutes."""
 TEST_LIMIT_S = 150
 WORKERS = 4
-DATA, DRY = "SAMESTEP_GPU_DATA", "SAMESTEP_GPU_DRY"
+DATA, BENCH_DATA, DRY = "SAMESTEP_GPU_DATA", "BENCH_DATA_DIR", "SAMESTEP_GPU_DRY"
+"""What tests/gpu and the benchmarks find the kit's data by; and that no GPU is meant."""
 
 
 def main() -> int:
     """Run the command; 0 if all is well, 1 if something failed, 2 for a mistake in the command."""
     parser = argparse.ArgumentParser(prog="tools/gpu.sh", description=__doc__)
     parser.add_argument("command", choices=["check", "bench"])
-    parser.add_argument("part", nargs="?", help="of the benchmarks; by default the quickest ones")
+    parser.add_argument("part", nargs="?", help="bench: which part; by default all of them")
     parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("-k", metavar="EXPRESSION", help="check: only the tests that match")
     asked = parser.parse_args()
@@ -56,13 +57,13 @@ def main() -> int:
 
 def _environment(*, dry: bool) -> dict[str, str]:
     """Return the environment of what is started: the code, wheels and data of the kit."""
-    paths = [str(ROOT / "src"), str(ROOT), str(ROOT / "tools")]
+    paths = [str(ROOT / "src"), str(ROOT)]
     more = {DRY: "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {}
     kit = next((k for k in (ROOT / ".gpu-kit", ROOT.parent) if (k / "kit.json").is_file()), None)
     if kit is not None and not dry:
         paths.insert(0, str(_install(kit / "wheels")))
         if unpack(kit / "data", BUILD / "data"):
-            more[DATA] = str(BUILD / "data")
+            more |= dict.fromkeys((DATA, BENCH_DATA), str(BUILD / "data"))
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
@@ -104,7 +105,8 @@ def _check(
     # On two cores one process is as fast, and starts once.
     command += ["-p", "no:xdist"] if dry else [f"--numprocesses={WORKERS}", "--dist=loadgroup"]
     began = time.monotonic()
-    code = run_limited(command, {**environment, REPORT: str(notes)})
+    paths = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "tools")])  # the plugin's
+    code = run_limited(command, {**environment, "PYTHONPATH": paths, REPORT: str(notes)})
     rows = read_notes(notes)
     record = {
         "command": " ".join(["bash", "tools/gpu.sh", *sys.argv[1:]]),
