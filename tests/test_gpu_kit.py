@@ -26,18 +26,26 @@ from tools import gpu_data, gpu_kit, gpu_report
 ROOT = Path(__file__).parent.parent
 
 
+def write_wheel(folder, name, version, needs=()):
+    """Write a wheel with one module of its name."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {need}" for need in needs]
+    about = f"{name}-{version}.dist-info"
+    tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", f"version = {version!r}\n")
+        archive.writestr(f"{about}/METADATA", "\n".join([*lines, "", "Some words"]))
+        archive.writestr(f"{about}/WHEEL", tag)
+        archive.writestr(f"{about}/RECORD", "")
+    return path
+
+
 def gather(present, wheels, folder, *wanted):
     """Follow what made wheels need; return the versions of those that were fetched."""
 
     def fetch(requirement):
-        version, needs = wheels[requirement.name]
-        path = folder / f"{requirement.name}-{version}-py3-none-any.whl"
-        lines = ["Metadata-Version: 2.1", f"Name: {requirement.name}", f"Version: {version}"]
-        lines += [f"Requires-Dist: {need}" for need in needs]
-        with zipfile.ZipFile(path, "w") as archive:
-            name = f"{requirement.name}-{version}.dist-info/METADATA"
-            archive.writestr(name, "\n".join([*lines, "", "Some words"]))
-        return path
+        return write_wheel(folder, requirement.name, *wheels[requirement.name])
 
     gathering = gpu_kit.Gathering(present, fetch)
     for requirement in wanted:
@@ -160,6 +168,31 @@ def test_a_test_that_was_cut_off_is_told_beside_those_that_ended(tmp_path):
     assert [row["outcome"] for row in rows] == ["passed", "failed", gpu_report.NOT_ENDED]
     assert rows[0]["seconds"] == 0.75
     assert rows[1]["message"] == "AssertionError: 1"
+
+
+def test_what_is_started_finds_the_kits_packages_and_data(tmp_path):
+    """As on the machine: the kit lies beside its code, and nothing but it is installed."""
+    code, wheels = tmp_path / "code", tmp_path / "wheels"
+    shutil.copytree(ROOT / "tools", code / "tools")
+    wheels.mkdir()
+    write_wheel(wheels, "brought", "1.5")
+    (tmp_path / "data").mkdir()
+    for kind, shape in (("images-idx3", (10, 2, 2)), ("labels-idx1", (10,))):
+        header = bytes([0, 0, 8, len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape)
+        content = gzip.compress(header + bytes(int(np.prod(shape))))
+        (tmp_path / "data" / f"t10k-{kind}-ubyte.gz").write_bytes(content)
+    (tmp_path / "kit.json").write_text("{}")
+    ask = "import gpu, json; print(json.dumps(gpu.make_environment(dry=False)))"
+    for _ in range(2):  # the second finds it done
+        done = subprocess.run(
+            [sys.executable, "-c", ask], cwd=code / "tools", capture_output=True, check=True
+        )
+        environment = json.loads(done.stdout.splitlines()[-1])
+        ask_again = "import brought; print(brought.version)"
+        brought = subprocess.check_output([sys.executable, "-c", ask_again], env=environment)
+        assert brought.strip() == b"1.5"
+        images, _ = read_images_and_labels(Path(environment["SAMESTEP_GPU_DATA"], "mnist"), "test")
+        assert images.shape == (1, 2, 2)
 
 
 def gpu_sh(*arguments, root=ROOT, **variables):

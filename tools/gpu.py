@@ -49,13 +49,13 @@ def main() -> int:
         )
     out = Path(os.environ.get("OUT") or BUILD).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    environment = _environment(dry=asked.dry)
+    environment = make_environment(dry=asked.dry)
     if asked.command == "bench":
         return _bench(asked.part, out, environment, dry=asked.dry)
     return _check(asked.k, out, environment, machine, dry=asked.dry)
 
 
-def _environment(*, dry: bool) -> dict[str, str]:
+def make_environment(*, dry: bool) -> dict[str, str]:
     """Return the environment of what is started: the code, wheels and data of the kit."""
     paths = [str(ROOT / "src"), str(ROOT)]
     more = {DRY: "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {}

@@ -28,7 +28,8 @@ class Large(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
     def forward(self, x):
-        return x.new_empty(len(x), 2**31)[:, :2] * 0 + self.weight
+        x.new_empty(len(x), 2**31)
+        return x * self.weight
 
 def data():
     x = torch.randn(400, 2)
