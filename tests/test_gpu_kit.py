@@ -238,12 +238,13 @@ def test_a_failure_ends_the_check_with_1(tmp_path):
     shutil.copytree(ROOT / "tools", root / "tools")
     (root / "tests" / "gpu").mkdir(parents=True)
     text = "import pytest\n@pytest.mark.gpu\ndef test_of_it():\n    assert 1 == 2, 'wrong'\n"
-    (root / "tests" / "gpu" / "test_one.py").write_text(text)
-    done = gpu_sh("check", "--dry", root=root, OUT=tmp_path / "out")
-    assert done.returncode == 1
-    (row,) = read_json(tmp_path / "out" / "check.json")["tests"]
-    assert row["outcome"] == "failed"
-    assert "wrong" in row["message"]
+    for content, told in ((text, "wrong"), ("import no_such_module\n", "no_such_module")):
+        (root / "tests" / "gpu" / "test_one.py").write_text(content)
+        done = gpu_sh("check", "--dry", root=root, OUT=tmp_path / "out")
+        assert done.returncode == 1
+        (row,) = read_json(tmp_path / "out" / "check.json")["tests"]
+        assert row["outcome"] == "failed"
+        assert told in row["message"]
 
 
 @pytest.mark.parametrize("part", [(), ("start-up",)])

@@ -102,13 +102,13 @@ def _check(
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "gpu_report"]
     command += ["-W", "default", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", "-q"]
     command += ["-k", only] if only else []
-    # On two cores one process is as fast, and starts once.
-    command += ["-p", "no:xdist"] if dry else [f"--numprocesses={WORKERS}", "--dist=loadgroup"]
+    # Dry, the tests are few: one process starts once.
+    command += [f"--numprocesses={0 if dry else WORKERS}", "--dist=loadgroup"]
     began = time.monotonic()
     paths = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "tools")])  # the plugin's
     code = run_limited(command, {**environment, "PYTHONPATH": paths, REPORT: str(notes)})
     rows = read_notes(notes)
-    record = {
+    record: dict[str, Any] = {
         "command": " ".join(["bash", "tools/gpu.sh", *sys.argv[1:]]),
         "dry": dry,
         "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),

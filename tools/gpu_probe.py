@@ -45,10 +45,14 @@ def _torch() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "cudnn": _cudnn(torch) if cuda else None,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
         "devices": [_device(torch.cuda.get_device_properties(n)) for n in range(_count(torch))],
     }
+
+
+def _cudnn(torch: Any) -> int:
+    return int(torch.backends.cudnn.version())
 
 
 def _count(torch: Any) -> int:

@@ -22,6 +22,13 @@ class Notes:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    def pytest_collectreport(self, report: Any) -> None:
+        """Note a file whose tests cannot be found, in the place of its tests."""
+        if report.failed:
+            text = report.longreprtext
+            note = {"test": report.nodeid, "when": "collect", "outcome": "failed", "seconds": 0.0}
+            self._write({**note, "message": _innermost(text), "text": text[-_LONGEST_TEXT:]})
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note that a test begins."""
         self._write({"test": nodeid})

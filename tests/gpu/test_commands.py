@@ -59,7 +59,7 @@ def assert_evaluates_alike(path, cuda, folder):
 @pytest.mark.gpu(dry=True)
 @pytest.mark.parametrize("recipe", ["spiral", "mnist"])
 def test_a_small_recipe_trains_an_epoch_and_is_evaluated(cuda, recipe, mnist, tmp_path):
-    flags = ("--data-dir", mnist) if recipe == "mnist" else ()
+    flags = ("--data-dir", mnist, "--batch-size", 10) if recipe == "mnist" else ()
     path = train(cuda, tmp_path, recipe, *flags, "--log-every", 4)
     assert_evaluates_alike(path, cuda, tmp_path)
 
@@ -80,7 +80,8 @@ def test_a_recipe_of_images_trains_an_epoch_and_predicts(cuda, recipe, cifar10, 
 
 
 def test_the_convnet_of_mnist_trains_an_epoch(cuda, mnist, tmp_path):
-    train(cuda, tmp_path, "mnist", "--data-dir", mnist, "--model", "convnet", "--log-every", 4)
+    flags = ("--data-dir", mnist, "--model", "convnet", "--batch-size", 10, "--log-every", 4)
+    train(cuda, tmp_path, "mnist", *flags)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.gpu.conftest import DRY
 from tests.gpu.trainings import (
     IN_FILES,
     IN_MEMORY,
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 CPU = torch.device("cpu")
 TINY_WIDTH = ("--width", "2", "--batch-size", "10")
+WIDTH = ("--width", "8", "--batch-size", "32")
 CLOSE = {"fp64": 1e-9, "fp32": 1e-4}
 
 
@@ -42,7 +44,7 @@ def test_the_losses_of_the_first_steps_are_those_of_the_cpu(
     target, *flags = {
         "spiral": ("spiral", "--dropout", "0"),
         "mnist": ("mnist", "--data-dir", mnist),
-        "cifar10": ("cifar10", "--data-dir", cifar10, "--width", "8", "--batch-size", "32"),
+        "cifar10": ("cifar10", "--data-dir", cifar10, *(TINY_WIDTH if DRY else WIDTH)),
         "augmented": (tiny.write_recipe(tmp_path, IN_MEMORY),),
     }[recipe]
     flags += ["--precision", precision, "--clip-norm", "1"]
