@@ -17,9 +17,11 @@ DRY = bool(os.environ.get("SAMESTEP_GPU_DRY"))
 NO_GPU = "no CUDA device here: `bash tools/gpu.sh check` runs it on a machine with one"
 NOT_DRY = "it says something only of a GPU; not run dry"
 
-# Asked in the usual way, CUDA is started by the question; ranks that are forked from the fork
-# server, which imports what may ask it, could then not use the GPU.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+HAS_CUDA = torch.cuda.is_available()
+if HAS_CUDA:
+    # Asked in the usual way, CUDA is started by the question; ranks that are forked from the fork
+    # server, which imports what may ask it, could then not use the GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def pytest_collection_modifyitems(items):
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(items):
             continue
         if DRY and not any(mark.kwargs.get("dry") for mark in marks):
             item.add_marker(pytest.mark.skip(reason=NOT_DRY))
-        elif not DRY and not torch.cuda.is_available():
+        elif not DRY and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
