@@ -52,4 +52,4 @@ dist: $(VENV)/.ready ## build the sdist, from it the wheel, and try the wheel in
 	$(BIN)/python tools/smoke.py dist/*.whl
 
 clean: ## remove the virtual environment, what was built, and caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .gpu-kit .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -86,7 +86,8 @@ def test_the_convnet_of_mnist_trains_an_epoch(cuda, mnist, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_resnet_trains_an_epoch_in_half_precision(cuda, cifar10, precision, tmp_path):
-    flags = ("--width", 16, "--precision", precision, "--batch-size", 20, "--log-every", 1)
+    size = 256 if is_real(cifar10) else 20
+    flags = ("--width", 16, "--precision", precision, "--batch-size", size, "--log-every", 1)
     train(cuda, tmp_path, "cifar10", "--data-dir", cifar10, *flags)
 
 
