@@ -89,7 +89,7 @@ class SideStream:
     """Copies on a CUDA stream of its own.
 
     The host begins a copy only when the device has begun with the batch that it was given last,
-    so that at most three batches are on the device, however far ahead of it the host could be.
+    so that few batches are on the device at a time, however far ahead of it the host could be.
     """
 
     def __init__(self, device: torch.device) -> None:
