@@ -19,10 +19,10 @@ Pair = tuple[Any, Any]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; a CUDA device copies it when it comes to that, nobody waits.
+    """Return a tensor on a device. The host does not wait for a copy to a CUDA device.
 
-    The host would wait for a copy from memory that is not pinned. PyTorch reuses pinned memory
-    only after the copies out of it, so the tensor that was sent need not be kept.
+    For that the copy has to start from pinned memory. PyTorch reuses pinned memory only after the
+    copies from it are done, so the caller need not keep the tensor.
     """
     if device.type != "cuda":
         return tensor.to(device)
