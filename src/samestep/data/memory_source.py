@@ -101,7 +101,7 @@ class MemorySource(Source):
             yield inputs.clone(), targets  # the recipe's transform may work in place
 
 
-def _fits(stored: Pair, world: World) -> bool:
+def _fits(stored: tuple[Tensor, Tensor], world: World) -> bool:
     """Whether data can lie where the model is. A CPU already holds it, and MPS shares that."""
     if world.device.type != "cuda" or all(tensor.device == world.device for tensor in stored):
         return True
