@@ -442,7 +442,10 @@ class Mapped(Listed):
 
 def test_samples_may_be_trees_of_tensors():
     one = source(Mapped(*samples(9)))
-    read = [*((x, y) for x, y, *_ in steps_of(one).values()), *((x, y) for x, y, *_ in one.evaluation(4))]
+    read = [
+        *((x, y) for x, y, *_ in steps_of(one).values()),
+        *((x, y) for x, y, *_ in one.evaluation(4)),
+    ]
     for inputs, targets in read:
         assert torch.equal(inputs["image"], samples(9)[0][targets])
         assert inputs["size"].dtype == torch.float32

@@ -90,7 +90,9 @@ def test_ranks_that_talk_in_forward_take_equally_many_micro_steps(rows, batch_si
         model = Drawing()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         loss = lambda outputs, _: outputs.mean()  # noqa: E731
-        trainee = Trainee(model=model, applied=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss)
+        trainee = Trainee(
+            model=model, applied=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss
+        )
         world = World(rank=rank, world_size=2)
         step = EagerStep(trainee, Settings(sync_batchnorm=True), world, batch_size)
         step._agreed = True  # nobody is there to agree with
@@ -107,7 +109,9 @@ def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_cut():
     model, _ = steps_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loss = lambda outputs, _: outputs.mean()  # noqa: E731
-    trainee = Trainee(model=model, applied=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss)
+    trainee = Trainee(
+        model=model, applied=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss
+    )
     step = EagerStep(trainee, Settings(), World(), 2)
     graphs = Block(0, 1, torch.arange(9.0), torch.zeros(4), 4, 1.0, 4)  # 9 nodes of 4 graphs
     with pytest.raises(UserError, match=r"4 samples holds \(9,\) float32.*--accumulate"):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from samestep.data.blocks import Block, Read
 from samestep.data.collating import Collating, as_pair, name_of
 from samestep.data.keyed_random import mix
+from samestep.data.prefetch import on_device
 from samestep.data.source import Reading, Source
-from samestep.data.trees import to_device
 from samestep.errors import UserError, blame
 from samestep.ranks.startup import stop_signals
 
@@ -57,12 +57,8 @@ class LoaderSource(Source):
         return self._batches()
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        device, lap = self._world.device, self._reading.lap
         try:
-            for batch in self._loader:
-                lap("data")
-                inputs, targets = (to_device(tree, device) for tree in batch)
-                lap("to_device")
+            for inputs, targets in on_device(self._loader, self._world.device, self._reading.lap):
                 yield inputs, self._cast(targets)
         except Exception as error:
             _end_workers(self._loader)

@@ -12,6 +12,7 @@ from torch import Tensor
 from samestep.data.blocks import Batch, Block, Cut, Lap, Read, group_steps, untimed
 from samestep.data.keyed_random import sample_keys
 from samestep.data.order import epoch_order, share
+from samestep.data.prefetch import send
 from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
@@ -72,7 +73,7 @@ class Source(ABC):
         What is collated is cut into micro-steps before; by default each step is one.
         """
         how, world = self._reading, self._world
-        order = epoch_order(self.num_samples, how.seed, epoch).to(self._order_device)
+        order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
         most = self.steps_per_block(global_batch)
         unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
         if not self._collates:
@@ -89,7 +90,7 @@ class Source(ABC):
         for block, stored, targets in self._read(unread, epoch):
             rows, inputs = block.rows * block.num_steps, stored
             if how.augment is not None:
-                keys = sample_keys(how.seed, epoch, block.inputs.to(device))
+                keys = sample_keys(how.seed, epoch, send(block.inputs, device))
                 inputs = self._call("augment", rows, how.augment, inputs, keys)
             inputs, targets = self._finish(inputs, targets, rows)  # noqa: PLW2901
             yield replace(block, inputs=inputs, targets=targets)

@@ -58,11 +58,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Return a tree on a device; a leaf that cannot be moved stays as it is."""
-    return map_leaves(lambda leaf: _move(leaf, device), tree)
-
-
 def narrow(tree: Any, start: int, length: int) -> Any:
     """Return rows [start, start + length) of each tensor of a tree, as views."""
     return map_leaves(lambda leaf: leaf.narrow(0, start, length), tree)
@@ -126,12 +121,6 @@ def _is_dataclass(tree: Any) -> bool:
 def _is_graph(tree: Any) -> bool:
     """Whether it offers what `Data`, `HeteroData` and `Batch` of PyTorch Geometric do."""
     return all(callable(getattr(tree, name, None)) for name in ("apply", "to_dict", "to"))
-
-
-def _move(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.to(device, non_blocking=True)
-    return leaf.to(device) if hasattr(leaf, "to") else leaf
 
 
 def _describe_leaf(leaf: Any) -> str:

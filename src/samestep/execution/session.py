@@ -278,6 +278,11 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
         )
     if settings.num_workers and isinstance(work.train, MemorySource):
         notes.append("--num-workers has no effect: the data is held in memory.")
+    if isinstance(work.train, MemorySource) and not work.train.is_resident:
+        notes.append(
+            "The training data stays in the CPU's memory, since it would take more than a quarter "
+            "of the GPU's. Its batches are copied while the GPU computes."
+        )
     plan = work.plan
     if plan.global_batch_size > plan.num_samples:
         notes.append(
