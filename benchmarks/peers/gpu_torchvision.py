@@ -66,4 +66,5 @@ def main() -> None:
     measure(train_epoch, asked.epochs)
 
 
-main()
+if __name__ == "__main__":  # workers may import this file
+    main()
