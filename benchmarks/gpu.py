@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from gpu_data import prepare
+from gpu_inputs import prepare
 from gpu_page import page
 from gpu_parts import NO_CIFAR10, Part, all_parts
 from measure import FailedError, environment
