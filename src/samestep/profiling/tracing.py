@@ -40,7 +40,7 @@ class Tracer:
 
     def start(self) -> None:
         """Begin to trace, and to mark the end of each phase in the trace."""
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # what was started before is in no traced step
         self._profile.start()
         with record_function(FLOOR):
