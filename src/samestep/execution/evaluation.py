@@ -12,6 +12,7 @@ from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
+from samestep.training.backends import switched
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
 from samestep.training.prepare import place_loss
@@ -60,17 +61,18 @@ def evaluate_run(
         num_workers=settings.num_workers,
         transform=recipe.transform,
     )
-    values = evaluate(
-        model,
-        source,
-        place_loss(recipe.loss, opened.device, opened.dtype),
-        fitting_metrics(recipe.metrics, source.peek(1)[1]),
-        world=world,
-        batch_size=evaluation_batch(settings, settings.batch_size or 1),
-        precision=settings.precision,
-        seed=settings.seed,
-        classes=splits.classes,
-    )
+    with switched(settings, opened.device):
+        values = evaluate(
+            model,
+            source,
+            place_loss(recipe.loss, opened.device, opened.dtype),
+            fitting_metrics(recipe.metrics, source.peek(1)[1]),
+            world=world,
+            batch_size=evaluation_batch(settings, settings.batch_size or 1),
+            precision=settings.precision,
+            seed=settings.seed,
+            classes=splits.classes,
+        )
     entry = opened.entry
     return {
         "recipe": recipe.name,

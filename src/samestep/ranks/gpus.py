@@ -3,16 +3,13 @@
 import os
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from samestep.errors import UserError
 from samestep.ranks.launch import Launch, binds_gpus
 from samestep.ranks.startup import PARENT
-
-if TYPE_CHECKING:
-    from samestep.ranks.world import Store
 
 FEWER_RANKS = (
     "Start as many ranks as GPUs (--nproc, --ntasks-per-node), use --device cpu, or let ranks "
@@ -40,7 +37,7 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def check_gpus(launch: Launch, uuid: str, store: "Store") -> None:
+def check_gpus(launch: Launch, uuid: str, store: Any) -> None:
     """Check that no two ranks compute on one GPU. All ranks call it, before they join.
 
     Args:

@@ -14,6 +14,8 @@ from samestep.settings import Settings
 _FUSED = ("cpu", "cuda", "mps")
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 """What the settings say of an optimizer's groups, and a checkpoint keeps beside its state."""
+_KERNELS = ("fused", "foreach", "capturable")
+"""What decides how an optimizer computes here, and where its step counts lie."""
 
 
 def make_optimizer(
@@ -45,6 +47,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load what an optimizer has gathered; its settings stay those that it was built with.
 
+    The saved groups may say another kernel than this device has: torch puts the step counts where
+    the groups that it loads want them, so they say here what this optimizer is.
+
     Of another kind of optimizer there is nothing to load: this one begins anew.
     """
     own = [dict(group) for group in optimizer.param_groups]
@@ -53,7 +58,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         for mine, its in zip(own, saved["param_groups"], strict=False)
     ):
         return
-    optimizer.load_state_dict(saved)
+    groups = [
+        its | {name: mine[name] for name in _KERNELS if name in mine}
+        for mine, its in zip(own, saved["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
     for group, mine in zip(optimizer.param_groups, own, strict=True):
         group.update({name: mine[name] for name in _SETTINGS if name in mine})
 
