@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_DEVICE = "cuda"
+
 
 def on_host(state: Any) -> Any:
     """Return a state with copies on the host of the tensors that are on CUDA devices.
@@ -25,7 +27,7 @@ def on_host(state: Any) -> Any:
 
 def _walk(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return _copy(value.detach(), copies) if value.device.type == "cuda" else value
+        return _copy(value.detach(), copies) if value.device.type == _DEVICE else value
     if isinstance(value, dict):
         changed = {key: _walk(item, copies) for key, item in value.items()}
         # A module's state_dict carries its version in an attribute, which torch.save keeps.
@@ -47,6 +49,9 @@ def _copy(tensor: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
     place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
     key = (tensor.device, *place)
     if key not in copies:
-        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        copies[key] = pinned.copy_(tensor, non_blocking=True)
+        copies[key] = _pinned_like(tensor).copy_(tensor, non_blocking=True)
     return copies[key]
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
