@@ -409,6 +409,8 @@ def test_a_flag_beats_the_toml_file(here, name):
 OTHER_VALUES = {
     "momentum": 0.25,
     "run_dir": "third",
+    "param_dtype": "fp32",
+    "matmul_precision": "highest",
     "monitor": "accuracy",
     "hidden_dims": (5,),
     "dropout": 0.5,

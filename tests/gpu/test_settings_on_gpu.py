@@ -208,6 +208,35 @@ def test_an_optimizers_state_moves_to_the_cpu_and_back(cuda, optimizer):
         assert float(saved["state"][0]["step"]) == 3
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_first_step_that_the_scaler_skips_leaves_no_momentum(cuda, momentum):
+    settings = Settings(optimizer="sgd", momentum=momentum, precision="fp16")
+    weight = nn.Parameter(torch.ones(1000, device=cuda))
+    optimizer = make_optimizer([weight], settings, 0.1, cuda)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    scaler.scale(torch.ones((), device=cuda))
+    for gradient in (torch.inf, 2.0):
+        weight.grad = torch.full_like(weight, gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.9))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_weights_in_bfloat16_move_as_those_in_float32(cuda, optimizer):
+    settings = Settings(optimizer=optimizer, precision="bf16", param_dtype="bf16")
+    moved = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = nn.Parameter(torch.ones(1000, dtype=dtype, device=cuda))
+        built = make_optimizer([weight], settings, 0.25, cuda)
+        for _ in range(3):
+            weight.grad = torch.ones_like(weight)
+            built.step()
+        moved.append(weight.detach().float())
+    torch.testing.assert_close(*moved, rtol=0.01, atol=0.01)
+
+
 def on_nccl():
     """Do what ranks do together, as one rank."""
     world = find_world("cuda", environment={GROUP_OF_ONE: "1"})

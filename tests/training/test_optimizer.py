@@ -126,3 +126,36 @@ def test_a_restored_optimizer_keeps_the_kernel_that_it_was_built_with(saved, own
         optimizer.step()
     for mine, its in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=0)
+
+
+def test_a_first_step_that_the_scaler_skips_leaves_no_momentum():
+    settings = Settings(optimizer="sgd", momentum=0.9, precision="fp16")
+    weight = nn.Parameter(torch.ones(40))
+    optimizer = make_optimizer([weight], settings, 0.1, torch.device("cpu"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    spare = [torch.full((40,), 7e8) for _ in range(50)]
+    del spare  # new memory is not zero
+    for gradient in (torch.inf, 2.0):
+        weight.grad = torch.full((40,), gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if gradient == torch.inf:
+            assert torch.equal(weight, torch.ones(40))
+    assert torch.equal(weight, torch.full((40,), 0.9))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_weights_in_bfloat16_move_as_those_in_float32(optimizer):
+    """Of 40 numbers, so that vectorised kernels take part."""
+    settings = Settings(optimizer=optimizer, precision="bf16", param_dtype="bf16")
+    moved = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = nn.Parameter(torch.ones(40, dtype=dtype))
+        built = make_optimizer([weight], settings, 0.25, torch.device("cpu"))
+        for _ in range(3):
+            weight.grad = torch.ones_like(weight)
+            built.step()
+        moved.append(weight.detach().float())
+    torch.testing.assert_close(*moved, rtol=0.01, atol=0.01)

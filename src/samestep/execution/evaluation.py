@@ -61,18 +61,17 @@ def evaluate_run(
         num_workers=settings.num_workers,
         transform=recipe.transform,
     )
-    with switched(settings, opened.device):
-        values = evaluate(
-            model,
-            source,
-            place_loss(recipe.loss, opened.device, opened.dtype),
-            fitting_metrics(recipe.metrics, source.peek(1)[1]),
-            world=world,
-            batch_size=evaluation_batch(settings, settings.batch_size or 1),
-            precision=settings.precision,
-            seed=settings.seed,
-            classes=splits.classes,
-        )
+    values = switched(settings, opened.device)(evaluate)(
+        model,
+        source,
+        place_loss(recipe.loss, opened.device, opened.dtype),
+        fitting_metrics(recipe.metrics, source.peek(1)[1]),
+        world=world,
+        batch_size=evaluation_batch(settings, settings.batch_size or 1),
+        precision=settings.precision,
+        seed=settings.seed,
+        classes=splits.classes,
+    )
     entry = opened.entry
     return {
         "recipe": recipe.name,

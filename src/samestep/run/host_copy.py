@@ -16,7 +16,7 @@ def on_host(state: Any) -> Any:
     directly. These copies go to pinned memory, without a wait between them; PyTorch keeps the
     memory for the next checkpoint. Two entries that are one tensor stay one.
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return state
     copies: dict[tuple[Any, ...], Tensor] = {}
     found = _walk(state, copies)

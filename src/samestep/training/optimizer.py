@@ -12,6 +12,7 @@ from torch.optim.sgd import sgd
 from samestep.settings import Settings
 
 _FUSED = ("cpu", "cuda", "mps")
+_HALF = (torch.bfloat16, torch.float16)
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 """What the settings say of an optimizer's groups, and a checkpoint keeps beside its state."""
 _KERNELS = ("fused", "foreach", "capturable")
@@ -31,11 +32,26 @@ def make_optimizer(
     fused = fuse and device.type in _FUSED
     decay = settings.weight_decay
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=lr, momentum=settings.momentum, weight_decay=decay, fused=fused
-        )
+        # On the CPU the fused kernel leaves most of such weights as they are: pytorch/191763.
+        if device.type == "cpu" and any(p.dtype in _HALF for p in parameters):
+            fused = False
+        momentum = settings.momentum
+        built = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=decay, fused=fused)
+        if fused and momentum and settings.precision == "fp16":
+            _begin_momentum(built, parameters)
+        return built
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Give SGD the momentum of its first step: zeros.
+
+    The fused kernel fills new memory with it in the first step; if the gradient scaler skips that
+    step, as it often does, what happens to lie there becomes the momentum.
+    """
+    for parameter in parameters:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -65,7 +65,8 @@ def hold_parameters(model: nn.Module, settings: Settings) -> None:
 
     for module in model.modules():
         if not isinstance(module, _BatchNorm):
-            module._apply(convert, recurse=False)  # noqa: SLF001 - as .to() does, module by module
+            # As .to() does, module by module.
+            module._apply(convert, recurse=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 def to_channels_last(model: nn.Module) -> None:

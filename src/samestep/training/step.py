@@ -84,7 +84,8 @@ def seed_torch(drawn: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(drawn)
     if device.type == "cuda":
-        torch.cuda.init()  # there are no generators before; later it returns at once
+        # There are no generators before; later it returns at once.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.default_generators[device.index or 0].manual_seed(drawn)
     elif device.type == "mps":
         torch.mps.manual_seed(drawn)
