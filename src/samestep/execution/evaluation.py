@@ -13,6 +13,7 @@ from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
 from samestep.training.apply import applied, terms_of
+from samestep.training.backends import switched
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
 from samestep.training.prepare import place_loss
@@ -63,7 +64,7 @@ def evaluate_run(
         collate=recipe.collate,
         whole=recipe.forward is not None,
     )
-    values = evaluate(
+    values = switched(settings, opened.device)(evaluate)(
         applied(model, recipe),
         source,
         place_loss(recipe.loss, opened.device, opened.dtype),

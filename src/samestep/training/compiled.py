@@ -54,8 +54,9 @@ def what_compiles(settings: Settings, world: World, model: nn.Module, *, plain: 
             "Install one (Debian: apt install g++), or use --compile off."
         )
     one_type = len({p.dtype for p in model.parameters()}) == 1
-    alone = world.world_size == 1 and settings.precision != "fp16"
-    whole = alone and one_type and plain and settings.ema is None
+    whole = not world.connected and settings.precision != "fp16" and one_type
+    # The graph's rates are of the weights' type.
+    whole = whole and plain and settings.ema is None and settings.param_dtype != "bf16"
     return "step" if whole else "model"
 
 

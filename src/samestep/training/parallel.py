@@ -49,11 +49,12 @@ def wrap(
         settings: what to tell DDP of the model.
         counter: a weight of no effect whose gradient is to be averaged, too.
     """
-    if world.world_size == 1:
+    if not world.connected:
         return model
     return DistributedDataParallel(
         model if counter is None else _Counted(model, counter),
         device_ids=[world.device] if world.device.type == "cuda" else None,
+        bucket_cap_mb=settings.bucket_cap_mb,
         gradient_as_bucket_view=True,  # spares a copy of the gradients
         find_unused_parameters=settings.find_unused,
         static_graph=settings.static_graph,
