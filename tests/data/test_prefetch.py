@@ -339,7 +339,7 @@ def test_what_is_copied_ahead_is_what_is_read_in_place(monkeypatch, kind, world_
             again = list(ahead.evaluation(4))
             assert torch.equal(data[0], samples(31)[0])
         assert len(again) == len(evaluated)
-        for (x, y), (its_x, its_y) in zip(again, evaluated, strict=True):
+        for (x, y, *_), (its_x, its_y, *_) in zip(again, evaluated, strict=True):
             assert torch.equal(x, its_x)
             assert torch.equal(y, its_y)
 
@@ -370,7 +370,7 @@ def test_a_batch_that_was_read_ahead_and_not_used_is_read_again(copier, monkeypa
         block.first_step: (block.inputs, block.targets) for block in itertools.islice(blocks, 3)
     }
     blocks.close()
-    assert sum(len(y) for _, y in one.evaluation(4)) == 31, "an evaluation in between reads its own"
+    assert sum(len(y) for _, y, *_ in one.evaluation(4)) == 31, "an evaluation in between reads its own"
     taken |= {step: rows[:2] for step, rows in steps_of(one, 1, 3).items()}
     assert same({step: rows[:2] for step, rows in whole.items()}, taken)
 

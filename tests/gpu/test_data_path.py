@@ -68,7 +68,7 @@ def read(source, first_step=0):
         blocks = source.blocks(epoch, first_step, global_batch=BATCH, drop_last=False)
         steps = (step for block in blocks for step in block.singles())
         found += [(epoch, step.first_step, leaves((step.inputs, step.targets))) for step in steps]
-    found += [(-1, k, leaves(pair)) for k, pair in enumerate(source.evaluation(BATCH))]
+    found += [(-1, k, leaves(pair[:2])) for k, pair in enumerate(source.evaluation(BATCH))]
     return found
 
 
@@ -160,7 +160,7 @@ def test_a_batch_is_whole_when_a_slow_device_computes_with_it(cuda, kind):
         for block in source.blocks(epoch, 0, global_batch=BATCH, drop_last=False):
             for step in block.singles():
                 use(step.inputs, step.targets)
-    for inputs, targets in source.evaluation(BATCH):
+    for inputs, targets, *_ in source.evaluation(BATCH):
         use(inputs, targets)
     assert torch.allclose(torch.stack(sums).cpu(), torch.stack(expected), rtol=1e-12)
 

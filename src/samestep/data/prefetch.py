@@ -53,7 +53,7 @@ def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator
 
 def _place(leaf: Any, device: torch.device) -> Any:
     """Return what is in a batch on a device, if it can be moved."""
-    if isinstance(leaf, Tensor):
+    if hasattr(leaf, "pin_memory"):
         return send(leaf, device)
     return leaf.to(device) if hasattr(leaf, "to") else leaf
 
@@ -118,7 +118,7 @@ class SideStream:
         stream.wait_event(copied)
         for leaf in tree_leaves(pair):
             # Its memory belongs to the other stream, which would reuse it while it is computed on.
-            if isinstance(leaf, Tensor):
+            if hasattr(leaf, "record_stream"):
                 leaf.record_stream(stream)
         self._begun.record(stream)
         return pair
