@@ -105,6 +105,18 @@ def test_what_cannot_be_captured_runs_as_it_is_and_the_first_error_is_told():
     assert replayed.why_not == "RuntimeError: operation not permitted when stream is capturing"
 
 
+def test_what_is_partly_on_the_host_is_not_captured():
+    """Capturing would count its steps once more, and a replay would not count them."""
+    captures, adds = Captures(), Adds()
+    replayed, kept = Replayed(lambda kept, fed: adds(kept[:1], fed), captures), kept_at()
+    elsewhere = [torch.zeros(1, device="meta")]
+    for _ in range(3):
+        replayed([*kept, elsewhere], fed(1.0))
+    assert float(kept[0][0][0]) == 3.0
+    assert captures.captured == 0
+    assert "meta" in replayed.why_not
+
+
 def test_only_a_gpu_of_nvidia_replays():
     assert replayed_on(torch.device("cpu"), Adds()) is None
     assert replayed_on(torch.device("mps"), Adds()) is None

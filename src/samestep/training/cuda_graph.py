@@ -53,10 +53,9 @@ class Replayed:
         """Return what the function does; the next call does not overwrite it."""
         if self.why_not:
             return self._function(kept, fed)
-        recording = self._recording
-        if recording is None or recording.addresses != _addresses(kept):
+        if self._recording is None or self._recording.addresses != _addresses(kept):
             return self._record(kept, fed)
-        leaves = tree_leaves(fed)
+        recording, leaves = self._recording, tree_leaves(fed)
         if _forms(leaves) != _forms(recording.fed):
             return self._function(kept, fed)
         for place, leaf in zip(recording.fed, leaves, strict=True):
@@ -68,6 +67,11 @@ class Replayed:
         self._recording = None  # its memory may be needed now
         fed = map_leaves(torch.clone, fed)
         results = self._function(kept, fed)
+        devices = {leaf.device for leaf in (*tree_leaves(fed), *(t for g in kept for t in g))}
+        if len(devices) > 1:
+            # The host's work is not captured, but would be done once more now.
+            self.why_not = f"tensors are on {' and '.join(sorted(map(str, devices)))}"
+            return results
         try:
             recorded, replay = self._capture(partial(self._function, kept, fed))
         except Exception as error:
