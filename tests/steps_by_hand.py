@@ -36,8 +36,13 @@ def model(*, large: bool = False, dropout: float = 0.0) -> nn.Module:
     frozen = nn.Linear(8, 8).requires_grad_(requires_grad=False)
     layers = [frozen, nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 2)]
     if large:
-        images = [nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)]
-        layers = [*images, nn.Flatten(), *layers]
+        images = [
+            nn.Unflatten(1, (2, 2, 2)),
+            nn.Conv2d(2, 2, 3, padding=1),
+            nn.Tanh(),
+            nn.Flatten(),
+        ]
+        layers = [*images, *layers]
     return nn.Sequential(*layers).double()
 
 

@@ -80,11 +80,3 @@ def test_it_pays_on_a_gpu_in_runs_that_evaluate_much(told, device, compiles):
     world = World(device=torch.device(device))
     made = compiled_forward(nn.Linear(3, 2), settings, world, plan, num_samples=1000)
     assert (made is not None) == compiles
-
-
-@pytest.mark.usefixtures("compiled")
-def test_a_run_without_validation_data_compiles_no_evaluation():
-    settings = Settings(batch_size=10, **LONG)
-    plan = make_plan(settings, 2000, 1, resumed=False)
-    world = World(device=torch.device("cuda"))
-    assert compiled_forward(nn.Linear(3, 2), settings, world, plan, num_samples=0) is None

@@ -20,7 +20,7 @@ from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.training.compiled import make_step, what_compiles
-from samestep.training.compiled_evaluation import compiled_forward
+from samestep.training.compiled_evaluation import with_forward
 from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import make_optimizer
@@ -93,7 +93,6 @@ def build(
         place=defined_at(recipe.model),
     )
     most = train.steps_per_block(plan.global_batch_size)
-    evaluated = validation.num_samples if validation is not None else 0
     work = Work(
         settings=settings,
         plan=plan,
@@ -105,10 +104,9 @@ def build(
         metrics=metrics,
         phases=phases,
         classes=splits.classes,
-        forward=compiled_forward(model, settings, world, plan, evaluated),
     )
     request = replace(request, recipe=replace(recipe, metrics=metrics))
-    return Built(work, State(watch=_watch(request, splits)), splits, threads)
+    return Built(with_forward(work), State(watch=_watch(request, splits)), splits, threads)
 
 
 def _try_out(

@@ -1,6 +1,7 @@
 """Evaluations with a compiled forward, where a run evaluates enough for that."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from samestep.settings import Settings
 from samestep.training.compiled import explained
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan
+from samestep.training.work import Work
 
 # An estimate, not a measurement: compiling takes some ten seconds, and a batch of a few
 # milliseconds then takes perhaps a third less.
@@ -31,6 +33,15 @@ class FullBatches:
             return self._model(inputs)
         with explained():
             return self._compiled(inputs)
+
+
+def with_forward(work: Work) -> Work:
+    """Return the work with a compiled forward for its evaluations, where that pays."""
+    if work.validation is None:
+        return work
+    model, num_samples = work.trainee.model, work.validation.num_samples
+    forward = compiled_forward(model, work.settings, work.world, work.plan, num_samples)
+    return replace(work, forward=forward)
 
 
 def compiled_forward(
