@@ -81,6 +81,18 @@ def test_an_optimizer_that_begins_anew_within_a_run_counts_from_its_own_beginnin
     assert captures.captured == 1
 
 
+def test_a_model_that_draws_random_numbers_is_compiled_alone_on_the_cpu(captures):
+    """The compiler used a dropout's mask before it was drawn: no input reached the loss."""
+    settings = settings_of()
+    step = whole(trainee(model(dropout=0.5), settings), settings)
+    ran = run(step, blocks(settings, together=IN_A_GRAPH)[:1] * 2, lr=0.0)
+    (note,) = ran.notes
+    assert note["steps_per_graph"] == 0
+    assert "random" in note["what"]
+    assert len(set(ran.losses.tolist())) == 2 * IN_A_GRAPH
+    assert captures.captured == 0
+
+
 def test_a_replayed_call_reads_nothing_back_from_the_device(captures, monkeypatch):
     """Each read would make the host wait for all that the device still has to do."""
     settings = settings_of(clip_norm=1.0)

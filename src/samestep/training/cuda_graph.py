@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.data.trees import map_leaves, tree_leaves
 
-Kept = Sequence[Sequence[Tensor]]
+Kept = Sequence[list[Tensor]]
 """Groups of tensors that a function changes in place, so that they keep their addresses."""
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 """(function) → what it returned, and what runs its kernels again into the same memory."""

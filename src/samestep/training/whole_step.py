@@ -232,7 +232,7 @@ class StepGraph:
 
 def _total_norm(gradients: Vectors) -> Tensor:
     """Return the norm of all gradients together, as torch.nn.utils.get_total_norm does it."""
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    norms: list[Tensor] = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
