@@ -20,6 +20,7 @@ from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.training.compiled import make_step, what_compiles
+from samestep.training.compiled_evaluation import with_forward
 from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import make_optimizer
@@ -107,7 +108,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         classes=splits.classes,
     )
     request = replace(request, recipe=replace(recipe, metrics=metrics))
-    return Built(work, State(watch=_watch(request, splits)), splits, threads)
+    return Built(with_forward(work), State(watch=_watch(request, splits)), splits, threads)
 
 
 def _try_out(

@@ -174,6 +174,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
         precision=work.settings.precision,
         seed=work.settings.seed,
         classes=classes,
+        forward=work.forward,
     )
 
 

@@ -70,6 +70,7 @@ def evaluate(
     precision: Precision,
     seed: int,
     classes: Sequence[str] = (),
+    forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
 
@@ -83,6 +84,7 @@ def evaluate(
         precision: of the forward pass.
         seed: of what the model draws; each evaluation draws the same.
         classes: names of the classes, if what is taken for which is to be counted too.
+        forward: what is called in the model's place: the same, compiled.
 
     Returns:
         `loss`, each metric by its name, and `samples`; with classes also `per_class` and
@@ -96,7 +98,7 @@ def evaluate(
     def count_all() -> None:
         for number, (inputs, targets) in enumerate(source.evaluation(batch_size)):
             seed_torch(mix(seed, world.rank, number), world.device)  # reading draws numbers too
-            outputs = outputs_of(model, inputs, precision, world.device)
+            outputs = outputs_of(forward or model, inputs, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, targets)
 
@@ -121,7 +123,11 @@ def as_evaluated(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def outputs_of(
-    model: nn.Module, inputs: Any, precision: Precision, device: torch.device, place: str = ""
+    model: Callable[[Any], Any],
+    inputs: Any,
+    precision: Precision,
+    device: torch.device,
+    place: str = "",
 ) -> Any:
     """Return a model's outputs; `place` says where it is built.
 
