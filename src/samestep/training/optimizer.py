@@ -36,7 +36,9 @@ def make_optimizer(
         if device.type == "cpu" and any(p.dtype in _HALF for p in parameters):
             fused = False
         momentum = settings.momentum
-        built = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=decay, fused=fused)
+        built = torch.optim.SGD(
+            parameters, lr=lr, momentum=momentum, weight_decay=decay, fused=fused
+        )
         if fused and momentum and settings.precision == "fp16":
             _begin_momentum(built, parameters)
         return built
