@@ -370,7 +370,9 @@ def test_a_batch_that_was_read_ahead_and_not_used_is_read_again(copier, monkeypa
         block.first_step: (block.inputs, block.targets) for block in itertools.islice(blocks, 3)
     }
     blocks.close()
-    assert sum(len(y) for _, y, *_ in one.evaluation(4)) == 31, "an evaluation in between reads its own"
+    assert sum(len(y) for _, y, *_ in one.evaluation(4)) == 31, (
+        "an evaluation in between reads its own"
+    )
     taken |= {step: rows[:2] for step, rows in steps_of(one, 1, 3).items()}
     assert same({step: rows[:2] for step, rows in whole.items()}, taken)
 

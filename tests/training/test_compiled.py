@@ -64,6 +64,8 @@ class Case:
     steps_per_graph: int
     tolerance: float = 1e-12
     recipe: str = "tiny.py"
+    small: bool = True
+    """Whether the weights are packed, as those of a small model are."""
 
 
 CASES = {
@@ -80,6 +82,12 @@ CASES = {
         2,
     ),
     "plain sgd, a step a graph": Case("--optimizer sgd --lr 0.1", 1),
+    "large": Case(
+        "--optimizer adamw --weight-decay 0.2 --clip-norm 0.05 --batch-size 6 --accumulate 2",
+        1,
+        recipe="normalised.py",
+        small=False,
+    ),
 }
 FALLS_BACK = {
     "unused": Case("--optimizer adamw --weight-decay 0.2 --max-steps 24", 4, recipe="unused.py"),
@@ -94,11 +102,14 @@ def _train_all(folder, cases):
     from torch._dynamo.utils import counters
 
     from samestep.cli import main
-    from samestep.training import compiled
+    from samestep.training import compiled, whole_step
 
+    is_small = whole_step.is_small
     graphs = {}
     for number, (name, case) in enumerate(cases.items()):
         compiled._STEPS_PER_GRAPH = case.steps_per_graph
+        for module in (compiled, whole_step):
+            module.is_small = is_small if case.small else lambda _: False
         flags = case.flags.split()
         target = str(folder / case.recipe)
         torch._dynamo.reset()

@@ -21,6 +21,7 @@ from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.training.apply import applied, terms_of
 from samestep.training.compiled import make_step, what_compiles
+from samestep.training.compiled_evaluation import with_forward
 from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.ema import Average
 from samestep.training.epoch_metrics import EpochMetrics
@@ -126,7 +127,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     request = replace(request, recipe=replace(recipe, metrics=metrics))
     measured = EpochMetrics(metrics, world.device)
     state = State(watch=_watch(request, splits), measured=measured)
-    return Built(work, state, splits, threads)
+    return Built(with_forward(work), state, splits, threads)
 
 
 def _try_out(

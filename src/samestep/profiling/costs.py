@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from samestep.data.blocks import Batch
@@ -35,7 +36,7 @@ def evaluation_seconds(work: Work) -> float:
         return 0.0
     share = -(-work.validation.num_samples // work.world.world_size)
     part = _Part(work.validation)
-    evaluate_work(work, part)
+    evaluate_work(replace(work, forward=None), part)  # compiling happens once, and is no part of it
     if work.world.device.type == "cuda":  # the host was ahead; by now it has read the sums
         part.seconds = time.perf_counter() - part.began
     batches = -(-share // evaluation_batch(work.settings, work.plan.batch_size))

@@ -178,6 +178,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
             seed=work.settings.seed,
             classes=classes,
             terms=work.trainee.terms,
+            forward=work.forward,
         )
 
 

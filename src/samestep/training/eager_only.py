@@ -16,8 +16,9 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
     """Return what a forward and backward do that a graph of whole steps cannot, or nothing.
 
     The graph gives every weight a gradient, also one that the loss does not depend on, which an
-    optimizer with weight decay or momentum then changes. And it keeps what is written into a
-    buffer, not what is put in its place.
+    optimizer with weight decay or momentum then changes. It keeps what is written into a buffer,
+    not what is put in its place. And on the CPU, PyTorch's compiler may put what multiplies by a
+    dropout's mask before what draws it, so that every value is dropped (seen with 2.13).
 
     They are tried on a copy of the model that shares its weights, so nothing changes.
     """
@@ -30,10 +31,13 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
         model, loss_of = copy.deepcopy((trainee.model, trainee.loss), shared)
     except Exception:
         return "the model cannot be copied to try a step"
-    before = _held(model)
-    with autocast(precision, next(iter(trained.values())).device):
+    before, state = _held(model), torch.get_rng_state()
+    device = next(iter(trained.values())).device
+    with autocast(precision, device):
         loss = loss_of(call(model, inputs), targets)
     check_loss(loss, trainee.loss)
+    if device.type == "cpu" and not torch.equal(state, torch.get_rng_state()):
+        return "the model draws random numbers, and the compiler may drop all values then"
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     unused = [name for name, g in zip(trained, gradients, strict=True) if g is None]
     if unused:

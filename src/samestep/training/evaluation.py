@@ -74,6 +74,7 @@ def evaluate(
     seed: int,
     classes: Sequence[str] = (),
     terms: Terms | None = None,
+    forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
 
@@ -89,6 +90,7 @@ def evaluate(
         seed: of what the model draws; each evaluation draws the same.
         classes: names of the classes, if what is taken for which is to be counted too.
         terms: counts what the loss of a batch is a mean over, if not samples.
+        forward: what is called in the model's place: the same, compiled.
 
     Returns:
         `loss`, each metric by its name, and `samples`; with classes also `per_class` and
@@ -102,7 +104,7 @@ def evaluate(
     def count_all() -> None:
         for number, batch in enumerate(source.evaluation(batch_size)):
             seed_torch(mix(seed, world.rank, number), world.device)  # reading draws numbers too
-            outputs = outputs_of(model, batch.inputs, precision, world.device)
+            outputs = outputs_of(forward or model, batch.inputs, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, batch)
 
@@ -127,7 +129,11 @@ def as_evaluated(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def outputs_of(
-    model: nn.Module, inputs: Any, precision: Precision, device: torch.device, place: str = ""
+    model: Callable[[Any], Any],
+    inputs: Any,
+    precision: Precision,
+    device: torch.device,
+    place: str = "",
 ) -> Any:
     """Return a model's outputs; `place` says where it is built.
 
@@ -136,7 +142,7 @@ def outputs_of(
     """
     try:
         with autocast(precision, device):
-            return call(model, inputs)
+            return call(model, inputs) if isinstance(model, nn.Module) else model(inputs)
     except Exception as error:
         blame(f"The recipe's model failed with inputs {describe(inputs)}", error, place)
 

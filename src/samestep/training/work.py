@@ -55,6 +55,8 @@ class Work:
     """Where this rank's time goes; the source and the step take part in the count."""
     classes: tuple[str, ...] = ()
     """Names of the classes, if the data has them."""
+    forward: Callable[[Any], Any] | None = None
+    """What evaluations call in the model's place: the model, compiled for them."""
 
     def close(self) -> None:
         """End what reads the data."""

@@ -1,0 +1,257 @@
+"""Optimizer steps as one compiled function, which a GPU replays as one CUDA graph."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value
+
+from samestep.data.trees import map_leaves, tree_leaves
+from samestep.settings import Settings
+from samestep.training.cuda_graph import Kept, replayed_on
+from samestep.training.epoch_metrics import Seen
+from samestep.training.precision import autocast
+from samestep.training.step import StepResult, Trainee
+from samestep.training.threads import is_small
+
+Vectors = list[Tensor]
+"""All weights, or all of one kind that belongs to them: packed into one, or a tensor of each."""
+
+
+Results = tuple[Tensor, Tensor, Tensor | None]
+"""Of each step the loss and the norm of the gradient; the outputs of all of them, if wanted."""
+
+
+class StepGraph:
+    """Steps as one compiled function of weights, optimizer state, buffers and samples.
+
+    Small weights are packed into one vector, and so is each kind of optimizer state, inside the
+    function: an update is then one loop. Large ones would be copied for it at every call, so they
+    stay as they are. Model and optimizer stay the ordinary objects and are up to date after every
+    call.
+    """
+
+    def __init__(
+        self, trainee: Trainee, settings: Settings, device: torch.device, step: int
+    ) -> None:
+        """Prepare the steps after `step` steps of the run, with what the optimizer has by then."""
+        self._model, self._optimizer = trainee.model, trainee.optimizer
+        self._loss, self._settings, self._device = trainee.loss, settings, device
+        self._measured = trainee.measured
+        named = {n: p for n, p in trainee.model.named_parameters() if p.requires_grad}
+        self._names, self._parameters = list(named), list(named.values())
+        self._frozen = {
+            n: p.detach() for n, p in trainee.model.named_parameters() if not p.requires_grad
+        }
+        self._buffers = [name for name, _ in trainee.model.named_buffers()]
+        self._packs = is_small(trainee.model)
+        self._shapes = [p.shape for p in self._parameters]
+        self._sizes = [p.numel() for p in self._parameters]
+        group = trainee.optimizer.param_groups[0]
+        adam = settings.optimizer != "sgd"
+        self._betas: tuple[float, float] = group.get("betas", (0.0, 0.0))
+        self._eps: float = group.get("eps", 0.0)
+        self._keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
+        if not adam and not settings.momentum:
+            self._keys = ()
+        self._update = self._adam if adam else self._sgd
+        self._make_state()
+        # Its own count is on the device, and reading it at every call would make the host wait.
+        self._ahead = self._count_taken() - step
+        # The C++ wrapper spares Python's share of each kernel call; it serves CPUs alone. On a
+        # GPU the mode is the default one: "reduce-overhead" captures no function that changes its
+        # inputs, as this one does, so it is captured here.
+        options: dict[str, Any] | None = {"cpp_wrapper": True} if device.type == "cpu" else None
+        self._compiled: Callable[..., Results] = torch.compile(
+            self._steps, fullgraph=True, dynamic=False, options=options
+        )
+        self._replayed = replayed_on(device, self._take)
+        self._call = self._replayed or self._take
+
+    def run(self, inputs: Any, targets: Any, lrs: list[float], step: int) -> StepResult:
+        """Take as many steps as there are learning rates.
+
+        Args:
+            inputs: (steps, accumulate, batch, …).
+            targets: (steps, accumulate, batch, …).
+            lrs: of each step.
+            step: steps taken before these in the run.
+        """
+        states = [self._optimizer.state[p] for p in self._parameters]
+        kept = [
+            [p.detach() for p in self._parameters],
+            *([state[key] for state in states] for key in self._keys),
+            [state["step"] for state in states if "step" in state],
+            list(self._model.buffers()),
+        ]
+        fed = (inputs, targets, self._rates(step + self._ahead, lrs))
+        losses, norms, outputs = self._call(kept, fed)
+        seen = []
+        if outputs is not None:
+            flat = map_leaves(lambda leaf: leaf.flatten(0, 2), targets)
+            seen = [Seen(outputs, flat, len(tree_leaves(flat)[0]))]
+        return StepResult(losses.unbind(), norms, seen=seen)
+
+    def how(self) -> str:
+        """Return how the device runs it, once it has run; nothing on the CPU."""
+        if self._replayed is None:
+            return ""
+        why_not = self._replayed.why_not
+        return f", no CUDA graph ({why_not})" if why_not else ", replayed as a CUDA graph"
+
+    def _take(self, kept: Kept, fed: Any) -> Results:
+        weights, *owned, counts, buffers = kept
+        inputs, targets, rates = fed
+        live = dict(zip(self._buffers, buffers, strict=True))
+        with torch.no_grad():
+            results = self._compiled(weights, owned, rates, live, inputs, targets)
+            if counts:
+                torch._foreach_add_(counts, len(rates))
+        return results
+
+    def _make_state(self) -> None:
+        """Give the optimizer the state that its own first step would create: zeros."""
+        for parameter in self._parameters:
+            state = self._optimizer.state[parameter]
+            if self._keys and self._keys[0] not in state:
+                if "exp_avg" in self._keys:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=self._device)
+                state.update({key: torch.zeros_like(parameter) for key in self._keys})
+
+    def _count_taken(self) -> int:
+        """Return the steps that the optimizer has counted, or 0 where it counts none."""
+        count = self._optimizer.state[self._parameters[0]].get("step")
+        return 0 if count is None else int(count)
+
+    def _rates(self, taken: int, lrs: list[float]) -> Tensor:
+        """Return what varies by step (steps, 3): lr / (1 - β₁ᵗ), √(1 - β₂ᵗ), lr.
+
+        As a tensor, so that a schedule does not compile anew; from here, since the compiler
+        would put the powers into the innermost loop.
+        """
+        first, second = self._betas
+        rows = []
+        for t, lr in enumerate(lrs, start=taken + 1):
+            rows.append([lr / (1 - first**t), (1 - second**t) ** 0.5, lr])
+        rates = torch.tensor(rows, dtype=torch.float64).to(self._parameters[0].dtype)
+        if self._device.type == "cuda":
+            # Only from pinned memory is it copied without waiting. PyTorch does not hand that
+            # memory out again before the copy is done.
+            return rates.pin_memory().to(self._device, non_blocking=True)
+        return rates.to(self._device)
+
+    def _steps(
+        self,
+        weights: list[Tensor],
+        owned: list[list[Tensor]],
+        rates: Tensor,
+        live: dict[str, Tensor],
+        inputs: Any,
+        targets: Any,
+    ) -> Results:
+        """Take the steps: this is what gets compiled."""
+        vectors, state = self._pack(weights), [self._pack(tensors) for tensors in owned]
+        buffers = live
+        losses, norms, seen = [], [], []
+        for k in range(rates.shape[0]):
+            gradients, loss, buffers, outputs = self._gradients(
+                vectors, buffers, inputs, targets, k
+            )
+            seen += outputs
+            norm = _total_norm(gradients)
+            if self._settings.clip_norm is not None:
+                # As torch.nn.utils.clip_grad_norm_ does it.
+                scale = torch.clamp(self._settings.clip_norm / (norm + 1e-6), max=1.0)
+                gradients = [gradient * scale for gradient in gradients]
+            updated = [
+                self._update(vector, gradient, [kind[place] for kind in state], rates[k])
+                for place, (vector, gradient) in enumerate(zip(vectors, gradients, strict=True))
+            ]
+            vectors = [vector for vector, _ in updated]
+            state = [[kinds[number] for _, kinds in updated] for number in range(len(state))]
+            losses.append(loss)
+            norms.append(norm)
+        for after, tensors in zip([vectors, *state], [weights, *owned], strict=True):
+            for tensor, piece in zip(tensors, self._unpack(after), strict=True):
+                tensor.copy_(piece)
+        for name, buffer in live.items():
+            buffer.copy_(buffers[name])
+        return torch.stack(losses), torch.stack(norms), torch.cat(seen) if seen else None
+
+    def _gradients(
+        self, vectors: Vectors, buffers: dict[str, Tensor], inputs: Any, targets: Any, k: int
+    ) -> tuple[Vectors, Tensor, dict[str, Tensor], list[Tensor]]:
+        """Return gradients, loss, buffers and outputs after the micro-steps of step k."""
+        leaf = tree_leaves(inputs)[0]
+        accumulate = leaf.shape[1]
+        gradients = [torch.zeros_like(vector) for vector in vectors]
+        loss, seen = torch.zeros((), device=vectors[0].device), []
+        for m in range(accumulate):
+            parts, (value, (buffers, outputs)) = grad_and_value(self._forward, has_aux=True)(
+                vectors, buffers, _row(inputs, k, m), _row(targets, k, m), 1.0 / accumulate
+            )
+            gradients = [so_far + part for so_far, part in zip(gradients, parts, strict=True)]
+            loss = loss + value
+            if self._measured and isinstance(outputs, Tensor):
+                seen.append(outputs)
+        return gradients, loss, buffers, seen
+
+    def _forward(
+        self, vectors: Vectors, buffers: dict[str, Tensor], inputs: Any, targets: Any, weight: float
+    ) -> tuple[Tensor, tuple[dict[str, Tensor], Any]]:
+        weights = dict(zip(self._names, self._unpack(vectors), strict=True))
+        after = {name: buffer.clone() for name, buffer in buffers.items()}  # BatchNorm's change
+        with autocast(self._settings.precision, self._device):
+            outputs = functional_call(self._model, {**self._frozen, **weights, **after}, (inputs,))
+            loss = self._loss(outputs, targets)
+        return loss * weight, (after, outputs)
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Vectors:
+        if not self._packs:
+            return list(tensors)
+        return [torch.cat([tensor.reshape(-1) for tensor in tensors])]
+
+    def _unpack(self, vectors: Vectors) -> list[Tensor]:
+        """Return a tensor for each parameter, in its shape."""
+        if not self._packs:
+            return vectors
+        pieces = torch.split(vectors[0], self._sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    def _adam(
+        self, vector: Tensor, gradient: Tensor, state: list[Tensor], rates: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), as torch.optim does it."""
+        decay = self._settings.weight_decay
+        if decay and self._settings.optimizer == "adamw":
+            vector = vector * (1 - rates[2] * decay)
+        elif decay:
+            gradient = gradient + decay * vector
+        mean = torch.lerp(state[0], gradient, 1 - self._betas[0])
+        square = state[1] * self._betas[1] + gradient * gradient * (1 - self._betas[1])
+        vector = vector - rates[0] * mean / (square.sqrt() / rates[1] + self._eps)
+        return vector, [mean, square]
+
+    def _sgd(
+        self, vector: Tensor, gradient: Tensor, state: list[Tensor], rates: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """SGD with momentum, as torch.optim does it."""
+        if self._settings.weight_decay:
+            gradient = gradient + self._settings.weight_decay * vector
+        if state:
+            state = [state[0] * self._settings.momentum + gradient]
+            gradient = state[0]
+        return vector - rates[2] * gradient, state
+
+
+def _total_norm(gradients: Vectors) -> Tensor:
+    """Return the norm of all gradients together, as torch.nn.utils.get_total_norm does it."""
+    norms: list[Tensor] = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _row(tree: Any, k: int, m: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[k, m]
+    return map_leaves(lambda leaf: leaf[k, m], tree)

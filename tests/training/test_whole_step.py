@@ -1,0 +1,127 @@
+"""Whole steps are those of the eager loop, also replayed; nothing is compiled here.
+
+`test_compiled.py` compiles them.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from samestep.training import whole_step
+from samestep.training.cuda_graph import Replayed
+from tests.captures import Captures
+from tests.steps_by_hand import (
+    IN_A_GRAPH,
+    OPTIMIZERS,
+    assert_same,
+    blocks,
+    eager,
+    model,
+    run,
+    settings_of,
+    trainee,
+    whole,
+)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Let whole steps run as they are, and be captured by a stand-in."""
+    stand_in = Captures()
+    monkeypatch.setattr(torch, "compile", lambda function, **_options: function)
+    monkeypatch.setattr(whole_step, "replayed_on", lambda _, take: Replayed(take, stand_in))
+    return stand_in
+
+
+def two(settings, *, large=False):
+    """Return two trainees that begin alike."""
+    net = model(large=large)
+    return [trainee(copy.deepcopy(net), settings) for _ in range(2)]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whole_steps_and_replayed_ones_take_the_eager_trajectory(captures, name, large):
+    """Small weights are packed, large ones stay as they are; single steps run eagerly between."""
+    settings = settings_of(**OPTIMIZERS[name])
+    ours, its = two(settings, large=large)
+    together = 1 if large else IN_A_GRAPH
+    data = blocks(settings, together=together)
+    ran, expected = run(whole(ours, settings), data), run(eager(its, settings), data)
+    torch.testing.assert_close(ran.losses, expected.losses, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ran.norms, expected.norms, rtol=1e-12, atol=1e-12)
+    assert_same(ours, its)
+    (note,) = ran.notes
+    assert note["steps_per_graph"] == together
+    assert "CUDA graph" in note["what"]
+    assert captures.captured == 1
+    assert captures.replayed == (5 if large else 3)
+
+
+def test_a_run_that_goes_on_counts_the_steps_of_the_attempt_before(captures):
+    """Adam's first steps are corrected for its short memory; its count is a tensor of its own."""
+    settings = settings_of()
+    ours, its = two(settings)
+    data = blocks(settings, together=IN_A_GRAPH)
+    run(eager(ours, settings), data[:2])
+    run(whole(ours, settings), data[2:], start=2 * IN_A_GRAPH)
+    run(eager(its, settings), data)
+    assert_same(ours, its)
+    assert captures.replayed == 1
+
+
+def test_an_optimizer_that_begins_anew_within_a_run_counts_from_its_own_beginning(captures):
+    settings = settings_of()
+    ours, its = two(settings)
+    data = blocks(settings, together=IN_A_GRAPH)
+    run(whole(ours, settings), data, start=1000)
+    run(eager(its, settings), data, start=1000)
+    assert_same(ours, its)
+    assert captures.captured == 1
+
+
+def test_a_model_that_draws_random_numbers_is_compiled_alone_on_the_cpu(captures):
+    """The compiler used a dropout's mask before it was drawn: no input reached the loss."""
+    settings = settings_of()
+    step = whole(trainee(model(dropout=0.5), settings), settings)
+    ran = run(step, blocks(settings, together=IN_A_GRAPH)[:1] * 2, lr=0.0)
+    (note,) = ran.notes
+    assert note["steps_per_graph"] == 0
+    assert "random" in note["what"]
+    assert len(set(ran.losses.tolist())) == 2 * IN_A_GRAPH
+    assert captures.captured == 0
+
+
+def test_a_replayed_call_reads_nothing_back_from_the_device(captures, monkeypatch):
+    """Each read would make the host wait for all that the device still has to do."""
+    settings = settings_of(clip_norm=1.0)
+    step = whole(two(settings)[0], settings)
+    first, *later = blocks(settings, together=IN_A_GRAPH)[:3]
+    run(step, [first])
+
+    def read(*_arguments):
+        raise AssertionError("the host waits for the device")
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "cpu", "numpy"):
+            patched.setattr(torch.Tensor, name, read)
+        for name in ("__int__", "__float__", "__bool__", "__index__"):
+            patched.setattr(torch.Tensor, name, read)
+        run(step, later, start=IN_A_GRAPH)
+    assert captures.replayed == 2
+
+
+def test_where_capturing_fails_the_note_says_so_and_the_steps_are_the_same(captures, monkeypatch):
+    def fails(_function):
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(whole_step, "replayed_on", lambda _, take: Replayed(take, fails))
+    settings = settings_of()
+    ours, its = two(settings)
+    data = blocks(settings, together=IN_A_GRAPH)
+    (note,) = run(whole(ours, settings), data).notes
+    run(eager(its, settings), data)
+    assert_same(ours, its)
+    assert "operation not permitted" in note["what"]
+    assert captures.captured == 0
