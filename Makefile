@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
-.PHONY: train test test-all lint bench dist clean help
+.PHONY: train test test-all lint bench gpu-kit dist clean help
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
@@ -33,7 +33,7 @@ test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but t
 	$(PYTEST) -m "not slow and not cluster"
 
 test-all: test ## the same, then every command of the documentation, and a real Slurm
-	$(PYTEST) --numprocesses 4 -m "slow or cluster" # most of the time they wait
+	$(PYTEST) -m "slow or cluster"
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check
@@ -43,10 +43,13 @@ lint: $(VENV)/.ready ## ruff and mypy
 bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks/results/
 	$(BIN)/python benchmarks/run.py
 
+gpu-kit: $(VENV)/.ready ## gather .gpu-kit/ for a machine with a GPU: [PROBE=probe.json] [DATA=DIR]
+	$(BIN)/python tools/gpu_kit.py $(if $(PROBE),--probe "$(PROBE)") $(if $(DATA),--data "$(DATA)")
+
 dist: $(VENV)/.ready ## build the sdist, from it the wheel, and try the wheel in a fresh venv
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python tools/smoke.py dist/*.whl
 
 clean: ## remove the virtual environment, what was built, and caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .gpu-kit .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,12 +26,12 @@ class FailedError(Exception):
     """A process that ended badly, with the last line it wrote."""
 
 
-def environment(scratch: Path, threads: int) -> dict[str, str]:
+def environment(scratch: Path, threads: int, *, gpu: bool = False) -> dict[str, str]:
     """Return what every process gets: the same threads, no GPU, one compile cache per benchmark."""
     return os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "NO_COLOR": "1",
     }
@@ -65,6 +65,56 @@ def samestep_throughput(command: list[str], run: Path, env: dict[str, str]) -> M
         "first_epoch_s": seconds[0],
         "epoch_s": seconds[1:],
         **({"compile_s": sum(compiles)} if compiles else {}),
+    }
+
+
+def fastest(measure: Measure) -> Measure:
+    """Return a measure whose throughput is that of the fastest epoch, not of the median one."""
+
+    def measured(command: list[str], run: Path, env: dict[str, str]) -> Measurement:
+        found = measure(command, run, env)
+        return found | {"value": found["samples"] / min(found["epoch_s"])}
+
+    return measured
+
+
+def seconds_to_accuracy(command: list[str], run: Path, env: dict[str, str]) -> Measurement:
+    """Add up what a samestep run took from its first step to the evaluation on the test set.
+
+    That is training and evaluations, the one on the test set included. Compiling is given apart,
+    and so is the whole process; writing the checkpoint is in the latter alone.
+    """
+    _, wall_s = _finish(command, env)
+    events = list(_events(run))
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    test = next((event for event in evaluations if event["split"] == "test"), None)
+    if test is None:
+        raise FailedError("no evaluation on the test set in events.jsonl")
+    epochs = [event for event in events if event["event"] == "epoch"]
+    training = sum(event["train_seconds"] for event in epochs)
+    return {
+        "value": training + sum(event["seconds"] for event in evaluations),
+        "accuracy": test["accuracy"],
+        "training_s": training,
+        "compile_s": sum(event["seconds"] for event in events if event["event"] == "compile"),
+        "epochs": len(epochs),
+        "wall_s": wall_s,
+    }
+
+
+def profiled(command: list[str], _run: Path, env: dict[str, str]) -> Measurement:
+    """Read what `samestep profile --json` says of a training."""
+    output, wall_s = _finish(command, env)
+    if "{" not in output:
+        raise FailedError(f"no JSON from {command}")
+    found = json.loads(output[output.index("{") :])
+    measured, verdict = found["measured"], found["verdict"]
+    return {
+        "value": measured["wall"],
+        "gpu_idle": measured["gpu_idle"],
+        **{key: verdict[key] for key in ("kind", "share", "why", "change", "ceiling")},
+        "phases": measured["ranks"][0]["phases"],
+        "wall_s": wall_s,
     }
 
 

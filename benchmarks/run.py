@@ -6,6 +6,7 @@ busy neighbour slows them alike; what is quoted is the ratio to the baseline in 
 
 import argparse
 import gzip
+import importlib.util
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import shutil
 import struct
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from measure import FailedError, Measurement, environment
@@ -51,7 +52,8 @@ def main() -> int:
                 _skip(table, arguments.out, NO_DATA.format(data_dir))
                 continue
             data = _prepare(table.data, arguments, scratch)
-            rounds, failures = _measure(table, arguments.rounds, data, scratch)
+            env = environment(scratch, THREADS)
+            *_, (rounds, failures) = take_turns(table, arguments.rounds, data, scratch, env)
             text = markdown(table, rounds, failures, facts, command)
             print(text, flush=True)
             record = {"command": command, "machine": facts, "rounds": rounds, "failed": failures}
@@ -91,20 +93,25 @@ def _arguments() -> argparse.Namespace:
     return asked
 
 
-def _measure(
-    table: Table, num_rounds: int, data: Path, scratch: Path
-) -> tuple[Rounds, dict[str, str]]:
-    """Take turns; a row that fails once is left out of the rounds that follow."""
+def take_turns(
+    table: Table, num_rounds: int, data: Path, scratch: Path, env: dict[str, str]
+) -> Iterator[tuple[Rounds, dict[str, str]]]:
+    """Take turns, every other round in reverse; yield what is known after each row and round.
+
+    A row that fails once is left out of the rounds that follow.
+    """
     rounds: Rounds = {}
     failures: dict[str, str] = {}
-    env = environment(scratch, THREADS)
     warm_up = table.rounds_factor > 1
     for number in range(num_rounds * table.rounds_factor + warm_up):
-        for row in table.rows:
+        for row in reversed(table.rows) if number % 2 else table.rows:
             if row.name in failures:
                 continue
+            if row.needs and not _has(row.needs):
+                failures[row.name] = f"{row.needs} is not installed"
+                continue
             try:
-                found = _measure_row(row, data, scratch, env, _best_workers(table, rounds))
+                found = measure_row(row, data, scratch, env, _best_workers(table, rounds))
             except FailedError as error:
                 failures[row.name] = str(error)
                 rounds.pop(row.name, None)
@@ -112,17 +119,23 @@ def _measure(
                 continue
             if number or not warm_up:
                 rounds.setdefault(row.name, []).append(found)
+            yield rounds, failures
         _progress(table.rows, rounds)
-    return rounds, failures
+        yield rounds, failures
 
 
-def _measure_row(
+def measure_row(
     row: Row, data: Path, scratch: Path, env: dict[str, str], workers: int
 ) -> Measurement:
     run = scratch / "run"
     shutil.rmtree(run, ignore_errors=True)
     filled = [part.format(data=data, run=run, workers=workers) for part in row.command]
     return row.measure(filled, run, env)
+
+
+def _has(package: str) -> bool:
+    """Whether a package can be imported; `make bench` puts torchvision into a folder of its own."""
+    return importlib.util.find_spec(package) is not None or (Path(sys.prefix) / package).is_dir()
 
 
 def _best_workers(table: Table, rounds: Rounds) -> int:

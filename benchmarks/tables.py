@@ -40,6 +40,8 @@ class Row:
     measure: Measure
     loader: bool = False
     """Whether it is one of the DataLoaders of which the best number of workers is sought."""
+    needs: str = ""
+    """A package that it imports and that a machine may lack."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,9 +48,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# Pages with a Slurm of their own: the jobs of both begin at 1, and so take the same ports.
+SLURM = pytest.mark.xdist_group("slurm pages")
+RUN_PAGES = [
+    pytest.param(page, marks=SLURM if "slurm" in page.name else ())
+    for page in PAGES
+    if commands(page)
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
 def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch):
     bin_folder = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")

@@ -1,11 +1,13 @@
 """Hold the data sets over IDX files that the peers load: per sample, and per batch."""
 
 import contextlib
+import importlib
 import importlib.util
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -16,12 +18,21 @@ from torch.utils.data import Dataset
 
 
 def torchvision_transform() -> Callable[[Image.Image], Tensor]:
-    """Return ToTensor and Normalize, as torchvision's documentation composes them for MNIST.
+    """Return ToTensor and Normalize, as torchvision's documentation composes them for MNIST."""
+    transforms = torchvision_transforms()
+    normalise = transforms.Normalize((MEAN,), (STD,))
+    return transforms.Compose([transforms.ToTensor(), normalise])
 
-    A torchvision built for CUDA lacks its compiled operators beside a CPU build of torch, and
-    then fails at import where it describes them. No transform uses them, so names that are missing
-    are declared first.
+
+def torchvision_transforms() -> ModuleType:
+    """Return torchvision's module of transforms.
+
+    Beside a torch built for CUDA it is imported as it is. Beside a CPU build of torch, one built
+    for CUDA lacks its compiled operators and fails at import where it describes them. No transform
+    uses them, so names that are missing are declared first.
     """
+    if torch.version.cuda:
+        return importlib.import_module("torchvision.transforms")
     sys.path.append(str(Path(sys.prefix) / "torchvision"))  # where `make bench` puts it
     package = importlib.util.find_spec("torchvision")
     if package is None or package.origin is None:
@@ -32,10 +43,7 @@ def torchvision_transform() -> Callable[[Image.Image], Tensor]:
         with contextlib.suppress(RuntimeError):  # a working build has it already
             library.define(f"{name}(Tensor a) -> Tensor")
     _keep.append(library)
-    from torchvision import transforms
-
-    normalise = transforms.Normalize((MEAN,), (STD,))
-    return transforms.Compose([transforms.ToTensor(), normalise])
+    return importlib.import_module("torchvision.transforms")
 
 
 _keep: list[torch.library.Library] = []  # a library that is collected takes its names along

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common import DEVICE
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
 BATCH_SIZE = 64
 PADDING = 4
-MEAN = torch.tensor((0.4914, 0.4822, 0.4465)).view(3, 1, 1) * 255
-STD = torch.tensor((0.2470, 0.2435, 0.2616)).view(3, 1, 1) * 255
+MEAN = torch.tensor((0.4914, 0.4822, 0.4465), device=DEVICE).view(3, 1, 1) * 255
+STD = torch.tensor((0.2470, 0.2435, 0.2616), device=DEVICE).view(3, 1, 1) * 255
 
 
 class Block(nn.Module):
@@ -33,14 +34,15 @@ class Block(nn.Module):
         return relu(y + self.past(x))
 
 
-def resnet18() -> nn.Module:
+def resnet18(width: int = 64) -> nn.Module:
     """Build it with the stem for small images, channels last."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    fan_in = 64
-    for fan_out in (64, 128, 256, 512):
-        layers += [Block(fan_in, fan_out, 1 if fan_out == 64 else 2), Block(fan_out, fan_out, 1)]
+    stem = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+    layers: list[nn.Module] = [stem, nn.BatchNorm2d(width), nn.ReLU()]
+    fan_in = width
+    for fan_out in (width, 2 * width, 4 * width, 8 * width):
+        layers += [Block(fan_in, fan_out, 1 if fan_out == width else 2), Block(fan_out, fan_out, 1)]
         fan_in = fan_out
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(fan_in, 10)]
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
@@ -58,9 +60,9 @@ def augment(images: Tensor) -> Tensor:
     """Crop each image at random out of a border of 4, mirror half of them, normalise."""
     padded = pad(images, (PADDING,) * 4)
     windows = padded.unfold(2, 32, 1).unfold(3, 32, 1)
-    top, left = torch.randint(2 * PADDING + 1, (2, len(images)))
-    cropped = windows[torch.arange(len(images)), :, top, left]
-    mirrored = torch.rand(len(images)) < 0.5
+    top, left = torch.randint(2 * PADDING + 1, (2, len(images)), device=images.device)
+    cropped = windows[torch.arange(len(images), device=images.device), :, top, left]
+    mirrored = torch.rand(len(images), device=images.device) < 0.5
     cropped = torch.where(mirrored[:, None, None, None], cropped.flip(3), cropped)
     return (cropped.float() - MEAN) / STD
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from common import mlp, spiral
+from common import DEVICE, mlp, spiral
 from rich.console import Console
 from torch.nn.functional import cross_entropy
 
@@ -24,8 +24,9 @@ class Settings:
 settings = tyro.cli(Settings)
 console = Console()
 torch.manual_seed(settings.seed)
-points, labels = spiral(settings.num_samples, settings.noise, settings.seed)
-model = mlp(settings.dropout).train()
+drawn = spiral(settings.num_samples, settings.noise, settings.seed)
+points, labels = (tensor.to(DEVICE) for tensor in drawn)
+model = mlp(settings.dropout).to(DEVICE).train()
 optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
 console.print(f"spiral: {len(points)} samples, batches of {settings.batch_size}")
 

@@ -1,11 +1,11 @@
 """Hold the LightningModule and the two Trainers: everything off, and as it comes."""
 
 import tempfile
-import time
+from typing import Any
 
 import lightning
 import torch
-from common import LEARNING_RATE, report
+from common import DEVICE, LEARNING_RATE, now, report
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -31,10 +31,10 @@ class Classifier(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
 
     def on_train_epoch_start(self) -> None:
-        self.started = time.perf_counter()
+        self.started = now()
 
     def on_train_epoch_end(self) -> None:  # runs before the checkpoint callback's turn
-        self.seconds.append(time.perf_counter() - self.started)
+        self.seconds.append(now() - self.started)
 
 
 def train(
@@ -51,8 +51,9 @@ def fit(
     *,
     default: bool = False,
     ranks: int = 1,
+    **more: Any,
 ) -> None:
-    """Fit a module, and report its seconds."""
+    """Fit a module, with more arguments of the Trainer if need be, and report its seconds."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -62,11 +63,12 @@ def fit(
     with tempfile.TemporaryDirectory() as directory:
         trainer = lightning.Trainer(
             max_epochs=epochs + 1,
-            accelerator="cpu",
+            accelerator="gpu" if DEVICE.type == "cuda" else "cpu",
             devices=ranks,
             strategy="ddp" if ranks > 1 else "auto",
             default_root_dir=directory,
             **({} if default else quiet),
+            **more,
         )
         trainer.fit(classifier, loader)
     if trainer.is_global_zero:

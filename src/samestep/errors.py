@@ -12,6 +12,17 @@ LOST_PEER = re.compile(
 )
 
 
+# What PyTorch raises where a device has no memory left, and where --deterministic cannot be had.
+_NO_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED|DefaultCPUAllocator: can't allocate")
+_NOT_DETERMINISTIC = re.compile(r"not have a deterministic implementation|CUBLAS_WORKSPACE_CONFIG")
+_LESS_MEMORY = (
+    "Use less memory: a smaller --batch-size with a larger --accumulate (the same training, if "
+    "their product stays), --precision bf16, --checkpoint-activations if the model marks blocks; "
+    "in an evaluation, --eval-batch-size. See that nothing else runs on this device. Where much is "
+    "reserved but unallocated, PYTORCH_ALLOC_CONF=expandable_segments:True helps."
+)
+
+
 class UserError(Exception):
     """A mistake in what the user asked for or in where they asked for it.
 
@@ -71,8 +82,38 @@ def blame(what: str, error: Exception, place: str = "") -> NoReturn:
         raise error
     if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
         raise error
+    if told := device_error(error, f"{what}: ", place):
+        import traceback  # noqa: PLC0415 - it is needed after a mistake only
+
+        traceback.clear_frames(error.__traceback__)  # what they hold is memory, too
+        raise told from error
     text = str(error).strip() or "no message"
     raise UserError(f"{what}: {type(error).__name__}: {text}{raised_at(error) or place}") from error
+
+
+def device_error(error: BaseException, what: str = "", place: str = "") -> UserError | None:
+    """Return what the user is told where a device has no memory left, or no deterministic way.
+
+    Args:
+        error: any error; None is returned of one of another kind.
+        what: the beginning of the message: what failed, and on what.
+        place: what is told where no line of the user's is in the traceback.
+    """
+    if not isinstance(error, RuntimeError):
+        return None
+    # torch's own advice comes after its numbers, and names settings that samestep has not.
+    text = re.split(r" If reserved but|, but you set|\n", str(error))[0].strip().rstrip(".")
+    text += f"{raised_at(error) or place}."
+    if type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(text):
+        told = UserError(f"{what}{text} {_LESS_MEMORY}")
+    elif _NOT_DETERMINISTIC.search(str(error)):
+        told = UserError(
+            f"--deterministic: {what}{text} Leave the setting out, or use another operation there."
+        )
+    else:
+        return None
+    told.__cause__ = error
+    return told
 
 
 def caused(error: Exception) -> Exception:
@@ -82,7 +123,7 @@ def caused(error: Exception) -> Exception:
     return error
 
 
-def raised_at(error: Exception) -> str:
+def raised_at(error: BaseException) -> str:
     """Return " at FILE:LINE", the innermost line that is the user's; nothing if none is."""
     import traceback  # noqa: PLC0415 - it is needed after a mistake only
 

@@ -6,12 +6,14 @@ defaults, a TOML file, the flags.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from samestep.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+ParamDtype = Literal["fp32", "bf16"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,11 @@ class Settings:
     """What runs the loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
     precision: Precision = "fp32"
     """bf16 and fp16 are autocast (fp16 with a gradient scaler); fp64 converts model and data."""
+    param_dtype: ParamDtype | None = None
+    """Type of weights and optimizer state; by default fp32, or fp64 as --precision says. bf16 needs
+    --precision bf16."""
+    matmul_precision: MatmulPrecision | None = None
+    """Within float32 products and convolutions; highest forbids TF32. By default PyTorch's."""
     seed: int = 42
     """Seed of the initial weights, the order, the augmentation and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -70,10 +77,16 @@ class Settings:
     """What connects the ranks; auto chooses by platform and device."""
     timeout_s: float = 600.0
     """Seconds that ranks wait for the slowest of them before they give up."""
+    bucket_cap_mb: int | None = None
+    """MiB of gradients that ranks reduce at once; by default PyTorch's 25."""
     compile: Literal["off", "on"] = "off"
     """Compile whole steps into one graph: slow to start, fast after."""
     channels_last: bool = False
     """Lay images out channel by channel within a pixel: faster convolutions on many devices."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN time its convolutions and take the fastest; for inputs of one shape."""
+    deterministic: bool = False
+    """Use operations alone that give the same bits each time; slower on GPUs."""
     checkpoint_activations: bool = False
     """Keep the inputs of marked blocks alone and compute the rest again: less memory, more time."""
     sync_batchnorm: bool = False
@@ -148,6 +161,21 @@ class Settings:
                 f"--momentum {self.momentum} has no effect with --optimizer {self.optimizer}: "
                 "leave it out, or use --optimizer sgd."
             )
+        if self.param_dtype == "bf16" and self.precision != "bf16":
+            raise UserError(
+                f"--param-dtype bf16 does not go with --precision {self.precision}: weights in "
+                "bfloat16 need --precision bf16. Add it, or leave --param-dtype out."
+            )
+        if self.param_dtype == "fp32" and self.precision == "fp64":
+            raise UserError(
+                "--param-dtype fp32 does not go with --precision fp64, which holds everything in "
+                "float64. Leave one of them out."
+            )
+        if self.deterministic and self.cudnn_benchmark:
+            raise UserError(
+                "--cudnn-benchmark does not go with --deterministic: it may choose other kernels "
+                "each time. Leave one of them out."
+            )
 
 
 _POSITIVE = (
@@ -155,7 +183,7 @@ _POSITIVE = (
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
-    "eval_batch_size",
+    *("eval_batch_size", "bucket_cap_mb"),
 )
 _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
 
@@ -164,7 +192,7 @@ _NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_worker
 MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
-        "timeout_s",
+        *("timeout_s", "bucket_cap_mb", "cudnn_benchmark", "deterministic"),
         *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
@@ -188,6 +216,13 @@ def check_flags(
 def flag_name(name: str) -> str:
     """Return a field's name as it is typed on the command line: `batch_size` → `batch-size`."""
     return name.replace("_", "-")
+
+
+def in_precision(settings: Settings, precision: Precision) -> Settings:
+    """Return the settings in another precision, with the weights in the type that it holds."""
+    if precision == settings.precision:
+        return settings
+    return replace(settings, precision=precision, param_dtype=None)
 
 
 # Of these pairs a layer states one; stating it drops the other from the layers below.

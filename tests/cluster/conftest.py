@@ -1,5 +1,7 @@
 """A Slurm of two nodes for the tests of this folder: one for all, up in about a second."""
 
+import os
+
 import pytest
 
 from samestep.slurm.sandbox.cluster import down, up
@@ -7,12 +9,13 @@ from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 
 
 def pytest_itemcollected(item):
-    """Mark this folder's tests, which need a real Slurm, and keep them in one worker.
+    """Mark this folder's tests, which need a real Slurm, and keep those of a sandbox together.
 
-    Jobs of two sandboxes would take the same ports.
+    Those that wait longest have a sandbox of their own, beside the others.
     """
     item.add_marker(pytest.mark.cluster)
-    item.add_marker(pytest.mark.xdist_group("cluster"))
+    waits = item.path.stem in ("test_survival", "test_examples")
+    item.add_marker(pytest.mark.xdist_group("long jobs" if waits else "cluster"))
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +25,8 @@ def sandbox(tmp_path_factory):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("sandbox").resolve()
     try:
-        now = up(folder, nodes=2, cpus=4)
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+        now = up(folder, nodes=2, cpus=4, first_job=1000 * (1 + int(worker)))
         yield RunningSandbox(folder=folder, nodes=tuple(now.nodes))
     finally:
         down(folder)

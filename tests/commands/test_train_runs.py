@@ -280,10 +280,13 @@ SETTINGS = {
     "schedule": "cosine",
     "clip_norm": 0.75,
     "precision": "bf16",
+    "param_dtype": "bf16",
+    "matmul_precision": "high",
     "seed": 7,
     "device": "cpu",
     "backend": "gloo",
     "timeout_s": 77.0,
+    "bucket_cap_mb": 3,
     "oversubscribe": True,
     "compile": "on",
     "threads": 2,
@@ -300,6 +303,8 @@ SETTINGS = {
     "patience": 4,
     "min_delta": 0.0625,
     "channels_last": True,
+    "cudnn_benchmark": True,
+    "deterministic": True,
     "checkpoint_activations": True,
     "sync_batchnorm": True,
     "engine": "lightning",
@@ -320,7 +325,11 @@ OPTIONS = {
     "dropout": 0.25,
 }
 # What cannot stand alone.
-NEEDED = {"momentum": {"optimizer": "sgd"}, "lr_scaling": {"base_batch_size": 8}}
+NEEDED = {
+    "momentum": {"optimizer": "sgd"},
+    "lr_scaling": {"base_batch_size": 8},
+    "param_dtype": {"precision": "bf16"},
+}
 # Where the run lies is not written into it; what follows from the batch sizes neither.
 NOT_IN_FILE = {"run_dir", "accumulate"}
 
@@ -400,6 +409,8 @@ def test_a_flag_beats_the_toml_file(here, name):
 OTHER_VALUES = {
     "momentum": 0.25,
     "run_dir": "third",
+    "param_dtype": "fp32",
+    "matmul_precision": "highest",
     "monitor": "accuracy",
     "hidden_dims": (5,),
     "dropout": 0.5,
@@ -443,6 +454,7 @@ def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
         **OPTIONS,
         **NEEDED["momentum"],
         "compile": "off",
+        "cudnn_benchmark": False,  # which deterministic operations exclude
         "num_workers": 0,
         "global_batch_size": 32,
         "batch_size": 16,

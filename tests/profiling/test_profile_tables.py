@@ -4,10 +4,11 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from samestep.profiling.bottleneck import judge
-from samestep.profiling.measured import MeasuredRank, MeasuredSteps
+from samestep.profiling.measured import MeasuredRank, MeasuredSteps, Operations
 from samestep.profiling.profile_result import Profile
 from samestep.profiling.profile_tables import show
 
@@ -47,3 +48,14 @@ def test_of_a_recipe_without_evaluation_there_is_no_such_row_unless_it_was_stopp
     lines = shown(replace(recipe, checkpoint=0.0, stopped=True))
     assert "284" in lines["checkpoint"]
     assert "284 steps" in lines["note"]
+
+
+def test_the_idle_share_of_a_gpu_is_that_of_the_steps_measured_without_the_profiler():
+    rank = replace(RANK, operations=Operations(matmul=1.0, gpu_busy=0.03))
+    measured = replace(MEASURED, ranks=(rank,), wall=0.04, device="cuda")
+    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))
+    assert profile.as_table()["measured"]["gpu_idle"] == pytest.approx(0.25)
+    assert "25%" in shown(measured)["gpu"]
+    assert replace(measured, wall=0.02).gpu_idle == 0
+    assert "gpu" not in shown(MEASURED)
+    assert MEASURED.gpu_idle is None

@@ -222,7 +222,7 @@ def test_steps_that_a_script_profiles_itself_are_in_no_number(here):
     assert measured["profiled_itself"]
     assert found["verdict"]["notes"]
     # With the 0.3 s after each of its profilers it would be three quarters.
-    assert measured["ranks"][0]["phases"]["other"] < 0.5 * measured["wall"]
+    assert measured["ranks"][0]["phases"]["other"] < 0.65 * measured["wall"]
     assert found["traces"]
     assert sum(measured["ranks"][0]["phases"].values()) == pytest.approx(measured["wall"], rel=0.02)
 

@@ -36,8 +36,8 @@ class FakeTracer:
         self.runs = True
         self.clock.seconds += 1
 
-    def step(self):
-        self.steps += self.runs
+    def step(self, taken=1):
+        self.steps += taken * self.runs
 
     def stop(self):
         if self.runs:
@@ -48,9 +48,11 @@ class FakeTracer:
 class Training:
     """Steps in epochs, told to stages after each; `profiles` are steps with an own profiler on."""
 
-    def __init__(self, *, per_epoch=None, profiles=(), agree=lambda answer: answer(), **wishes):
+    def __init__(
+        self, *, per_epoch=None, profiles=(), agree=lambda answer: answer(), at_once=1, **wishes
+    ):
         self.clock = Clock()
-        self.per_epoch, self.profiles = per_epoch, profiles
+        self.per_epoch, self.profiles, self.at_once = per_epoch, profiles, at_once
         self.profiler_is_on = False
         self.asked = []
         account = TimeAccount(lambda: self.clock, now=lambda: self.clock.seconds, cores=dict)
@@ -81,7 +83,7 @@ class Training:
             self.traced += [step] * is_traced
             slow = is_traced or self.profiler_is_on
             self.clock.seconds += STEP_S * (SLOW_DOWN if slow else 1)
-            self.taken += 1
+            self.taken += self.at_once
             if self.stages.at(self.taken):
                 return True
         return False
@@ -102,6 +104,12 @@ def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that()
     assert len(training.traced) == tracer.steps == 5  # half a second of them are fewer
     assert not tracer.runs
     assert training.stages.done
+
+
+def test_of_several_steps_in_one_graph_each_is_counted():
+    training = Training(at_once=8)
+    assert training.run()
+    assert training.stages.tracer.steps == 8 * len(training.traced)
 
 
 def test_no_step_of_the_warm_up_counts():

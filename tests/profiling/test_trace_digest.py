@@ -226,6 +226,17 @@ def test_what_nccl_does_is_neither_work_nor_idleness():
     assert found.matmul > 0.98
 
 
+def test_a_gpu_is_busy_while_any_kernel_runs_on_any_of_its_streams():
+    step = [
+        event("ampere_sgemm_128x64", 100, 500, KERNEL, 7),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 400, 300, KERNEL, 8),
+        event("Memcpy HtoD (Pinned -> Device)", 750, 100, "gpu_memcpy", 9),
+    ]
+    assert digest(trace(step), 5).gpu_busy == pytest.approx(600e-6)
+    assert digest(trace(step, steps=5), 40).gpu_busy == pytest.approx(75e-6)  # 8 steps a graph
+    assert digest(trace([event("aten::mm", 100, 90)]), 5).gpu_busy is None
+
+
 def test_an_empty_trace_says_nothing():
     assert digest([], 0).launch == 0
 

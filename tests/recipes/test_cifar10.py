@@ -1,5 +1,7 @@
 """The recipe cifar10 from the command line, on small files of both kinds."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -75,6 +77,16 @@ def test_it_trains_on_either_kind_and_tells_each_class(request, tmp_path, kind):
     assert list(test["per_class"]) == list(CLASSES)
     assert sum(map(sum, test["confusion"])) == test["samples"]
     assert tiny.last_state(folder)["classes"] == list(CLASSES)
+
+
+def test_the_settings_file_of_the_fast_training_is_accepted(binary, tmp_path):
+    """Without compiling, which takes a minute on a CPU."""
+    settings = Path(__file__).parents[2] / "examples" / "cifar10_fast.toml"
+    flags = ("--compile", "off", "--max-steps", "3", "--warmup-steps", "2")
+    folder = train(binary, tmp_path, "--config", str(settings), *flags)
+    assert len(losses(folder)) == 3
+    (start,) = [record for record in read_records(folder) if record["event"] == "start"]
+    assert (start["precision"], start["base_lr"], start["num_samples"]) == ("bf16", 0.4, 98)
 
 
 def test_images_whose_colours_tell_the_class_are_learned(binary, tmp_path):

@@ -15,7 +15,7 @@ from samestep.tracking.deliveries import (
     read_deliveries,
     write_deliveries,
 )
-from samestep.tracking.machine_samples import parse_gpu
+from samestep.tracking.machine_samples import gpus_of, parse_gpu, parse_gpus
 
 
 def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
@@ -114,3 +114,15 @@ def test_a_gpu_is_told_of_by_the_numbers_that_its_driver_knows():
         "utilization_percent": 0.0,
         "temperature_c": 33.0,
     }
+
+
+def test_of_a_machines_gpus_only_those_of_the_ranks_are_told(tmp_path):
+    printed = "GPU-aa-1, 1, 2, 3, 4\nGPU-bb-2, 5, 6, 7, 8\nGPU-cc-3, 9, 10, 11, 12\n"
+    assert parse_gpus(printed, ["bb-2", "elsewhere"]).keys() == {"gpu1"}
+    assert parse_gpus(printed, ["bb-2"])["gpu1"]["memory_used_mib"] == 6.0
+    assert parse_gpus(printed, None).keys() == {"gpu0", "gpu1", "gpu2"}
+    assert gpus_of(tmp_path) == ()  # a run that has not begun says nothing
+    (tmp_path / "environment.json").write_text('{"gpus": ["bb-2"]}')
+    assert gpus_of(tmp_path) == ["bb-2"]
+    (tmp_path / "environment.json").write_text("{}")
+    assert gpus_of(tmp_path) is None

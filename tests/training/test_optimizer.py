@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from samestep import Settings
-from samestep.training.optimizer import Update, make_optimizer, set_lr
+from samestep.training.optimizer import Update, load_state, make_optimizer, set_lr
 
 OPTIMIZERS = {
     "adam": {"optimizer": "adam"},
@@ -105,3 +105,57 @@ def test_it_is_the_optimizer_asked_for_with_its_settings_and_fused(name, kind):
     assert (group["lr"], group["weight_decay"], group["fused"]) == (0.25, 0.3, True)
     assert group.get("momentum", 0.8) == 0.8
     assert [p.shape for p in group["params"]] == [(3, 5), (3,)], "frozen weights are left out"
+
+
+@pytest.mark.parametrize(("saved", "own"), [(False, True), (True, False)])
+def test_a_restored_optimizer_keeps_the_kernel_that_it_was_built_with(saved, own):
+    """Lightning's mixed precision saves without the fused one, and a fused step counts on a GPU."""
+    device, settings = torch.device("cpu"), Settings()
+    one, other = small_model(), small_model()
+    before = make_optimizer(one.parameters(), settings, 0.1, device, fuse=saved)
+    after = make_optimizer(other.parameters(), settings, 0.1, device, fuse=own)
+    backward(one, 0)
+    before.step()
+    kept = copy.deepcopy(before.state_dict())
+    load_state(after, kept)
+    assert after.param_groups[0]["fused"] is own
+    assert kept["param_groups"][0]["fused"] is saved
+    other.load_state_dict(one.state_dict())
+    for model, optimizer in ((one, before), (other, after)):
+        backward(model, 1)
+        optimizer.step()
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=0)
+
+
+def test_a_first_step_that_the_scaler_skips_leaves_no_momentum():
+    settings = Settings(optimizer="sgd", momentum=0.9, precision="fp16")
+    weight = nn.Parameter(torch.ones(40))
+    optimizer = make_optimizer([weight], settings, 0.1, torch.device("cpu"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    spare = [torch.full((40,), 7e8) for _ in range(50)]
+    del spare  # new memory is not zero
+    for gradient in (torch.inf, 2.0):
+        weight.grad = torch.full((40,), gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if gradient == torch.inf:
+            assert torch.equal(weight, torch.ones(40))
+    assert torch.equal(weight, torch.full((40,), 0.9))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_weights_in_bfloat16_move_as_those_in_float32(optimizer):
+    """Of 40 numbers, so that vectorised kernels take part."""
+    settings = Settings(optimizer=optimizer, precision="bf16", param_dtype="bf16")
+    moved = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = nn.Parameter(torch.ones(40, dtype=dtype))
+        built = make_optimizer([weight], settings, 0.25, torch.device("cpu"))
+        for _ in range(3):
+            weight.grad = torch.ones_like(weight)
+            built.step()
+        moved.append(weight.detach().float())
+    torch.testing.assert_close(*moved, rtol=0.01, atol=0.01)

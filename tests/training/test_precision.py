@@ -9,6 +9,7 @@ import torch
 from samestep import UserError, read_records
 from samestep.training.precision import check_precision, data_dtype
 from tests import tiny
+from tests.command_line import call
 from tests.faults import Fault
 
 WHOLE = ("--optimizer", "sgd", "--lr", "0.2", "--epochs", "3")
@@ -66,6 +67,19 @@ def test_half_precisions_train_as_single_precision_does_but_for_rounding(
     weights = tiny.last_state(half)["model"]
     assert {value.dtype for value in weights.values()} == {torch.float32}
     assert (tiny.last_state(half)["scaler"] is None) == (precision != "fp16")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_in_bfloat16_train_and_resume_to_the_last_bit(recipe, single, tmp_path, world_size):
+    flags = ("--precision", "bf16", "--param-dtype", "bf16", *WHOLE)
+    half = train(recipe, tmp_path, "half", *flags, world_size=world_size)
+    assert losses(half) == pytest.approx(losses(single), rel=0.1)
+    state = tiny.last_state(half)
+    assert {value.dtype for value in state["model"].values()} == {torch.bfloat16}
+    short = train(recipe, tmp_path, "short", *flags, "--epochs", "2", world_size=world_size)
+    tiny.resume(short, "--epochs", "3", world_size=world_size, folder=tmp_path)
+    tiny.assert_same_training(short, half, tolerance=0)
+    assert call("evaluate", str(half)) == 0
 
 
 def test_double_precision_converts_model_and_data(recipe, single, tmp_path):

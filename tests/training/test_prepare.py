@@ -175,3 +175,22 @@ def test_sync_batchnorm_keeps_the_names_of_weights():
 def test_sync_batchnorm_on_one_rank_is_batch_normalisation():
     model = prepared(blocks(), sync_batchnorm=True)
     assert not any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+
+
+HALF = {"precision": "bf16", "param_dtype": "bf16"}
+
+
+def test_weights_are_held_in_bfloat16_and_batch_normalisation_is_not():
+    model = prepared(small_resnet(), **HALF)
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        norm = isinstance(module, nn.BatchNorm2d)
+        kind = torch.float32 if norm else torch.bfloat16
+        assert {t.dtype for t in own if t.is_floating_point()} <= {kind}
+    assert prepared(small_resnet(), precision="bf16").fc.weight.dtype == torch.float32
+
+
+def test_recurrent_weights_follow_too_and_still_compute():
+    model = prepared(nn.LSTM(3, 4), **HALF)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(torch.ones(2, 1, 3, dtype=torch.bfloat16))[0].dtype == torch.bfloat16

@@ -9,7 +9,7 @@ from samestep.data.blocks import Block
 from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.training.optimizer import make_optimizer
-from samestep.training.step import EagerStep, Trainee
+from samestep.training.step import EagerStep, Trainee, seed_torch
 
 
 class Drawing(nn.Module):
@@ -120,3 +120,26 @@ def test_clipping_scales_the_gradient_down_to_the_norm_and_never_up():
     model, take = steps_of(clip_norm=100.0)
     take(0)
     assert model.weight.item() == pytest.approx(-2.5)
+
+
+class Generators:
+    """Stand in for the generators of several GPUs."""
+
+    def __init__(self):
+        self.seeds = []
+
+    def manual_seed(self, seed):
+        self.seeds.append(seed)
+
+
+def test_a_step_seeds_the_generators_of_its_own_device_and_of_the_cpu(monkeypatch):
+    generators = [Generators(), Generators()]
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    seed_torch(17, torch.device("cuda", 1))
+    assert [one.seeds for one in generators] == [[], [17]]
+    assert torch.initial_seed() == 17
+    torch.manual_seed(18)
+    drawn = torch.rand(3)
+    seed_torch(18, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), drawn)

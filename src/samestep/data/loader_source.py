@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from samestep.data.blocks import Block, Read
 from samestep.data.keyed_random import mix
+from samestep.data.prefetch import on_device
 from samestep.data.source import Reading, Source
-from samestep.data.trees import describe, map_leaves, tree_leaves
+from samestep.data.trees import describe, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.startup import stop_signals
 
@@ -55,15 +56,8 @@ class LoaderSource(Source):
         return self._batches()
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        device, lap = self._world.device, self._reading.lap
         try:
-            for batch in self._loader:
-                lap("data")
-                inputs, targets = (
-                    map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)
-                    for tree in batch
-                )
-                lap("to_device")
+            for inputs, targets in on_device(self._loader, self._world.device, self._reading.lap):
                 yield inputs, self._cast(targets)
         except Exception as error:
             _end_workers(self._loader)

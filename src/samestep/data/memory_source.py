@@ -1,19 +1,26 @@
 """Samples held in memory: gathered whole batches at a time, for several steps at once."""
 
 from collections.abc import Iterator
+from itertools import tee
 
 import torch
 from torch import Tensor
 
-from samestep.data.blocks import Block, Read
+from samestep.data.blocks import Block, Read, untimed
+from samestep.data.prefetch import Pair, on_device
 from samestep.data.source import Reading, Source
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.recipe import InMemory
 
-# One gather serves several steps: it spares a small model's steps most of their overhead, and
-# stays in the processor's cache.
+# One gather serves several steps: it spares a small model's steps most of their overhead. On a
+# CPU it stays in the processor's cache. A GPU has no such limit, and gathering and augmenting start
+# dozens of kernels there that hardly take longer for more samples.
 _BYTES_PER_GATHER = 1 << 20
+_BYTES_PER_GATHER_ON_CUDA = 64 << 20
 _STEPS_PER_GATHER = 64
+_RESIDENT_FRACTION = 0.25
+"""What data takes at most of a GPU's memory: the rest is the training's."""
 
 
 class MemorySource(Source):
@@ -40,18 +47,17 @@ class MemorySource(Source):
                 "each sample needs both."
             )
         super().__init__(len(inputs), reading)
-        home = self._world.device
-        # Most of a GPU is left to the model. A CPU already holds the data, and MPS shares that.
-        if home.type == "cuda" and (
-            inputs.nbytes + targets.nbytes >= torch.cuda.mem_get_info(home)[0] // 4
-        ):
-            home = torch.device("cpu")
+        device = self._world.device
         # Floating-point data takes the model's type here once, not in every batch.
-        self._inputs = self._cast(inputs).to(home).contiguous()
-        self.targets = self._cast(targets).to(home).contiguous()
+        stored = self._cast(inputs), self._cast(targets)
+        self.is_resident = _fits(stored, self._world)
+        """Whether the data is where the model is; else batches of it are copied."""
+        home = device if self.is_resident else torch.device("cpu")
+        self._inputs, self.targets = (tensor.to(home).contiguous() for tensor in stored)
         self._order_device = self._inputs.device
-        row = max(1, self._inputs[:1].numel() * 4)  # bytes of a sample as float32
-        self._rows_per_gather: int = max(1, _BYTES_PER_GATHER // row)
+        row = max(1, inputs[:1].numel() * 4)  # bytes of a sample as float32
+        most = _BYTES_PER_GATHER_ON_CUDA if device.type == "cuda" else _BYTES_PER_GATHER
+        self._rows_per_gather: int = max(1, most // row)
 
     def steps_per_block(self, global_batch: int) -> int:
         """Return the most steps that a block holds: a power of two."""
@@ -62,18 +68,57 @@ class MemorySource(Source):
 
     def _read(self, unread: Iterator[Block], _epoch: int) -> Read:
         device, lap = self._world.device, self._reading.lap
+        if not self.is_resident:
+            blocks, wanted = tee(unread)
+            pairs = on_device(map(self._gather, wanted), device, lap)
+            for block, (inputs, targets) in zip(blocks, pairs, strict=True):
+                yield block, inputs, targets
+            return
         for block in unread:
             inputs = self._inputs.index_select(0, block.inputs)
             targets = self.targets.index_select(0, block.inputs)
             lap("data")
-            inputs = inputs.to(device, non_blocking=True)
-            targets = targets.to(device, non_blocking=True)
             lap("to_device")
             yield block, inputs, targets
 
-    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in batches:
-            rows = slice(batch.start, batch.stop)
-            # A copy, since the recipe's transform may work in place.
-            inputs = self._inputs[rows].to(self._world.device, copy=True)
-            yield inputs, self.targets[rows].to(self._world.device)
+    def _gather(self, block: Block) -> Pair:
+        """Return the samples of a block in memory that the device can copy from by itself."""
+        pinned = self._world.device.type == "cuda"
+
+        def rows(stored: Tensor) -> Tensor:
+            shape = (len(block.inputs), *stored.shape[1:])
+            into = torch.empty(shape, dtype=stored.dtype, pin_memory=pinned)
+            return torch.index_select(stored, 0, block.inputs, out=into)
+
+        return rows(self._inputs), rows(self.targets)
+
+    def _read_in_turn(self, batches: list[range]) -> Iterator[Pair]:
+        pairs = ((self._inputs[b.start : b.stop], self.targets[b.start : b.stop]) for b in batches)
+        if not self.is_resident:
+            yield from on_device(pairs, self._world.device, untimed)
+            return
+        for inputs, targets in pairs:
+            yield inputs.clone(), targets  # the recipe's transform may work in place
+
+
+def _fits(stored: tuple[Tensor, Tensor], world: World) -> bool:
+    """Whether data can lie where the model is. A CPU already holds it, and MPS shares that."""
+    if world.device.type != "cuda" or all(tensor.device == world.device for tensor in stored):
+        return True
+    return sum(tensor.nbytes for tensor in stored) < _room(world)
+
+
+def _room(world: World) -> float:
+    """Return the bytes of this rank's GPU that its data may still take.
+
+    All that the rank already holds there counts, data that was placed earlier above all. A rank
+    that shares the GPU may have placed its own, and then leaves less: never more than their share.
+    """
+    device = world.device
+    free, _total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device)  # by PyTorch, in use or not
+    # Ranks that share a GPU are connected by Gloo: NCCL refuses two ranks on one.
+    gpus = world.local_world_size if world.backend == "nccl" else torch.cuda.device_count()
+    sharing = -(-world.local_world_size // max(1, gpus))
+    share = _RESIDENT_FRACTION * (free + kept) / sharing
+    return share - torch.cuda.memory_allocated(device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from samestep.data.blocks import Block, Lap, Read, group_steps, untimed
 from samestep.data.keyed_random import sample_keys
 from samestep.data.order import epoch_order, share
+from samestep.data.prefetch import send
 from samestep.data.trees import describe, map_leaves, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
@@ -56,12 +57,12 @@ class Source(ABC):
     ) -> Iterator[Block]:
         """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
         how, world = self._reading, self._world
-        order = epoch_order(self.num_samples, how.seed, epoch).to(self._order_device)
+        order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
         most = self.steps_per_block(global_batch)
         unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
         for block, inputs, targets in self._read(unread, epoch):
             if how.augment is not None:
-                keys = sample_keys(how.seed, epoch, block.inputs.to(world.device))
+                keys = sample_keys(how.seed, epoch, send(block.inputs, world.device))
                 rows = block.rows * block.num_steps
                 inputs = self._call("augment", rows, how.augment, inputs, keys)  # noqa: PLW2901
             finished = self._finish(inputs, block.rows * block.num_steps)

@@ -35,6 +35,9 @@ from samestep.training.stopping import Watch
 from samestep.training.threads import choose_threads
 from samestep.training.work import State, Work
 
+Wrap = Callable[[nn.Module, World, int | None], nn.Module]
+"""(built model, this rank among the others, --bucket-cap-mb) → the model on all ranks."""
+
 
 @dataclass(frozen=True)
 class Built:
@@ -47,9 +50,7 @@ class Built:
     """CPU threads of this rank."""
 
 
-def build(
-    request: Request, world: World, wrap_model: Callable[[nn.Module, World], nn.Module] = wrap
-) -> Built:
+def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
 
     Args:
@@ -84,9 +85,10 @@ def build(
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
     metrics = _try_out(trial, validation, splits.test, source, world)
     compiles = what_compiles(settings, world, model)
+    to_wrap = _compiled(model) if compiles == "model" else model
     trainee = Trainee(
         model=model,
-        wrapped=wrap_model(_compiled(model) if compiles == "model" else model, world),
+        wrapped=wrap_model(to_wrap, world, settings.bucket_cap_mb),
         optimizer=make_optimizer(model.parameters(), settings, plan.lr, world.device),
         scaler=make_scaler(settings.precision, world.device),
         loss=loss,

@@ -12,6 +12,7 @@ from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
+from samestep.training.backends import switched
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
 from samestep.training.prepare import place_loss
@@ -60,7 +61,7 @@ def evaluate_run(
         num_workers=settings.num_workers,
         transform=recipe.transform,
     )
-    values = evaluate(
+    values = switched(settings, opened.device)(evaluate)(
         model,
         source,
         place_loss(recipe.loss, opened.device, opened.dtype),

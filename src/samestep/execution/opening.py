@@ -16,7 +16,7 @@ from samestep.run.directory import is_run
 from samestep.run.index import Entry, find_checkpoint
 from samestep.settings import Settings
 from samestep.training.precision import check_precision, data_dtype
-from samestep.training.prepare import to_channels_last
+from samestep.training.prepare import hold_parameters, to_channels_last
 from samestep.training.snapshot import check_recipe, load_model, seed_alike
 
 
@@ -59,6 +59,7 @@ def open_checkpoint(path: Path, name: str = "best", *, device: Device = "auto") 
     dtype = data_dtype(settings.precision)
     seed_alike(settings.seed)
     model = recipe.build_model(options).to(device=target, dtype=dtype).eval()
+    hold_parameters(model, settings)
     load_model(model, content)
     if settings.channels_last:
         to_channels_last(model)

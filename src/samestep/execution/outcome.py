@@ -9,7 +9,7 @@ from signal import Signals
 from typing import Any
 
 from samestep.data.batches import open_source
-from samestep.errors import UserError
+from samestep.errors import UserError, device_error
 from samestep.execution.build import Built
 from samestep.execution.request import Request
 from samestep.recipe import Splits
@@ -37,7 +37,7 @@ class Outcome:
 
 def leave_why(run: Run, request: Request, work: Work, state: State, error: Exception) -> None:
     """Write down why the run failed, as far as the disk still allows."""
-    state.stop_reason = f"failed: {error}"
+    state.stop_reason = f"failed: {device_error(error) or error}"
     with contextlib.suppress(UserError):
         run.append({"event": "stop", "step": state.position.step, "reason": state.stop_reason})
         run.write_result(_result(request, work, state, "failed"))

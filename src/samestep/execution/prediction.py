@@ -12,6 +12,7 @@ from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device
+from samestep.training.backends import switched
 from samestep.training.precision import autocast
 from samestep.training.threads import choose_threads
 
@@ -72,7 +73,8 @@ def open_predictor(path: Path, name: str = "best", *, device: Device = "auto") -
     def probabilities(inputs: Tensor) -> Tensor:
         inputs = inputs.to(opened.device)
         inputs = transform(inputs) if transform is not None else inputs
-        with torch.no_grad(), autocast(settings.precision, opened.device):
+        autocasts = autocast(settings.precision, opened.device)
+        with torch.no_grad(), switched(settings, opened.device), autocasts:
             if inputs.is_floating_point():
                 inputs = inputs.to(opened.dtype)
             outputs: Tensor = model(inputs)

@@ -5,25 +5,25 @@ This is where settings, recipe and world meet. What is shown on the screen is th
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError, no_exit
-from samestep.execution.build import Built, build
+from samestep.execution.build import Built, Wrap, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
 from samestep.execution.request import RECIPE_COPY, Request
 from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.ranks.failure import JOB_RUN
+from samestep.ranks.gpus import gpu_uuid
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import versions
 from samestep.run.files import write_text
 from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import RUN_FORMAT, Record
+from samestep.training.backends import kernels_of, switched
 from samestep.training.between import Between
 from samestep.training.loop import train
 from samestep.training.parallel import wrap
@@ -37,7 +37,7 @@ Show = Callable[[Record], None]
 class Engine:
     """What takes the steps of a training that is built and stands where it is to go on."""
 
-    wrap: Callable[[nn.Module, World], nn.Module]
+    wrap: Wrap
     """Puts the model on all ranks."""
     drive: Callable[["Task"], None]
     """Trains until there is a reason to stop."""
@@ -92,6 +92,19 @@ def run_session(
     Raises:
         UserError: on every rank, for anything the user can mend.
     """
+    with switched(request.settings, world.device):
+        return _run(request, world, received, show, begin, started_at, engine)
+
+
+def _run(
+    request: Request,
+    world: World,
+    received: Received,
+    show: Show,
+    begin: Callable[[Path], None],
+    started_at: float,
+    engine: Engine,
+) -> Outcome:
     path = world.on_main(lambda: choose_path(request))
     request = _completed(request, world)
     built = build(request, world, engine.wrap)
@@ -101,8 +114,9 @@ def run_session(
         resumed = resume(request, work, state, path)
         write = make_writer(work, state, path, settings_text(request, work))
         emit = _emitter(run, show)
+        gpus = world.gather(gpu_uuid(world.device))
         if run is not None:
-            describe(run, request, built)
+            describe(run, request, built, gpus)
         begun = True
         _announce(emit, request, built, path, resumed)
         timed = _Timed(emit, started_at)
@@ -203,8 +217,11 @@ def _emitter(run: Run | None, show: Show) -> Show:
     return emit
 
 
-def describe(run: Run, request: Request, built: Built) -> None:
-    """Write the settings, a copy of the recipe's file, and the environment into a run."""
+def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ()) -> None:
+    """Write the settings, a copy of the recipe's file, and the environment into a run.
+
+    `gpus` are the UUIDs of the ranks' GPUs, empty for other devices.
+    """
     world = built.work.world
     write_text(run.path / "settings.toml", settings_text(request, built.work))
     kept = run.path / RECIPE_COPY
@@ -218,6 +235,8 @@ def describe(run: Run, request: Request, built: Built) -> None:
             "launcher": world.launcher,
             "device": str(world.device),
             "backend": world.backend,
+            "gpus": [gpu for gpu in dict.fromkeys(gpus) if gpu],
+            **kernels_of(world.device),
             "threads": built.threads,
         }
     )
@@ -259,6 +278,8 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "lr_scaling": work.settings.lr_scaling,
         "base_lr": work.settings.lr,
         "precision": work.settings.precision,
+        **({"param_dtype": held} if (held := work.settings.param_dtype) else {}),
+        **kernels_of(world.device),
         "threads": built.threads,
         "parameters": sum(p.numel() for p in work.trainee.model.parameters()),
         "lower_is_better": list(request.recipe.falling()),
@@ -278,8 +299,7 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
             f"This is a new run with the settings of {request.settings_of}. To go on with that "
             f"run: samestep train {request.settings_of} --resume."
         )
-    if settings.num_workers and isinstance(work.train, MemorySource):
-        notes.append("--num-workers has no effect: the data is held in memory.")
+    notes += _without_effect(work)
     plan = work.plan
     if plan.global_batch_size > plan.num_samples:
         notes.append(
@@ -296,14 +316,32 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
             f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "
             f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'
         )
-    if settings.sync_batchnorm and work.world.world_size == 1:
-        notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")
     kept = path / RECIPE_COPY
     source = Path(request.source)
     if kept.is_file() and source.is_file() and kept.read_bytes() != source.read_bytes():
         notes.append(f"{source} has changed since the run began; {kept} is how it was.")
     if resumed and built.state.position.step >= work.plan.total_steps:
         notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")
+    return notes
+
+
+def _without_effect(work: Work) -> list[str]:
+    """Say what has no effect here, and what takes a slower way."""
+    settings, world = work.settings, work.world
+    notes = []
+    if settings.num_workers and isinstance(work.train, MemorySource):
+        notes.append("--num-workers has no effect: the data is held in memory.")
+    if isinstance(work.train, MemorySource) and not work.train.is_resident:
+        notes.append(
+            "The training data stays in the CPU's memory, since it would take more than a quarter "
+            "of the GPU's. Its batches are copied while the GPU computes."
+        )
+    if settings.sync_batchnorm and world.world_size == 1:
+        notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")
+    if settings.bucket_cap_mb is not None and not world.connected:
+        notes.append("--bucket-cap-mb has no effect on one rank: it reduces nothing.")
+    if settings.cudnn_benchmark and world.device.type != "cuda":
+        notes.append("--cudnn-benchmark has no effect: cuDNN serves NVIDIA GPUs alone.")
     return notes
 
 

@@ -192,7 +192,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
         accelerator="gpu" if world.device.type == "cuda" else world.device.type,
         devices=devices,
         num_nodes=world.num_nodes,
-        strategy=_strategy(world, plan.accumulate),
+        strategy=_strategy(world, plan.accumulate, settings.bucket_cap_mb),
         plugins=plugins,
         callbacks=callbacks,
         logger=CSVLogger(task.path, name="lightning"),
@@ -208,7 +208,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     )
 
 
-def _strategy(world: World, accumulate: int) -> Any:
+def _strategy(world: World, accumulate: int, bucket_cap_mb: int | None) -> Any:
     if world.world_size == 1:
         return "auto"
     return DDPStrategy(
@@ -216,6 +216,7 @@ def _strategy(world: World, accumulate: int) -> Any:
         # DDP learns the graph in its first backward, and fails where that one sends nothing yet.
         static_graph=accumulate == 1,
         gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_cap_mb,
         # What is agreed on goes by Gloo from the CPU, and rank 0's buffers are shared before each
         # evaluation: as in samestep's own loop.
         process_group_backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
@@ -260,4 +261,4 @@ def _quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-LIGHTNING = Engine(wrap=lambda model, _world: model, drive=_drive)  # the strategy wraps the model
+LIGHTNING = Engine(wrap=lambda model, *_: model, drive=_drive)  # the strategy wraps the model

@@ -37,6 +37,8 @@ def evaluation_seconds(work: Work) -> float:
     share = -(-work.validation.num_samples // work.world.world_size)
     part = _Part(work.validation)
     evaluate_work(replace(work, forward=None), part)  # compiling happens once, and is no part of it
+    if work.world.device.type == "cuda":  # the host was ahead; by now it has read the sums
+        part.seconds = time.perf_counter() - part.began
     batches = -(-share // evaluation_batch(work.settings, work.plan.batch_size))
     return max(work.world.gather(part.seconds / max(1, part.batches) * batches))
 
@@ -46,16 +48,16 @@ class _Part:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.seconds = 0.0
+        self.began = self.seconds = 0.0
         self.batches = 0
 
     def evaluation(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield batches until the time is up."""
-        began = time.perf_counter()
+        self.began = time.perf_counter()
         for batch in self._source.evaluation(batch_size):
             yield batch
             self.batches += 1
-            self.seconds = time.perf_counter() - began
+            self.seconds = time.perf_counter() - self.began
             if self.seconds > _LONGEST_S:
                 return
 

@@ -21,6 +21,8 @@ class Operations:
     """The host stood still until the device had caught up, and the device then idled."""
     count: float = 0.0
     """Operations per step."""
+    gpu_busy: float | None = None
+    """Seconds per step in which a GPU ran at least one kernel; None if no GPU was traced."""
     syncs: float = 0.0
     """Times per step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
     collate: float = 0.0
@@ -123,6 +125,18 @@ class MeasuredSteps:
     def traced(self) -> Operations:
         """What the operations of that rank were; all shares are 0 if no step was traced."""
         return self.typical.operations or Operations()
+
+    @property
+    def gpu_idle(self) -> float | None:
+        """Share of a step in which that rank's GPU ran no kernel; None without a GPU.
+
+        Kernels take as long with the profiler as without it, but it slows the host down. So the
+        steps are those measured without it, and only the kernels' time is from the trace.
+        """
+        busy = self.traced.gpu_busy
+        if busy is None or not self.wall:
+            return None
+        return max(0.0, 1 - busy / self.wall)
 
     @property
     def wanted_cores(self) -> float:

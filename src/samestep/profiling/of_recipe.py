@@ -27,6 +27,7 @@ from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.ranks.world import World
 from samestep.run.directory import Run, new_run_path
 from samestep.screen.words import count
+from samestep.training.backends import switched
 from samestep.training.loop import rehearse
 from samestep.training.precision import data_dtype
 from samestep.training.stopping import Received, Watch, catch_signals
@@ -58,6 +59,11 @@ def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
             "samestep profile RECIPE measures samestep's own loop: leave --engine out. Any script "
             "can be profiled too, one with Lightning's Trainer as well: samestep profile SCRIPT.py"
         )
+    with switched(request.settings, world.device):
+        return _profile(request, world, wishes)
+
+
+def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
     settings = request.settings
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, max_steps=ENDLESS)

@@ -63,6 +63,7 @@ class Profile:
         table = dataclasses.asdict(self)
         table["path"] = str(self.path)
         table["verdict"]["share"] = self.verdict.share
+        table["measured"]["gpu_idle"] = self.measured.gpu_idle
         return table
 
 

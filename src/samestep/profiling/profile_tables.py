@@ -126,6 +126,10 @@ def _verdict(profile: Profile) -> list[tuple[str, str]]:
         between = [f"{name}s" for name in ("evaluation", "checkpoint") if f"{name}-bound" in parts]
         end = f", with {' and '.join(between)}." if between else "."
         lines.append(("speed", f"{said}{end}"))
+    if measured.gpu_idle is not None:
+        busy = measured.traced.gpu_busy or 0.0
+        times = f"its kernels run {milliseconds(busy)} of {milliseconds(measured.wall)}"
+        lines.append(("gpu", f"idle {measured.gpu_idle:.0%} of a step: {times}"))
     if measured.typical.memory is not None:
         most, phase = measured.typical.memory
         size = f"{most:,.1f} MiB" if most >= 1 else f"{most * 1024:,.1f} KiB"

@@ -80,12 +80,12 @@ class Stages:
 
     def at(self, step: int) -> bool:
         """Take note that so many steps have been taken; return whether the profile is done."""
-        self._step = step
+        taken, self._step = step - self._step, step
         self._resume()
         if step and not self._account.readings:
             self._mark()
         if self.stage == "trace" and self.tracer is not None:
-            self.tracer.step()
+            self.tracer.step(taken)
             if self._epoch is None and step >= self._trace_until:
                 self._end_trace()
         if step >= self._next_decision and not self.done:

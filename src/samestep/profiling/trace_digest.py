@@ -74,6 +74,7 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
     most = {kind: tuple(sorted(top[kind].items(), key=lambda item: -item[1])[:5]) for kind in top}
     put_together = common(spans_of(events, *_COLLATES), waits)
     return Operations(
+        gpu_busy=_gpu_busy(events, steps),
         launch=split.launch / whole,
         matmul=split.matmul / whole,
         memory=split.memory / whole,
@@ -95,6 +96,14 @@ def _count_reads(events: Sequence[Event]) -> int:
     others = spans_of(events, "enumerate(DataLoader)#", "aten::_fused", INDEX)
     itself = IntervalIndex(union([*others, *of_optimizers(events)]))
     return sum(itself.of(e["ts"]) < 0 for e in calls(events) if e["name"] == READ)
+
+
+def _gpu_busy(events: Sequence[Event], steps: int) -> float | None:
+    """Return the seconds per step in which a GPU ran a kernel; copies and memsets are none."""
+    if not any(event.get("cat") in _ON_GPU for event in events):
+        return None
+    kernels = union(span(event) for event in events if event.get("cat") == "kernel")
+    return length(kernels) / steps / 1e6
 
 
 def _split_device(

@@ -40,6 +40,8 @@ class Tracer:
 
     def start(self) -> None:
         """Begin to trace, and to mark the end of each phase in the trace."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # what was started before is in no traced step
         self._profile.start()
         with record_function(FLOOR):
             one = torch.ones(())
@@ -51,11 +53,11 @@ class Tracer:
         _mark("other")
         self._begin_step()
 
-    def step(self) -> None:
-        """Count a step, unless the trace has ended."""
+    def step(self, taken: int = 1) -> None:
+        """Count a step, or the steps of one graph, unless the trace has ended."""
         if self._running:
             self._step.__exit__(None, None, None)
-            self.steps += 1
+            self.steps += taken
             self._begin_step()
 
     def _begin_step(self) -> None:

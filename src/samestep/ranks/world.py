@@ -21,7 +21,8 @@ from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
 from samestep.errors import UserError
 from samestep.ranks.address import check_gloo_interfaces, interface_towards, resolve, resolve_master
-from samestep.ranks.launch import Launch, binds_gpus, detect_launch
+from samestep.ranks.gpus import FEWER_RANKS, check_gpus, gpu_uuid, one_gpu_each
+from samestep.ranks.launch import Launch, detect_launch
 from samestep.ranks.startup import resume_collections
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ StoreTimeout: TypeAlias = dist.DistStoreError
 """A store has waited for a key in vain."""
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
+GROUP_OF_ONE = "SAMESTEP_GROUP_OF_ONE"
+"""Set to 1, a process alone makes a process group too: a test of what connects ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +49,14 @@ class World(Launch):
         """Whether this rank prints, logs and writes the shared files."""
         return self.rank == 0
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a process group: with other ranks, or by `GROUP_OF_ONE` without any."""
+        return self.world_size > 1 or self.backend != "none"
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.world_size > 1:
+        if self.connected:
             dist.barrier()
 
     def reduce(self, values: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -57,7 +65,7 @@ class World(Launch):
         A tensor on the CPU is reduced by Gloo also where NCCL connects the devices, so agreeing
         on a number never waits for the device.
         """
-        if self.world_size == 1:
+        if not self.connected:
             return values
         values = values.clone()
         dist.all_reduce(values, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
@@ -65,7 +73,7 @@ class World(Launch):
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank; the value is pickled between our own processes."""
-        if self.world_size == 1:
+        if not self.connected:
             return value
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -73,12 +81,12 @@ class World(Launch):
 
     def take_from_main(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's, on every rank."""
-        if self.world_size > 1:
+        if self.connected:
             dist.broadcast(tensor, src=0)
 
     def add_up(self, tensor: Tensor) -> None:
         """Overwrite a tensor with its sum over all ranks: an all-reduce and nothing else."""
-        if self.world_size > 1:
+        if self.connected:
             dist.all_reduce(tensor)
 
     def exchange(self, tensor: Tensor, partner: int) -> Tensor:
@@ -92,7 +100,7 @@ class World(Launch):
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank."""
-        if self.world_size == 1:
+        if not self.connected:
             return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
@@ -143,7 +151,7 @@ def choose_device(
     """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU.
 
     "auto" takes the best device. `cuda`, the number of CUDA devices, and `mps`, whether Apple's GPU
-    is here, are asked of torch if not given. `one_each`: the launcher shows each rank its own GPU.
+    is here, are asked of torch if not given. `one_each`: if a rank sees one GPU, it is its own.
     `oversubscribe`: ranks beyond the number of GPUs share them in turn.
 
     Raises:
@@ -166,9 +174,7 @@ def choose_device(
             return torch.device("cuda", 0)
         if local_rank >= cuda and not oversubscribe:
             raise UserError(
-                f"Local rank {local_rank} has no GPU: {cuda} visible on this node. Start as "
-                "many ranks as GPUs (--nproc, --ntasks-per-node), use --device cpu, or let ranks "
-                "share a GPU with --oversubscribe."
+                f"Local rank {local_rank} has no GPU: {cuda} visible on this node. {FEWER_RANKS}"
             )
         return torch.device("cuda", local_rank % cuda)
     if wanted == "mps" or (wanted == "auto" and has_mps):
@@ -210,7 +216,7 @@ def find_world(
         UserError: a device or backend is absent, or the launcher's variables are wrong.
     """
     launch = detect_launch(environment)
-    one_each = launch.launcher == "srun" and binds_gpus(environment)
+    one_each = one_gpu_each(launch, environment, oversubscribe=oversubscribe)
     chosen = choose_device(
         device, launch.local_rank, one_each=one_each, oversubscribe=oversubscribe
     )
@@ -225,7 +231,8 @@ def find_world(
         if device == "auto":  # and Gloo cannot reduce what lies on it
             notes.append("The ranks train on the CPU; --device mps insists.")
             chosen = torch.device("cpu")
-    connects = connects if launch.world_size > 1 else "none"
+    if launch.world_size == 1 and environment.get(GROUP_OF_ONE) != "1":
+        connects = "none"
     return World(**vars(launch), device=chosen, backend=connects, notes=tuple(notes))
 
 
@@ -268,10 +275,15 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     resume_collections()  # all that is imported for good is here by now
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    if world.world_size == 1:
+    if not world.connected:
         return
     # Both: tensors on the device go by NCCL, what ranks agree on goes by Gloo from the CPU.
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
+    device = world.device if world.backend == "nccl" else None
+    if world.world_size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+        return
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
         check_gloo_interfaces(named)
     if world.num_nodes > 1:
@@ -282,13 +294,16 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     os.environ["MASTER_ADDR"] = world.master_addr
     os.environ["MASTER_PORT"] = str(world.master_port)
     try:
+        if world.backend == "nccl":  # which would fail on it, in words of its own
+            store = store or open_store(world, timeout_s)
+            check_gpus(world, gpu_uuid(world.device), store)
         dist.init_process_group(
             backend,
             store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=dt.timedelta(seconds=timeout_s),
-            device_id=world.device if world.backend == "nccl" else None,
+            device_id=device,
         )
     except (dist.DistError, RuntimeError, socket.gaierror) as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
@@ -312,7 +327,7 @@ def leave(world: World) -> None:
     Without the barrier a rank can exit while others still talk to it; a failed rank that waits
     here would hold up the others for ever.
     """
-    if world.world_size > 1:
+    if world.connected:
         gc.collect()  # a DDP model is part of a cycle, and must go before the group does
         dist.barrier()
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ import torch
 
 from samestep.errors import UserError
 from samestep.run.files import write_atomically
+from samestep.run.host_copy import on_host
 from samestep.run.index import Entry, read_index
 
 FORMAT = 1
@@ -84,7 +85,7 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
         following = _FileHash(Path(file.name))
         writer = _Writer(file, following.grown)
         try:
-            torch.save(state, cast("BinaryIO", writer))
+            torch.save(on_host(state), cast("BinaryIO", writer))
             file.flush()
             os.fsync(file.fileno())  # the hash goes on meanwhile
         except Exception:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,7 +46,8 @@ class MachineSampler:
         if self._held is None:
             return
         self._due, self._taken = time.monotonic() + _EVERY_S, True
-        line = json.dumps({"event": "system", "time": time.time(), "step": step, **self._measure()})
+        found = {**self._measure(), **_ask_gpus(gpus_of(run))}
+        line = json.dumps({"event": "system", "time": time.time(), "step": step, **found})
         with contextlib.suppress(OSError), (run / SYSTEM).open("ab") as file:
             file.write(line.encode() + b"\n")
 
@@ -60,12 +62,45 @@ class MachineSampler:
             if self._training is not None:
                 found["process_cpu_percent"] = self._training.cpu_percent()
                 found["process_memory_gib"] = self._training.memory_info().rss / 2**30
-        query = ["nvidia-smi", f"--query-gpu={','.join(_GPU.values())}"]
-        query.append("--format=csv,noheader,nounits")
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no driver, or no answer
-            done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-            found |= {f"gpu{n}": parse_gpu(line) for n, line in enumerate(done.stdout.splitlines())}
         return found
+
+
+def gpus_of(run: Path) -> Sequence[str] | None:
+    """Return the UUIDs of the GPUs that a run computes on; None where it does not say.
+
+    samestep's own runs say it; of a Trainer with nothing but samestep's logger it is not known.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        found: Sequence[str] | None = json.loads((run / "environment.json").read_text()).get("gpus")
+        return found
+    return ()  # it is not written yet
+
+
+def _ask_gpus(wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
+    """Ask the driver how a run's GPUs are doing; others of the machine are somebody else's."""
+    if wanted is not None and not wanted:
+        return {}
+    query = ["nvidia-smi", f"--query-gpu=uuid,{','.join(_GPU.values())}"]
+    query.append("--format=csv,noheader,nounits")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no driver, or no answer
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return parse_gpus(done.stdout, wanted)
+    return {}
+
+
+def parse_gpus(printed: str, wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
+    """Return the numbers of some GPUs from the lines of nvidia-smi, by their number on the machine.
+
+    Args:
+        printed: a line for each GPU, its UUID first: `GPU-8d1f…, 37, 5120, 210.5, 61`.
+        wanted: UUIDs as PyTorch has them, without `GPU-`; None takes all.
+    """
+    found = {}
+    for number, line in enumerate(printed.splitlines()):
+        uuid, _, numbers = line.partition(",")
+        if wanted is None or uuid.strip().removeprefix("GPU-") in wanted:
+            found[f"gpu{number}"] = parse_gpu(numbers)
+    return found
 
 
 def parse_gpu(line: str) -> dict[str, float]:

@@ -52,7 +52,8 @@ def what_compiles(settings: Settings, world: World, model: nn.Module) -> Compile
             "Install one (Debian: apt install g++), or use --compile off."
         )
     one_type = len({p.dtype for p in model.parameters()}) == 1
-    whole = world.world_size == 1 and settings.precision != "fp16" and one_type
+    whole = not world.connected and settings.precision != "fp16" and one_type
+    whole = whole and settings.param_dtype != "bf16"  # the graph's rates are of the weights' type
     return "step" if whole else "model"
 
 

@@ -41,8 +41,9 @@ class Confusion:
             )
         known = (targets >= 0) & (targets < num)
         cells = torch.where(known, targets.long() * num + outputs.argmax(dim=1), num * num)
-        home = self._counts.device
-        self._counts += torch.bincount(cells.to(home), minlength=num * num + 1)
+        cells = cells.to(self._counts.device)
+        # bincount() would ask the device for the largest, and the host would wait.
+        self._counts.index_add_(0, cells, torch.ones_like(cells))
 
     def result(self, world: World) -> dict[str, Any]:
         """Return what all ranks counted together, for a result.

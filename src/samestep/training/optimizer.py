@@ -12,8 +12,11 @@ from torch.optim.sgd import sgd
 from samestep.settings import Settings
 
 _FUSED = ("cpu", "cuda", "mps")
+_HALF = (torch.bfloat16, torch.float16)
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 """What the settings say of an optimizer's groups, and a checkpoint keeps beside its state."""
+_KERNELS = ("fused", "foreach", "capturable")
+"""What decides how an optimizer computes here, and where its step counts lie."""
 
 
 def make_optimizer(
@@ -29,11 +32,28 @@ def make_optimizer(
     fused = fuse and device.type in _FUSED
     decay = settings.weight_decay
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=lr, momentum=settings.momentum, weight_decay=decay, fused=fused
+        # On the CPU the fused kernel leaves most of such weights as they are: pytorch/191763.
+        if device.type == "cpu" and any(p.dtype in _HALF for p in parameters):
+            fused = False
+        momentum = settings.momentum
+        built = torch.optim.SGD(
+            parameters, lr=lr, momentum=momentum, weight_decay=decay, fused=fused
         )
+        if fused and momentum and settings.precision == "fp16":
+            _begin_momentum(built, parameters)
+        return built
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Give SGD the momentum of its first step: zeros.
+
+    The fused kernel fills new memory with it in the first step; if the gradient scaler skips that
+    step, as it often does, what happens to lie there becomes the momentum.
+    """
+    for parameter in parameters:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -45,6 +65,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load what an optimizer has gathered; its settings stay those that it was built with.
 
+    The saved groups may say another kernel than this device has: torch puts the step counts where
+    the groups that it loads want them, so they say here what this optimizer is.
+
     Of another kind of optimizer there is nothing to load: this one begins anew.
     """
     own = [dict(group) for group in optimizer.param_groups]
@@ -53,7 +76,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         for mine, its in zip(own, saved["param_groups"], strict=False)
     ):
         return
-    optimizer.load_state_dict(saved)
+    groups = [
+        its | {name: mine[name] for name in _KERNELS if name in mine}
+        for mine, its in zip(own, saved["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
     for group, mine in zip(optimizer.param_groups, own, strict=True):
         group.update({name: mine[name] for name in _SETTINGS if name in mine})
 

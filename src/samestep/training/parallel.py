@@ -11,13 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.ranks.world import World
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
-    """Return the model that averages its gradients over all ranks; alone, the model itself."""
-    if world.world_size == 1:
+def wrap(model: nn.Module, world: World, bucket_cap_mb: int | None = None) -> nn.Module:
+    """Return the model that averages its gradients over all ranks; alone, the model itself.
+
+    `bucket_cap_mb`: MiB of gradients that are reduced at once, while backward computes the next.
+    """
+    if not world.connected:
         return model
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
+        bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=True,  # spares a copy of the gradients
     )
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +26,7 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
         UserError: a setting cannot be had here, or finds nothing in this model to apply to.
     """
     model.to(device=world.device, dtype=dtype)
+    hold_parameters(model, settings)
     if settings.sync_batchnorm:
         model = _synchronise(model, world)
     if settings.channels_last:
@@ -47,6 +48,25 @@ def place_loss(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
     if not isinstance(loss, nn.Module):
         return loss
     return copy.deepcopy(loss).to(device=device, dtype=dtype)
+
+
+def hold_parameters(model: nn.Module, settings: Settings) -> None:
+    """Convert the parameters to the type of the settings, if they name one of its own.
+
+    Batch normalisation stays as it is: its running statistics move by less than bfloat16 can tell,
+    and their kernels want the weights in the same type.
+    """
+    if settings.param_dtype != "bf16":
+        return
+
+    def convert(tensor: Tensor) -> Tensor:
+        held = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return tensor.to(torch.bfloat16) if held else tensor
+
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            # As .to() does, module by module.
+            module._apply(convert, recurse=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 def to_channels_last(model: nn.Module) -> None:

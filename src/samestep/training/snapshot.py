@@ -182,6 +182,10 @@ def _seed_others(drawn: int) -> None:
 
 
 def _rng_state() -> dict[str, Any]:
+    """Return the states of the host's generators.
+
+    Those of devices are not kept: every step, and every batch of an evaluation, seeds its own.
+    """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()

@@ -105,7 +105,7 @@ class Agreement:
 
     def after(self, step: int) -> Agreed:
         """Return what to do after a step; all ranks call it with the same steps."""
-        if self._world.world_size == 1:
+        if not self._world.connected:
             signum = self._received.signum
             if signum == 0 and self._wish is None:
                 return NOTHING

@@ -16,7 +16,8 @@ from samestep.execution.request import Request
 from samestep.execution.session import run_session
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.settings import Precision
+from samestep.settings import Precision, in_precision
+from samestep.training.backends import switched
 from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Received
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
@@ -60,7 +61,8 @@ def run_start(
     start = _Start(request, instructions, folder, world)
     start.own.mkdir(parents=True, exist_ok=True)
     try:
-        start.run()
+        with switched(request.settings, world.device):
+            start.run()
     finally:
         start.report.found[one_writer.NAME] = encoded(output)
         write_left(start.own / "report", start.report)
@@ -145,7 +147,7 @@ class _Start:
         return RecipeUnderTest(
             recipe=self._recipe,
             options=self._request.options,
-            settings=replace(self._request.settings, precision=precision or self._facts.exact),
+            settings=in_precision(self._request.settings, precision or self._facts.exact),
             splits=self._few,
             size=self._facts.size,
             world=World(device=self._world.device),

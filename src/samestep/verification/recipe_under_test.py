@@ -15,7 +15,7 @@ from samestep.data.source import Source
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.settings import Precision, Settings
+from samestep.settings import Precision, Settings, in_precision
 from samestep.training.precision import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
 from samestep.training.snapshot import seed_alike
@@ -178,7 +178,7 @@ def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precisi
     """Return the precision to compare in, why it is not float64, and why no other works either."""
 
     def problem_in(precision: Precision) -> str:
-        other = replace(tested, settings=replace(tested.settings, precision=precision))
+        other = replace(tested, settings=in_precision(tested.settings, precision))
         try:
             loss = other.free_loss(other.build(), other.batch(), other.placed_loss)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from samestep.settings import Precision, Settings
+from samestep.settings import Precision, Settings, in_precision
 from samestep.verification.exchange import RecipeFacts, Start
 from samestep.verification.randomness import Kind
 
@@ -63,12 +63,12 @@ def settings_of(
     """Return the user's settings, changed to those of a short training."""
     size = facts.size
     share = -(-size.global_batch // world_size)
+    precision = settings.precision if training.own_precision else facts.exact
     return replace(
-        settings,
+        in_precision(settings, precision),
         run_dir=str(run),
         epochs=None,
         max_steps=size.steps,
-        precision=settings.precision if training.own_precision else facts.exact,
         global_batch_size=size.global_batch,
         accumulate=None,
         batch_size=-(-share // 2) if training.halves else share,

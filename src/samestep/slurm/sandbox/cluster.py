@@ -35,11 +35,12 @@ class Status:
         return bool(self.nodes) and None not in self.daemons.values()
 
 
-def up(folder: Path, *, nodes: int, cpus: int | None = None) -> Status:
+def up(folder: Path, *, nodes: int, cpus: int | None = None, first_job: int = 1) -> Status:
     """Start a Slurm of some nodes, all on this machine, and wait until every node is idle.
 
     Its folder is made, and readable by this user only. Each node claims to have that many CPUs,
-    whatever the machine has; by default the machine's, and at least 4.
+    whatever the machine has; by default the machine's, and at least 4. Jobs take their ports by
+    their numbers, so two sandboxes that are to run jobs at the same time need other first ones.
 
     Raises:
         UserError: it is up already, or something that it needs is not there.
@@ -59,7 +60,7 @@ def up(folder: Path, *, nodes: int, cpus: int | None = None) -> Status:
     with _locked(folder):
         _refuse_if_up(folder)
         files.remove_files(folder)
-        files.write_files(folder, nodes=nodes, cpus=cpus)
+        files.write_files(folder, nodes=nodes, cpus=cpus, first_job=first_job)
         try:
             _start(folder, node_names(nodes))
         except BaseException:  # also when the user has lost patience

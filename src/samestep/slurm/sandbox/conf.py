@@ -36,11 +36,13 @@ def slurm_conf(
     controller_port: int,
     node_ports: Sequence[int],
     cpus: int,
+    first_job: int = 1,
 ) -> str:
     """Return the text of `slurm.conf` for one machine that plays several nodes.
 
     The folder is absolute, and the host is this machine's own name without its domain, as Slurm's
     daemons know it. Each node has a port, and claims that many CPUs, whatever the machine has.
+    Jobs are numbered from `first_job` on.
     """
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
@@ -52,6 +54,7 @@ def slurm_conf(
 ClusterName=sandbox
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
+FirstJobId={first_job}
 SlurmUser={user}
 SlurmdUser={user}
 

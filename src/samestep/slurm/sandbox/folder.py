@@ -55,7 +55,7 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def write_files(folder: Path, *, nodes: int, cpus: int) -> None:
+def write_files(folder: Path, *, nodes: int, cpus: int, first_job: int = 1) -> None:
     """Write the configuration, a new key, and the folders that the daemons write to.
 
     Raises:
@@ -69,7 +69,13 @@ def write_files(folder: Path, *, nodes: int, cpus: int) -> None:
         ) from None
     host, (port, *ports) = socket.gethostname().partition(".")[0], free_ports(nodes + 1)
     text = slurm_conf(
-        folder, user=user, host=host, controller_port=port, node_ports=ports, cpus=cpus
+        folder,
+        user=user,
+        host=host,
+        controller_port=port,
+        node_ports=ports,
+        cpus=cpus,
+        first_job=first_job,
     )
     # First, for by it a folder is known as a sandbox, should we be killed in between.
     (folder / "slurm.conf").write_text(text)

@@ -1,0 +1,130 @@
+"""Batches on their way from the host to the device: on CUDA, one is copied ahead of its use.
+
+The copy runs on a stream of its own, while the device still computes the batch before. On other
+devices a batch is copied when it is asked for, and on the CPU there is nothing to copy.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.data.blocks import Lap
+from samestep.data.trees import map_leaves, tree_leaves
+
+Pair = tuple[Any, Any]
+"""Inputs and targets of a batch: trees of tensors."""
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host does not wait for a copy to a CUDA device.
+
+    For that the copy has to start from pinned memory. PyTorch reuses pinned memory only after the
+    copies from it are done, so the caller need not keep the tensor.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    if tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator[Pair]:
+    """Yield batches on the device, in order; what fails is raised in place of its own batch.
+
+    Args:
+        pairs: the batches as the host reads them.
+        device: where they go.
+        lap: told when the host has read a batch ("data"), and when the device has it and can
+            compute ("to_device").
+    """
+    copier = _copier(device)
+    if copier is not None:
+        yield from _one_ahead(iter(pairs), copier, lap)
+        return
+    for pair in pairs:
+        lap("data")
+        inputs, targets = (map_leaves(lambda leaf: leaf.to(device), tree) for tree in pair)
+        lap("to_device")
+        yield inputs, targets
+
+
+class Copier(Protocol):
+    """What copies trees of tensors to a device, beside what the device computes."""
+
+    def start(self, pair: Pair) -> Any:
+        """Begin to copy a batch; return what `wait` wants."""
+
+    def wait(self, started: Any) -> Pair:
+        """Let the device go on when it has the batch; return it. The host does not wait."""
+
+
+def _one_ahead(pairs: Iterator[Pair], copier: Copier, lap: Lap) -> Iterator[Pair]:
+    """Read and begin to copy the next batch before each batch is yielded."""
+    ready: Any = None
+    while True:
+        following: Any = None
+        failed: Exception | None = None
+        try:
+            pair = next(pairs, None)
+            lap("data")
+            if pair is not None:
+                following = copier.start(pair)
+        except Exception as error:  # the batch before was read, and comes first
+            failed = error
+        if ready is not None:
+            ready = copier.wait(ready)
+            lap("to_device")
+            yield ready
+        if failed is not None:
+            raise failed
+        if following is None:
+            return
+        ready = following
+
+
+class SideStream:
+    """Copies on a CUDA stream of its own.
+
+    The host begins a copy only when the device has begun with the batch that it was given last,
+    so that few batches are on the device at a time, however far ahead of it the host could be.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._begun = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def start(self, pair: Pair) -> tuple[Pair, Any]:
+        """Begin to copy a batch; return the copies, and an event that says when they are whole."""
+        self._begun.synchronize()  # returns at once before the first batch
+        with torch.cuda.stream(self._stream):
+            inputs, targets = (map_leaves(self._send, tree) for tree in pair)
+            return (inputs, targets), self._stream.record_event()
+
+    def wait(self, started: tuple[Pair, Any]) -> Pair:
+        """Let the stream that computes go on when it has the batch; return it."""
+        pair, copied = started
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
+        for leaf in tree_leaves(pair):
+            # Its memory belongs to the other stream, which would reuse it while it is computed on.
+            leaf.record_stream(stream)
+        self._begun.record(stream)
+        return pair
+
+    def _send(self, leaf: Tensor) -> Tensor:
+        return send(leaf, self._device)
+
+
+@lru_cache(maxsize=8)
+def _side_stream(device: torch.device) -> SideStream:
+    # One for all data sets: PyTorch keeps freed memory apart by stream.
+    return SideStream(device)
+
+
+def _copier(device: torch.device) -> Copier | None:
+    """Return what copies beside the computation, where a device can do both at once."""
+    return _side_stream(device) if device.type == "cuda" else None

@@ -1,0 +1,111 @@
+"""A step never makes the host wait for the device, its phases add up, and memory can run out."""
+
+import contextlib
+from itertools import islice
+
+import pytest
+import torch
+
+from samestep import read_records
+from samestep.training.loop import rehearse
+from tests import tiny
+from tests.command_line import refusal, run
+from tests.gpu.trainings import blocks, built
+
+pytestmark = pytest.mark.gpu
+
+WARM_UP = 5
+
+# Its model takes 8 GiB for each sample of a batch: the few samples of the trial fit, a batch does
+# not fit on any device that there is.
+LARGE = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+    def forward(self, x):
+        x.new_empty(len(x), 2**31)
+        return x * self.weight
+
+def data():
+    x = torch.randn(400, 2)
+    return Splits(train=(x, (x[:, 0] > 0).long()))
+
+recipe = Recipe(model=Large, data=data, settings={"batch_size": 200, "epochs": 1})
+"""
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    """Let every operation fail that makes the host wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def trained(cifar10, mnist):
+    """Return the recipes that are looked at, and their flags."""
+    return {
+        "spiral": ("spiral",),
+        "sgd, clipped": ("spiral", "--optimizer", "sgd", "--momentum", "0.9", "--clip-norm", "1"),
+        "convnet": ("mnist", "--data-dir", mnist, "--model", "convnet", "--batch-size", "10"),
+        "accumulated": ("mnist", "--data-dir", mnist, "--batch-size", "5", "--accumulate", "2"),
+        "cifar10, bf16": (
+            *("cifar10", "--data-dir", cifar10, "--precision", "bf16"),
+            *("--width", "8", "--batch-size", "10"),
+        ),
+    }
+
+
+NAMES = ("spiral", "sgd, clipped", "convnet", "accumulated", "cifar10, bf16")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_eager_step_does_not_synchronise(cuda, trained, name):
+    with built(cuda, *trained[name]) as training:
+        training.work.trainee.model.train()
+        read = blocks(training, WARM_UP + 3)
+        for number, block in enumerate(read):
+            waits = number < WARM_UP  # what a first step agrees on, and allocates
+            with contextlib.nullcontext() if waits else no_synchronisation():
+                training.work.step(block, number, [0.001], want_norm=number % 2 == 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loop_does_not_synchronise_within_an_epoch(cuda, trained, name):
+    """Also not where it reads, gathers and augments its samples."""
+    with built(cuda, *trained[name]) as training:
+        assert training.work.plan.steps_per_epoch >= WARM_UP + 3
+        steps = rehearse(training.work.endless(), training.state)
+        list(islice(steps, WARM_UP))
+        with no_synchronisation():
+            list(islice(steps, 3))
+
+
+@pytest.mark.gpu(dry=True)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_phases_of_an_epoch_add_up_to_its_time(cuda, tmp_path, precision):
+    """The device's events tell the phases, the host's clock the time of the epoch."""
+    arguments = ("train", "spiral", "--run-dir", str(tmp_path / "run"), "--device", cuda.type)
+    run(*arguments, "--epochs", "3", "--precision", precision, folder=tmp_path / "output")
+    epochs = [r for r in read_records(tmp_path / "run") if r["event"] == "epoch"]
+    assert len(epochs) == 3
+    for epoch in epochs:
+        phases = epoch["phases"]
+        assert sum(phases.values()) == pytest.approx(epoch["train_seconds"], rel=0.02, abs=1e-3)
+        assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
+
+
+def test_out_of_memory_is_one_message_that_names_the_batch_size(cuda, tmp_path):
+    recipe = tiny.write_recipe(tmp_path, LARGE)
+    told = refusal("train", str(recipe), "--run-dir", str(tmp_path / "run"), folder=tmp_path)
+    assert "memory" in told
+    assert "--batch-size" in told

@@ -1,0 +1,119 @@
+"""Trainings that are built in this process, and recipes that show what a GPU does."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+
+from samestep.commands.train import parse
+from samestep.execution.build import Built, build
+from samestep.ranks.world import World
+from samestep.training.loop import rehearse
+from tests import tiny
+
+# It has no checkpoints between epochs, so that a compiled graph may hold several steps.
+TINY = tiny.RECIPE.replace(tiny.SLEEP, "").replace('    "checkpoint_every_steps": 4,\n', "")
+
+IMAGES = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits, uniform
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+    def __len__(self):
+        return len(self.images)
+    def __getitem__(self, index):
+        return self.images[index], int(self.labels[index])
+
+def data():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randint(256, (260, 3, 16, 16), generator=generator, dtype=torch.uint8)
+    y = (x[:, 0].float().mean((1, 2)) > x[:, 1].float().mean((1, 2))).long()
+    return Splits(train=HELD(x[:200], y[:200]), validation=HELD(x[200:], y[200:]))
+
+def model():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(392, 2),
+    )
+
+def flip(images, keys):
+    return torch.where(uniform(keys, 1)[:, :, None, None] < 0.5, images.flip(3), images)
+
+def normalise(images):
+    return images.double() / 255 - 0.5
+
+recipe = Recipe(model=model, data=data, AUGMENTtransform=normalise,
+                settings={"epochs": 2, "global_batch_size": 20, "lr": 0.01, "precision": "fp64"})
+"""
+IN_MEMORY = IMAGES.replace("HELD(", "(").replace("AUGMENT", "augment=flip, ")
+IN_MEMORY_PLAIN = IMAGES.replace("HELD(", "(").replace("AUGMENT", "")
+IN_FILES = IMAGES.replace("HELD(", "Images(").replace("AUGMENT", "")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the first steps of a training gave."""
+
+    losses: torch.Tensor
+    norms: torch.Tensor
+    weights: torch.Tensor
+    """All of them, one after the other, after the steps."""
+
+
+@contextmanager
+def built(device: torch.device, target: object, *flags: object) -> Iterator[Built]:
+    """Build a training of one rank as `samestep train TARGET FLAGS` does."""
+    _, request = parse([str(target), *map(str, flags), "--device", device.type])
+    request = replace(request, options=request.recipe.complete_options(request.options))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    training = build(request, World(device=device))
+    with closing(training.work):
+        yield training
+
+
+def first_steps(device: torch.device, target: object, *flags: object, steps: int = 10) -> Steps:
+    """Take the first steps of a training; `--log-every 1` asks for the norm of each."""
+    with built(device, target, *flags, "--log-every", "1") as training:
+        return take(training, steps)
+
+
+def first_25_steps(device: torch.device, target: object, *flags: object) -> Steps:
+    """Do the same for 25 steps; in a process of its own, say."""
+    return first_steps(device, target, *flags, steps=25)
+
+
+def take(training: Built, steps: int) -> Steps:
+    """Take at least so many steps of a training, and return what the first of them gave."""
+    losses: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
+    for taken in rehearse(training.work.endless(), training.state):
+        losses.extend(taken.result.losses)
+        norms.extend(taken.result.grad_norms if taken.result.grad_norms is not None else ())
+        if len(losses) >= steps:
+            break
+    return Steps(_read(losses[:steps]), _read(norms[:steps]), weights(training))
+
+
+def weights(training: Built) -> torch.Tensor:
+    """Return all weights, one after the other."""
+    parameters = training.work.trainee.model.parameters()
+    return torch.cat([p.detach().cpu().double().flatten() for p in parameters])
+
+
+def blocks(training: Built, count: int) -> list:
+    """Return single steps' blocks of the first epoch, read and on the device."""
+    work = training.work
+    epoch = work.train.blocks(
+        0, 0, global_batch=work.plan.global_batch_size, drop_last=work.settings.drop_last
+    )
+    return list(islice((piece for block in epoch for piece in block.singles()), count))
+
+
+def _read(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([v.detach().double().cpu() for v in values]) if values else torch.zeros(0)

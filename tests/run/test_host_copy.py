@@ -1,0 +1,66 @@
+"""What a checkpoint of a GPU holds is copied to the host; here the CPU stands in for a GPU."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.run import host_copy
+from samestep.run.host_copy import on_host
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Let the CPU pass for a GPU: every tensor is copied, and its device waited for."""
+    waited = []
+
+    class Stream:
+        def synchronize(self):
+            waited.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    monkeypatch.setattr(host_copy, "_DEVICE", "cpu")
+    monkeypatch.setattr(host_copy, "_pinned_like", torch.empty_like)
+    return waited
+
+
+def test_without_cuda_a_state_is_left_as_it_is():
+    state = {"model": nn.Linear(2, 2).state_dict()}
+    assert on_host(state) is state
+
+
+def test_all_tensors_are_copied_and_waited_for_once(copied):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    found = on_host(state)
+    assert copied == ["waited"]
+    assert found["step"] == 3
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    for name, tensor in state["model"].items():
+        assert found["model"][name].data_ptr() != tensor.data_ptr()
+        assert torch.equal(found["model"][name], tensor)
+    mine, its = found["optimizer"]["state"][0], state["optimizer"]["state"][0]
+    assert all(torch.equal(mine[key], its[key]) for key in its)
+
+
+def test_a_state_dict_stays_one_with_the_versions_of_its_modules(copied):
+    before = nn.BatchNorm1d(2).state_dict()
+    after = on_host(before)
+    assert type(after) is OrderedDict
+    assert after._metadata == before._metadata
+    assert list(after) == list(before)
+
+
+def test_layouts_and_weights_that_are_shared_stay_so(copied):
+    last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    found = on_host({"a": last, "same": last.detach(), "part": last[:1], "list": [last, 1, "x"]})
+    assert found["a"].is_contiguous(memory_format=torch.channels_last)
+    assert found["same"].data_ptr() == found["a"].data_ptr() == found["list"][0].data_ptr()
+    assert found["part"].data_ptr() != found["a"].data_ptr()
+    assert torch.equal(found["part"], last[:1])
+    assert found["list"][1:] == [1, "x"]

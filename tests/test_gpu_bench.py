@@ -1,0 +1,157 @@
+"""The GPU's benchmark, dry: tiny sizes on a CPU. Its page is made from numbers written here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+def bench(*words, **variables) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py"), *map(str, words)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def measured(tmp_path) -> Path:
+    """Files as a GPU would leave them, with numbers of our own."""
+
+    def record(part, tables, profiles=None):
+        return {
+            "part": part,
+            "dry": False,
+            "command": f"python benchmarks/gpu.py {part}",
+            "machine": {"device": "a made-up GPU", "torch": "0"},
+            "data": {"cifar10": "real"},
+            "tables": tables,
+            "profiles": profiles or {},
+            "seconds": 1.0,
+        }
+
+    def epochs(*values, **more):
+        return [{"value": value, "first_epoch_s": 2.5, **more} for value in values]
+
+    graph = "hand-written CUDA graph of 8 steps"
+    spiral = {
+        "plain PyTorch, DataLoader": epochs(100, 110),
+        graph: epochs(1000, 1000, 1),  # time ran out within the third round
+        "samestep, compile on": epochs(850, 860, compile_s=12.0),
+    }
+    seeds = {
+        f"seed {seed}": [{"value": value, "accuracy": accuracy, "compile_s": 30.0, "wall_s": 99.0}]
+        for seed, value, accuracy in ((42, 41.0, 0.945), (43, 59.0, 0.9412), (44, 42.0, 0.9399))
+    }
+    idle = {
+        "value": 0.01,
+        "gpu_idle": 0.03,
+        "kind": "compute-bound",
+        "share": 0.9,
+        "why": "It computes.",
+        "change": "Nothing.",
+    }
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    for one in (
+        record("small", {"small-spiral": {"rounds": spiral, "failed": {}}}),
+        record(
+            "resnet",
+            {"resnet": {"rounds": {}, "failed": {"samestep": "exit code 1: oh | no"}}},
+            {"ResNet-18, eager": idle, "ResNet-18, compile on": {**idle, "gpu_idle": 0.2}},
+        ),
+        record("time-to-94", {"time-to-94": {"rounds": seeds, "failed": {}}}),
+    ):
+        (folder / f"{one['part']}.json").write_text(json.dumps(one))
+    return folder
+
+
+def test_a_dry_part_leaves_one_file_and_the_page_shows_its_rows(tmp_path):
+    before = files(RESULTS)
+    done = bench("startup", "--dry", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "out").iterdir()
+    record = json.loads(path.read_text())
+    assert (record["part"], record["dry"], record["machine"]["device"]) == ("startup", True, "cpu")
+    rounds = record["tables"]["startup"]["rounds"]
+    assert all(one["value"] > 0 for measured in rounds.values() for one in measured)
+    assert len(rounds) == 2
+    assert bench("page", tmp_path / "out").returncode == 2, "no page of dry numbers in results/"
+    assert bench("page", tmp_path / "out", "--out", tmp_path).returncode == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert all(f"| {name} |" in page for name in rounds)
+    assert files(RESULTS) == before
+
+
+def test_what_may_not_be_is_refused_with_code_2(tmp_path):
+    before = files(RESULTS)
+    assert bench("startup", CUDA_VISIBLE_DEVICES="").returncode == 2
+    assert bench("startup", "--dry", "--out", RESULTS / "gpu").returncode == 2
+    assert bench("page").returncode == 2
+    assert bench("page", tmp_path, "--out", tmp_path).returncode == 2
+    assert files(RESULTS) == before
+
+
+def test_the_page_says_which_targets_were_reached(measured, tmp_path):
+    assert bench("page", measured, "--out", tmp_path).returncode == 0
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    targets = [line for line in lines if line.startswith("- Target:")]
+    verdicts = {line.split(":")[1].strip(): "NOT REACHED" not in line for line in targets}
+    assert verdicts["samestep, compile on ≥ 8 x plain PyTorch, DataLoader"]  # 8.5 and 7.8
+    assert not verdicts["samestep, compile on ≥ 0.9 x hand-written CUDA graph of 8 steps"]
+    assert verdicts["ResNet-18, eager, GPU idle ≤ 5%"]
+    assert not verdicts["ResNet-18, compile on, GPU idle ≤ 5%"]
+    assert not verdicts["all 3 in at most 60 s"], "one seed ended below 94 %"
+    assert any("2 of 3 measured seeds" in line for line in lines)
+    row, of_resnet = [line for line in lines if line.startswith("| samestep, compile on")]
+    assert "not measured" in of_resnet
+    assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["2.50", "12.0"]
+    assert not any("oh | no" in line for line in lines), "it would be a cell of its own"
+    assert any("a made-up GPU" in line for line in lines)
+
+
+def test_the_seconds_to_an_accuracy_leave_out_compiling(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from measure import FailedError, seconds_to_accuracy
+
+    events = [
+        {"event": "compile", "seconds": 20.0},
+        {"event": "epoch", "train_seconds": 5.0},
+        {"event": "evaluation", "split": "validation", "seconds": 0.5, "accuracy": 0.99},
+        {"event": "epoch", "train_seconds": 4.0},
+    ]
+    test = {"event": "evaluation", "split": "test", "seconds": 1.0, "accuracy": 0.941}
+    nothing = [sys.executable, "-c", "pass"]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    with pytest.raises(FailedError, match="test set"):
+        seconds_to_accuracy(nothing, tmp_path, dict(os.environ))
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(f"{json.dumps(test)}\n")
+    found = seconds_to_accuracy(nothing, tmp_path, dict(os.environ))
+    assert (found["value"], found["accuracy"], found["compile_s"]) == (10.5, 0.941, 20.0)
+
+
+@pytest.mark.slow
+def test_all_parts_run_dry(tmp_path):
+    done = bench("all", "--dry", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(parts) == {"small", "resnet", "time-to-94", "startup"}
+    for record in parts.values():
+        for table in record["tables"].values():
+            assert all("is not installed" in why for why in table["failed"].values())
+            assert table["rounds"]
+        assert not any("failed" in found for found in record["profiles"].values())
+    assert bench("page", tmp_path, "--out", tmp_path).returncode == 0

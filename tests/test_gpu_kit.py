@@ -1,0 +1,261 @@
+"""The kit for a machine with a GPU: what it gathers, what it unpacks, and its commands, run dry."""
+
+import gzip
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from samestep.data.cifar import read_cifar10
+from samestep.data.idx import read_images_and_labels
+from samestep.data.images.decode import decode
+from tests.cifar_files import write_folders
+from tests.command_line import read_json
+from tools import gpu_data, gpu_kit, gpu_report
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_wheel(folder, name, version, needs=()):
+    """Write a wheel with one module of its name."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {need}" for need in needs]
+    about = f"{name}-{version}.dist-info"
+    tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", f"version = {version!r}\n")
+        archive.writestr(f"{about}/METADATA", "\n".join([*lines, "", "Some words"]))
+        archive.writestr(f"{about}/WHEEL", tag)
+        archive.writestr(f"{about}/RECORD", "")
+    return path
+
+
+def gather(present, wheels, folder, *wanted):
+    """Follow what made wheels need; return the versions of those that were fetched."""
+
+    def fetch(requirement):
+        return write_wheel(folder, requirement.name, *wheels[requirement.name])
+
+    gathering = gpu_kit.Gathering(present, fetch)
+    for requirement in wanted:
+        gathering.need(Requirement(requirement), "samestep")
+    return gathering.wheels
+
+
+def test_what_is_missing_is_fetched_with_all_that_it_needs_itself(tmp_path):
+    needs = ['there>=1; python_version >= "3.12"', "deeper", 'old; python_version < "3.12"']
+    wheels = {"front": ("2.0", [*needs, 'windows; sys_platform == "win32"', 'x; extra == "all"'])}
+    wheels |= {"deeper": ("0.1", ["front>=2"])}
+    assert gather({"there": "1.5"}, wheels, tmp_path, "front", "there") == {
+        "front": "2.0",
+        "deeper": "0.1",
+    }
+
+
+def test_a_package_that_is_too_old_there_is_fetched(tmp_path):
+    assert gather({"one": "1.0"}, {"one": ("1.2", [])}, tmp_path, "one>=1.1") == {"one": "1.2"}
+    assert gather({"one": None}, {}, tmp_path, "one>=1.1") == {}  # which version is not known
+
+
+@pytest.mark.parametrize("present", [{}, {"torch": "2.10.0+cu130"}])
+def test_torch_is_never_carried(present, tmp_path):
+    with pytest.raises(gpu_kit.KitError):
+        gather(present, {"torch": ("2.11.0", [])}, tmp_path, "torch>=2.11")
+    assert gather({"torch": "2.11.0+cu130"}, {}, tmp_path, "torch>=2.11") == {}
+
+
+def test_versions_that_exclude_each_other_are_refused(tmp_path):
+    wheels = {"one": ("1.0", ["both>=2"]), "both": ("1.5", [])}
+    with pytest.raises(gpu_kit.KitError):
+        gather({}, wheels, tmp_path, "both<2", "one")
+
+
+def test_samesteps_own_needs_and_the_tools_of_the_gpu_tests_are_asked_for():
+    names = {r.name for r in gpu_kit.requirements(ROOT / "pyproject.toml")}
+    assert names >= {"torch", "tyro", "tomlkit", "msgspec", "lightning", "pillow", "pytest-timeout"}
+    assert not names & {"mypy", "ruff", "mlflow"}
+
+
+def test_a_probe_says_what_is_there(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "gpu_probe.py"], capture_output=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["torch"] == torch.__version__
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    probe = tmp_path / "probe.json"
+    probe.write_text(json.dumps({**found, "python": "3.12.3"}))
+    present = gpu_kit.present_packages(probe)
+    assert present["pytest"] == pytest.__version__
+    probe.write_text(json.dumps({**found, "python": "3.10.1"}))
+    with pytest.raises(gpu_kit.KitError):
+        gpu_kit.present_packages(probe)
+
+
+def test_a_kit_above_the_limit_is_refused_with_its_largest_files(tmp_path):
+    (tmp_path / "small").write_bytes(b"1")
+    assert gpu_kit.check_size(tmp_path, 1000) == 1
+    (tmp_path / "large.whl").write_bytes(bytes(1000))
+    with pytest.raises(gpu_kit.KitError, match=r"large\.whl"):
+        gpu_kit.check_size(tmp_path, 1000)
+
+
+def test_the_code_in_the_kit_is_what_git_tracks(tmp_path):
+    gpu_kit.copy_code(tmp_path)
+    assert (tmp_path / "tools" / "gpu.sh").read_bytes() == (ROOT / "tools/gpu.sh").read_bytes()
+    assert not (tmp_path / ".git").exists()
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_jpegs_become_cifar10s_binary_files_and_digits_a_small_mnist(tmp_path):
+    folders = write_folders(tmp_path / "jpegs", num_train=60, num_test=20)
+    packed, out = tmp_path / "packed", tmp_path / "data"
+    packed.mkdir()
+    with tarfile.open(packed / "cifar10-jpeg.tar.xz", "w:xz") as tar:
+        for split in ("test", "train"):
+            tar.add(folders / split, split)
+    assert gpu_data.unpack(packed, out) == ["cifar10", "images"]
+    digits = np.arange(40 * 28 * 28, dtype=np.uint8).reshape(40, 28, 28)
+    for kind, array in (("images-idx3", digits), ("labels-idx1", np.arange(40, dtype=np.uint8))):
+        header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+        path = packed / f"t10k-{kind}-ubyte.gz"
+        path.write_bytes(gzip.compress(header + array.tobytes()))
+    assert gpu_data.unpack(packed, out) == ["cifar10", "images", "mnist"]
+
+    for split, count in (("train", 60), ("test", 20)):
+        images, labels = read_cifar10(out / "cifar10", split)
+        assert len(images) == count
+        # Written as number % 10, each class has a number for every image.
+        first = decode(folders / split / "airplane" / "0000.jpg", 32)
+        assert torch.equal(images[0], first)
+        assert labels.bincount().tolist() == [count // 10] * 10
+    kept = (out / "images" / "train" / "airplane" / "0000.jpg").read_bytes()
+    assert kept == (folders / "train" / "airplane" / "0000.jpg").read_bytes()
+    images, labels = read_images_and_labels(out / "mnist", "train")
+    assert np.array_equal(images, digits[:36])
+    images, labels = read_images_and_labels(out / "mnist", "test")
+    assert labels.tolist() == [36, 37, 38, 39]
+
+
+def test_a_test_that_was_cut_off_is_told_beside_those_that_ended(tmp_path):
+    class Report(io.StringIO):
+        longrepr, longreprtext, failed, skipped = None, "", False, False
+
+        def __init__(self, nodeid, when, outcome):
+            super().__init__()
+            self.nodeid, self.when, self.outcome, self.duration = nodeid, when, outcome, 0.25
+            self.failed, self.skipped = outcome == "failed", outcome == "skipped"
+
+    notes = gpu_report.Notes(tmp_path / "notes")
+    for name, call in (("good", "passed"), ("bad", "failed"), ("slow", None)):
+        notes.pytest_runtest_logstart(name)
+        for when in ("setup", "call", "teardown") if call else ("setup",):
+            report = Report(name, when, call if when == "call" else "passed")
+            report.longreprtext = "E   AssertionError: 1\nE   more" if report.failed else ""
+            notes.pytest_runtest_logreport(report)
+    rows = gpu_report.read_notes(tmp_path / "notes")
+    assert [row["outcome"] for row in rows] == ["passed", "failed", gpu_report.NOT_ENDED]
+    assert rows[0]["seconds"] == 0.75
+    assert rows[1]["message"] == "AssertionError: 1"
+
+
+def test_what_is_started_finds_the_kits_packages_and_data(tmp_path):
+    """As on the machine: the kit lies beside its code, and nothing but it is installed."""
+    code, wheels = tmp_path / "code", tmp_path / "wheels"
+    shutil.copytree(ROOT / "tools", code / "tools")
+    wheels.mkdir()
+    write_wheel(wheels, "brought", "1.5")
+    (tmp_path / "data").mkdir()
+    for kind, shape in (("images-idx3", (10, 2, 2)), ("labels-idx1", (10,))):
+        header = bytes([0, 0, 8, len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape)
+        content = gzip.compress(header + bytes(int(np.prod(shape))))
+        (tmp_path / "data" / f"t10k-{kind}-ubyte.gz").write_bytes(content)
+    (tmp_path / "kit.json").write_text("{}")
+    ask = "import gpu, json; print(json.dumps(gpu.make_environment(dry=False)))"
+    for _ in range(2):  # the second finds it done
+        done = subprocess.run(
+            [sys.executable, "-c", ask], cwd=code / "tools", capture_output=True, check=True
+        )
+        environment = json.loads(done.stdout.splitlines()[-1])
+        ask_again = "import brought; print(brought.version)"
+        brought = subprocess.check_output([sys.executable, "-c", ask_again], env=environment)
+        assert brought.strip() == b"1.5"
+        images, _ = read_images_and_labels(Path(environment["SAMESTEP_GPU_DATA"], "mnist"), "test")
+        assert images.shape == (1, 2, 2)
+
+
+def gpu_sh(*arguments, root=ROOT, **variables):
+    """Run tools/gpu.sh with this Python."""
+    variables = {name: str(value) for name, value in variables.items()}
+    return subprocess.run(
+        ["bash", root / "tools" / "gpu.sh", *arguments],
+        env={**os.environ, "PYTHON": sys.executable, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("wrong", [("check",), ("check", "part", "--dry"), ("measure", "--dry")])
+def test_what_cannot_be_done_here_is_refused(wrong, tmp_path):
+    done = gpu_sh(*wrong, OUT=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_check_runs_dry(tmp_path):
+    """Each test of tests/gpu is in the record, and what is not run on the CPU says why."""
+    done = gpu_sh("check", "--dry", OUT=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_json(tmp_path / "check.json")
+    rows = record["tests"]
+    outcomes = {row["test"]: row["outcome"] for row in rows}
+    assert record["dry"]
+    assert not record["cut_off"]
+    assert set(outcomes.values()) == {"passed", "skipped"}
+    assert all(row["message"] for row in rows if row["outcome"] == "skipped")
+    files = {name.partition("::")[0] for name in outcomes}
+    assert files == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    lines = (tmp_path / "check.md").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("| test_")]) == len(rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"check.json", "check.md"}
+
+
+def test_a_failure_ends_the_check_with_1(tmp_path):
+    """A test of another machine's copy of the kit fails; the check there says which."""
+    root = tmp_path / "copy"
+    shutil.copytree(ROOT / "tools", root / "tools")
+    (root / "tests" / "gpu").mkdir(parents=True)
+    text = "import pytest\n@pytest.mark.gpu\ndef test_of_it():\n    assert 1 == 2, 'wrong'\n"
+    for content, told in ((text, "wrong"), ("import no_such_module\n", "no_such_module")):
+        (root / "tests" / "gpu" / "test_one.py").write_text(content)
+        done = gpu_sh("check", "--dry", root=root, OUT=tmp_path / "out")
+        assert done.returncode == 1
+        (row,) = read_json(tmp_path / "out" / "check.json")["tests"]
+        assert row["outcome"] == "failed"
+        assert told in row["message"]
+
+
+@pytest.mark.parametrize("part", [(), ("start-up",)])
+def test_the_bench_passes_its_part_on_and_its_exit_code_back(part, tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(ROOT / "tools", root / "tools")
+    (root / "benchmarks").mkdir()
+    program = "import json, os, sys\nfrom pathlib import Path\n"
+    program += "said = [sys.argv[1:], os.environ['SAMESTEP_GPU_DRY']]\n"
+    program += "Path(sys.argv[-1], 'said.json').write_text(json.dumps(said))\nsys.exit(1)\n"
+    (root / "benchmarks" / "gpu.py").write_text(program)
+    done = gpu_sh("bench", *part, "--dry", root=root, OUT=tmp_path)
+    assert done.returncode == 1
+    assert read_json(tmp_path / "said.json") == [[*part, "--dry", "--out", str(tmp_path)], "1"]

@@ -1,0 +1,127 @@
+"""PyTorch's process-wide switches follow the settings in a training, and are put back after it."""
+
+import os
+
+import pytest
+import torch
+
+from samestep import Settings
+from samestep.errors import UserError
+from samestep.training.backends import kernels_of, switched
+from tests.command_line import read_json, run
+from tests.tiny import all_records, assert_same_training, write_recipe
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+cudnn = torch.backends.cudnn
+
+
+def state():
+    """Return all that the settings may switch."""
+    return {
+        "products": torch.get_float32_matmul_precision(),
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "convolutions": cudnn.conv.fp32_precision == "tf32",
+        "benchmark": cudnn.benchmark,
+        "cudnn": cudnn.deterministic,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+
+
+PLAIN = state()
+
+
+def during(device=CPU, **told):
+    with switched(Settings(**told), device):
+        found = state()
+    assert state() == PLAIN
+    return {name: value for name, value in found.items() if value != PLAIN[name]}
+
+
+def test_without_settings_all_is_as_pytorch_has_it():
+    assert during() == {}
+    assert PLAIN["convolutions"]
+    assert not PLAIN["tf32"]
+
+
+def test_highest_forbids_tf32_and_the_others_allow_it():
+    assert during(matmul_precision="highest") == {"convolutions": False}
+    assert during(matmul_precision="high") == {"products": "high", "tf32": True}
+    assert during(matmul_precision="medium")["products"] == "medium"
+
+
+def test_cudnn_may_time_its_kernels():
+    assert during(cudnn_benchmark=True) == {"benchmark": True}
+
+
+def test_deterministic_operations_get_the_workspace_that_cublas_needs():
+    switches = {"cudnn": True, "deterministic": True}
+    assert during(deterministic=True) == switches
+    assert during(CUDA, deterministic=True) == {**switches, "workspace": ":4096:8"}
+
+
+def test_a_workspace_of_the_user_is_left_alone(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with switched(Settings(deterministic=True), CUDA):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_the_switches_are_put_back_after_a_failure_too():
+    told = Settings(matmul_precision="high", deterministic=True)
+    with pytest.raises(KeyError), switched(told, CUDA):
+        raise KeyError
+    assert state() == PLAIN
+
+
+def test_a_precision_that_the_recipe_has_set_the_newer_way_is_not_mixed_with_ours():
+    place = torch.backends.cuda.matmul
+    kept, place.fp32_precision = place.fp32_precision, "tf32"
+    try:
+        told = Settings(matmul_precision="high")
+        with pytest.raises(UserError, match="--matmul-precision"), switched(told, CPU):
+            pass
+        assert kernels_of(CUDA)["kernels"]["tf32_products"]
+    finally:
+        place.fp32_precision = kept
+
+
+def test_the_kernels_are_told_of_cuda_devices():
+    assert kernels_of(CPU) == {}
+    with switched(Settings(matmul_precision="high", cudnn_benchmark=True), CUDA):
+        assert kernels_of(CUDA)["kernels"] == {
+            "tf32_products": True,
+            "tf32_convolutions": True,
+            "cudnn_benchmark": True,
+            "deterministic": False,
+        }
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"param_dtype": "bf16"}, "--precision bf16"),
+        ({"param_dtype": "bf16", "precision": "fp16"}, "--precision fp16"),
+        ({"param_dtype": "fp32", "precision": "fp64"}, "float64"),
+        ({"deterministic": True, "cudnn_benchmark": True}, "--cudnn-benchmark"),
+        ({"bucket_cap_mb": 0}, "--bucket-cap-mb"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(told, says):
+    with pytest.raises(UserError, match=says):
+        Settings(**told)
+
+
+FLAGS = ("--deterministic", "--matmul-precision", "high", "--bucket-cap-mb", "3")
+
+
+def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(tmp_path):
+    recipe = write_recipe(tmp_path)
+    told = ("train", str(recipe), "--device", "cpu", "--epochs", "2")
+    run(*told, "--run-dir", str(tmp_path / "plain"), folder=tmp_path / "one")
+    run(*told, "--run-dir", str(tmp_path / "run"), *FLAGS, folder=tmp_path / "two")
+    assert_same_training(tmp_path / "run", tmp_path / "plain", tolerance=0)
+    (start,) = (r for r in all_records(tmp_path / "run") if r["event"] == "start")
+    assert any("--bucket-cap-mb" in note for note in start["notes"])
+    assert "kernels" not in start
+    assert read_json(tmp_path / "run" / "environment.json")["gpus"] == []
