@@ -440,7 +440,7 @@ def _no_gradient_sync():
     """Leave the model unwrapped: N trainings beside each other."""
     from samestep.commands import train
 
-    train.NATIVE = replace(train.NATIVE, wrap=lambda model, world: model)
+    train.NATIVE = replace(train.NATIVE, wrap=lambda model, *_: model)
 
 
 def _same_data_on_every_rank():
