@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep import Settings
+from samestep.training.backends import switched
 from tests.cifar_files import write_binary, write_folders
 from tests.idx_files import write_mnist
 
@@ -45,13 +47,8 @@ def cuda() -> torch.device:
 @pytest.fixture
 def ieee():
     """Compute float32 products in float32, without TF32, for one test."""
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    kept = [place.fp32_precision for place in places]
-    for place in places:
-        place.fp32_precision = "ieee"
-    yield
-    for place, value in zip(places, kept, strict=True):
-        place.fp32_precision = value
+    with switched(Settings(matmul_precision="highest"), torch.device("cuda")):
+        yield
 
 
 def _real(name: str) -> Path | None:

@@ -1,16 +1,18 @@
 """A rank that sees one GPU alone: its own, or one that several would share unawares."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from samestep.errors import UserError
+from samestep.ranks import world as worlds
 from samestep.ranks.gpus import check_gpus, one_gpu_each
 from samestep.ranks.launch import Launch, detect_launch
-from samestep.ranks.world import find_world
-from tests.processes import launch_environment
+from samestep.ranks.world import find_world, join, leave
+from tests.processes import launch_environment, run_ranks
 
 SRUN = {"SLURM_GPU_BIND_TYPE": "per_task:1"}
 ONE = {"CUDA_VISIBLE_DEVICES": "3"}
@@ -99,6 +101,31 @@ def test_two_ranks_on_one_gpu_are_refused_by_all_alike():
     assert "Ranks 1, 2 " in message
     assert "--oversubscribe" in message
     assert on_all_ranks
+
+
+def joined(uuids):
+    """Join as ranks on GPUs do, whose UUIDs stand in; Gloo stands in for NCCL."""
+    world = replace(find_world("cpu"), backend="nccl")
+    worlds.gpu_uuid = lambda _device: uuids[world.rank]
+    begin = dist.init_process_group
+    dist.init_process_group = lambda _backend, *, device_id, **how: begin("gloo", **how)
+    try:
+        join(world, timeout_s=60)
+    except UserError as error:
+        return str(error)
+    found = world.gather(world.rank)
+    leave(world)
+    return found
+
+
+@pytest.mark.parametrize(("uuids", "works"), [(("a", "b"), True), (("a", "a"), False)])
+def test_ranks_compare_their_gpus_before_they_join(tmp_path, uuids, works):
+    found = run_ranks(joined, 2, tmp_path, uuids)
+    if works:
+        assert found == [[0, 1]] * 2
+    else:
+        assert found[0] == found[1]
+        assert "Ranks 0, 1 " in found[0]
 
 
 def test_the_variables_of_mpirun_are_read_as_meant():
