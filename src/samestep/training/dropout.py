@@ -42,7 +42,7 @@ def not_dropped(
 @contextlib.contextmanager
 def dropout_by(function: Dropout) -> Iterator[None]:
     """Let modules call another function instead of `torch.nn.functional.dropout`."""
-    usual, nn.functional.dropout = nn.functional.dropout, function  # type: ignore[assignment]
+    usual, nn.functional.dropout = nn.functional.dropout, function
     try:
         yield
     finally:
