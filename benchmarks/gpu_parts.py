@@ -3,7 +3,7 @@
 {data} holds mnist/ and cifar10/. `dry` makes everything tiny, for a CPU.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from measure import (
@@ -18,8 +18,6 @@ from measure import (
 )
 from tables import PEERS, PYTHON, Row, Table, Target
 
-from samestep.settings import Settings
-
 SETTINGS_FILE = Path(__file__).parent.parent / "examples" / "cifar10_fast.toml"
 ACCURACY, AIM_S = 0.94, 60.0
 SEEDS = (42, 43, 44)
@@ -29,8 +27,6 @@ NO_CIFAR10 = "accuracy takes CIFAR-10 itself: name its folder with --data-dir DI
 _SMALL = ("--batch-size", "32", "--lr", "0.001")
 _MNIST = ("--data-dir", "{data}/mnist")
 _CIFAR10 = ("--data-dir", "{data}/cifar10")
-# The hand-written loops let cuDNN choose its kernels; so does samestep, if it has that setting.
-_CUDNN = ("--cudnn-benchmark",) * ("cudnn_benchmark" in {f.name for f in fields(Settings)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,8 @@ def all_parts(*, dry: bool) -> dict[str, Part]:
 
 
 def _samestep(name: str, verb: str, words: tuple[str, ...], measure: Measure) -> Row:
-    alike = ("--run-dir", "{run}", *_CUDNN)
+    # The hand-written loops let cuDNN choose its kernels, too.
+    alike = ("--run-dir", "{run}", "--cudnn-benchmark")
     return Row(name=name, command=(PYTHON, "-m", "samestep", verb, *words, *alike), measure=measure)
 
 

@@ -14,6 +14,7 @@ from samestep.training.compiled import _steps_per_graph
 from samestep.training.plan import make_plan
 from tests import tiny
 from tests.processes import run_ranks, start_ranks
+from tests.steps_by_hand import IN_A_GRAPH, blocks, model, run, settings_of, trainee, whole
 
 # One worker trains all of them: a second would compile the same once more.
 pytestmark = pytest.mark.xdist_group("compiled")
@@ -271,3 +272,14 @@ def test_a_graph_holds_no_more_steps_than_there_are_in_a_row(
     settings = Settings(batch_size=10, epochs=None if "max_steps" in told else 5, **told)
     plan = make_plan(settings, num_samples, 1, resumed=False)
     assert _steps_per_graph(settings, plan, steps_per_block) == expected
+
+
+def test_dropout_in_a_graph_of_whole_steps_keeps_some_values_of_each_step():
+    """The compiler could use a mask before it was drawn: no input reached the loss any more."""
+    settings = settings_of()
+    step = whole(trainee(model(dropout=0.5), settings), settings)
+    ran = run(step, blocks(settings, together=IN_A_GRAPH)[:3], lr=0.0)
+    (note,) = ran.notes
+    assert note["steps_per_graph"] == IN_A_GRAPH
+    # With nothing but the last bias, a loss would depend on the number of targets of a class alone.
+    assert len(set(ran.losses.tolist())) == 3 * IN_A_GRAPH

@@ -8,6 +8,7 @@ from torch import nn
 
 from samestep.settings import Precision
 from samestep.training.apply import call, takes_keywords
+from samestep.training.dropout import dropout_by, not_dropped
 from samestep.training.precision import autocast
 from samestep.training.step import Trainee, check_loss
 
@@ -17,8 +18,8 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
 
     The graph gives every weight a gradient, also one that the loss does not depend on, which an
     optimizer with weight decay or momentum then changes. It keeps what is written into a buffer,
-    not what is put in its place. And on the CPU, PyTorch's compiler may put what multiplies by a
-    dropout's mask before what draws it, so that every value is dropped (seen with 2.13).
+    not what is put in its place. And on the CPU, PyTorch's compiler may use what is drawn before it
+    is drawn (`samestep.training.dropout`), unless it is an ordinary dropout.
 
     They are tried on a copy of the model that shares its weights, so nothing changes.
     """
@@ -33,11 +34,11 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
         return "the model cannot be copied to try a step"
     before, state = _held(model), torch.get_rng_state()
     device = next(iter(trained.values())).device
-    with autocast(precision, device):
+    with autocast(precision, device), dropout_by(not_dropped):
         loss = loss_of(call(model, inputs), targets)
     check_loss(loss, trainee.loss)
     if device.type == "cpu" and not torch.equal(state, torch.get_rng_state()):
-        return "the model draws random numbers, and the compiler may drop all values then"
+        return "the model draws random numbers beside nn.Dropout, maybe used before they are drawn"
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     unused = [name for name, g in zip(trained, gradients, strict=True) if g is None]
     if unused:

@@ -1,5 +1,6 @@
 """Optimizer steps as one compiled function, which a GPU replays as one CUDA graph."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.func import functional_call, grad_and_value
 from samestep.data.trees import map_leaves, tree_leaves
 from samestep.settings import Settings
 from samestep.training.cuda_graph import Kept, replayed_on
+from samestep.training.dropout import dropout_by, dropped
 from samestep.training.epoch_metrics import Seen
 from samestep.training.precision import autocast
 from samestep.training.step import StepResult, Trainee
@@ -104,7 +106,8 @@ class StepGraph:
         weights, *owned, counts, buffers = kept
         inputs, targets, rates = fed
         live = dict(zip(self._buffers, buffers, strict=True))
-        with torch.no_grad():
+        drawn = dropout_by(dropped) if self._device.type == "cpu" else contextlib.nullcontext()
+        with torch.no_grad(), drawn:
             results = self._compiled(weights, owned, rates, live, inputs, targets)
             if counts:
                 torch._foreach_add_(counts, len(rates))
