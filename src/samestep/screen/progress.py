@@ -171,8 +171,10 @@ class Screen:
         record, self._epoch = self._epoch, None
         if record is not None:
             width = len(str(self._plan["epochs"]))
+            trained = metrics_of({"loss": record["loss"], **record.get("metrics", {})})
+            values = "  ".join(f"{name} {value}" for name, value in trained.items())
             self._numbers(
-                f"epoch {record['epoch']:>{width}}  loss {record['loss']:.4f}{more}"
+                f"epoch {record['epoch']:>{width}}  {values}{more}"
                 f"  {short(record['samples_per_s'])} samples/s"
             )
         elif more:

@@ -141,6 +141,8 @@ class RecordStream:
         if event == "checkpoint" and not self._with_checkpoints:
             return None
         prefix = "train/" if event == "step" else f"{event}/"
+        if event == "epoch":
+            record = {**record, "metrics": None, **record.get("metrics", {})}
         return TrackedRecord(
             event=event,
             axis="epoch" if event == "epoch" else "step",
