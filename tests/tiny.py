@@ -127,9 +127,10 @@ def all_records(run: Path) -> list[dict[str, Any]]:
 def account(run: Path) -> list[dict[str, Any]]:
     """Return what a run says of its training, without what the clock says."""
     return [
-        {key: value for key, value in record.items() if key not in _OF_THE_CLOCK}
+        {key: value for key, value in flat.items() if key not in _OF_THE_CLOCK}
         for record in read_records(run)
         if record["event"] in ("step", "epoch", "evaluation")
+        for flat in [{**record, "metrics": 0, **record.get("metrics", {})}]
     ]
 
 
