@@ -56,8 +56,8 @@ class Price(nn.Module):
 def made_up(number: int) -> list[dict[str, str]]:
     drawn = torch.rand(number, 4, generator=torch.Generator().manual_seed(0))
     rows = []
-    for area, rooms, age, place in drawn.tolist():
-        area, rooms, age = 30 + 150 * area, 1 + int(6 * rooms), int(80 * age)
+    for size, parts, years, place in drawn.tolist():
+        area, rooms, age = 30 + 150 * size, 1 + int(6 * parts), int(80 * years)
         district = DISTRICTS[int(place * 3)]
         price = 3 * area + 20 * rooms - age + 100 * (district == "harbour")
         row = {"area": area, "rooms": rooms, "age": age, "district": district, "price": price}
@@ -67,7 +67,8 @@ def made_up(number: int) -> list[dict[str, str]]:
 
 def data(options: Options) -> Splits:
     if options.data_file:
-        rows = list(csv.DictReader(Path(options.data_file).open(newline="")))
+        with Path(options.data_file).open(newline="") as file:
+            rows = list(csv.DictReader(file))
     else:
         rows = made_up(1009)
     for_validation = len(rows) // 10

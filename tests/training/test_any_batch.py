@@ -1,8 +1,9 @@
-"""Batches of any form train the same on any number of ranks, with micro-steps, and when they resume.
+"""Batches of any form train the same on any number of ranks, in micro-steps, and when resumed.
 
 The examples of the handbook are the recipes.
 """
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from samestep import read_records
 from tests import tiny
+from tests.faults import Fault
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FP64 = ("--precision", "fp64", "--log-every", "1", "--epochs", "2")
@@ -29,28 +31,30 @@ def alone(request, tmp_path_factory):
     return recipe, flags, folder / "run"
 
 
-@pytest.mark.parametrize(("world_size", "micro"), [(2, None), (3, None), (2, 3)])
+@pytest.mark.parametrize(("world_size", "micro"), [(2, False), (3, False), (2, True)])
 def test_it_is_the_same_training_on_several_ranks_and_with_micro_steps(
     alone, tmp_path, world_size, micro
 ):
     recipe, flags, reference = alone
     size = read_start(reference)["global_batch_size"]
-    if size % world_size:
-        run, more = resumed_from_the_start(recipe, flags, tmp_path, world_size)
+    if size % world_size:  # a resumed run alone may have unequal shares of a full batch
+        run = stopped_and_resumed(recipe, flags, tmp_path, first=1, then=world_size, after=1)
     else:
-        run, more = tmp_path / "run", ("--batch-size", str(size // 4)) if micro else ()
+        run, more = tmp_path / "run", ("--batch-size", str(size // 8)) if micro else ()
         flags = (*flags, "--run-dir", str(run), *more)
         tiny.train(recipe, *flags, world_size=world_size, folder=tmp_path)
     tiny.assert_same_training(run, reference, 1e-9)
 
 
-def resumed_from_the_start(recipe, flags, folder, world_size):
-    """Train one step alone, then the rest on ranks among which the batch is shared unevenly."""
+def stopped_and_resumed(recipe, flags, folder, *, first: int, then: int, after: int):
+    """Train so many steps on `first` ranks, and the rest on `then` ranks."""
     run = folder / "run"
-    short = (*flags, "--run-dir", str(run), "--checkpoint-every-steps", "1", "--max-steps", "1")
-    tiny.train(recipe, *short, folder=folder)
-    tiny.resume(run, "--max-steps", "1000000", world_size=world_size, folder=folder)
-    return run, ()
+    stop = Fault("a step", after, signal.SIGTERM, rank=None)
+    flags = (*flags, "--run-dir", str(run))
+    ranks = tiny.start(recipe, *flags, faults=(stop,), world_size=first, folder=folder)
+    assert ranks.wait() == [128 + signal.SIGTERM] * first, ranks.output()
+    tiny.resume(run, world_size=then, folder=folder)
+    return run
 
 
 def read_start(run: Path):
@@ -59,11 +63,7 @@ def read_start(run: Path):
 
 def test_it_goes_on_on_another_number_of_ranks_from_the_middle_of_an_epoch(alone, tmp_path):
     recipe, flags, reference = alone
-    run = tmp_path / "run"
-    tiny.train(
-        recipe, "--run-dir", str(run), *flags, "--max-steps", "5", world_size=2, folder=tmp_path
-    )
-    tiny.resume(run, "--max-steps", "1000000", world_size=1, folder=tmp_path)
+    run = stopped_and_resumed(recipe, flags, tmp_path, first=2, then=1, after=4)
     tiny.assert_same_training(run, reference, 1e-9)
 
 
