@@ -87,6 +87,13 @@ def test_batch_sizes_that_contradict_each_other_are_refused():
         plan_of(global_batch_size=24, batch_size=8, accumulate=2)
 
 
+def test_a_static_graph_with_micro_steps_on_several_ranks_is_refused():
+    settings = Settings(epochs=1, batch_size=4, accumulate=2, static_graph=True)
+    assert make_plan(settings, 100, 1, resumed=False).accumulate == 2
+    with pytest.raises(UserError, match="--static-graph .* 2 micro-steps"):
+        make_plan(settings, 100, 2, resumed=False)
+
+
 def test_without_any_batch_size_the_two_flags_are_named():
     with pytest.raises(UserError, match=r"--batch-size .* or --global-batch-size"):
         plan_of()

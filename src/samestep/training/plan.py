@@ -63,6 +63,12 @@ def make_plan(
             f"needs one. Start at most {num_samples} ranks."
         )
     global_batch, batch, accumulate = _batch_sizes(settings, world_size, resumed=resumed)
+    if settings.static_graph and accumulate > 1 and world_size > 1:
+        raise UserError(
+            f"--static-graph does not go with {accumulate} micro-steps per step: DDP learns the "
+            "graph in its first backward, which then sends nothing. Leave it out, or take all "
+            "samples of a rank at once."
+        )
     if global_batch >= _LARGEST:
         raise UserError(
             f"The global batch of {global_batch} samples = {batch} × {world_size} ranks × "
