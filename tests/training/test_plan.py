@@ -88,10 +88,10 @@ def test_batch_sizes_that_contradict_each_other_are_refused():
 
 
 def test_a_static_graph_with_micro_steps_on_several_ranks_is_refused():
-    settings = Settings(epochs=1, batch_size=4, accumulate=2, static_graph=True)
-    assert make_plan(settings, 100, 1, resumed=False).accumulate == 2
-    with pytest.raises(UserError, match="--static-graph .* 2 micro-steps"):
-        make_plan(settings, 100, 2, resumed=False)
+    told = {"batch_size": 4, "accumulate": 2, "static_graph": True}
+    assert plan_of(**told).accumulate == 2
+    with pytest.raises(UserError, match=r"--static-graph .* 2 micro-steps"):
+        plan_of(world_size=2, **told)
 
 
 def test_without_any_batch_size_the_two_flags_are_named():
