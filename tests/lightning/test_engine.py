@@ -295,6 +295,7 @@ REFUSED = [
     "--eval-every-steps 5",
     "--checkpoint-every-minutes 5",
     "--checkpoint-every-epochs 2",
+    "--ema 0.9",
 ]
 
 

@@ -61,6 +61,11 @@ def check_settings(settings: Settings) -> None:
                 f"--{flag_name(name)} {getattr(settings, name)} needs --engine native: Lightning's "
                 "loop evaluates and saves at the end of every epoch, and compiles no whole steps."
             )
+    if settings.ema is not None:
+        raise UserError(
+            f"--ema {settings.ema} needs --engine native: Lightning's loop evaluates the weights "
+            "themselves, not their average."
+        )
 
 
 class _Module(LitRecipe):
@@ -193,7 +198,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
         accelerator="gpu" if world.device.type == "cuda" else world.device.type,
         devices=devices,
         num_nodes=world.num_nodes,
-        strategy=_strategy(world, plan.accumulate, settings.bucket_cap_mb),
+        strategy=_strategy(world, plan.accumulate, settings),
         plugins=plugins,
         callbacks=callbacks,
         logger=CSVLogger(task.path, name="lightning"),
@@ -209,15 +214,15 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     )
 
 
-def _strategy(world: World, accumulate: int, bucket_cap_mb: int | None) -> Any:
+def _strategy(world: World, accumulate: int, settings: Settings) -> Any:
     if world.world_size == 1:
         return "auto"
     return DDPStrategy(
-        find_unused_parameters=False,
+        find_unused_parameters=settings.find_unused,
         # DDP learns the graph in its first backward, and fails where that one sends nothing yet.
-        static_graph=accumulate == 1,
+        static_graph=accumulate == 1 and not settings.find_unused,
         gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_cap_mb,
+        bucket_cap_mb=settings.bucket_cap_mb,
         # What is agreed on goes by Gloo from the CPU, and rank 0's buffers are shared before each
         # evaluation: as in samestep's own loop.
         process_group_backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
