@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from samestep.errors import UserError
 from samestep.execution.session import Engine, Task
 from samestep.lightning.data import LitData
-from samestep.lightning.module import LitRecipe
+from samestep.lightning.module import LitRecipe, check_recipe
 from samestep.lightning.records import Records, Stopped
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
@@ -45,21 +45,23 @@ from samestep.training.work import Work
 # What Lightning's loop has no place for; refused before anything is written.
 _NATIVE_ONLY = (
     *("compile", "eval_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes"),
-    *("eval_every_epochs", "checkpoint_every_epochs"),
+    *("eval_every_epochs", "checkpoint_every_epochs", "ema"),
 )
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: Settings, recipe: Recipe) -> None:
     """Refuse what this engine cannot do.
 
     Raises:
-        UserError: a setting needs the native engine.
+        UserError: a setting, or a part of the recipe, needs the native engine.
     """
+    check_recipe(recipe)
     for name in _NATIVE_ONLY:
         if getattr(settings, name) != getattr(Settings, name):
             raise UserError(
                 f"--{flag_name(name)} {getattr(settings, name)} needs --engine native: Lightning's "
-                "loop evaluates and saves at the end of every epoch, and compiles no whole steps."
+                "loop evaluates and saves at the end of every epoch, compiles no whole steps, and "
+                "averages no weights."
             )
 
 
@@ -193,7 +195,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
         accelerator="gpu" if world.device.type == "cuda" else world.device.type,
         devices=devices,
         num_nodes=world.num_nodes,
-        strategy=_strategy(world, plan.accumulate, settings.bucket_cap_mb),
+        strategy=_strategy(world, plan.accumulate, settings),
         plugins=plugins,
         callbacks=callbacks,
         logger=CSVLogger(task.path, name="lightning"),
@@ -209,15 +211,15 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     )
 
 
-def _strategy(world: World, accumulate: int, bucket_cap_mb: int | None) -> Any:
+def _strategy(world: World, accumulate: int, settings: Settings) -> Any:
     if world.world_size == 1:
         return "auto"
     return DDPStrategy(
-        find_unused_parameters=False,
+        find_unused_parameters=settings.find_unused,
         # DDP learns the graph in its first backward, and fails where that one sends nothing yet.
-        static_graph=accumulate == 1,
+        static_graph=accumulate == 1 and not settings.find_unused,
         gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_cap_mb,
+        bucket_cap_mb=settings.bucket_cap_mb,
         # What is agreed on goes by Gloo from the CPU, and rank 0's buffers are shared before each
         # evaluation: as in samestep's own loop.
         process_group_backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
