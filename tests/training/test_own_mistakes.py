@@ -90,12 +90,12 @@ MISTAKES = {
         ("schedule", "nan", "mine.py:"),
     ),
     "a schedule below 0": (
-        {"more": ", schedule=lambda step, total: 2.5 - step"},
-        ("schedule", "-0.5", "step 3 of 6", "mine.py:"),
+        {"more": ", schedule=lambda step, total: 0.5 - step"},
+        ("schedule", "returned -", "at step", "mine.py:"),
     ),
     "a schedule that raises": (
-        {"more": ", schedule=lambda step, total: 1 / (step - total + 1)"},
-        ("schedule", "ZeroDivisionError", "step 5 of 6", "mine.py:"),
+        {"more": ", schedule=lambda step, total: 1 / step"},
+        ("schedule", "ZeroDivisionError", "at step", "mine.py:"),
     ),
     "a schedule of nothing": (
         {"more": ", schedule=lambda step, total: None"},
@@ -147,14 +147,12 @@ TOGETHER = ("terms of each sample", "an optimizer of half the model", "a schedul
 TOGETHER += ("a metric object of a vector", "a dropped sample")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in TOGETHER else pytest.mark.slow) for n in MISTAKES]
-)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_two_ranks_tell_of_a_mistake_once(tmp_path, name):
     wrong, told = MISTAKES[name]
     train = ("train", str(write(tmp_path, **wrong)), "--run-dir", str(tmp_path / "run"))
     message = refusal(*train, world_size=2, folder=tmp_path / "output")
-    assert [word for word in told if word.replace("8", "4") not in message.replace("8", "4")] == []
+    assert [word for word in told if word not in message] == [], message
 
 
 NOT_EVALUATED = "Splits(train=(x, y))"
@@ -189,7 +187,7 @@ def test_there_is_no_accuracy_by_default_of_soft_targets_that_are_only_trained_o
     assert "metrics" not in epoch
 
 
-def test_steps_that_end_badly_are_told_by_a_schedule_at_their_step(tmp_path, refused):
+def test_a_factor_that_is_wrong_later_is_told_with_its_step(tmp_path, refused):
     """It is asked for its first, middle and last factor at once, and for the others in turn."""
     wrong = {"more": ", schedule=lambda step, total: -1 if step == 1 else 1"}
     message = refused("train", str(write(tmp_path, **wrong)), "--run-dir", str(tmp_path / "run"))
