@@ -202,10 +202,10 @@ class Recipe:
                     f"{did_you_mean(name, self.metrics)}They are: {', '.join(self.metrics)}."
                 )
 
-    def is_plain(self) -> bool:
-        """Whether batches are inputs and targets, and the optimizer is one of the settings."""
-        own = (self.collate, self.forward, self.loss_terms, self.optimizer)
-        return all(part is None for part in own)
+    def own_parts(self) -> tuple[str, ...]:
+        """Return which of batches, forward, terms and optimizer are the recipe's own."""
+        names = ("collate", "forward", "loss_terms", "optimizer")
+        return tuple(name for name in names if getattr(self, name) is not None)
 
     def falling(self) -> tuple[str, ...]:
         """Return the names of what is better the lower it is: the loss, and the metrics named."""

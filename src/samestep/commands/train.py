@@ -81,7 +81,7 @@ def _run_rank(request: Request, log: RankLog) -> int:
     if settings.engine != "native":
         from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
 
-        check_settings(settings)
+        check_settings(settings, request.recipe)
         if request.allow_change:
             raise UserError(
                 "--allow-change needs --engine native: Lightning goes on with the optimizer and "

@@ -22,8 +22,8 @@ class Collating:
 
     def __init__(self, dataset: object, collate: Collate | None, *, whole: bool) -> None:
         self._dataset, self._collate, self._whole = dataset, collate, whole
-        self._has_rows: bool | None = None
-        """Whether each sample becomes a row, so that they can be counted; None: not known yet."""
+        self._packs = False
+        """Whether samples are known to be more or less than a row each: they cannot be counted."""
 
     def __call__(self, samples: list[Any]) -> tuple[Any, Any]:
         """Return inputs and targets of a batch; of a whole batch that, and None.
@@ -34,25 +34,25 @@ class Collating:
         if self._collate is None:
             return self._by_default(samples)
         batch = self._by_recipe(self._collate, samples)
-        if not self._whole:
-            return as_pair(self._dataset, batch, self._collate)
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)):
+        pair = (batch, None) if self._whole else as_pair(self._dataset, batch, self._collate)
+        leaves = tree_leaves(list(pair))
+        if not any(
+            isinstance(leaf, Tensor) or callable(getattr(leaf, "to", None)) for leaf in leaves
+        ):
             raise UserError(
                 f"The recipe's collate{defined_at(self._collate)} returned {describe(batch)}: "
                 "there is no tensor in it."
             )
-        return batch, None
+        return pair
 
     def _by_recipe(self, collate: Collate, samples: list[Any]) -> Any:
         try:
             batch = collate(samples)
-            if self._has_rows is None:
-                self._has_rows = len(samples) > 1 and num_rows(collate(samples[:1])) == 1
         except Exception as error:
             kinds = "; ".join(list(dict.fromkeys(map(describe, samples)))[:3])
             blame(f"The recipe's collate failed with {len(samples)} samples ({kinds})", error)
         rows = num_rows(batch)
-        if self._has_rows and rows is not None and rows != len(samples):
+        if rows not in (None, len(samples)) and self._counts(collate, samples, rows):
             what = "leaves out" if rows < len(samples) else "adds"
             raise UserError(
                 f"The recipe's collate{defined_at(collate)} {what} {abs(rows - len(samples))} of "
@@ -60,6 +60,26 @@ class Collating:
                 "step, so every one must be in the batch once. Leave samples out in the data set."
             )
         return batch
+
+    def _counts(self, collate: Collate, samples: list[Any], rows: int) -> bool:
+        """Whether each sample in a batch is one row of it: leaving it out takes one row away.
+
+        Where samples are put one behind the other, it takes as many as the sample is long; where
+        they are columns, it takes none, or only the longest one takes any.
+        """
+        if self._packs or len(samples) < 2:
+            return False
+        single = 0
+        for left_out in range(len(samples)):
+            try:
+                fewer = num_rows(collate(samples[:left_out] + samples[left_out + 1 :]))
+            except Exception:
+                return False
+            if fewer is None or rows - fewer not in (0, 1):
+                self._packs = True
+                return False
+            single += rows - fewer
+        return single >= min(rows, len(samples))
 
     def _by_default(self, samples: list[Any]) -> tuple[Any, Any]:
         for sample in samples if not self._whole else ():

@@ -90,7 +90,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     validation = source(splits.validation) if splits.validation is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
     metrics = _try_out(trial, validation, splits.test, source, world)
-    compiles = what_compiles(settings, world, model, plain=recipe.is_plain())
+    compiles = what_compiles(settings, world, model, own=recipe.own_parts())
     takes, terms = applied(model, recipe), terms_of(recipe)
     counter = make_counter(model, world, settings) if terms is not None else None
     trainee = Trainee(
@@ -102,7 +102,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         optimizer=world.on_every(
             lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
         ),
-        plain=recipe.is_plain(),
+        own=recipe.own_parts(),
         measured=bool(metrics),
         average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),

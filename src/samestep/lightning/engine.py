@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from samestep.errors import UserError
 from samestep.execution.session import Engine, Task
 from samestep.lightning.data import LitData
-from samestep.lightning.module import LitRecipe
+from samestep.lightning.module import LitRecipe, check_recipe
 from samestep.lightning.records import Records, Stopped
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
@@ -45,21 +45,23 @@ from samestep.training.work import Work
 # What Lightning's loop has no place for; refused before anything is written.
 _NATIVE_ONLY = (
     *("compile", "eval_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes"),
-    *("eval_every_epochs", "checkpoint_every_epochs"),
+    *("eval_every_epochs", "checkpoint_every_epochs", "ema"),
 )
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: Settings, recipe: Recipe) -> None:
     """Refuse what this engine cannot do.
 
     Raises:
-        UserError: a setting needs the native engine.
+        UserError: a setting, or a part of the recipe, needs the native engine.
     """
+    check_recipe(recipe)
     for name in _NATIVE_ONLY:
         if getattr(settings, name) != getattr(Settings, name):
             raise UserError(
                 f"--{flag_name(name)} {getattr(settings, name)} needs --engine native: Lightning's "
-                "loop evaluates and saves at the end of every epoch, and compiles no whole steps."
+                "loop evaluates and saves at the end of every epoch, compiles no whole steps, and "
+                "averages no weights."
             )
     if settings.ema is not None:
         raise UserError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import describe, map_tensors
-from samestep.errors import UserError, blame
+from samestep.errors import UserError, blame, defined_at
 from samestep.execution.opening import open_checkpoint
 from samestep.lightning.data import Part, choose_options, resolve, world_of
 from samestep.ranks.world import World
@@ -27,6 +27,19 @@ from samestep.training.plan import Plan, learning_rate
 from samestep.training.prepare import place_loss, prepare
 from samestep.training.snapshot import seed_alike
 from samestep.training.step import check_loss, seed_torch
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse a recipe that needs samestep's own loop.
+
+    Raises:
+        UserError: its loss is a mean over something else than samples.
+    """
+    if recipe.loss_terms is not None:
+        raise UserError(
+            f"The recipe has loss_terms{defined_at(recipe.loss_terms)}, and Lightning's engine "
+            "takes the mean over samples alone: use --engine native."
+        )
 
 
 class LitRecipe(pl.LightningModule):
@@ -56,11 +69,7 @@ class LitRecipe(pl.LightningModule):
             model = self.recipe.build_model(choose_options(self.recipe, options))
             model = prepare(model, self.settings, World(), torch.float32)
         self.model = model
-        if self.recipe.loss_terms is not None:
-            raise UserError(
-                "Lightning's engine takes the mean over samples alone: the recipe's loss_terms "
-                "need samestep's own loop, --engine native."
-            )
+        check_recipe(self.recipe)
         self.step_loss: Tensor | float = 0.0
         """This rank's part of the mean loss of the running step, or of the last one."""
         self.means: dict[str, float] = {}

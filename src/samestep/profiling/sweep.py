@@ -147,7 +147,7 @@ def variant(work: Work, settings: Settings, source: Source) -> Work:
         settings, source.num_samples, world.world_size, resumed=False, schedule=schedule
     )
     phases = make_phases(world.device)
-    compiles = what_compiles(settings, world, trainee.model, plain=trainee.plain)
+    compiles = what_compiles(settings, world, trainee.model, own=trainee.own)
     per_block = source.steps_per_block(plan.global_batch_size)
     step = make_step(compiles, trainee, settings, world, plan, per_block, phases)
     changed = replace(

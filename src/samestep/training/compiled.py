@@ -7,7 +7,7 @@ backward, clipping and update together, for several steps at once, removes what 
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -35,12 +35,14 @@ _STEPS_PER_GRAPH = 8
 Compiles = Literal["nothing", "model", "step"]
 
 
-def what_compiles(settings: Settings, world: World, model: nn.Module, *, plain: bool) -> Compiles:
+def what_compiles(
+    settings: Settings, world: World, model: nn.Module, *, own: Sequence[str]
+) -> Compiles:
     """Return what `--compile` can compile here: whole steps where one process does all of them.
 
     Ranks reduce gradients between backward and update, the scaler of fp16 decides on the host
-    whether to update, and of the recipe only model and loss can be in the graph (`plain`): else
-    it is the model alone.
+    whether to update, and of the recipe only model and loss can be in the graph, nothing else of
+    its `own`: else it is the model alone.
 
     Raises:
         UserError: compiling was asked for where there is no C++ compiler.
@@ -52,11 +54,26 @@ def what_compiles(settings: Settings, world: World, model: nn.Module, *, plain: 
             "--compile on needs a C++ compiler, and neither g++ nor clang++ is on the PATH. "
             "Install one (Debian: apt install g++), or use --compile off."
         )
-    one_type = len({p.dtype for p in model.parameters()}) == 1
-    whole = not world.connected and settings.precision != "fp16" and one_type
+    return "model" if _why_the_model_alone(settings, world, model, own) else "step"
+
+
+def _why_the_model_alone(
+    settings: Settings, world: World, model: nn.Module, own: Sequence[str]
+) -> str:
+    """Return why whole steps cannot be compiled, as far as it shows without a batch."""
+    if own:
+        parts = ", ".join(own)
+        return f"the recipe has its own {parts}"
+    if settings.ema is not None:
+        return "--ema takes in the weights after each step"
+    if world.connected:
+        return "ranks reduce gradients between backward and update"
+    if settings.precision == "fp16":
+        return "the scaler of fp16 decides on the host whether to update"
     # The graph's rates are of the weights' type.
-    whole = whole and plain and settings.ema is None and settings.param_dtype != "bf16"
-    return "step" if whole else "model"
+    if settings.param_dtype == "bf16" or len({p.dtype for p in model.parameters()}) > 1:
+        return "not all weights are in the type of the learning rate"
+    return ""
 
 
 def make_step(
@@ -71,8 +88,11 @@ def make_step(
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
     if compiles == "step":
         return WholeStep(trainee, settings, world, plan, steps_per_block, phases)
-    kind = ModelStep if compiles == "model" else EagerStep
-    return kind(trainee, settings, world, plan.batch_size, phases)
+    if compiles == "nothing":
+        return EagerStep(trainee, settings, world, plan.batch_size, phases)
+    step = ModelStep(trainee, settings, world, plan.batch_size, phases)
+    step.why = _why_the_model_alone(settings, world, trainee.model, trainee.own)
+    return step
 
 
 class ModelStep(EagerStep):
@@ -94,7 +114,9 @@ class ModelStep(EagerStep):
         with self._phases.left_out(), explained():
             result = super().__call__(block, step, lrs, want_norm=want_norm)
         what = "the model's forward and backward; optimizer and all-reduce are not compiled"
-        return replace(result, notes=(_note(what + self.why, 0, time.perf_counter() - before),))
+        if self.why:
+            what += f"; whole steps are not, since {self.why}"
+        return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
 
 
 class WholeStep(EagerStep):
@@ -167,7 +189,7 @@ class WholeStep(EagerStep):
             self._batch_size,
             self._phases,
         )
-        self._compiled_model.why = f"; whole steps are not, since {why}"
+        self._compiled_model.why = why
         self._phases.whole = self._was_whole
 
 

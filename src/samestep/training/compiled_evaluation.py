@@ -37,7 +37,7 @@ class FullBatches:
 
 def with_forward(work: Work) -> Work:
     """Return the work with a compiled forward for its evaluations, where that pays."""
-    if work.validation is None or not work.trainee.plain:
+    if work.validation is None or work.trainee.own:
         return work
     model, num_samples = work.trainee.model, work.validation.num_samples
     forward = compiled_forward(model, work.settings, work.world, work.plan, num_samples)

@@ -41,7 +41,7 @@ def dry_run(
     """Evaluate a few samples with copies of model, loss and metrics that share the weights.
 
     Those of the training set are left to the first step, which checks them before it changes
-    anything.
+    anything; but where only they are measured, they are tried here.
 
     Args:
         model: as it was built, not wrapped.
@@ -61,7 +61,9 @@ def dry_run(
     """
     check_extra_state(model)
     if evaluated is None:
-        return recipe.metrics
+        if not recipe.metrics:
+            return recipe.metrics
+        evaluated = train
     with random_numbers(0):
         batch = evaluated.peek(_SAMPLES)
     inputs, targets = batch.inputs, batch.targets

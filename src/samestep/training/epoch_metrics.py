@@ -116,7 +116,7 @@ class EpochMetrics:
             return
         self._samples = sum(rank["samples"] for rank in ranks)
         self._sums = [sum(rank["sums"].get(n, 0.0) for rank in ranks) for n in self._functions]
-        states: list[States] = [rank["states"] for rank in ranks]
+        states: list[States] = [one for rank in ranks for one in rank["states"]]
         self._objects.load(states)
 
 

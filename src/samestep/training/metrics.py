@@ -89,6 +89,9 @@ class Objects:
 
     def reset(self) -> None:
         """Begin anew."""
+        self._earlier: list[States] = []
+        """What other ranks had gathered, before the training went on on another number of them:
+        a state that is no sum cannot go on from the states of several."""
         for metric in self._metrics.values():
             metric.reset()
 
@@ -101,17 +104,26 @@ class Objects:
         for name, metric in self._metrics.items():
             told(f"metric {name!r}", metric.update, outputs, targets)
 
-    def states(self) -> States:
-        """Return what this rank's have gathered, on the CPU."""
-        return {
+    def states(self) -> list[States]:
+        """Return what this rank's have gathered, on the CPU; nothing of those without samples."""
+        own = {
             name: {state: _on(getattr(metric, state), "cpu") for state in metric._reductions}  # noqa: SLF001
             for name, metric in self._metrics.items()
+            if metric._update_count  # noqa: SLF001
         }
+        return [*self._earlier, own] if own else self._earlier
 
-    def load(self, ranks: Sequence[States]) -> None:
-        """Take what some ranks have gathered in place of what is here."""
+    def load(self, found: Sequence[States]) -> None:
+        """Take what `states` gave, on one rank or on several, in place of what is here."""
+        self.reset()
+        if len(found) == 1:
+            self._put_together(found)
+        else:
+            self._earlier = list(found)
+
+    def _put_together(self, found: Sequence[States]) -> None:
         for name, metric in self._metrics.items():
-            _merge(metric, [states[name] for states in ranks if name in states])
+            _merge(metric, [states[name] for states in found if name in states])
 
     def values(self, world: World) -> dict[str, float]:
         """Return each metric over all samples of all ranks; every rank calls it.
@@ -123,7 +135,7 @@ class Objects:
             return {}
         ranks = world.gather(self.states())
         whole = Objects(self._metrics, torch.device("cpu"))
-        whole.load(ranks)
+        whole._put_together([states for rank in ranks for states in rank])
         return {name: _number(name, metric) for name, metric in whole._metrics.items()}
 
     def check(self) -> None:
@@ -141,7 +153,10 @@ class Objects:
 
 
 def _merge(metric: Any, ranks: Iterable[dict[str, Any]]) -> None:
-    """Put the states of ranks together as torchmetrics does: stack or flatten, then reduce."""
+    """Put the states of ranks together as torchmetrics does: stack or flatten, then reduce.
+
+    Of a single one there is nothing to reduce.
+    """
     metric.reset()
     metric.sync_on_compute = False
     found = list(ranks)
@@ -149,6 +164,8 @@ def _merge(metric: Any, ranks: Iterable[dict[str, Any]]) -> None:
         values = [states[name] for states in found]
         if isinstance(values[0], list):
             whole: Any = [tensor for value in values for tensor in value]
+        elif len(values) == 1:
+            (whole,) = values
         else:
             stacked = torch.stack(values)
             whole = stacked if reduction is None else reduction(stacked)

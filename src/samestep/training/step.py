@@ -45,8 +45,8 @@ class Trainee:
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
     average: Average | None = None
     """Of the weights, if it is wanted."""
-    plain: bool = True
-    """Whether only model and loss are the recipe's: not what batches are, nor the optimizer."""
+    own: tuple[str, ...] = ()
+    """What is the recipe's beside model and loss: what batches are, or the optimizer."""
     measured: bool = False
     """Whether metrics over the training epoch need the outputs."""
     place: str = ""
@@ -190,7 +190,7 @@ class EagerStep:
         world_size = self._world.world_size
         total: Tensor | None = None
         parts = self._parts(block)
-        weigh = self._weights_of(parts)
+        weigh = self._weights_of(parts) if self._agreed else self._first_weights(parts)
         for number, part in enumerate(parts, start=1):
             try:
                 if number < len(parts):
@@ -265,6 +265,16 @@ class EagerStep:
         if len(parts) == 1:
             return lambda _: (1.0, None)
         return lambda p: (mine[id(p)] / self._terms, None)
+
+    def _first_weights(self, parts: Sequence[Block]) -> Weigh:
+        """Return the weights of the first step, once every rank has terms.
+
+        Raises:
+            UserError: on every rank, what is wrong with the terms of any.
+        """
+        if self._trainee.terms is None:
+            return self._weights_of(parts)
+        return self._world.on_every(lambda: self._weights_of(parts))
 
     def _over_terms(self, total: Tensor, global_size: int) -> tuple[Tensor, Tensor]:
         """Divide by the terms of all ranks, which the gradients' all-reduce has brought."""
