@@ -82,9 +82,11 @@ def test_parameters_that_only_some_steps_use_are_named_where_ranks_fail(tmp_path
     assert found.failure is not None
 
 
-def test_branches_that_some_ranks_do_not_take_are_the_same_training(tmp_path):
+@pytest.mark.parametrize("lightning", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_branches_that_some_ranks_do_not_take_are_the_same_training(lightning, tmp_path):
     recipe = planted.write(tmp_path, planted.BRANCH, name="p_branch.py")
-    found = verified(recipe, "--find-unused", folder=tmp_path / "ranks", batch=8)
+    flags, ranks = ("--find-unused",), tmp_path / "ranks"
+    found = verified(recipe, *flags, folder=ranks, batch=8, lightning=lightning)
     assert differing(found) == {}
 
 
