@@ -27,7 +27,7 @@ def change(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            weight += torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
 
 
 def network() -> nn.Module:

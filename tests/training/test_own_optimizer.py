@@ -15,6 +15,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import learning_rate, make_plan
 from samestep.training.step import Trainee
 from tests import tiny
+from tests.command_line import refusal
 from tests.faults import Fault
 
 CPU = torch.device("cpu")
@@ -36,10 +37,8 @@ def recipe_of(**parts) -> Recipe:
 
 
 def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up():
-    settings = Settings(
-        lr=0.1, weight_decay=0.3, lr_scaling="linear", base_batch_size=8, batch_size=32, epochs=3
-    )
-    settings = Settings(**{**settings_of(settings), "warmup_steps": 3})
+    sizes = {"lr_scaling": "linear", "base_batch_size": 8, "batch_size": 32, "epochs": 3}
+    settings = Settings(lr=0.1, weight_decay=0.3, warmup_steps=3, **sizes)
     plan, model = make_plan(settings, 128, 1, resumed=False), network()
     optimizer = optimizer_of(recipe_of(optimizer=two_groups), model, settings, plan.lr, CPU)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.04, 0.4])
@@ -48,10 +47,6 @@ def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up()
         rates = [g["lr"] for g in optimizer.param_groups]
         assert rates == pytest.approx([0.04 * scale, 0.4 * scale])
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
-
-
-def settings_of(settings: Settings) -> dict:
-    return dict(vars(settings))
 
 
 def test_a_schedule_of_ones_own_multiplies_the_warm_up():
@@ -194,8 +189,6 @@ def test_branches_that_some_steps_do_not_use_train_the_same_with_find_unused(tmp
 
 
 def test_branches_that_no_step_uses_are_told_of_find_unused(tmp_path):
-    from tests.command_line import refusal
-
     text = tiny.RECIPE + BRANCHES.replace("> 1.25", "> 99")
     train = ("train", str(tiny.write_recipe(tmp_path, text)), "--run-dir", str(tmp_path / "run"))
     message = refusal(*train, world_size=2, folder=tmp_path / "output")
