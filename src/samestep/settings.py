@@ -41,7 +41,7 @@ class Settings:
     """Leave out the last global batch of an epoch when it is incomplete."""
 
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """The optimizer."""
+    """The optimizer, unless the recipe makes its own."""
     lr: float = 1e-3
     """Learning rate, before scaling."""
     momentum: float = 0.0
@@ -62,7 +62,8 @@ class Settings:
     warmup_steps: int = 0
     """Steps of a linear ramp up to the learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up, by step; cosine falls to 0 by the end."""
+    """Learning rate after the warm-up, by step, unless the recipe has a schedule of its own; cosine
+    falls to 0 by the end."""
 
     engine: Literal["native", "lightning"] = "native"
     """What runs the loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""

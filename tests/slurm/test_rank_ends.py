@@ -136,6 +136,14 @@ def test_a_rank_that_said_why_outweighs_an_earlier_one_whose_words_are_lost():
     assert first_end([BEGIN, *ends]).rank == 0
 
 
+def test_of_a_rank_whose_last_words_are_lost_another_one_says_what_would_come_again():
+    whole = ["Traceback (most recent call last):", "ModuleNotFoundError: No module named 'x'"]
+    lines = [BEGIN, f"0: {whole[0]}", *(f"1: {line}" for line in whole)]
+    end = first_end([*lines, srun(0, "Exited with exit code 1")])
+    assert end.comes_again
+    assert not first_end([*lines[:3], srun(0, "Exited with exit code 1")]).comes_again
+
+
 def test_nothing_is_known_where_nothing_was_said():
     assert first_end([BEGIN, "a line", "srun: error: something else"]) is None
 

@@ -16,9 +16,14 @@ from tests.faults import Fault
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FP64 = ("--precision", "fp64", "--log-every", "1", "--epochs", "2")
 RECIPES = {
-    # 109 sentences and 909 rows: neither 2 nor 3 ranks share out the last batch evenly.
+    # No number of ranks here shares out the last batch evenly.
     "padded_text.py": ("--num-sentences", "109", "--width", "8"),
     "csv_regression.py": ("--hidden", "8"),
+    "graphs.py": ("--num-graphs", "109", "--width", "4"),
+    "char_gpt.py": (
+        *("--text-file", str(EXAMPLES.parent / "LICENSE")),
+        *("--width", "8", "--heads", "2", "--layers", "1"),
+    ),
 }
 
 
@@ -49,7 +54,7 @@ def test_it_is_the_same_training_on_several_ranks_and_with_micro_steps(
 def stopped_and_resumed(recipe, flags, folder, *, first: int, then: int, after: int):
     """Train so many steps on `first` ranks, and the rest on `then` ranks."""
     run = folder / "run"
-    stop = Fault("a step", after, signal.SIGTERM, rank=None)
+    stop = Fault("after a step", after, signal.SIGTERM, rank=None)
     flags = (*flags, "--run-dir", str(run))
     ranks = tiny.start(recipe, *flags, faults=(stop,), world_size=first, folder=folder)
     assert ranks.wait() == [128 + signal.SIGTERM] * first, ranks.output()

@@ -104,6 +104,19 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0]).to(outputs))
 recipe = replace(recipe, loss=loss)
 """
+LOSS_OF_TERMS = (
+    LOSS_WEIGHTED
+    + """
+weights = torch.tensor([1.0, 5.0])
+recipe = replace(recipe, loss_terms=lambda batch: weights[batch[1]].sum())
+"""
+)
+OTHER_TERMS = (
+    LOSS_WEIGHTED
+    + """
+recipe = replace(recipe, loss_terms=lambda batch: batch[1].sum() + 1)
+"""
+)
 METRIC_OF_BATCH = """
 def spread(outputs, targets):
     return outputs.std().expand(len(targets))
@@ -147,6 +160,16 @@ class Spare(nn.Module):
     def forward(self, x):
         return self.line(x)
 recipe = replace(recipe, model=Spare)
+"""
+BRANCH = """
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.rare = nn.Linear(6, 2), nn.Linear(6, 2)
+    def forward(self, x):
+        rare, out = x[:, 1] > 1, self.line(x)
+        return out + self.rare(x) * rare[:, None] if rare.any() else out
+recipe = replace(recipe, model=Branch)
 """
 UNUSED_AT_TIMES = """
 class Spare(nn.Module):

@@ -125,6 +125,12 @@ def test_a_cause_without_a_difference_is_named_by_its_own_row_alone():
     assert causes(undisturbed(parameters=["spare.bias"])) == {"parameters": unused_parameters.CAUSE}
 
 
+def test_parameters_may_be_unused_where_the_ranks_are_told_so():
+    found = replace(undisturbed(parameters=["spare.bias"]), find_unused=True)
+    assert causes(found) == {}
+    assert "--find-unused" in checks(found)["parameters"].compared
+
+
 def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
     found = undisturbed(state=OUTSIDE | {"remembers": MODULE}, samples_apart=COMPANY)
     assert causes(found) == {"state": state.CAUSE}

@@ -82,6 +82,17 @@ def test_parameters_that_only_some_steps_use_are_named_where_ranks_fail(tmp_path
     assert found.failure is not None
 
 
+def test_branches_that_some_ranks_do_not_take_are_the_same_training(tmp_path):
+    recipe = planted.write(tmp_path, planted.BRANCH, name="p_branch.py")
+    found = verified(recipe, "--find-unused", folder=tmp_path / "ranks", batch=8)
+    assert differing(found) == {}
+
+
+def test_a_weighted_loss_is_the_same_training_over_its_terms(tmp_path):
+    recipe = planted.write(tmp_path, planted.LOSS_OF_TERMS, name="p_terms.py")
+    assert differing(verified(recipe, folder=tmp_path / "ranks")) == {}
+
+
 def test_ranks_that_hold_other_numbers_of_samples_are_told_of(tmp_path):
     recipe = planted.write(tmp_path, planted.SIZES, name="p_sizes.py")
     report = verified(recipe, folder=tmp_path / "ranks")

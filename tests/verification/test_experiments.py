@@ -32,6 +32,8 @@ FOUND = {
     "DATASET": (set(), {"augmentation": augmentation.CAUSE}),
     "LOSS_SUM": (set(), {"loss": loss.CAUSE}),
     "LOSS_WEIGHTED": (set(), {"loss": loss.CAUSE}),
+    "LOSS_OF_TERMS": (set(), {}),
+    "OTHER_TERMS": (set(), {"loss": loss.OF_TERMS}),
     "LAST_BENT": (set(), {"last batch": last_batch.CAUSE}),
     "METRIC_OF_BATCH": (set(), {"metrics": metrics.CAUSE}),
     "F1": (set(), {"metrics": metrics.CAUSE}),

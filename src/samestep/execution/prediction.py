@@ -62,6 +62,11 @@ def open_predictor(path: Path, name: str = "best", *, device: Device = "auto") -
             f"Recipe {recipe.name} does not say how to read a file, so it cannot predict any: "
             "give it Recipe(read=…), a function of the options and a path."
         )
+    if recipe.forward is not None or recipe.collate is not None:
+        raise UserError(
+            f"Recipe {recipe.name} has a collate or forward of its own, and predict can only ask a "
+            "model that takes a batch of equal inputs. Open the checkpoint in Python instead."
+        )
     classes = tuple(opened.content.get("classes") or ())
     if not classes:
         raise UserError(

@@ -63,6 +63,11 @@ def check_settings(settings: Settings, recipe: Recipe) -> None:
                 "loop evaluates and saves at the end of every epoch, compiles no whole steps, and "
                 "averages no weights."
             )
+    if settings.ema is not None:
+        raise UserError(
+            f"--ema {settings.ema} needs --engine native: Lightning's loop evaluates the weights "
+            "themselves, not their average."
+        )
 
 
 class _Module(LitRecipe):

@@ -32,6 +32,7 @@ _SAME_AGAIN = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b"
     r"|FATAL: |.*(execve\(\)|error: pyxis: )"
 )
+_LABEL = re.compile(r"^ *\d+: ")
 _NOT_FOUND = (126, 127)  # a shell's words for a program that cannot be run
 
 
@@ -170,6 +171,9 @@ def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[s
         effect, at = bool(failure.get("lost_peer")), float(failure.get("time", 0))
         return replace(end, said=said, frames=frames, is_effect=effect, at=at)
     said, frames = _last_error(lines_of(end.rank, lines) or lines)
+    if not said:  # Slurm may lose what it printed last, and another rank has said the same
+        bare = (_LABEL.sub("", line) for line in lines)
+        said = next((line for line in bare if _SAME_AGAIN.match(line)), "")
     return replace(end, said=said, frames=frames, is_effect=bool(LOST_PEER.search(said)))
 
 

@@ -74,6 +74,8 @@ def gather(
     """
     starts = plan_starts(sizes, quick=quick)
     lightning = lightning and importlib.util.find_spec("lightning") is not None
+    # Its engine refuses both.
+    lightning = lightning and request.recipe.loss_terms is None and request.settings.ema is None
     sizes = tuple(sorted({1, *sizes}))
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     ended: dict[int, str] = {}
@@ -89,7 +91,7 @@ def gather(
             if start.place:  # these runs may be large, and have been resumed now
                 shutil.rmtree(folder / f"start-{start.place - 1}" / "runs", ignore_errors=True)
         evidence = _read_evidence(folder, starts, request.settings.precision, ended)
-        return replace(evidence, quick=quick)
+        return replace(evidence, quick=quick, find_unused=request.settings.find_unused)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,7 +10,7 @@ _TRAINING = ShortTraining(name=_NAME, evaluates=True, lightning=True)
 
 def _answer(evidence: Evidence) -> Check:
     if not evidence.facts.lightning:
-        return Check("skipped", "PyTorch Lightning is not installed")
+        return Check("skipped", "not installed, or without loss_terms and --ema")
     found, one = evidence.compare_starts(_NAME), evidence.reference.evaluations
     for start, compared in found.items():
         other = evidence.traces[start.place, _NAME][0].evaluations

@@ -1,4 +1,4 @@
-"""Loss: the loss of a batch is the mean of its parts' losses by their numbers of samples."""
+"""Loss: the loss of a batch is the mean of its parts' losses, by their samples or terms."""
 
 import contextlib
 import sys
@@ -17,6 +17,7 @@ from samestep.verification.rows.state import change_of_loss
 
 NAME = "loss"
 CAUSE = "loss that is not a mean over samples"
+OF_TERMS = "loss that is not a mean over its loss_terms"
 
 
 class LossOfParts(NamedTuple):
@@ -28,6 +29,8 @@ class LossOfParts(NamedTuple):
     """The same for the incomplete batch."""
     adds_up: bool
     """Whether the loss of a full batch is the sum of its parts' losses instead."""
+    over_terms: bool = False
+    """Whether the recipe says by `loss_terms` what its loss is a mean over."""
 
 
 def _look(tested: RecipeUnderTest) -> LossOfParts | None:
@@ -41,7 +44,8 @@ def _look(tested: RecipeUnderTest) -> LossOfParts | None:
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
             uneven, _ = _parts(tested, model, size.full)
-    return LossOfParts(full, uneven, adds_up=from_sum <= tested.rounding < full)
+    adds_up = from_sum <= tested.rounding < full
+    return LossOfParts(full, uneven, adds_up, tested.recipe.loss_terms is not None)
 
 
 def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
@@ -87,17 +91,23 @@ def _explain(evidence: Evidence) -> Cause | None:
     found = loss_of_parts(evidence)
     if found is None or found.full <= evidence.exact:
         return None
-    why = (
-        "The loss of a batch is the sum of its parts' losses: a sum, or divided by a fixed number."
-        if found.adds_up
-        else "The loss of a batch is not the mean of its parts' losses by their numbers of "
-        "samples: it is weighted (class weights, ignored targets), or made over the whole batch."
-    )
+    if found.over_terms:
+        why = "The loss of a batch is not the mean of its parts' losses by their loss_terms."
+        advice = "Let loss_terms return what the loss divides by: tokens, or a sum of weights."
+        return Cause(OF_TERMS, why, advice)
+    if found.adds_up:
+        why = (
+            "The loss of a batch is the sum of its parts' losses: a sum, or divided by a fixed "
+            "number."
+        )
+        return Cause(CAUSE, why, "Return the mean over the samples of the batch.")
     return Cause(
         CAUSE,
-        why,
-        "Return a mean in which each of the n samples weighs 1/n. With class weights: "
-        'cross_entropy(…, weight=w, reduction="sum") / len(targets).',
+        "The loss of a batch is not the mean of its parts' losses by their numbers of samples: it "
+        "is weighted (class weights, ignored targets), or made over the whole batch.",
+        "If it is a mean over something else, say over what in Recipe(loss_terms=…): tokens, "
+        "targets that are not ignored, the sum of their weights. Otherwise let each of n samples "
+        "weigh 1/n.",
     )
 
 

@@ -1,7 +1,11 @@
-"""Parameters: each gets a gradient in every step, or ranks would wait for it forever."""
+"""Parameters: each gets a gradient in every step, or ranks would wait for it forever.
+
+With `--find-unused` they do not wait, and the rows of the training tell whether they agree.
+"""
 
 import re
 
+from samestep.screen.words import count
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure, RecipeFacts, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
@@ -29,7 +33,10 @@ def _cause(names: list[str]) -> Cause:
     if not names:
         loss = "In some steps the loss does not depend on all parameters"
     why = f"{loss}, so ranks would wait for a gradient that never comes."
-    advice = "Use them in forward in every step, or freeze them: requires_grad_(False)."
+    advice = (
+        "Use them in forward in every step, or freeze them: requires_grad_(False). If it is a "
+        "model with branches that some steps leave out by intent, add --find-unused."
+    )
     return Cause(CAUSE, why, advice)
 
 
@@ -42,6 +49,8 @@ def _answer(evidence: Evidence) -> Check:
     compared = "every parameter gets a gradient"
     if not names:
         return Check("same", compared)
+    if evidence.find_unused:
+        return Check("same", f"{count(len(names), 'parameter')} unused in a step: --find-unused")
     return cause_check(evidence, compared, _cause(names), first_parameter=names[0])
 
 
