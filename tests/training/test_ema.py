@@ -144,10 +144,9 @@ class Options:
     hidden: int = 16
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_it_is_the_same_on_several_ranks(averaged, tmp_path, world_size):
+def test_it_is_the_same_on_several_ranks(averaged, tmp_path):
     run, recipe = tmp_path / "run", tiny.write_recipe(tmp_path)
-    tiny.train(recipe, "--run-dir", str(run), *FLAGS, world_size=world_size, folder=tmp_path)
+    tiny.train(recipe, "--run-dir", str(run), *FLAGS, world_size=3, folder=tmp_path)
     assert_same(run, averaged, 1e-12)
 
 
