@@ -13,6 +13,7 @@ from tests.cifar_files import write_binary
 from tests.command_line import read_json, run
 from tests.idx_files import write_mnist
 from tests.processes import run_ranks, samestep, start_ranks
+from tests.training.test_own_optimizer import BRANCHES, OWN
 from tests.training.test_trajectory import CONVNET, LOADED
 
 LIGHTNING = ("--engine", "lightning")
@@ -306,6 +307,25 @@ def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path
     assert flag in message
     assert "--engine native" in message
     assert not path.exists()
+
+
+def test_a_recipe_with_loss_terms_is_refused_before_anything_is_written(tmp_path, refused):
+    text = TINY.replace("Recipe(", "Recipe(loss_terms=lambda batch: len(batch[0]), ")
+    recipe, path = tiny.write_recipe(tmp_path, text), tmp_path / "run"
+    message = refused("train", str(recipe), *LIGHTNING, "--run-dir", str(path))
+    assert "loss_terms" in message
+    assert "--engine native" in message
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("more", "flags"), [(OWN, ()), (BRANCHES, ("--find-unused",))])
+def test_a_recipes_own_optimizer_or_branches_train_as_in_the_native_loop(tmp_path, more, flags):
+    recipe = tiny.write_recipe(tmp_path, TINY + more)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path, engine in ((ours, LIGHTNING), (theirs, ())):
+        train = (*flags, *engine, "--epochs", "2", "--run-dir", str(path))
+        tiny.train(recipe, *train, world_size=2, folder=tmp_path)
+    tiny.assert_same_training(ours, theirs, TOLERANCE)
 
 
 def test_a_run_goes_on_in_the_engine_that_began_it(tmp_path, refused):

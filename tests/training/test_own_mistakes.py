@@ -158,8 +158,9 @@ def test_two_ranks_tell_of_a_mistake_once(tmp_path, name):
 NOT_EVALUATED = "Splits(train=(x, y))"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", ["terms of each sample", "a metric object of a vector"])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("terms of each sample", 1), ("a metric object of a vector", 2)]
+)
 def test_without_data_to_evaluate_it_is_told_before_anything_is_trained(tmp_path, name, world_size):
     wrong, told = MISTAKES[name]
     train = ("train", str(write(tmp_path, **wrong, data=NOT_EVALUATED)))

@@ -150,9 +150,25 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         for mine, its in zip(own, saved["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({**saved, "param_groups": groups})
+    _keep_numbers(optimizer, saved)
     for group, mine in zip(optimizer.param_groups, own, strict=True):
         names = mine.keys() - {"params"} if _RATIO in mine else _SETTINGS
         group.update({name: mine[name] for name in names if name in mine})
+
+
+def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Give back to single numbers of a loaded state the type that they were saved in.
+
+    Torch gives all but the step count the type of the weight: NAdam's product of momenta, in
+    float32, would go on in float64, and ASGD's rates the other way round.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter] if number in saved["state"] else {}
+        for name, value in saved["state"].get(number, {}).items():
+            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
+                state[name] = value.to(state[name].device, copy=True)
 
 
 class Update:

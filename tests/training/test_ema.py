@@ -1,0 +1,177 @@
+"""The average of the weights: what it is, that it is evaluated and saved, and goes on exactly."""
+
+import copy
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import read_records
+from samestep.execution.evaluation import evaluate_run
+from samestep.execution.opening import open_checkpoint
+from samestep.execution.prediction import open_predictor
+from samestep.recipe import find_recipe
+from samestep.training.ema import Average
+from tests import tiny
+from tests.command_line import read_json
+from tests.faults import Fault
+
+FLAGS = ("--ema", "0.9", "--epochs", "2", "--lr", "0.05")
+
+
+def change(model: nn.Module, seed: int) -> None:
+    """Take a step of some kind."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def test_it_follows_the_formula():
+    model = network()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    expected = {name: weight.detach().clone() for name, weight in trained.items()}
+    average = Average(model, 0.8)
+    for step in range(7):
+        change(model, step)
+        average.update()
+        expected = {n: 0.8 * expected[n] + 0.2 * trained[n].detach() for n in trained}
+    assert average.state().keys() == expected.keys()
+    assert "0.weight" not in average.state(), "a frozen weight is its own average"
+    for name, value in average.state().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-13, atol=1e-13)
+
+
+def test_the_model_has_it_only_meanwhile_and_keeps_its_buffers():
+    model = network()
+    average = Average(model, 0.8)
+    change(model, 1)
+    average.update()
+    model[1].running_mean += 1
+    before = copy.deepcopy(model.state_dict())
+    with average.in_place():
+        inside = copy.deepcopy(model.state_dict())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    for name, value in inside.items():
+        wanted = average.state().get(name, before[name])
+        assert torch.equal(value, wanted), name
+    assert not torch.equal(inside["2.weight"], before["2.weight"])
+
+
+def test_an_error_meanwhile_leaves_the_model_as_it_was():
+    model = network()
+    average = Average(model, 0.8)
+    change(model, 1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyError), average.in_place():
+        raise KeyError
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory) -> Path:
+    """The tiny recipe trained with an average, on one rank; only to be looked at."""
+    folder = tmp_path_factory.mktemp("averaged")
+    recipe = tiny.write_recipe(folder)
+    tiny.train(recipe, "--run-dir", str(folder / "run"), *FLAGS, folder=folder)
+    return folder / "run"
+
+
+def evaluations(run: Path) -> list[dict]:
+    return [r for r in read_records(run) if r.get("split") == "validation"]
+
+
+def test_it_does_not_change_the_training(averaged, tmp_path):
+    run, flags = tmp_path / "run", FLAGS[2:]
+    tiny.train(tiny.write_recipe(tmp_path), "--run-dir", str(run), *flags, folder=tmp_path)
+    mine, its = tiny.last_state(run), tiny.last_state(averaged)
+    for name, weight in mine["model"].items():
+        assert torch.equal(weight, its["model"][name])
+    assert "ema" not in mine
+    steps = [[r["loss"] for r in read_records(p) if r["event"] == "step"] for p in (run, averaged)]
+    assert steps[0] == steps[1]
+    assert evaluations(run)[-1]["loss"] != evaluations(averaged)[-1]["loss"]
+
+
+def test_what_is_evaluated_is_the_average(averaged):
+    """In the training, at its end, and by `samestep evaluate`; by hand it gives the same."""
+    state = tiny.last_state(averaged)
+    opened = open_checkpoint(averaged, "last", device="cpu")
+    own = opened.model.state_dict()
+    assert state["ema"].keys() == own.keys()
+    assert all(torch.equal(own[name], value) for name, value in state["ema"].items())
+    assert not torch.equal(own["0.weight"], state["model"]["0.weight"])
+    splits = opened.recipe.load_data(opened.options)
+    with torch.no_grad():
+        by_hand = [
+            float(nn.functional.cross_entropy(opened.model(x), y))
+            for x, y in (splits.validation, splits.test)
+        ]
+    found = evaluate_run(averaged, "last", split="validation")["loss"]
+    assert found == pytest.approx(by_hand[0], rel=1e-12)
+    assert evaluations(averaged)[-1]["loss"] == pytest.approx(by_hand[0], rel=1e-12)
+    result = read_json(averaged / "result.json")
+    best = evaluate_run(averaged, "best", split="test")
+    assert result["test"]["loss"] == pytest.approx(best["loss"], rel=1e-12)
+
+
+def test_predictions_are_those_of_the_average(tmp_path):
+    text = tiny.RECIPE.replace("Splits(", 'Splits(classes=("no", "yes"), ')
+    text = text.replace("recipe = Recipe(", "recipe = Recipe(read=lambda options, path: None, ")
+    recipe, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
+    tiny.train(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+    inputs = torch.arange(16.0).view(2, 8)
+    found = open_predictor(run, "last", device="cpu").probabilities(inputs)
+    model, state = find_recipe(str(recipe)).build_model(Options()).double(), tiny.last_state(run)
+    for weights, same in (("ema", True), ("model", False)):
+        model.load_state_dict(state[weights])
+        expected = model(inputs.double()).softmax(dim=1)
+        assert torch.allclose(found, expected, rtol=1e-12) is same
+
+
+@dataclass
+class Options:
+    hidden: int = 16
+
+
+def test_it_is_the_same_on_several_ranks(averaged, tmp_path):
+    run, recipe = tmp_path / "run", tiny.write_recipe(tmp_path)
+    tiny.train(recipe, "--run-dir", str(run), *FLAGS, world_size=3, folder=tmp_path)
+    assert_same(run, averaged, 1e-12)
+
+
+def assert_same(run: Path, reference: Path, tolerance: float) -> None:
+    tiny.assert_same_training(run, reference, tolerance)
+    mine, its = tiny.last_state(run)["ema"], tiny.last_state(reference)["ema"]
+    assert mine.keys() == its.keys()
+    for name, value in mine.items():
+        assert float((value - its[name]).abs().max()) <= tolerance
+
+
+@pytest.mark.parametrize(("before", "after", "tolerance"), [(1, 1, 0.0), (2, 1, 1e-12)])
+def test_a_run_that_was_stopped_goes_on_with_it(averaged, tmp_path, before, after, tolerance):
+    run, recipe = tmp_path / "run", tiny.write_recipe(tmp_path)
+    # Ranks meet after the first step, and then twice a second.
+    fault = Fault("after a step", nth=1, signum=signal.SIGTERM, rank=None)
+    stopped = tiny.start(
+        recipe, "--run-dir", str(run), *FLAGS, faults=(fault,), world_size=before, folder=tmp_path
+    )
+    assert stopped.wait() == [128 + signal.SIGTERM] * before, stopped.output()
+    assert tiny.last_state(run)["position"]["step"] == 1
+    tiny.resume(run, world_size=after, folder=tmp_path)
+    assert_same(run, averaged, tolerance)
+
+
+@pytest.mark.parametrize("decay", ["1", "-0.1", "nan"])
+def test_a_decay_that_is_none_is_refused(refused, decay):
+    assert "--ema" in refused("train", "spiral", "--ema", decay)

@@ -1,0 +1,188 @@
+"""A recipe's own optimizer and schedule, and branches that leave parameters unused."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Recipe, Settings, Splits
+from samestep.ranks.world import World
+from samestep.training.compiled import ModelStep, make_step, what_compiles
+from samestep.training.optimizer import optimizer_of, set_lr
+from samestep.training.phases import make_phases
+from samestep.training.plan import learning_rate, make_plan
+from samestep.training.step import Trainee
+from tests import tiny
+from tests.faults import Fault
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def two_groups(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    body, head = model[0].parameters(), model[2].parameters()
+    groups = [{"params": body, "lr": settings.lr / 10}, {"params": head, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
+
+
+def recipe_of(**parts) -> Recipe:
+    return Recipe(model=network, data=lambda: Splits(train=(torch.ones(1), torch.ones(1))), **parts)
+
+
+def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up():
+    sizes = {"lr_scaling": "linear", "base_batch_size": 8, "batch_size": 32, "epochs": 3}
+    settings = Settings(lr=0.1, weight_decay=0.3, warmup_steps=3, **sizes)
+    plan, model = make_plan(settings, 128, 1, resumed=False), network()
+    optimizer = optimizer_of(recipe_of(optimizer=two_groups), model, settings, plan.lr, CPU)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.04, 0.4])
+    for step, scale in enumerate((0.25, 0.5, 0.75, 1.0, 1.0)):
+        set_lr(optimizer, learning_rate(plan, settings, step))
+        rates = [g["lr"] for g in optimizer.param_groups]
+        assert rates == pytest.approx([0.04 * scale, 0.4 * scale])
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_a_schedule_of_ones_own_multiplies_the_warm_up():
+    settings = Settings(lr=0.1, batch_size=8, epochs=1, warmup_steps=1)
+    plan = make_plan(settings, 48, 1, resumed=False, schedule=lambda step, total: 1 - step / total)
+    rates = [learning_rate(plan, settings, step) for step in range(6)]
+    factors = [0.5 * 6 / 6, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    assert rates == pytest.approx([0.1 * factor for factor in factors])
+
+
+def test_a_frozen_weight_may_be_missing_from_it():
+    model = network()
+    model[0].requires_grad_(requires_grad=False)
+    recipe = recipe_of(optimizer=lambda model, settings: torch.optim.SGD(model[2].parameters()))
+    optimizer = optimizer_of(recipe, model, Settings(), 0.5, CPU)
+    assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+# --- what is compiled ---
+
+
+@pytest.mark.parametrize(
+    ("parts", "flags", "why"),
+    [
+        ({}, {}, None),
+        ({"optimizer": two_groups}, {}, "optimizer"),
+        ({"loss_terms": len, "collate": list}, {}, "collate, loss_terms"),
+        ({"forward": nn.Module.__call__}, {}, "forward"),
+        ({}, {"ema": 0.9}, "--ema"),
+        ({}, {"precision": "fp16"}, "fp16"),
+        ({}, {"precision": "bf16", "param_dtype": "bf16"}, "type"),
+    ],
+)
+def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
+    settings = Settings(compile="on", batch_size=8, epochs=1, **flags)
+    recipe, model, world = recipe_of(**parts), network(), World()
+    compiles = what_compiles(settings, world, model, own=recipe.own_parts())
+    trainee = Trainee(
+        model=model,
+        applied=model,
+        wrapped=model,
+        optimizer=optimizer_of(recipe, model, settings, 0.1, CPU),
+        scaler=None,
+        loss=nn.functional.cross_entropy,
+        own=recipe.own_parts(),
+    )
+    plan = make_plan(settings, 48, 1, resumed=False)
+    step = make_step(compiles, trainee, settings, world, plan, 1, make_phases(CPU))
+    assert isinstance(step, ModelStep) is (why is not None)
+    if why is not None:
+        assert why in step.why
+
+
+# --- trained ---
+
+OWN = """
+from dataclasses import replace
+
+def optimizer(model, settings):
+    groups = [{"params": model[0].parameters(), "lr": settings.lr / 10, "betas": (0.8, 0.99)},
+              {"params": model[2].parameters(), "weight_decay": 0.1}]
+    return torch.optim.NAdam(groups, lr=settings.lr)
+
+def schedule(step, total):
+    return 1 - step / total
+
+recipe = replace(recipe, optimizer=optimizer, schedule=schedule)
+"""
+FLAGS = ("--epochs", "2", "--warmup-steps", "3")
+
+# A sample in nine is of the kind that the second branch is for: some steps have none of them, and
+# in others one rank has none.
+BRANCHES = """
+from dataclasses import replace
+
+class Branches(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.often, self.seldom = nn.Linear(8, 2), nn.Linear(8, 2)
+        self.mixed = nn.Linear(2, 2)
+
+    def forward(self, x):
+        kind = x[:, 2] > 1.25
+        y = x.new_zeros(len(x), 2)
+        for branch, rows in ((self.often, ~kind), (self.seldom, kind)):
+            if rows.any():
+                y = y.index_put((rows.nonzero()[:, 0],), branch(x[rows]))
+        return self.mixed(y)
+
+recipe = replace(recipe, model=Branches)
+"""
+
+
+def trained_alone(folder: Path, more: str, *flags: str) -> tuple[Path, Path]:
+    recipe = tiny.write_recipe(folder, tiny.RECIPE + more)
+    tiny.train(recipe, "--run-dir", str(folder / "run"), *flags, folder=folder)
+    return recipe, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> tuple[Path, Path]:
+    return trained_alone(tmp_path_factory.mktemp("alone"), OWN, *FLAGS)
+
+
+def test_it_trains_the_same_on_several_ranks(alone, tmp_path):
+    recipe, reference = alone
+    run = tmp_path / "run"
+    tiny.train(recipe, "--run-dir", str(run), *FLAGS, world_size=3, folder=tmp_path)
+    tiny.assert_same_training(run, reference)
+
+
+@pytest.mark.parametrize(("before", "after", "tolerance"), [(1, 1, 0.0), (2, 1, 1e-12)])
+def test_a_run_with_it_goes_on_as_if_never_stopped(alone, tmp_path, before, after, tolerance):
+    recipe, reference = alone
+    run = tmp_path / "run"
+    # Ranks meet after the first step, and then twice a second.
+    fault = Fault("after a step", nth=1, signum=signal.SIGTERM, rank=None)
+    stopped = tiny.start(
+        recipe, "--run-dir", str(run), *FLAGS, faults=(fault,), world_size=before, folder=tmp_path
+    )
+    assert stopped.wait() == [128 + signal.SIGTERM] * before, stopped.output()
+    tiny.resume(run, world_size=after, folder=tmp_path)
+    tiny.assert_same_training(run, reference, tolerance)
+    for mine, its in zip(
+        tiny.last_state(run)["optimizer"]["param_groups"],
+        tiny.last_state(reference)["optimizer"]["param_groups"],
+        strict=True,
+    ):
+        assert mine == its
+
+
+def test_branches_that_some_steps_do_not_use_train_the_same_with_find_unused(tmp_path):
+    flags = ("--epochs", "2", "--weight-decay", "0.1", "--optimizer", "adamw")
+    (tmp_path / "alone").mkdir()
+    recipe, reference = trained_alone(tmp_path / "alone", BRANCHES, *flags)
+    run = tmp_path / "run"
+    tiny.train(
+        recipe, "--run-dir", str(run), *flags, "--find-unused", world_size=2, folder=tmp_path
+    )
+    tiny.assert_same_training(run, reference)
