@@ -51,6 +51,7 @@ def trainee(net: nn.Module, settings: Settings, device: torch.device = CPU) -> T
     net = net.to(device)
     return Trainee(
         model=net,
+        applied=net,
         wrapped=net,
         optimizer=make_optimizer(net.parameters(), settings, settings.lr, device),
         scaler=None,

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from samestep import Settings
+from samestep.data.blocks import Batch
 from samestep.ranks.world import World
 from samestep.training.compiled_evaluation import FullBatches, compiled_forward
 from samestep.training.evaluation import evaluate
@@ -17,7 +18,8 @@ Y = (X[:, 0] > 0).long()
 
 class Batches:
     def evaluation(self, batch_size):
-        yield from zip(X.split(batch_size), Y.split(batch_size), strict=True)
+        for x, y in zip(X.split(batch_size), Y.split(batch_size), strict=True):
+            yield Batch(x, y, len(x))
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from samestep.execution.request import Request
 from samestep.machine import usable_cores
 from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
-from samestep.recipe import Splits
+from samestep.recipe import Recipe, Splits
+from samestep.settings import Settings
 from samestep.training.apply import applied, terms_of
-from samestep.training.compiled import make_step, what_compiles
+from samestep.training.compiled import Compiles, make_step, what_compiles
 from samestep.training.compiled_evaluation import with_forward
 from samestep.training.dry_run import Metrics, dry_run
 from samestep.training.ema import Average
@@ -91,26 +92,8 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
     metrics = _try_out(trial, validation, splits.test, source, world)
     compiles = what_compiles(settings, world, model, own=recipe.own_parts())
-    takes, terms = applied(model, recipe), terms_of(recipe)
-    counter = make_counter(model, world, settings) if terms is not None else None
-    trainee = Trainee(
-        model=model,
-        applied=takes,
-        wrapped=wrap_model(
-            _compiled(takes) if compiles == "model" else takes, world, settings, counter
-        ),
-        optimizer=world.on_every(
-            lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
-        ),
-        own=recipe.own_parts(),
-        measured=bool(metrics),
-        average=Average(model, settings.ema) if settings.ema is not None else None,
-        scaler=make_scaler(settings.precision, world.device),
-        loss=loss,
-        terms=terms,
-        counter=counter,
-        place=defined_at(recipe.model),
-    )
+    tried = replace(recipe, loss=loss, metrics=metrics)
+    trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -128,6 +111,35 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     measured = EpochMetrics(metrics, world.device)
     state = State(watch=_watch(request, splits), measured=measured)
     return Built(with_forward(work), state, splits, threads)
+
+
+def _make_trainee(
+    recipe: Recipe,
+    model: nn.Module,
+    settings: Settings,
+    world: World,
+    lr: float,
+    compiles: Compiles,
+    wrap_model: Wrap,
+) -> Trainee:
+    """Put a built model on all ranks, and give it what changes it."""
+    takes, terms = applied(model, recipe), terms_of(recipe)
+    counter = make_counter(model, world, settings) if terms is not None else None
+    to_wrap = _compiled(takes) if compiles == "model" else takes
+    return Trainee(
+        model=model,
+        applied=takes,
+        wrapped=wrap_model(to_wrap, world, settings, counter),
+        optimizer=world.on_every(lambda: optimizer_of(recipe, model, settings, lr, world.device)),
+        own=recipe.own_parts(),
+        measured=bool(recipe.metrics),
+        average=Average(model, settings.ema) if settings.ema is not None else None,
+        scaler=make_scaler(settings.precision, world.device),
+        loss=recipe.loss,
+        terms=terms,
+        counter=counter,
+        place=defined_at(recipe.model),
+    )
 
 
 def _try_out(

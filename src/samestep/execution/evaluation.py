@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from samestep.data.batches import open_source
+from samestep.data.batches import open_split
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
@@ -54,16 +54,8 @@ def evaluate_run(
     if data is None:
         raise UserError(f"Recipe {recipe.name} has no {split} data.")
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
-    source = open_source(
-        data,
-        world,
-        seed=settings.seed,
-        dtype=opened.dtype,
-        num_workers=settings.num_workers,
-        transform=recipe.transform,
-        collate=recipe.collate,
-        whole=recipe.forward is not None,
-    )
+    plain = replace(recipe, augment=None)
+    source = open_split(data, world, plain, settings, opened.dtype)
     values = switched(settings, opened.device)(evaluate)(
         applied(model, recipe),
         source,

@@ -3,12 +3,12 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from samestep.data.batches import open_source
+from samestep.data.batches import open_split
 from samestep.errors import UserError, device_error
 from samestep.execution.build import Built
 from samestep.execution.request import Request
@@ -104,16 +104,8 @@ def _test(
         if work.trainee.average is not None:
             work.trainee.average.load(None)
     assert splits.test is not None
-    source = open_source(
-        splits.test,
-        world,
-        seed=settings.seed,
-        dtype=data_dtype(settings.precision),
-        num_workers=settings.num_workers,
-        transform=request.recipe.transform,
-        collate=request.recipe.collate,
-        whole=request.recipe.forward is not None,
-    )
+    plain = replace(request.recipe, augment=None)
+    source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
     part = UntilTold(source, agreement)
     values = evaluate_work(work, part, classes=splits.classes)
     return {**values, "checkpoint": best.path if best else "last"}, problems, part.agreed()
