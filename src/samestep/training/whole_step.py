@@ -21,7 +21,7 @@ Vectors = list[Tensor]
 """All weights, or all of one kind that belongs to them: packed into one, or a tensor of each."""
 
 
-Results = tuple[Tensor, Tensor, Tensor | None]
+Results = tuple[Tensor, ...]
 """Of each step the loss and the norm of the gradient; the outputs of all of them, if wanted."""
 
 
@@ -88,11 +88,11 @@ class StepGraph:
             list(self._model.buffers()),
         ]
         fed = (inputs, targets, self._rates(step + self._ahead, lrs))
-        losses, norms, outputs = self._call(kept, fed)
+        losses, norms, *outputs = self._call(kept, fed)
         seen = []
-        if outputs is not None:
+        if outputs:
             flat = map_leaves(lambda leaf: leaf.flatten(0, 2), targets)
-            seen = [Seen(outputs, flat, len(tree_leaves(flat)[0]))]
+            seen = [Seen(outputs[0], flat, len(tree_leaves(flat)[0]))]
         return StepResult(losses.unbind(), norms, seen=seen)
 
     def how(self) -> str:
@@ -158,10 +158,8 @@ class StepGraph:
         buffers = live
         losses, norms, seen = [], [], []
         for k in range(rates.shape[0]):
-            gradients, loss, buffers, outputs = self._gradients(
-                vectors, buffers, inputs, targets, k
-            )
-            seen += outputs
+            gradients, loss, buffers, given = self._gradients(vectors, buffers, inputs, targets, k)
+            seen += given
             norm = _total_norm(gradients)
             if self._settings.clip_norm is not None:
                 # As torch.nn.utils.clip_grad_norm_ does it.
@@ -180,7 +178,8 @@ class StepGraph:
                 tensor.copy_(piece)
         for name, buffer in live.items():
             buffer.copy_(buffers[name])
-        return torch.stack(losses), torch.stack(norms), torch.cat(seen) if seen else None
+        outputs = (torch.cat(seen),) if seen else ()
+        return torch.stack(losses), torch.stack(norms), *outputs
 
     def _gradients(
         self, vectors: Vectors, buffers: dict[str, Tensor], inputs: Any, targets: Any, k: int
