@@ -42,7 +42,7 @@ class EpochMetrics:
     def reset(self) -> None:
         """Begin a new epoch."""
         self._seen: list[Seen] = []
-        self._bytes = 0
+        self._most = _MOST_STEPS
         self._unread: list[Tensor] = []
         self._sums, self._samples = [0.0] * len(self._functions), 0
         self._objects.reset()
@@ -54,16 +54,18 @@ class EpochMetrics:
             UserError: a metric fails.
         """
         for one in seen:
-            alike = not self._seen or _form(one) == _form(self._seen[0])
-            if not alike or len(self._seen) == _MOST_STEPS or self._bytes >= _MOST_BYTES:
-                self._look()
-            self._seen.append(one)
-            self._bytes += sum(t.nbytes for t in tree_leaves(one.outputs) if isinstance(t, Tensor))
             self._samples += one.samples
+            if len(self._seen) == self._most or (self._seen and not _alike(one, self._seen[0])):
+                self._look()
+            if not self._seen:
+                leaves = [leaf for leaf in tree_leaves(one.outputs) if isinstance(leaf, Tensor)]
+                each = max(1, sum(leaf.nbytes for leaf in leaves))
+                self._most = max(1, min(_MOST_STEPS, _MOST_BYTES // each))
+            self._seen.append(one)
 
     def _look(self) -> None:
         """Measure what has gathered: batches of one form."""
-        seen, self._seen, self._bytes = self._seen, [], 0
+        seen, self._seen = self._seen, []
         if not seen:
             return
         outputs, targets, samples = seen[0]
@@ -120,10 +122,16 @@ class EpochMetrics:
         self._objects.load(states)
 
 
-def _form(seen: Seen) -> Any:
-    """Return what batches have to share to be put together; of others nothing is equal to it."""
-    outputs, targets = seen.outputs, seen.targets
-    if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
-        same = outputs.shape, targets.shape, outputs.dtype
-        return same if len(outputs) == len(targets) == seen.samples else object()
-    return object()
+def _alike(one: Seen, other: Seen) -> bool:
+    """Whether two batches can be put together."""
+    outputs, targets, samples = one
+    return (
+        samples == other.samples
+        and isinstance(outputs, Tensor)
+        and isinstance(targets, Tensor)
+        and isinstance(other.outputs, Tensor)
+        and isinstance(other.targets, Tensor)
+        and outputs.shape == other.outputs.shape
+        and targets.shape == other.targets.shape
+        and len(outputs) == len(targets) == samples
+    )

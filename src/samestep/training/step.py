@@ -136,11 +136,9 @@ class EagerStep:
         self._agreed, self._step = False, 0
         self._outputs: Any = None
         self._seen: list[Seen] = []
+        self._together = settings.sync_batchnorm and world.world_size > 1
         self._cut = partial(
-            cut_rows,
-            batch_size=batch_size,
-            world_size=world.world_size,
-            together=settings.sync_batchnorm and world.world_size > 1,
+            cut_rows, batch_size=batch_size, world_size=world.world_size, together=self._together
         )
         self._unchecked = world.connected and not settings.find_unused
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
@@ -209,6 +207,8 @@ class EagerStep:
 
     def _parts(self, block: Block) -> Sequence[Block]:
         """Return a step's micro-steps, cut from it unless they were read one by one."""
+        if block.rows <= self._batch_size and not (block.parts or self._together):
+            return (block,)
         if block.parts:
             return block.parts
         cuts = self._cut(block.rows, block.global_size)
@@ -231,7 +231,11 @@ class EagerStep:
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = loss * weight
         if trainee.measured and part.weight:
-            outputs = map_tensors(Tensor.detach, self._outputs)
+            outputs = self._outputs
+            if isinstance(outputs, Tensor):
+                outputs = outputs.detach()
+            else:
+                outputs = map_tensors(Tensor.detach, outputs)
             self._seen.append(Seen(outputs, targets, part.rows))
         phases, last = self._phases, "backward"
         phases.lap("forward")
