@@ -144,6 +144,15 @@ def test_of_a_rank_whose_last_words_are_lost_another_one_says_what_would_come_ag
     assert not first_end([*lines[:3], srun(0, "Exited with exit code 1")]).comes_again
 
 
+def test_a_rank_that_raised_and_aborted_at_its_end_is_shown_by_what_it_raised():
+    boom = raised(1, "RuntimeError: boom", ("/home/ada/train.py", 9, "boom()"))
+    lines = [BEGIN, *boom, *raised(0, LOST), srun(1, "Aborted"), srun(0, "Exited with exit code 1")]
+    end = first_end(lines)
+    assert (end.rank, end.said) == (1, "RuntimeError: boom")
+    silent = first_end([BEGIN, srun(1, "Aborted")])
+    assert (silent.signal, silent.said) == ("SIGABRT", "")
+
+
 def test_nothing_is_known_where_nothing_was_said():
     assert first_end([BEGIN, "a line", "srun: error: something else"]) is None
 

@@ -163,15 +163,19 @@ def _ends_by_torchrun(lines: Sequence[str]) -> list[RankEnd]:
 
 def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[str]) -> RankEnd:
     """Add what the rank itself said of its end."""
-    if end.signal and not (failure is not None and end.signal == "SIGTERM"):
+    # A rank that raised may abort when Python ends it, among the threads of its process group.
+    aborted = end.signal == "SIGABRT"
+    if end.signal and not aborted and not (failure is not None and end.signal == "SIGTERM"):
         return end
     if failure is not None:  # also of a rank that was ended while it waited to tell
         said, *more = str(failure.get("message", "")).splitlines() or [""]
         frames = tuple(line for line in more if line.startswith("  at "))
         effect, at = bool(failure.get("lost_peer")), float(failure.get("time", 0))
         return replace(end, said=said, frames=frames, is_effect=effect, at=at)
-    said, frames = _last_error(lines_of(end.rank, lines) or lines)
-    if not said:  # Slurm may lose what it printed last, and another rank has said the same
+    own = lines_of(end.rank, lines)
+    said, frames = _last_error(own if own or aborted else lines)
+    if not said and not aborted:
+        # Slurm may lose what it printed last, and another rank has said the same.
         bare = (_LABEL.sub("", line) for line in lines)
         said = next((line for line in bare if _SAME_AGAIN.match(line)), "")
     return replace(end, said=said, frames=frames, is_effect=bool(LOST_PEER.search(said)))
