@@ -39,9 +39,11 @@ RESERVED_NAMES = frozenset(
     {
         *("loss", "train_loss", "event", "split", "epoch", "step", "samples", "seconds"),
         *("checkpoint", "problems", "per_class", "confusion"),
+        *("train_seconds", "samples_per_s", "phases", "ranks", "metrics"),
     }
 )
-"""What no metric may be called: fields of an `evaluation` record, and what `compare` offers."""
+"""What no metric may be called: fields of `evaluation` and `epoch` records, and what `compare`
+offers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from samestep import UserError
+from samestep.data.batches import open_source
 from samestep.data.collating import Collating
 from samestep.data.trees import num_rows
+from samestep.errors import UserError
+from samestep.ranks.world import World
 
 
 def texts(*lengths):
@@ -196,3 +198,10 @@ def test_without_a_collate_samples_of_different_size_are_told_to_need_one():
         collate(None, TEXTS, whole=False)
     samples = texts(3, 3)
     torch.testing.assert_close(collate(None, samples, whole=False), tuple(default_collate(samples)))
+
+
+def test_collate_beside_tensors_that_are_batches_already_is_refused():
+    x = torch.zeros(4, 2)
+    reading = {"seed": 1, "dtype": torch.float32, "num_workers": 0}
+    with pytest.raises(UserError):
+        open_source((x, x), World(), collate=list, **reading)

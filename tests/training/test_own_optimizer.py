@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from samestep import Recipe, Settings, Splits
+from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.training.compiled import ModelStep, make_step, what_compiles
-from samestep.training.optimizer import optimizer_of, set_lr
+from samestep.training.optimizer import load_state, optimizer_of, set_lr
 from samestep.training.phases import make_phases
 from samestep.training.plan import learning_rate, make_plan
 from samestep.training.step import Trainee
@@ -186,3 +187,16 @@ def test_branches_that_some_steps_do_not_use_train_the_same_with_find_unused(tmp
         recipe, "--run-dir", str(run), *flags, "--find-unused", world_size=2, folder=tmp_path
     )
     tiny.assert_same_training(run, reference)
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused():
+    layer = nn.Linear(2, 2)
+
+    def of(kind):
+        recipe = Recipe(model=lambda: layer, data=dict, optimizer=lambda m, _: kind(m.parameters()))
+        return optimizer_of(recipe, layer, Settings(), 0.1, CPU)
+
+    adam = of(torch.optim.AdamW)
+    load_state(of(torch.optim.AdamW), adam.state_dict())
+    with pytest.raises(UserError):
+        load_state(of(torch.optim.Adagrad), adam.state_dict())

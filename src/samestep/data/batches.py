@@ -10,7 +10,7 @@ from samestep.data.blocks import Lap, untimed
 from samestep.data.loader_source import LoaderSource
 from samestep.data.memory_source import MemorySource
 from samestep.data.source import Reading, Source
-from samestep.errors import UserError
+from samestep.errors import UserError, defined_at
 from samestep.ranks.world import World
 from samestep.recipe import Augment, Collate, InMemory, Recipe, Transform
 from samestep.settings import Settings
@@ -55,6 +55,11 @@ def open_source(
             raise UserError(
                 f"The recipe's data is a tuple of {len(data)} ({kinds}); it must be (inputs, "
                 "targets), both tensors. torch.from_numpy makes one of a NumPy array."
+            )
+        if collate is not None:
+            raise UserError(
+                f"The recipe's collate{defined_at(collate)} has nothing to do: its data is a pair "
+                "of tensors, which are cut into batches. Leave collate out, or give a Dataset."
             )
         return MemorySource(data, reading)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):

@@ -132,7 +132,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     Of another kind of optimizer there is nothing to load: this one begins anew.
 
     Raises:
-        UserError: it has other groups of parameters.
+        UserError: it has other groups of parameters, or is of another kind than a recipe's own.
     """
     own = [dict(group) for group in optimizer.param_groups]
     if len(own) != len(saved["param_groups"]):
@@ -140,6 +140,13 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             f"The checkpoint's optimizer has {len(saved['param_groups'])} groups of parameters, "
             f"this one has {len(own)}. Use the optimizer of the run that wrote it."
         )
+    for mine, its in zip(own, saved["param_groups"], strict=True):
+        if (_RATIO in mine or _RATIO in its) and _names(mine) != _names(its):
+            raise UserError(
+                "The checkpoint was written by another kind of optimizer, and what it has gathered "
+                "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
+                "run."
+            )
     if any(
         ("momentum" in mine) != ("momentum" in its)
         for mine, its in zip(own, saved["param_groups"], strict=False)
@@ -154,6 +161,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     for group, mine in zip(optimizer.param_groups, own, strict=True):
         names = mine.keys() - {"params"} if _RATIO in mine else _SETTINGS
         group.update({name: mine[name] for name in names if name in mine})
+
+
+def _names(group: dict[str, Any]) -> set[str]:
+    """Return the settings of a group, by which kinds of optimizers differ."""
+    return group.keys() - {"params", *_KERNELS}
 
 
 def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from samestep.data.batches import open_source
+from samestep.data.batches import open_split
 from samestep.data.blocks import Block, Cut
 from samestep.data.source import Source
 from samestep.data.trees import map_leaves, narrow, tree_leaves
@@ -159,17 +159,8 @@ class RecipeUnderTest:
     ) -> closing[Source]:
         """Return what reads a split in this process; it is to be closed."""
         recipe = recipe or self.recipe
-        source = open_source(
-            data,
-            world or self.world,
-            seed=self.settings.seed,
-            dtype=self.dtype,
-            num_workers=0,
-            transform=recipe.transform,
-            augment=recipe.augment,
-            collate=recipe.collate,
-            whole=recipe.forward is not None,
-        )
+        settings = replace(self.settings, num_workers=0)
+        source = open_split(data, world or self.world, recipe, settings, self.dtype)
         return closing(source)
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
