@@ -1,6 +1,7 @@
 """A table with numbers and a category, read from CSV: dict inputs reach the model by their names.
 
     samestep train examples/csv_regression.py --data-file houses.csv
+    samestep predict runs/ID more_houses.csv
 
 Without a file it makes a table of its own.
 """
@@ -65,12 +66,17 @@ def made_up(number: int) -> list[dict[str, str]]:
     return rows
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        missing = {*NUMBERS, CATEGORY, TARGET} - set(rows.fieldnames or ())
+        if missing:
+            raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+        return list(rows)
+
+
 def data(options: Options) -> Splits:
-    if options.data_file:
-        with Path(options.data_file).open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = made_up(1009)
+    rows = read_rows(Path(options.data_file)) if options.data_file else made_up(1009)
     for_validation = len(rows) // 10
     return Splits(train=Houses(rows[for_validation:]), validation=Houses(rows[:for_validation]))
 
@@ -89,6 +95,11 @@ def optimizer(model: Price, settings: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=settings.lr, weight_decay=0.01)
 
 
+def show(outputs: Tensor, targets: Tensor) -> list[dict[str, float]]:
+    pairs = (100 * torch.cat([outputs, targets], dim=1)).tolist()
+    return [{"price": price, "actual": actual} for price, actual in pairs]
+
+
 recipe = Recipe(
     model=lambda options: Price(options.hidden),
     data=data,
@@ -96,6 +107,8 @@ recipe = Recipe(
     loss=nn.functional.mse_loss,
     metrics={"error_percent": error},
     lower_is_better=("error_percent",),
+    read=lambda options, path: Houses(read_rows(path)),
+    show=show,
     optimizer=optimizer,
     schedule=lambda step, total: 1 - step / total,
     settings={"epochs": 5, "global_batch_size": 32, "lr": 3e-3},

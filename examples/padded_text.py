@@ -1,12 +1,15 @@
 """Sentences of different lengths: padded batch by batch, and a loss whose mean is over words.
 
     samestep train examples/padded_text.py --nproc 2 --global-batch-size 16
+    samestep predict runs/ID beginnings.txt
 
 A mean over sentences would weigh a word of a short sentence more than one of a long sentence, and a
 mean of the ranks' means would weigh it differently on each number of ranks.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +92,20 @@ def ended(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return right.sum(dim=1) * 2 > (batch["following"] != 0).sum(dim=1)
 
 
+def read(options: Options, path: Path) -> Iterator[Tensor]:
+    """Yield the beginnings of sentences in a file, one a line; a full stop takes up the guess."""
+    for line in path.read_text().splitlines():
+        yield torch.tensor([WORDS.index(word) for word in ("<start>", *line.split(), ".")])
+
+
+def show(outputs: Tensor, batch: dict[str, Tensor]) -> list[dict[str, object]]:
+    """Say of each beginning which word follows: only there, not where others are longer."""
+    last = (batch["following"] != 0).sum(dim=1) - 1
+    best = outputs[torch.arange(len(last)), last].softmax(dim=1).max(dim=1)
+    pairs = zip(best.indices, best.values, strict=True)
+    return [{"next": WORDS[word], "probability": float(p)} for word, p in pairs]
+
+
 recipe = Recipe(
     model=lambda options: NextWord(options.width),
     data=data,
@@ -98,5 +115,7 @@ recipe = Recipe(
     loss=loss,
     loss_terms=lambda batch: (batch["following"] != 0).sum(),
     metrics={"mostly_right": ended},
+    read=read,
+    show=show,
     settings={"epochs": 3, "global_batch_size": 16, "lr": 0.01},
 )

@@ -9,7 +9,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -130,9 +130,13 @@ class Recipe:
     complete: Callable[[Any], Any] | None = None
     """options → the same with what only the data can tell (classes, sizes) filled in where it was
     None or empty; the run keeps it, so that its model can be built without the data."""
-    read: Callable[[Any, Path], Tensor] | None = None
-    """(options, file) → one input as it is stored (…), for `samestep predict`; `ValueError` says
-    why a file cannot be read."""
+    read: Callable[[Any, Path], Any] | None = None
+    """(options, file) → what `samestep predict` asks the model of: a sample as the data set gives
+    it, or several in a list, an iterator or a `Dataset`. Without `collate` and `forward` the input
+    alone will do. `ValueError` says why a file cannot be read."""
+    show: Callable[[Any, Any], Sequence[Mapping[str, Any]]] | None = None
+    """(outputs, targets) → a dict for each sample: what `samestep predict` shows of it. Targets are
+    None where `read` gave inputs alone; with `forward` it is given (outputs, batch)."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Default settings that differ from samestep's."""
     accepts: tuple[Accepted, ...] = ()
@@ -209,6 +213,10 @@ class Recipe:
         names = ("collate", "forward", "loss_terms", "optimizer")
         return tuple(name for name in names if getattr(self, name) is not None)
 
+    def counted_classes(self, splits: Splits) -> tuple[str, ...]:
+        """Return the classes that a test counts: with `forward`, targets are anywhere in a batch."""
+        return splits.classes if self.forward is None else ()
+
     def falling(self) -> tuple[str, ...]:
         """Return the names of what is better the lower it is: the loss, and the metrics named."""
         # What torchmetrics offers says so itself.
@@ -284,6 +292,23 @@ def find_recipe(name: str) -> Recipe:
     return replace(recipe, name=name)
 
 
+_EXTRAS = {
+    "datasets": "huggingface",
+    "lightning": "lightning",
+    "torch_geometric": "graphs",
+    "transformers": "huggingface",
+}
+"""Which extra of samestep brings a package."""
+
+
+def _what_to_install(error: Exception) -> str:
+    """Return the command that installs a package which is missing, where it is known."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or name not in _EXTRAS:
+        return ""
+    return f"Install it: pip install 'samestep[{_EXTRAS[name]}]'. "
+
+
 def _from_file(path: Path) -> Recipe:
     if not path.is_file():
         raise UserError(
@@ -310,7 +335,8 @@ def _from_file(path: Path) -> Recipe:
         own = path.resolve()  # frames name the file by its absolute path
         line = next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == own), "?")
         raise UserError(
-            f"{path}:{line}: {type(error).__name__}: {error}. The recipe file could not be run."
+            f"{path}:{line}: {type(error).__name__}: {error}. {_what_to_install(error)}"
+            "The recipe file could not be run."
         ) from error
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):

@@ -65,7 +65,7 @@ def evaluate_run(
         batch_size=evaluation_batch(settings, settings.batch_size or 1),
         precision=settings.precision,
         seed=settings.seed,
-        classes=splits.classes,
+        classes=recipe.counted_classes(splits),
         terms=terms_of(recipe),
     )
     entry = opened.entry

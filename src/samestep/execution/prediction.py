@@ -1,45 +1,90 @@
-"""Predict the classes of files with a checkpoint of a run, from its directory alone."""
+"""Predict what is in files with a checkpoint of a run, from its directory alone."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch.utils.data import Dataset
 
-from samestep.errors import UserError
-from samestep.execution.opening import open_checkpoint
+from samestep.data.batches import open_split
+from samestep.errors import UserError, blame, defined_at
+from samestep.execution.opening import Opened, open_checkpoint
+from samestep.execution.shown import class_scores, fits, named, rows_of, shown_by
 from samestep.machine import usable_cores
-from samestep.ranks.world import Device
+from samestep.ranks.world import Device, World
+from samestep.recipe import Recipe, is_cross_entropy
+from samestep.training.apply import applied
 from samestep.training.backends import switched
-from samestep.training.precision import autocast
+from samestep.training.evaluation import as_evaluated, outputs_of
 from samestep.training.threads import choose_threads
 
-_FILES_PER_BATCH = 32
+_ROWS_PER_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a model says of one file, or why it could not be asked."""
+    """What a model says of one row of a file, or why it could not be asked."""
 
     file: str
+    row: int | None = None
+    """Which of the file's rows, from 1; None of a file that is a single one."""
     classes: tuple[tuple[str, float], ...] = ()
     """Class names with their probabilities, most probable first."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What else there is to show, by name: numbers, words, and lists and dicts of them."""
     problem: str | None = None
-    """Why the file could not be read."""
+    """Why it could not be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
     """A checkpoint ready to be asked."""
 
+    opened: Opened
+    recipe: Recipe
+    """Without random augmentation."""
     classes: tuple[str, ...]
-    """The names of the outputs."""
-    read: Callable[[Path], Tensor]
-    """One file → one input as it is stored; `ValueError` says why it cannot be read."""
-    probabilities: Callable[[Tensor], Tensor]
-    """Stored inputs (batch, …) → (batch, classes), float64 on the CPU, each row adding up to 1."""
+    """The names of the outputs, if the data has named them."""
+
+    def ask(self, samples: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the outputs for samples as `read` gives them, and their targets or batch.
+
+        The batch is put together as in an evaluation. Targets are None where there are none.
+
+        Raises:
+            UserError: the samples do not go together, or the model fails.
+        """
+        recipe, opened, known = self.recipe, self.opened, True
+        if recipe.collate is None and recipe.forward is None:
+            known = all(map(_is_pair, samples))
+            inputs = [sample[0] if _is_pair(sample) else sample for sample in samples]
+            samples = samples if known else [(one, 0) for one in inputs]
+        settings, device = replace(opened.settings, num_workers=0), opened.device
+        rows = RowsOfFiles(samples)
+        source = open_split(rows, World(device=device), recipe, settings, opened.dtype)
+        batch, model = source.peek(len(samples)), applied(opened.model, recipe)
+        with as_evaluated(model, settings.seed), switched(settings, device):
+            outputs = outputs_of(model, batch.inputs, settings.precision, device)
+        return outputs, batch.targets if known else None
+
+
+class RowsOfFiles(Dataset[Any]):
+    """Samples that `read` gave."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+
+def _is_pair(sample: Any) -> bool:
+    return isinstance(sample, tuple) and len(sample) == 2
 
 
 def open_predictor(path: Path, name: str = "best", *, device: Device = "auto") -> Predictor:
@@ -51,67 +96,115 @@ def open_predictor(path: Path, name: str = "best", *, device: Device = "auto") -
         device: where to compute.
 
     Raises:
-        UserError: there is no such run or checkpoint, or its recipe reads no files or names no
-            classes.
+        UserError: there is no such run or checkpoint, or its recipe reads no files.
     """
     opened = open_checkpoint(path, name, device=device)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
-    read, transform = recipe.read, recipe.transform
-    if read is None:
+    if recipe.read is None:
         raise UserError(
             f"Recipe {recipe.name} does not say how to read a file, so it cannot predict any: "
             "give it Recipe(read=…), a function of the options and a path."
         )
-    if recipe.forward is not None or recipe.collate is not None:
-        raise UserError(
-            f"Recipe {recipe.name} has a collate or forward of its own, and predict can only ask a "
-            "model that takes a batch of equal inputs. Open the checkpoint in Python instead."
-        )
-    classes = tuple(opened.content.get("classes") or ())
-    if not classes:
-        raise UserError(
-            f"{path / 'checkpoints' / opened.entry.path} names no classes: the recipe's data must "
-            "return Splits(classes=…)."
-        )
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
-
-    def probabilities(inputs: Tensor) -> Tensor:
-        inputs = inputs.to(opened.device)
-        inputs = transform(inputs) if transform is not None else inputs
-        autocasts = autocast(settings.precision, opened.device)
-        with torch.no_grad(), switched(settings, opened.device), autocasts:
-            if inputs.is_floating_point():
-                inputs = inputs.to(opened.dtype)
-            outputs: Tensor = model(inputs)
-        return outputs.cpu().to(torch.float64).softmax(dim=1)
-
-    return Predictor(
-        classes=classes, read=lambda file: read(opened.options, file), probabilities=probabilities
-    )
+    classes = tuple(opened.content.get("classes") or ())
+    return Predictor(opened=opened, recipe=replace(recipe, augment=None), classes=classes)
 
 
 def predict_files(predictor: Predictor, files: Sequence[Path], *, top: int) -> Iterator[Prediction]:
-    """Yield what a model says of each file, in their order; one that is broken is only named.
+    """Yield what a model says of each row of each file, in order; what is broken is only named.
 
     Args:
         predictor: what `open_predictor` returned.
         files: what to look at; `check_files` says first whether they are there.
-        top: how many classes to name for each file.
+        top: how many classes to name for each row.
+
+    Raises:
+        UserError: the model fails, or gives outputs that only the recipe could show.
     """
-    for start in range(0, len(files), _FILES_PER_BATCH):
-        batch = files[start : start + _FILES_PER_BATCH]
-        found = [_try_to_read(predictor, file) for file in batch]
-        inputs = [what for what in found if isinstance(what, Tensor)]
-        rows = iter(predictor.probabilities(torch.stack(inputs)) if inputs else ())
-        for file, what in zip(batch, found, strict=True):
-            if isinstance(what, str):
-                yield Prediction(file=str(file), problem=what)
+    waiting: list[_Row] = []
+    for row in _rows(predictor, files):
+        waiting.append(row)
+        if len(waiting) == _ROWS_PER_BATCH:
+            yield from _predicted(predictor, waiting, top)
+            waiting = []
+    yield from _predicted(predictor, waiting, top)
+
+
+class _Row(NamedTuple):
+    """A sample of a file, or why there is none."""
+
+    file: str
+    number: int | None
+    sample: Any = None
+    problem: str | None = None
+
+
+def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
+    """Yield what the recipe reads, file by file."""
+    read, options = predictor.recipe.read, predictor.opened.options
+    assert read is not None
+    for path in files:
+        file, number = str(path), None
+        try:
+            found = _several(read(options, path))
+            if isinstance(found, _Single):
+                yield _Row(file, None, found.sample)
                 continue
-            best = next(rows).topk(min(top, len(predictor.classes)))
-            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            yield Prediction(
-                file=str(file), classes=tuple((predictor.classes[k], p) for k, p in pairs)
-            )
+            number = 1
+            for sample in found:
+                yield _Row(file, number, sample)
+                number += 1
+        except (ValueError, OSError) as error:
+            yield _Row(file, number, problem=str(error))
+            continue
+        except Exception as error:
+            blame(f"The recipe's read failed with {file}", error, defined_at(read))
+        if number == 1:
+            yield _Row(file, None, problem="there is no row in it")
+
+
+class _Single(NamedTuple):
+    sample: Any
+
+
+def _several(found: Any) -> "Iterator[Any] | _Single":
+    """Return the samples that `read` gave, or the only one."""
+    if isinstance(found, list | Iterator):
+        return iter(found)
+    if isinstance(found, Dataset):
+        if hasattr(found, "__len__"):
+            return (found[index] for index in range(len(found)))
+        return iter(found)
+    return _Single(found)
+
+
+def _predicted(predictor: Predictor, rows: Sequence[_Row], top: int) -> Iterator[Prediction]:
+    """Yield what the model says of rows that are asked at once."""
+    samples = [row.sample for row in rows if row.problem is None]
+    said = iter(_said(predictor, samples, top) if samples else ())
+    for row in rows:
+        place: dict[str, Any] = {"file": row.file, "row": row.number}
+        if row.problem is not None:
+            yield Prediction(**place, problem=row.problem)
+        else:
+            yield Prediction(**place, **next(said))
+
+
+def _said(predictor: Predictor, samples: Sequence[Any], top: int) -> list[dict[str, Any]]:
+    """Return the fields of a prediction for each sample."""
+    outputs, targets = predictor.ask(samples)
+    recipe, classes, count = predictor.recipe, predictor.classes, len(samples)
+    if recipe.show is not None:
+        return [{"values": row} for row in shown_by(recipe.show, outputs, targets, count)]
+    known = recipe.forward is None and fits(targets, count)
+    actual = rows_of("target", targets, count) if known else [{}] * count
+    # Where the loss is made of it, outputs are class scores whether classes have names or not.
+    scores = class_scores(outputs, classes, top, numbered=is_cross_entropy(recipe.loss))
+    if scores is None:
+        rows = zip(rows_of("output", outputs, count), actual, strict=True)
+        return [{"values": {**row, **its}} for row, its in rows]
+    pairs = zip(scores, actual, strict=True)
+    return [{"classes": found, "values": named(its, classes)} for found, its in pairs]
 
 
 def check_files(files: Sequence[Path]) -> None:
@@ -127,18 +220,13 @@ def check_files(files: Sequence[Path]) -> None:
             raise UserError(f"There is no file {file}.")
 
 
-def _try_to_read(predictor: Predictor, file: Path) -> Tensor | str:
-    try:
-        return predictor.read(file)
-    except (ValueError, OSError) as error:
-        return str(error)
-
-
 def as_table(prediction: Prediction) -> dict[str, Any]:
     """Return a prediction as JSON has it."""
+    table: dict[str, Any] = {"file": prediction.file}
+    if prediction.row is not None:
+        table["row"] = prediction.row
     if prediction.problem is not None:
-        return {"file": prediction.file, "problem": prediction.problem}
-    return {
-        "file": prediction.file,
-        "classes": [{"class": name, "probability": p} for name, p in prediction.classes],
-    }
+        return {**table, "problem": prediction.problem}
+    if prediction.classes:
+        table["classes"] = [{"class": name, "probability": p} for name, p in prediction.classes]
+    return {**table, **prediction.values}

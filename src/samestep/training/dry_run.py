@@ -74,7 +74,7 @@ def dry_run(
         trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
     except Exception:  # what cannot be copied is tried for the first time when it counts
         return metrics
-    classes = splits.classes if splits.test is not None else ()
+    classes = recipe.counted_classes(splits) if splits.test is not None else ()
     with as_evaluated(trial, seed=0):
         takes, terms = applied(trial, recipe), terms_of(recipe)
         outputs = outputs_of(takes, inputs, precision, world.device, defined_at(recipe.model))
