@@ -8,7 +8,6 @@ Sentences are good or bad, and "not" turns the word after it round. They are pad
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -29,9 +28,7 @@ WORDS = ["[PAD]", "[UNK]", "not", *GOOD, *BAD, *OTHERS]
 
 _words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
 _words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=_words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
-)
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=_words, pad_token="[PAD]", model_max_length=32)
 
 
 class Reviews(Dataset[tuple[str, int]]):
@@ -120,6 +117,6 @@ recipe = Recipe(
     metrics={"accuracy": lambda outputs, batch: outputs.argmax(dim=1) == batch["labels"]},
     optimizer=optimizer,
     schedule=schedule,
-    read=lambda options, path: [(line, 0) for line in path.read_text().splitlines()],
+    read=lambda _, path: [(line, 0) for line in path.read_text().splitlines()],
     settings={"epochs": 5, "global_batch_size": 32, "lr": 3e-3},
 )

@@ -92,7 +92,7 @@ def ended(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return right.sum(dim=1) * 2 > (batch["following"] != 0).sum(dim=1)
 
 
-def read(options: Options, path: Path) -> Iterator[Tensor]:
+def read(_: Options, path: Path) -> Iterator[Tensor]:
     """Yield the beginnings of sentences in a file, one a line; a full stop takes up the guess."""
     for line in path.read_text().splitlines():
         yield torch.tensor([WORDS.index(word) for word in ("<start>", *line.split(), ".")])

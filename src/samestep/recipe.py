@@ -214,7 +214,7 @@ class Recipe:
         return tuple(name for name in names if getattr(self, name) is not None)
 
     def counted_classes(self, splits: Splits) -> tuple[str, ...]:
-        """Return the classes that a test counts: with `forward`, targets are anywhere in a batch."""
+        """Return the classes that a test counts; with `forward`, targets may be anywhere."""
         return splits.classes if self.forward is None else ()
 
     def falling(self) -> tuple[str, ...]:

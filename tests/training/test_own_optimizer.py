@@ -57,6 +57,17 @@ def test_a_schedule_of_ones_own_multiplies_the_warm_up():
     assert rates == pytest.approx([0.1 * factor for factor in factors])
 
 
+def test_a_schedule_of_ones_own_is_not_asked_for_steps_after_the_last():
+    def schedule(step, total):
+        assert step < total
+        return 1 - (step + 1) / (total + 1)
+
+    settings = Settings(lr=0.1, batch_size=8, epochs=1)
+    plan = make_plan(settings, 48, 1, resumed=False, schedule=schedule)
+    rates = [learning_rate(plan, settings, step) for step in (5, 6, 700)]
+    assert rates == pytest.approx([0.1 / 7] * 3)
+
+
 def test_a_frozen_weight_may_be_missing_from_it():
     model = network()
     model[0].requires_grad_(requires_grad=False)

@@ -107,7 +107,7 @@ def _test(
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
     part = UntilTold(source, agreement)
-    values = evaluate_work(work, part, classes=splits.classes)
+    values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
     return {**values, "checkpoint": best.path if best else "last"}, problems, part.agreed()
 
 

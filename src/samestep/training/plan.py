@@ -209,7 +209,9 @@ def learning_rate(plan: Plan, settings: Settings, step: int) -> float:
     warmup = settings.warmup_steps
     if plan.schedule is not None:
         ramp = min(1.0, (step + 1) / (warmup + 1))
-        return plan.lr * ramp * factor_of(plan.schedule, step, plan.total_steps)
+        # A checkpoint at the end, and a profile of more steps, ask for one that is never trained.
+        known = min(step, plan.total_steps - 1)
+        return plan.lr * ramp * factor_of(plan.schedule, known, plan.total_steps)
     if step < warmup:
         return plan.lr * (step + 1) / (warmup + 1)
     if settings.schedule == "constant":

@@ -1,0 +1,206 @@
+"""`samestep predict` of files with several rows, and of outputs that are no named classes."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from samestep.cli import main
+from samestep.execution.evaluation import evaluate_run
+from samestep.recipe import find_recipe
+from tests import tiny
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def predicted(capsys, *arguments, code: int = 0) -> list[dict]:
+    """Return what predict says in JSON, a dict for each line."""
+    assert main(["predict", *map(str, arguments), "--json"]) == code
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def trained(recipe: Path, folder: Path, *flags: str) -> Path:
+    run = folder / f"run-{recipe.stem}"
+    tiny.train(recipe, "--run-dir", str(run), "--max-steps", "3", *flags, folder=folder)
+    return run
+
+
+def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, capsys):
+    """Over the validation's rows the error is what the evaluation measured."""
+    recipe = EXAMPLES / "csv_regression.py"
+    run = trained(recipe, tmp_path)
+    rows = find_recipe(str(recipe)).model.__globals__["made_up"](1009)[:100]
+    table = tmp_path / "houses.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    found = predicted(capsys, run, table)
+    assert [(one["file"], one["row"]) for one in found] == [(str(table), k + 1) for k in range(100)]
+    assert [one["actual"] for one in found] == pytest.approx([float(r["price"]) for r in rows])
+    error = sum(abs(one["price"] / one["actual"] - 1) for one in found)
+    measured = evaluate_run(run, split="validation")
+    assert error == pytest.approx(measured["error_percent"], rel=1e-5)
+    assert main(["predict", str(run), str(table)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == str(table)
+    assert len(shown) == 101
+
+
+def test_a_row_that_cannot_be_read_is_named_and_a_row_has_the_same_in_any_company(tmp_path, capsys):
+    run = trained(EXAMPLES / "padded_text.py", tmp_path, "--num-sentences", "40")
+    rows = ["the cat", "a dog often hears the bird and the", "the bird"]
+    together, alone = tmp_path / "together.txt", tmp_path / "alone.txt"
+    together.write_text("\n".join(rows))
+    alone.write_text(rows[0])
+    found = predicted(capsys, run, together, alone)
+    assert [one["row"] for one in found] == [1, 2, 3, 1]
+    assert found[0]["next"] == found[3]["next"]
+    assert found[0]["probability"] == pytest.approx(found[3]["probability"], rel=1e-5)
+    broken, empty = tmp_path / "broken.txt", tmp_path / "empty.txt"
+    broken.write_text("\n".join([rows[0], "the zebra", rows[2]]))
+    empty.write_text("")
+    found = predicted(capsys, run, broken, empty, together, code=1)
+    assert [one["row"] for one in found if "next" in one] == [1, 1, 2, 3]
+    assert [(one["file"], one.get("row")) for one in found if "problem" in one] == [
+        (str(broken), 2),
+        (str(empty), None),
+    ]
+
+
+ROWS = """
+import torch
+from dataclasses import dataclass
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from samestep import Recipe, Splits
+
+x = torch.arange(36.0).view(12, 3) / 36
+y = x.sum(dim=1, keepdim=True)
+
+@dataclass(frozen=True)
+class Options:
+    form: str = ""
+
+def read(options, path):
+    numbers = [float(word) for word in path.read_text().split()]
+    rows = torch.tensor(numbers).view(-1, 3)
+    if options.form == "pairs":
+        return [(row, row.sum().view(1)) for row in rows]
+    if options.form == "dataset":
+        return TensorDataset(rows, rows.sum(dim=1, keepdim=True))
+    if options.form == "iterator":
+        return iter(rows)
+    if options.form == "raises":
+        return {}["column"]
+    return rows[0]
+
+class Model(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.form = options.form
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.training:
+            return y
+        if self.form == "tree":
+            return {"y": y, "twice": torch.cat([y, 2 * y], dim=1)}
+        return y.view(-1, 1, 1).expand(-1, 4, 5) if self.form == "maps" else y
+
+recipe = Recipe(model=Model, data=lambda options: Splits(train=(x, y)), options=Options, read=read,
+                loss=nn.functional.mse_loss, settings={"epochs": 1, "batch_size": 4, "lr": 0.1})
+"""
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory) -> tuple[Path, Path]:
+    """A folder with a recipe's run of its own for each form, and a file of two rows."""
+    folder = tmp_path_factory.mktemp("numbers")
+    path = folder / "rows.txt"
+    path.write_text("1 2 3 4 5 6")
+    return folder, path
+
+
+def run_of(folder: Path, form: str, more: str = "") -> Path:
+    recipe = tiny.write_recipe(folder, ROWS + more, name=f"rows_{form or 'single'}.py")
+    return trained(recipe, folder, "--form", form or "single")
+
+
+def test_a_number_is_shown_as_it_is_whatever_form_the_rows_come_in(numbers, capsys):
+    folder, path = numbers
+    (single,) = predicted(capsys, run_of(folder, ""), path)
+    assert single.keys() == {"file", "output"}
+    for form in ("pairs", "dataset", "iterator"):
+        found = predicted(capsys, run_of(folder, form), path)
+        assert [one["row"] for one in found] == [1, 2]
+        assert found[0]["output"] == single["output"]
+        targets = [one.get("target") for one in found]
+        assert targets == ([None] * 2 if form == "iterator" else [6.0, 15.0])
+    (tree,) = predicted(capsys, run_of(folder, "tree"), path)
+    number = single["output"]
+    assert tree["output"] == {"y": number, "twice": [number, pytest.approx(2 * number)]}
+
+
+SHOW = """
+from dataclasses import replace
+recipe = replace(recipe, show=lambda outputs, targets: {})
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "show", "told"),
+    [
+        ("maps", None, ("(1, 4, 5)", "show")),
+        ("raises", None, ("read", "KeyError", "column", "rows_raises.py:")),
+        ("one", "[{}, {}]", ("show", "2 values", "1 sample", "rows_one.py:")),
+        ("words", "['x']", ("show", "str", "rows_words.py:")),
+        ("taken", "[{'file': 1}]", ("show", "'file'", "rows_taken.py:")),
+        ("fails", "outputs.tokens", ("show", "tokens", "(1, 1)", "rows_fails.py:")),
+    ],
+)
+def test_outputs_that_cannot_be_shown_are_one_message(numbers, refused, form, show, told):
+    folder, path = numbers
+    run = run_of(folder, form, SHOW.format(show) if show else "")
+    message = refused("predict", str(run), str(path))
+    assert [word for word in told if word not in message] == [], message
+
+
+# The tiny recipe with batches that are one thing: inputs, targets and a zero.
+WHOLE = """
+from dataclasses import replace
+from torch.utils.data import TensorDataset
+
+def whole(options):
+    def of(part):
+        return TensorDataset(*part, torch.zeros(len(part[0])))
+    splits = data(options)
+    return Splits(train=of(splits.train), test=of(splits.test), classes=("no", "yes"))
+
+recipe = replace(
+    recipe,
+    data=whole,
+    forward=lambda model, batch: model(batch[0]),
+    loss=lambda outputs, batch: loss(outputs, batch[1]),
+    metrics={"right": lambda outputs, batch: accuracy(outputs, batch[1])},
+    read=lambda options, path: whole(options).test,
+)
+"""
+
+
+def test_classes_have_names_where_a_batch_is_one_thing_and_no_test_counts_them(tmp_path, capsys):
+    recipe, run = tiny.write_recipe(tmp_path, tiny.RECIPE + WHOLE), tmp_path / "run"
+    tiny.train(recipe, "--run-dir", str(run), "--epochs", "1", folder=tmp_path)
+    file = tmp_path / "any.txt"
+    file.write_text("")
+    found = predicted(capsys, run, file, "--top", "1")
+    measured = evaluate_run(run)
+    assert "per_class" not in measured
+    assert len(found) == measured["samples"]
+    built = find_recipe(str(recipe))
+    targets = built.load_data(built.options()).test.tensors[1].tolist()
+    names = [one["classes"][0]["class"] for one in found]
+    right = [name == ("no", "yes")[t] for name, t in zip(names, targets, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(measured["right"])
