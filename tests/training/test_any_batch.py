@@ -20,6 +20,7 @@ RECIPES = {
     "padded_text.py": ("--num-sentences", "109", "--width", "8"),
     "csv_regression.py": ("--hidden", "8"),
     "graphs.py": ("--num-graphs", "109", "--width", "4"),
+    "huggingface.py": ("--num-reviews", "109", "--width", "8", "--layers", "1"),
     "char_gpt.py": (
         *("--text-file", str(EXAMPLES.parent / "LICENSE")),
         *("--width", "8", "--heads", "2", "--layers", "1"),
