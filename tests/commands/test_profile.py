@@ -64,6 +64,13 @@ def test_every_rank_leaves_a_whole_trace_that_viewers_can_open(here, world_size)
     assert len(rows) > 10
 
 
+@pytest.mark.parametrize("example", ["padded_text", "csv_regression"])
+def test_batches_and_a_schedule_of_a_recipes_own_are_profiled_beyond_its_end(here, example):
+    """The table's run has 145 steps, and a schedule that is below 0 after them."""
+    recipe = Path(__file__).parents[2] / "examples" / f"{example}.py"
+    assert profiled(here, str(recipe), *QUICK, "--run-dir", "out")["measured"]["steps"] > 3
+
+
 def test_a_whole_epoch_can_be_traced(here):
     """The tiny recipe has 11 steps an epoch."""
     found = profiled(here, str(tiny.write_recipe(here)), "--epoch", "2", "--run-dir", "out")

@@ -68,6 +68,13 @@ def test_it_leaves_segments_whose_steps_samples_and_seconds_are_the_loops(tmp_pa
         assert not list((run / "checkpoints").glob("*.pt"))
 
 
+def test_collated_batches_and_their_terms_are_measured_too(tmp_path):
+    recipe = Path(__file__).parents[2] / "examples" / "padded_text.py"
+    (one,) = measured(recipe, 2, [16], tmp_path)
+    (measurement,) = one.rounds
+    assert all(s.samples <= 16 * s.steps for s in measurement.segments)
+
+
 def test_a_rank_that_is_slow_shows_as_waiting_for_it(tmp_path):
     recipe = write_recipe(tmp_path, SLOW_RANK)
     (one,) = measured(recipe, 1, [12], tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from samestep import read_records
+from samestep.execution.evaluation import evaluate_run
 from tests import tiny
 from tests.faults import Fault
 
@@ -73,6 +74,24 @@ def test_it_goes_on_on_another_number_of_ranks_from_the_middle_of_an_epoch(alone
     recipe, flags, reference = alone
     run = stopped_and_resumed(recipe, flags, tmp_path, first=2, then=1, after=4)
     tiny.assert_same_training(run, reference, 1e-9)
+
+
+def test_an_evaluation_of_the_run_measures_what_the_training_did(alone):
+    _, _, run = alone
+    last = [record for record in read_records(run) if record["event"] == "evaluation"][-1]
+    measured = evaluate_run(run, "last", split="validation")
+    for name in measured.keys() & last.keys() - {"event", "split", "step"}:
+        assert measured[name] == pytest.approx(last[name], rel=1e-12), name
+    assert measured["samples"] > 30
+
+
+@pytest.mark.parametrize("flag", ["--find-unused", "--static-graph"])
+def test_terms_are_added_up_where_ddp_follows_the_forward_and_none_can_travel(tmp_path, flag):
+    recipe, flags = EXAMPLES / "padded_text.py", (*FP64, *RECIPES["padded_text.py"])
+    for name, more, world_size in (("alone", (), 1), ("run", (flag,), 2)):
+        run = ("--run-dir", str(tmp_path / name))
+        tiny.train(recipe, *flags, *run, *more, world_size=world_size, folder=tmp_path)
+    tiny.assert_same_training(tmp_path / "run", tmp_path / "alone", 1e-9)
 
 
 def test_a_mean_over_words_is_not_the_mean_of_the_sentences_means(tmp_path):

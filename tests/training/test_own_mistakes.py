@@ -143,8 +143,10 @@ def test_a_mistake_is_told_before_anything_is_trained(refused, tmp_path, wrong, 
 
 
 # One of each place where ranks find it.
-TOGETHER = ("terms of each sample", "an optimizer of half the model", "a schedule below 0")
-TOGETHER += ("a metric object of a vector", "a dropped sample")
+TOGETHER = ("terms of each sample", "no terms", "terms that are not a number")
+TOGETHER += ("an optimizer of half the model", "a schedule below 0")
+TOGETHER += ("a metric object of a vector", "a metric object without a state")
+TOGETHER += ("a dropped sample", "a sample that comes twice", "a batch without tensors")
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -169,14 +171,27 @@ def test_without_data_to_evaluate_it_is_told_before_anything_is_trained(tmp_path
     assert [word for word in told if word not in message] == []
 
 
-def test_terms_that_only_one_rank_cannot_count_are_told_at_the_first_step(tmp_path):
+SECOND_RANK = "int(__import__('os').environ.get('RANK', 0)) == 1"
+
+
+@pytest.mark.parametrize("found", ["0", "float('nan')"])
+def test_terms_that_only_one_rank_cannot_count_are_told_at_the_first_step(tmp_path, found):
     """Of 16 samples of a step, the second rank has the other 8; no metric asks for them before."""
-    count = "lambda batch: 0 if int(__import__('os').environ.get('RANK', 0)) == 1 else 8"
+    count = f"lambda batch: {found} if {SECOND_RANK} else 8"
     wrong = {"more": f", loss_terms={count}, metrics={{}}", "data": NOT_EVALUATED}
     train = ("train", str(write(tmp_path, **wrong)), "--run-dir", str(tmp_path / "run"))
     message = refusal(*train, world_size=2, folder=tmp_path / "output")
     assert "loss_terms" in message
-    assert "returned 0" in message
+    assert f"returned {found.removeprefix('float(').strip(chr(39) + ')')}" in message
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_only_one_rank_drops_ends_both(tmp_path, workers):
+    wrong = collate(f"default_collate(samples[1:] if {SECOND_RANK} else samples)")
+    train = ("train", str(write(tmp_path, **wrong)), "--run-dir", str(tmp_path / "run"))
+    more = ("--num-workers", str(workers))
+    message = refusal(*train, *more, world_size=2, folder=tmp_path / "output")
+    assert "leaves out 1 of 8 samples" in message
 
 
 def test_there_is_no_accuracy_by_default_of_soft_targets_that_are_only_trained_on(tmp_path):
