@@ -14,7 +14,7 @@ _STARTED_AT = time.time()
 VERBS = {
     "train": "train a recipe or a recipe file; with --resume, go on with a run",
     "evaluate": "evaluate a checkpoint of a run on one device",
-    "predict": "name the classes of files with a checkpoint of a run",
+    "predict": "say what a checkpoint of a run makes of files: classes, numbers, rows",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
     "profile": "where the time goes, of a recipe or of any script, and what to change",
     "verify": "is it the same training on one process and on many?",

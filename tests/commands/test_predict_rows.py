@@ -168,6 +168,28 @@ def test_outputs_that_cannot_be_shown_are_one_message(numbers, refused, form, sh
     assert [word for word in told if word not in message] == [], message
 
 
+GRAPHS = """
+from dataclasses import replace
+
+def show(outputs, graphs):
+    best = outputs.argmax(dim=1)
+    pairs = zip(best, graphs.y, torch.bincount(graphs.batch), strict=True)
+    return [{"predicted": own, "actual": y, "nodes": nodes} for own, y, nodes in pairs]
+
+recipe = replace(recipe, show=show, read=lambda options, path: RandomGraphs(40, seed=1).graphs)
+"""
+
+
+def test_a_file_of_many_graphs_is_predicted_beside_what_each_is(tmp_path, capsys):
+    text = (EXAMPLES / "graphs.py").read_text() + GRAPHS
+    recipe = tiny.write_recipe(tmp_path, text, name="own_graphs.py")
+    run = trained(recipe, tmp_path, "--num-graphs", "60", "--global-batch-size", "8")
+    found = predicted(capsys, run, recipe)
+    assert [one["row"] for one in found] == list(range(1, 41))
+    assert {one["actual"] for one in found} == {0, 1}
+    assert {type(one["nodes"]) for one in found} == {int}
+
+
 # The tiny recipe with batches that are one thing: inputs, targets and a zero.
 WHOLE = """
 from dataclasses import replace

@@ -11,6 +11,7 @@ import pytest
 
 from samestep import read_records
 from samestep.cli import main
+from samestep.verification.rows import loss
 from tests import tiny
 from tests.examples.programs import ROOT
 from tests.verification.forked import check, differing, verified
@@ -38,6 +39,16 @@ def test_verify_finds_the_same_training_and_nothing_to_accept(name, tmp_path):
     for row in ("2 ranks", "accumulation", "stop and resume", "samples apart", "loss"):
         assert check(found, row).status == "same", row
     assert check(found, "lightning").status == ("same" if lightning else "skipped")
+
+
+def test_verify_points_to_loss_terms_where_a_mean_over_words_lacks_them(tmp_path):
+    text = (EXAMPLES / "padded_text.py").read_text()
+    recipe = tmp_path / "without_terms.py"
+    recipe.write_text(text.replace("    loss_terms=", "    # loss_terms="))
+    found = verified(recipe, *SMALL["padded_text"], folder=tmp_path / "ranks")
+    assert not found.same
+    assert differing(found)["2 ranks"] == loss.CAUSE
+    assert "loss_terms" in check(found, "loss").cause.advice
 
 
 def test_the_gpt_beats_a_model_that_counts_pairs_of_characters(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
             "(outputs, targets) → a dict for each sample; with forward, (outputs, batch)."
         )
     here = map_leaves(Tensor.cpu, tree)
-    return [{name: _plain(map_leaves(lambda leaf, k=k: leaf[k], here))} for k in range(count)]
+    return [{name: _plain(map_leaves(itemgetter(place), here))} for place in range(count)]
 
 
 def fits(tree: Any, count: int) -> bool:
