@@ -45,6 +45,8 @@ def folder(tmp_path: Path) -> Path:
         tmp_path / "PHOTOS" / "test" / "ship" / "0000.jpg"
     )
     write_binary(tmp_path / "data" / "cifar10")
+    rows = ("area,rooms,age,district,price", "100,3,20,north,340", "60,2,50,harbour,270")
+    (tmp_path / "houses.csv").write_text("\n".join(rows))
     return tmp_path
 
 
@@ -70,7 +72,7 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
             continue  # `make test-all` runs this test; `make train` is the README's next command
         if page.name == "README.md" and line in OF_THE_HANDBOOK:
             continue
-        kind = "images" if page.name == "images.md" else "spiral"
+        kind = {"images.md": "images", "any-batch.md": "csv_regression"}.get(page.name, "spiral")
         runs = sorted((folder / "runs").glob(f"{kind}-*"), key=lambda run: run.stat().st_mtime)
         words = line.replace("runs/ID", str(runs[-1]) if runs else "runs/ID").split()
         alone = words[0] == "samestep" and words[1] in OF_ONE_PROCESS and "--nproc" not in words

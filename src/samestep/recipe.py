@@ -295,6 +295,7 @@ def find_recipe(name: str) -> Recipe:
 _EXTRAS = {
     "datasets": "huggingface",
     "lightning": "lightning",
+    "tokenizers": "huggingface",
     "torch_geometric": "graphs",
     "transformers": "huggingface",
 }

@@ -76,7 +76,11 @@ def test_the_hugging_face_model_learns_what_not_means(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "package", "extra"),
-    [("graphs", "torch_geometric", "graphs"), ("huggingface", "transformers", "huggingface")],
+    [
+        ("graphs", "torch_geometric", "graphs"),
+        ("huggingface", "tokenizers", "huggingface"),
+        ("huggingface", "transformers", "huggingface"),
+    ],
 )
 def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(
     refused, monkeypatch, name, package, extra
