@@ -140,7 +140,7 @@ class EagerStep:
         self._cut = partial(
             cut_rows, batch_size=batch_size, world_size=world.world_size, together=self._together
         )
-        self._unchecked = world.connected and not settings.find_unused
+        self._unchecked = world.connected and not settings.allows_unused
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
