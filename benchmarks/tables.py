@@ -95,9 +95,9 @@ def all_tables(*, quick: bool) -> tuple[Table, ...]:
         _ddp(1),
         _cifar10(),
         _jpegs(1 if quick else 3),
-        _graphs(1 if quick else 2),
-        _gpt(1 if quick else 5),
-        _terms(1 if quick else 5),
+        _graphs(1),
+        _gpt(1 if quick else 4),
+        _terms(1 if quick else 3),
         _startup(),
         *_trackers(),
         _help(),
@@ -267,7 +267,7 @@ def _graphs(epochs: int) -> Table:
         targets=(Target(row="samestep", limit=0.98),),
         notes=(
             "No model is trained: batches as the model would get them are all that is timed.",
-            "An epoch is the first 400 batches of a new order of all graphs.",
+            "An epoch is the first 200 batches of a new order of all graphs.",
         ),
     )
 
@@ -287,7 +287,7 @@ def _gpt(epochs: int) -> Table:
 
 
 def _terms(epochs: int) -> Table:
-    flags = ("--nproc", "2", "--num-sentences", "5000")
+    flags = ("--nproc", "2", "--num-sentences", "3000")
     recipes = {
         "without loss_terms": PEERS / "text_without_terms.py",
         "with loss_terms": EXAMPLES / "padded_text.py",

@@ -9,7 +9,7 @@ from torch_geometric.data import Data
 
 NUM_GRAPHS = 200_000
 BATCH_SIZE = 128
-NUM_BATCHES = 400
+NUM_BATCHES = 200
 """What is read in an epoch on the clock: the first batches in its order of all graphs."""
 
 
