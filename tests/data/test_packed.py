@@ -1,6 +1,7 @@
 """A batch from a loader worker is what was collated, whatever tensors and objects are in it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from torch import nn
 
 from samestep.data.packed import Packed, Packing
+from tests import tiny
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass
@@ -61,6 +65,17 @@ def test_all_dense_tensors_of_a_batch_are_in_one_piece_of_memory():
     first, second = Packed([torch.arange(3), torch.ones(5)]).batch()
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert first.is_shared()
+
+
+@pytest.mark.parametrize(
+    ("example", "size"), [("padded_text", "--num-sentences"), ("graphs", "--num-graphs")]
+)
+def test_what_workers_collate_trains_the_same(tmp_path, example, size):
+    flags = (size, "61", "--width", "4", "--epochs", "1", "--log-every", "1", "--precision", "fp64")
+    for workers in ("0", "2"):
+        flags_now = (*flags, "--num-workers", workers, "--run-dir", str(tmp_path / workers))
+        tiny.train(EXAMPLES / f"{example}.py", *flags_now, folder=tmp_path)
+    tiny.assert_same_training(tmp_path / "2", tmp_path / "0", 0.0)
 
 
 def test_nothing_is_packed_where_nothing_is_sent():
