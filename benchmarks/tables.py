@@ -97,7 +97,6 @@ def all_tables(*, quick: bool) -> tuple[Table, ...]:
         _jpegs(1 if quick else 3),
         _graphs(1),
         _gpt(1 if quick else 4),
-        _terms(1 if quick else 3),
         _startup(),
         *_trackers(),
         _help(),
@@ -282,24 +281,6 @@ def _gpt(epochs: int) -> Table:
         baseline=("hand-written DDP",),
         rows=tuple(replace(row, measure=fastest(row.measure)) for row in (peer, mine)),
         targets=(Target(row="samestep --nproc 2", limit=0.98),),
-        notes=("In this table throughput is that of the fastest epoch, for both rows.",),
-    )
-
-
-def _terms(epochs: int) -> Table:
-    flags = ("--nproc", "2", "--num-sentences", "3000")
-    recipes = {
-        "without loss_terms": PEERS / "text_without_terms.py",
-        "with loss_terms": EXAMPLES / "padded_text.py",
-    }
-    rows = (_samestep(name, str(path), epochs, *flags) for name, path in recipes.items())
-    return Table(
-        name="terms",
-        title="Two ranks, Gloo: examples/padded_text.py, batch 8 per rank, with loss_terms",
-        unit="samples/s",
-        baseline=("without loss_terms",),
-        rows=tuple(replace(row, measure=fastest(row.measure)) for row in rows),
-        targets=(Target(row="with loss_terms", limit=0.97),),
         notes=("In this table throughput is that of the fastest epoch, for both rows.",),
     )
 
