@@ -76,10 +76,14 @@ def write(turns: list[dict[str, float]]) -> None:
         "|---|---:|",
         *(f"| {name} loss_terms | {value:.2f} |" for name, value in each.items()),
         "",
-        f"- Target: speed with loss_terms ≥ {LIMIT} x without: {median:.3f} ({min(ratios):.2f}-"
-        f"{max(ratios):.2f}), {'reached' if median >= LIMIT else 'NOT REACHED'}.",
-        f"- {TURNS} turns of {STEPS} steps each in the same two processes, after one turn of "
-        "warm-up; a ratio is the median of the turns' ratios.",
+        (
+            f"- Target: speed with loss_terms ≥ {LIMIT} x without: {median:.3f} ({min(ratios):.2f}-"
+            f"{max(ratios):.2f}), {'reached' if median >= LIMIT else 'NOT REACHED'}."
+        ),
+        (
+            f"- {TURNS} turns of {STEPS} steps each in the same two processes, after one turn of "
+            "warm-up; a ratio is the median of the turns' ratios."
+        ),
     ]
     page = "\n".join(lines) + "\n"
     (HERE / "results" / "terms.md").write_text(page)
