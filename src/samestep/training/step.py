@@ -246,7 +246,7 @@ class EagerStep:
         scaled = loss if trainee.scaler is None else trainee.scaler.scale(loss)
         if trainee.counter is not None and terms is not None:
             # Its gradient is the number of terms: it travels with those of the weights.
-            scaled = scaled + (trainee.counter * terms).sum()
+            scaled = scaled + trainee.counter.dot(terms.view(1))
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
         return loss.detach()
