@@ -6,13 +6,14 @@ run directory, {workers} the best number of DataLoader workers of the first roun
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from measure import (
     Measure,
     cpu_seconds,
+    fastest,
     imports_of,
     peer_throughput,
     samestep_seconds_to_step,
@@ -23,6 +24,7 @@ from measure import (
 )
 
 PEERS = Path(__file__).parent / "peers"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 SAMESTEP = (PYTHON, "-m", "samestep", "train")
@@ -75,7 +77,7 @@ class Table:
 
 
 def _peer(name: str, script: str, epochs: int, *arguments: str, loader: bool = False) -> Row:
-    launcher = TORCHRUN if script in ("ddp_plain", "ddp_accelerate") else (PYTHON,)
+    launcher = TORCHRUN if script in ("ddp_plain", "ddp_accelerate", "gpt_ddp") else (PYTHON,)
     command = (*launcher, str(PEERS / f"{script}.py"), "--epochs", str(epochs), *arguments)
     return Row(name=name, command=command, measure=peer_throughput, loader=loader)
 
@@ -93,6 +95,8 @@ def all_tables(*, quick: bool) -> tuple[Table, ...]:
         _ddp(1),
         _cifar10(),
         _jpegs(1 if quick else 3),
+        _graphs(1),
+        _gpt(1 if quick else 4),
         _startup(),
         *_trackers(),
         _help(),
@@ -246,6 +250,38 @@ def _jpegs(epochs: int) -> Table:
                 "The first epoch in memory includes the decoding of every file that fills it."
             ),
         ),
+    )
+
+
+def _graphs(epochs: int) -> Table:
+    return Table(
+        name="graphs",
+        title="200,000 graphs of 4 to 12 nodes, collated by PyG in batches of 128, 2 workers",
+        unit="samples/s",
+        baseline=("PyG's DataLoader",),
+        rows=(
+            _peer("PyG's DataLoader", "graphs_pyg", epochs, "--workers", "2"),
+            _peer("samestep", "graphs_samestep", epochs, "--workers", "2"),
+        ),
+        targets=(Target(row="samestep", limit=0.98),),
+        notes=(
+            "No model is trained: batches as the model would get them are all that is timed.",
+            "An epoch is the first 200 batches of a new order of all graphs.",
+        ),
+    )
+
+
+def _gpt(epochs: int) -> Table:
+    mine = _samestep("samestep --nproc 2", str(EXAMPLES / "char_gpt.py"), epochs, "--nproc", "2")
+    peer = _peer("hand-written DDP", "gpt_ddp", epochs)
+    return Table(
+        name="gpt",
+        title="Two ranks, Gloo: examples/char_gpt.py, batch 16 per rank, AdamW, clipped",
+        unit="samples/s",
+        baseline=("hand-written DDP",),
+        rows=tuple(replace(row, measure=fastest(row.measure)) for row in (peer, mine)),
+        targets=(Target(row="samestep --nproc 2", limit=0.98),),
+        notes=("In this table throughput is that of the fastest epoch, for both rows.",),
     )
 
 

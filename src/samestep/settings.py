@@ -186,6 +186,11 @@ class Settings:
                 "each time. Leave one of them out."
             )
 
+    @property
+    def allows_unused(self) -> bool:
+        """Whether DDP finds out which parameters get no gradient, rather than wait for them."""
+        return self.find_unused or self.static_graph
+
 
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "global_batch_size", "accumulate", "lr"),

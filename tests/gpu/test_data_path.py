@@ -1,7 +1,5 @@
 """Batches on a GPU: bit for bit those of the CPU, copied ahead without anybody waiting."""
 
-import contextlib
-
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -12,6 +10,7 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.prefetch import send
 from samestep.ranks.world import World
 from samestep.recipes import cifar10
+from tests.gpu.trainings import no_synchronisation
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -117,22 +116,11 @@ def test_data_that_fits_is_on_the_device(cuda):
     assert 0 < memory_source._room(World(device=cuda)) <= torch.cuda.mem_get_info(cuda)[1] / 4
 
 
-@contextlib.contextmanager
-def nobody_waits():
-    """Let whatever makes the host wait for the device raise an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_the_host_never_waits_for_the_device_in_a_pass(cuda, kind):
     """Training and evaluation: order, keys, gather, crop, flip and normalisation included."""
     source = opened(kind, cuda)
     read(source)  # what is made once is made here
-    with nobody_waits():
+    with no_synchronisation():
         for block in source.blocks(2, 0, global_batch=BATCH, drop_last=False):
             for step in block.singles():
                 assert step.rows
@@ -141,7 +129,7 @@ def test_the_host_never_waits_for_the_device_in_a_pass(cuda, kind):
 
 
 def test_what_waits_would_be_noticed(cuda):
-    with nobody_waits(), pytest.raises(RuntimeError):
+    with no_synchronisation(), pytest.raises(RuntimeError):
         torch.arange(3, device=cuda).cpu()
 
 

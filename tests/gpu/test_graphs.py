@@ -12,6 +12,7 @@ from samestep.training.compiled_evaluation import FullBatches
 from samestep.training.cuda_graph import Replayed
 from samestep.training.evaluation import evaluate
 from samestep.training.optimizer import load_state
+from tests.gpu.trainings import no_synchronisation
 from tests.steps_by_hand import (
     IN_A_GRAPH,
     OPTIMIZERS,
@@ -108,12 +109,8 @@ def test_a_replayed_call_does_not_synchronise(cuda):
     step = whole(ours, settings, cuda)
     data = blocks(settings, cuda, together=IN_A_GRAPH)[:3]
     run(step, data[:1])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         run(step, data[1:], start=IN_A_GRAPH)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_losses_of_earlier_calls_are_kept(cuda):

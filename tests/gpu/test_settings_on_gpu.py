@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from samestep import Settings
+from samestep.data.blocks import Batch
 from samestep.ranks.gpus import gpu_uuid
 from samestep.ranks.world import GROUP_OF_ONE, find_world, join, leave
 from samestep.run.host_copy import on_host
@@ -17,6 +18,7 @@ from samestep.training.parallel import wrap
 from samestep.training.step import seed_torch
 from tests import tiny
 from tests.command_line import read_json, refusal, run
+from tests.gpu.trainings import no_synchronisation
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -168,12 +170,10 @@ def test_an_evaluation_does_not_make_the_host_wait_between_batches(cuda):
         ("a", "b", "c"),
     )
     outputs, targets = torch.randn(30, 3, device=cuda), torch.randint(3, (30,), device=cuda)
-    totals.add(outputs, targets)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        totals.add(outputs, targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    batch = Batch(None, targets, 30)
+    totals.add(outputs, batch)
+    with no_synchronisation():
+        totals.add(outputs, batch)
     means = totals.means()
     assert means["samples"] == 60
     assert sum(map(sum, means["confusion"])) == 60

@@ -4,13 +4,12 @@ import contextlib
 from itertools import islice
 
 import pytest
-import torch
 
 from samestep import read_records
 from samestep.training.loop import rehearse
 from tests import tiny
 from tests.command_line import refusal, run
-from tests.gpu.trainings import blocks, built
+from tests.gpu.trainings import blocks, built, no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -37,17 +36,6 @@ def data():
 
 recipe = Recipe(model=Large, data=data, settings={"batch_size": 200, "epochs": 1})
 """
-
-
-@contextlib.contextmanager
-def no_synchronisation():
-    """Let every operation fail that makes the host wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="module")

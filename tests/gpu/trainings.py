@@ -12,6 +12,7 @@ from samestep.execution.build import Built, build
 from samestep.ranks.world import World
 from samestep.training.loop import rehearse
 from tests import tiny
+from tests.training.test_trajectory import LOADED
 
 # It has no checkpoints between epochs, so that a compiled graph may hold several steps.
 TINY = tiny.RECIPE.replace(tiny.SLEEP, "").replace('    "checkpoint_every_steps": 4,\n', "")
@@ -21,19 +22,11 @@ import torch
 from torch import nn
 from samestep import Recipe, Splits, uniform
 
-class Images(torch.utils.data.Dataset):
-    def __init__(self, images, labels):
-        self.images, self.labels = images, labels
-    def __len__(self):
-        return len(self.images)
-    def __getitem__(self, index):
-        return self.images[index], int(self.labels[index])
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(256, (260, 3, 16, 16), generator=generator, dtype=torch.uint8)
     y = (x[:, 0].float().mean((1, 2)) > x[:, 1].float().mean((1, 2))).long()
-    return Splits(train=HELD(x[:200], y[:200]), validation=HELD(x[200:], y[200:]))
+    return Splits(train=(x[:200], y[:200]), validation=(x[200:], y[200:]))
 
 def model():
     return nn.Sequential(
@@ -50,9 +43,9 @@ def normalise(images):
 recipe = Recipe(model=model, data=data, AUGMENTtransform=normalise,
                 settings={"epochs": 2, "global_batch_size": 20, "lr": 0.01, "precision": "fp64"})
 """
-IN_MEMORY = IMAGES.replace("HELD(", "(").replace("AUGMENT", "augment=flip, ")
-IN_MEMORY_PLAIN = IMAGES.replace("HELD(", "(").replace("AUGMENT", "")
-IN_FILES = IMAGES.replace("HELD(", "Images(").replace("AUGMENT", "")
+IN_MEMORY = IMAGES.replace("AUGMENT", "augment=flip, ")
+IN_MEMORY_PLAIN = IMAGES.replace("AUGMENT", "")
+IN_FILES = IN_MEMORY_PLAIN + LOADED
 
 
 @dataclass(frozen=True)
@@ -75,6 +68,17 @@ def built(device: torch.device, target: object, *flags: object) -> Iterator[Buil
     training = build(request, World(device=device))
     with closing(training.work):
         yield training
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Let every operation fail that makes the host wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def first_steps(device: torch.device, target: object, *flags: object, steps: int = 10) -> Steps:

@@ -315,6 +315,44 @@ def test_an_epoch_that_an_earlier_version_began_has_no_metrics(alone, tmp_path):
     assert second["metrics"] == epochs(reference)[1]["metrics"]
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2)])
+def test_a_metric_that_the_recipe_gained_within_an_epoch_begins_with_the_next(
+    tmp_path, before, after
+):
+    """Also after a second stop in that epoch."""
+    recipe, run = tmp_path / "tiny.py", tmp_path / "run"
+    text = (tiny.RECIPE + RECIPE).replace('"f1"', '# "f1"')
+    recipe.write_text(text.replace("recipe.metrics, **objects", "objects"))
+    fault = Fault("after a step", nth=1, signum=signal.SIGTERM, rank=None)
+    flags: tuple[str, ...] = ("--run-dir", str(run), *EPOCHS)
+    for text_now, ranks in ((None, before), (tiny.RECIPE + RECIPE, after)):
+        if text_now is not None:
+            recipe.write_text(text_now)
+            flags = ("--run-dir", str(run), "--resume", *EPOCHS)
+        stopped = tiny.start(recipe, *flags, faults=(fault,), world_size=ranks, folder=tmp_path)
+        assert stopped.wait() == [128 + signal.SIGTERM] * ranks, stopped.output()
+    tiny.train(recipe, *flags, world_size=before, folder=tmp_path)
+    first, second = epochs(run)
+    assert first["metrics"].keys() == {"auroc", "median"}
+    assert second["metrics"].keys() == set(NAMES)
+
+
+def test_a_gained_metric_without_a_sample_is_not_computed():
+    """A run may have been stopped between an epoch's last step and its record."""
+    outputs, targets = samples("auroc", 8)
+    earlier = EpochMetrics({"error": lambda o, t: (o - t).abs()}, CPU)
+    earlier.add([Seen(outputs, targets, 8)])
+    earlier.settle()
+    gained = {"error": lambda o, t: (o - t).abs(), "median": Median()}
+    measured = EpochMetrics(gained, CPU)
+    measured.load([earlier.state()])
+    assert measured.means(World(), 8).keys() == {"error"}
+    measured.reset()
+    measured.add([Seen(outputs, targets, 8)])
+    measured.settle()
+    assert measured.means(World(), 8).keys() == {"error", "median"}
+
+
 def without_measured(run: Path) -> None:
     """Make a run's last checkpoint one of the version before."""
     index = tiny.read_index(run)

@@ -16,6 +16,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import learning_rate, make_plan
 from samestep.training.step import Trainee
 from tests import tiny
+from tests.command_line import refusal
 from tests.faults import Fault
 
 CPU = torch.device("cpu")
@@ -196,6 +197,40 @@ def test_branches_that_some_steps_do_not_use_train_the_same_with_find_unused(tmp
     run = tmp_path / "run"
     tiny.train(
         recipe, "--run-dir", str(run), *flags, "--find-unused", world_size=2, folder=tmp_path
+    )
+    tiny.assert_same_training(run, reference)
+
+
+# A layer that no step uses, and one that is used twice.
+SPARE = """
+from dataclasses import replace
+
+class Spare(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.spare = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(self.again(self.again(self.first(x)).tanh()).tanh())
+
+recipe = replace(recipe, model=Spare, loss_terms=lambda batch: 3.0 * len(batch[1]))
+"""
+
+
+def test_a_static_graph_may_leave_parameters_unused(tmp_path):
+    flags = ("--epochs", "2", "--weight-decay", "0.1", "--optimizer", "adamw", "--clip-norm", "0.5")
+    (tmp_path / "alone").mkdir()
+    recipe, reference = trained_alone(tmp_path / "alone", SPARE, *flags)
+    told = refusal(
+        *("train", str(recipe), "--run-dir", str(tmp_path / "refused"), *flags),
+        world_size=2,
+        folder=tmp_path / "output",
+    )
+    assert "spare.weight" in told
+    run = tmp_path / "run"
+    tiny.train(
+        recipe, "--run-dir", str(run), *flags, "--static-graph", world_size=2, folder=tmp_path
     )
     tiny.assert_same_training(run, reference)
 

@@ -126,9 +126,9 @@ def test_a_cause_without_a_difference_is_named_by_its_own_row_alone():
 
 
 def test_parameters_may_be_unused_where_the_ranks_are_told_so():
-    found = replace(undisturbed(parameters=["spare.bias"]), find_unused=True)
+    found = replace(undisturbed(parameters=["spare.bias"]), allows_unused=True)
     assert causes(found) == {}
-    assert "--find-unused" in checks(found)["parameters"].compared
+    assert checks(found)["parameters"].status == "same"
 
 
 def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from samestep.data.blocks import Block, Read
 from samestep.data.collating import Collating, as_pair, name_of
 from samestep.data.keyed_random import mix
+from samestep.data.packed import Packing, unpacked
 from samestep.data.prefetch import on_device
 from samestep.data.source import Reading, Source
 from samestep.errors import UserError, blame
@@ -28,7 +29,9 @@ class LoaderSource(Source):
         self._plan = _Plan()
         self._collates = reading.collate is not None
         reads_batches = hasattr(dataset, "read_batch") and not self._collates
-        collate = Collating(dataset, reading.collate, whole=reading.whole)
+        collating = Collating(dataset, reading.collate, whole=reading.whole)
+        # PyTorch's own collate writes into shared memory itself.
+        collate = Packing(collating) if self._collates else collating
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
             collate_fn=partial(as_pair, dataset) if reads_batches else collate,
@@ -57,8 +60,9 @@ class LoaderSource(Source):
         return self._batches()
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
+        device, lap = self._world.device, self._reading.lap
         try:
-            for inputs, targets in on_device(self._loader, self._world.device, self._reading.lap):
+            for inputs, targets in on_device(map(unpacked, self._loader), device, lap):
                 yield inputs, self._cast(targets)
         except Exception as error:
             _end_workers(self._loader)

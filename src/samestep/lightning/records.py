@@ -32,7 +32,7 @@ class Records(Callback):
         self._task, self._work, self._state = task, task.work, task.state
         self._meter = Meter(task.work, task.state)
         self._norm: Tensor | None = None
-        self._unchecked = task.work.world.world_size > 1 and not task.work.settings.find_unused
+        self._unchecked = task.work.world.world_size > 1 and not task.work.settings.allows_unused
         # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
         self._heed = signal.getsignal(signal.SIGTERM)
         self._validation_began = 0.0

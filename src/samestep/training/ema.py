@@ -38,7 +38,7 @@ class Average:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the averages meanwhile."""
+        """Give the model the averages within this context, and then its own weights again."""
         kept = [weight.clone() for weight in self._weights]
         with torch.no_grad():
             torch._foreach_copy_(self._weights, self._averages)

@@ -34,6 +34,7 @@ class EpochMetrics:
         # Apple's GPU has no float64.
         self._home = torch.device("cpu") if device.type == "mps" else device
         self._objects = Objects(metrics, device)
+        self._names = list(metrics)
         self.reset()
 
     def __bool__(self) -> bool:
@@ -45,6 +46,8 @@ class EpochMetrics:
         self._most = _MOST_STEPS
         self._unread: list[Tensor] = []
         self._sums, self._samples = [0.0] * len(self._functions), 0
+        self._late: set[str] = set()
+        """Metrics that the recipe gained within the epoch: they have not seen all of it."""
         self._objects.reset()
 
     def add(self, seen: Sequence[Seen]) -> None:
@@ -93,26 +96,35 @@ class EpochMetrics:
         """Return each metric over the samples of all ranks, after `settle`; every rank calls it.
 
         None where some of the expected samples were not measured, as of an epoch that an earlier
-        version began.
+        version began, or before the recipe had the metric.
         """
         if not self:
             return {}
-        sums = torch.tensor([*self._sums, self._samples], dtype=torch.float64)
+        late = [float(name in self._late) for name in self._names]
+        sums = torch.tensor([*self._sums, *late, self._samples], dtype=torch.float64)
         *totals, samples = world.reduce(sums).tolist()
         if samples != expected:
             return {}
-        found = {n: total / samples for n, total in zip(self._functions, totals, strict=True)}
-        return {**found, **self._objects.values(world)}
+        of_ranks = zip(self._names, totals[len(self._sums) :], strict=True)
+        self._late = {name for name, ranks in of_ranks if ranks}
+        found = dict(zip(self._functions, totals, strict=False))
+        whole = {n: total / samples for n, total in found.items() if n not in self._late}
+        return {**whole, **self._objects.values(world, self._late)}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank, after `settle`."""
-        states = self._objects.states()
-        return {"sums": dict(zip(self._functions, self._sums, strict=True)), "states": states} | {
-            "samples": self._samples
+        sums = dict(zip(self._functions, self._sums, strict=True))
+        return {
+            "sums": self._without_late(sums),
+            "states": [self._without_late(states) for states in self._objects.states()],
+            "samples": self._samples,
         }
 
+    def _without_late(self, found: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in found.items() if name not in self._late}
+
     def load(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """Go on from what some ranks have measured; a metric that is new to them begins here."""
+        """Go on from what some ranks have measured."""
         self.reset()
         if not ranks:
             return
@@ -120,6 +132,10 @@ class EpochMetrics:
         self._sums = [sum(rank["sums"].get(n, 0.0) for rank in ranks) for n in self._functions]
         states: list[States] = [one for rank in ranks for one in rank["states"]]
         self._objects.load(states)
+        for rank in ranks:
+            if rank["samples"]:
+                known = {*rank["sums"], *(name for one in rank["states"] for name in one)}
+                self._late |= set(self._names) - known
 
 
 def _alike(one: Seen, other: Seen) -> bool:

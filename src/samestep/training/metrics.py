@@ -7,7 +7,7 @@ An object is a metric of torchmetrics, or one that has what those have: `update`
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,8 +125,8 @@ class Objects:
         for name, metric in self._metrics.items():
             _merge(metric, [states[name] for states in found if name in states])
 
-    def values(self, world: World) -> dict[str, float]:
-        """Return each metric over all samples of all ranks; every rank calls it.
+    def values(self, world: World, without: Container[str] = ()) -> dict[str, float]:
+        """Return each metric over all samples of all ranks, `without` some; every rank calls it.
 
         Raises:
             UserError: one does not compute a single number.
@@ -136,7 +136,8 @@ class Objects:
         ranks = world.gather(self.states())
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
-        return {name: _number(name, metric) for name, metric in whole._metrics.items()}
+        wanted = {n: metric for n, metric in whole._metrics.items() if n not in without}
+        return {name: _number(name, metric) for name, metric in wanted.items()}
 
     def check(self) -> None:
         """Check that each computes a single number, where it can compute of what it has.

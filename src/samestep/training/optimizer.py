@@ -147,11 +147,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
                 "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
                 "run."
             )
-    if any(
-        ("momentum" in mine) != ("momentum" in its)
-        for mine, its in zip(own, saved["param_groups"], strict=False)
-    ):
-        return
+        if ("momentum" in mine) != ("momentum" in its):
+            return
     groups = [
         its | {name: mine[name] for name in _KERNELS if name in mine}
         for mine, its in zip(own, saved["param_groups"], strict=True)

@@ -31,7 +31,7 @@ Wrap = Callable[[nn.Module, World, Settings, nn.Parameter | None], nn.Module]
 
 def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Parameter | None:
     """Return a weight, 0 for ever, whose gradient ranks add up with the model's; none alone."""
-    if world.world_size == 1 or settings.find_unused or settings.static_graph:
+    if world.world_size == 1 or settings.allows_unused:
         return None  # DDP then follows the forward, in which it does not appear
     like = next(p for p in model.parameters() if p.requires_grad)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32

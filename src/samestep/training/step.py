@@ -24,8 +24,8 @@ from samestep.training.phases import Phases
 from samestep.training.precision import autocast, autocast_dtype
 
 Weight = float | Tensor
-Weigh = Callable[[Block], tuple[Weight, Tensor | None]]
-"""Micro-step → what its loss is multiplied by, and its terms where ranks count them."""
+Weights = list[tuple[Weight, Tensor | None]]
+"""Of each micro-step: what its loss is multiplied by, and its terms where ranks count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class EagerStep:
         self._cut = partial(
             cut_rows, batch_size=batch_size, world_size=world.world_size, together=self._together
         )
-        self._unchecked = world.connected and not settings.find_unused
+        self._unchecked = world.connected and not settings.allows_unused
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
@@ -188,14 +188,15 @@ class EagerStep:
         world_size = self._world.world_size
         total: Tensor | None = None
         parts = self._parts(block)
-        weigh = self._weights_of(parts) if self._agreed else self._first_weights(parts)
-        for number, part in enumerate(parts, start=1):
+        weights = self._weights_of(parts) if self._agreed else self._first_weights(parts)
+        last = len(parts) - 1
+        for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             try:
-                if number < len(parts):
+                if number < last:
                     with without_sync(self._trainee.wrapped):
-                        loss = self._micro_step(part, *weigh(part))
+                        loss = self._micro_step(part, *weight)
                 else:
-                    loss = self._micro_step(part, *weigh(part))
+                    loss = self._micro_step(part, *weight)
             except Exception as error:
                 self._tell(error, part.inputs, part.targets)
             total = loss if total is None else total + loss
@@ -245,13 +246,13 @@ class EagerStep:
         scaled = loss if trainee.scaler is None else trainee.scaler.scale(loss)
         if trainee.counter is not None and terms is not None:
             # Its gradient is the number of terms: it travels with those of the weights.
-            scaled = scaled + (trainee.counter * terms).sum()
+            scaled = scaled + trainee.counter.dot(terms.view(1))
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
         return loss.detach()
 
-    def _weights_of(self, parts: Sequence[Block]) -> Weigh:
-        """Return what weighs each micro-step's loss, and gives its terms where ranks count them.
+    def _weights_of(self, parts: Sequence[Block]) -> Weights:
+        """Weigh each micro-step's loss, and give its terms where ranks count them.
 
         Over terms, ranks know their sum only after the backward: until then each term weighs
         1 / global batch, and `_over_terms` mends that.
@@ -259,18 +260,17 @@ class EagerStep:
         world_size, count = self._world.world_size, self._trainee.terms
         if count is None:
             # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
-            return lambda p: (p.weight * p.rows * world_size / p.global_size, None)
-        like = self._parameters[0]
+            return [(p.weight * p.rows * world_size / p.global_size, None) for p in parts]
+        like, size = self._parameters[0], parts[0].global_size
         found = [as_scalar(count(p.inputs, p.targets), like) * p.weight for p in parts]
-        mine = dict(zip(map(id, parts), found, strict=True))
         self._terms = torch.stack(found).sum() if len(found) > 1 else found[0]
         if world_size > 1:
-            return lambda p: (mine[id(p)] * (world_size / p.global_size), mine[id(p)])
+            return [(mine * (world_size / size), mine) for mine in found]
         if len(parts) == 1:
-            return lambda _: (1.0, None)
-        return lambda p: (mine[id(p)] / self._terms, None)
+            return [(1.0, None)]
+        return [(mine / self._terms, None) for mine in found]
 
-    def _first_weights(self, parts: Sequence[Block]) -> Weigh:
+    def _first_weights(self, parts: Sequence[Block]) -> Weights:
         """Return the weights of the first step, once every rank has terms.
 
         Raises:

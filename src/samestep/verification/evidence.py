@@ -80,7 +80,7 @@ class Evidence:
     """The user's own, for losses."""
     quick: bool = False
     """Whether the rows were left out that `--quick` leaves out."""
-    find_unused: bool = False
+    allows_unused: bool = False
     """Whether steps may leave parameters unused."""
 
     @property

@@ -91,7 +91,7 @@ def gather(
             if start.place:  # these runs may be large, and have been resumed now
                 shutil.rmtree(folder / f"start-{start.place - 1}" / "runs", ignore_errors=True)
         evidence = _read_evidence(folder, starts, request.settings.precision, ended)
-        return replace(evidence, quick=quick, find_unused=request.settings.find_unused)
+        return replace(evidence, quick=quick, allows_unused=request.settings.allows_unused)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

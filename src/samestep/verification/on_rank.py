@@ -188,7 +188,7 @@ class _Start:
     ) -> Recipe:
         """Return the recipe with its few samples, and without parameters that nothing uses."""
         few = self._few if evaluates else replace(self._few, validation=None)
-        recipe, allowed = self._recipe, self._request.settings.find_unused
+        recipe, allowed = self._recipe, self._request.settings.allows_unused
         unused = [] if allowed else unused_parameters(self._facts)
 
         def model(*options: Any) -> nn.Module:

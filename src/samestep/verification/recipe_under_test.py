@@ -126,9 +126,7 @@ class RecipeUnderTest:
         Another recipe may read the same data; the seed is that of the global generators meanwhile.
         Of a recipe that collates, `rows` are put together alone.
         """
-        size, cut = self.size, None
-        if rows is not None:
-            cut = _only(rows)
+        size, cut = self.size, None if rows is None else _only(rows)
         with self.source(self.splits.train, recipe, world) as source:
             seed_alike(seed)
             blocks = source.blocks(

@@ -72,7 +72,9 @@ def settings_of(
         global_batch_size=size.global_batch,
         accumulate=None,
         batch_size=-(-share // 2) if training.halves else share,
-        static_graph=settings.static_graph and not training.halves,  # DDP has none of micro-steps
+        # DDP has no static graph of micro-steps; what one may leave unused, they may, too.
+        static_graph=settings.static_graph and not training.halves,
+        find_unused=settings.find_unused or (settings.static_graph and training.halves),
         eval_batch_size=256,  # all of the few samples at once, on any number of ranks
         # With frozen statistics, a rate that suits batch normalisation may diverge.
         lr=settings.lr * (_SLOWER if "batchnorm" in facts.present else 1.0),

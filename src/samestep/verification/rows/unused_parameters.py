@@ -1,6 +1,7 @@
 """Parameters: each gets a gradient in every step, or ranks would wait for it forever.
 
-With `--find-unused` they do not wait, and the rows of the training tell whether they agree.
+With `--find-unused` or `--static-graph` they do not wait, and the rows of the training tell
+whether they agree.
 """
 
 import re
@@ -49,8 +50,8 @@ def _answer(evidence: Evidence) -> Check:
     compared = "every parameter gets a gradient"
     if not names:
         return Check("same", compared)
-    if evidence.find_unused:
-        return Check("same", f"{count(len(names), 'parameter')} unused in a step: --find-unused")
+    if evidence.allows_unused:
+        return Check("same", f"{count(len(names), 'parameter')} unused in a step, as you allow")
     return cause_check(evidence, compared, _cause(names), first_parameter=names[0])
 
 
