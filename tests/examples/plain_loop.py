@@ -1,5 +1,7 @@
 """examples/own_loop.py as it is on one device, without samestep."""
 
+import sys
+
 import torch
 from torch import nn
 
@@ -7,6 +9,7 @@ SAMPLES = 1000
 
 
 def main() -> None:
+    path = sys.argv[1] if len(sys.argv) > 1 else None
     torch.manual_seed(0)
     x = torch.randn(SAMPLES, 8)
     y = x.sum(dim=1, keepdim=True) + 0.1 * torch.randn(SAMPLES, 1)
@@ -25,6 +28,8 @@ def main() -> None:
             total += loss.item() * len(inputs)
         schedule.step()
         print(f"epoch {epoch + 1}  loss {total / SAMPLES:.6f}")
+    if path is not None:
+        torch.save(model.state_dict(), path)
 
 
 if __name__ == "__main__":

@@ -51,12 +51,14 @@ class Batch:
         return send(self.places, self.device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Return numbers in [0, 1) for each sample: (rows, *shape), float32, on the device."""
-        return uniform(self._next_keys(), math.prod(shape)).view(self.rows, *shape)
+        """Return numbers in [0, 1) for each sample: (rows, *shape), of PyTorch's default type."""
+        drawn = uniform(self._next_keys(), math.prod(shape))
+        return drawn.view(self.rows, *shape).to(torch.get_default_dtype())
 
     def normal(self, *shape: int) -> Tensor:
-        """Return numbers of mean 0 and variance 1: (rows, *shape), float32, on the device."""
-        return normal(self._next_keys(), math.prod(shape)).view(self.rows, *shape)
+        """Return numbers of mean 0 and variance 1: (rows, *shape), of PyTorch's default type."""
+        drawn = normal(self._next_keys(), math.prod(shape))
+        return drawn.view(self.rows, *shape).to(torch.get_default_dtype())
 
     def _next_keys(self) -> Tensor:
         self.calls += 1
