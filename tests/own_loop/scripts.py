@@ -24,12 +24,7 @@ class Strike:
 
 
 def start(
-    script: Path,
-    *arguments: str,
-    world_size: int = 1,
-    folder: Path,
-    strike: Strike | None = None,
-    torchrun: bool = True,
+    script: Path, *arguments: str, world_size: int = 1, folder: Path, strike: Strike | None = None
 ) -> Ranks:
     """Start a script on N ranks."""
     output = folder / f"output-{next(_outputs)}"
@@ -63,7 +58,9 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
     import torch
 
     from samestep.own_loop.loops import Loops
+    from samestep.ranks import failure
 
+    failure.GRACE_S = 0.5  # no other Python starts late here
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)

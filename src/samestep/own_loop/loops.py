@@ -12,6 +12,7 @@ from samestep.data.keyed_random import mix
 from samestep.errors import UserError
 from samestep.own_loop import reading
 from samestep.own_loop.batch import Batch
+from samestep.own_loop.ending import say
 from samestep.own_loop.keeping import Kept
 from samestep.own_loop.means import Means
 from samestep.own_loop.session import Session
@@ -53,6 +54,8 @@ class Loops:
         session.track(state)
         self._num_epochs, position = num_epochs, self._standing.position
         self._clock = Clock(position)
+        if position.epoch >= num_epochs:
+            say(self._world, f"{session.path} has its {position.epoch} epochs: nothing to train.")
         while position.epoch < num_epochs:
             self.place, self._epoch_ended = "before the batches of an epoch", False
             self._seed(_EPOCH_BEGINS)

@@ -105,9 +105,7 @@ class Session:
             world.on_every(lambda: keeping.restore(standing, saved, self.path))
             self.means.sums = keeping.sums_of(saved["sums"], world)
             self._resumed = entry.path, problems
-            position = standing.position
-            self._saved_at = position.epoch, position.step
-            say(world, f"goes on with {self.path} after step {position.step}, {entry.path}")
+            self._saved_at = standing.position.epoch, standing.position.step
         self.agreement.start(standing.position.step)
 
     def begin(self, order: dict[str, Any], numbers: Record) -> None:
@@ -130,6 +128,8 @@ class Session:
         )
         if resumed is not None:
             checkpoint, problems = resumed
+            after = f"after step {standing.position.step}, from {checkpoint}"
+            say(world, " ".join([f"{self.path} goes on {after}.", *problems]))
             self.emit(
                 {
                     "event": "resume",
@@ -173,8 +173,8 @@ class Session:
         step, status, reason = self.standing.position.step, "completed", "finished"
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name
-            told = f"stopped by {reason} after step {step}; with resume=True, {self.path} goes on"
-            say(self.world, told)
+            goes_on = f"{self.path} goes on from there with resume=True."
+            say(self.world, f"Stopped by {reason} after step {step}; {goes_on}")
         elif error is not None:
             status, reason = "failed", f"failed: {error or type(error).__name__}"
         self.emit({"event": "stop", "step": step, "reason": reason})
