@@ -1,9 +1,6 @@
-"""A GAN on points around eight places of a circle: two models, two optimizers, one loop of its own.
+"""A GAN on points near eight places of a circle: two models with an optimizer each, in one loop.
 
-Goodfellow et al. (2014), "Generative adversarial nets". Alone, under torchrun, srun or mpirun:
-
-    python examples/gan.py runs/gan
-    torchrun --nproc_per_node=2 examples/gan.py runs/gan
+Goodfellow et al. (2014), "Generative adversarial nets". Alone, under torchrun, srun or mpirun.
 """
 
 import argparse

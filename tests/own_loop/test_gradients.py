@@ -59,7 +59,7 @@ def test_what_is_to_be_trained_may_be_a_module_an_optimizer_or_a_parameter():
     for named in ([model], [optimizer], expected, [model, optimizer, frozen]):
         assert list(map(id, parameters_of(named))) == list(map(id, expected))
     for nothing in ([], [frozen], ["model"]):
-        with pytest.raises(UserError, match="run.backward"):
+        with pytest.raises(UserError, match=r"run\.backward"):
             parameters_of(nothing)
 
 

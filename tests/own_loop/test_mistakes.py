@@ -61,7 +61,11 @@ MISTAKES = {
         "run.epochs",
     ),
     "no batches": ("for batch in run.batches(data, size):", "while False:", "run.batches"),
-    "after the with": ("            run.log(loss=loss)", "run.step", "with samestep.open_run"),
+    "after the with": (
+        "            run.log(loss=loss)",
+        "run.log(loss=1)",
+        "with samestep.open_run",
+    ),
     "a state that cannot be loaded": (
         "state, size",
         "optimizer.param_groups[0]['why'] = torch.nn.Linear(1, 1)\n    state, size",

@@ -53,7 +53,8 @@ def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
     if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
         end_told(report(error, log))
     if connected:
-        abandon(130 if isinstance(error, KeyboardInterrupt) else 1)
+        told = error.code if isinstance(error, AlreadyTold) else 1
+        abandon(told if isinstance(told, int) else 1)
 
 
 def end_told(code: int) -> NoReturn:

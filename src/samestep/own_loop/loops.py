@@ -58,6 +58,7 @@ class Loops:
             say(self._world, f"{session.path} has its {position.epoch} epochs: nothing to train.")
         while position.epoch < num_epochs:
             self.place, self._epoch_ended = "before the batches of an epoch", False
+            self.means = {}
             self._seed(_EPOCH_BEGINS)
             yield position.epoch
             self._check_place("the next epoch", "after the batches of an epoch")

@@ -102,6 +102,7 @@ class OwnRun:
         self._loops: Loops | None = None
         self._trained: set[int] = set()
         """The ids of the parameters in `state`."""
+        self._means: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         """Join the other ranks, open the run directory, seed all ranks alike, catch stop signals.
@@ -134,62 +135,70 @@ class OwnRun:
         session, loops = self._session, self._loops
         assert session is not None
         assert loops is not None
-        self._session = self._loops = None
-        given, connected = error, session.world.connected
+        self._loops, self._means = None, loops.means
+        given, error = error, ending.as_mistake(error)
         try:
             if error is None:
                 loops.finish()
-            error = ending.as_mistake(error)
+        except Exception as late:
+            error = late
+        try:
             session.end(error)
-        except Exception as late:  # a full disk, say
+        except UserError as late:  # a full disk, say
             error = error or late
         loops.close()
         session.close(error)
         if error is None or isinstance(error, ending.Stopped):
             process_group.cleanup()
             return
-        ending.end_failed(error, self._log, connected=connected)
+        ending.end_failed(error, self._log, connected=session.world.connected)
         if error is not given:
             raise error
 
     @property
+    def _opened(self) -> Session:
+        if self._session is None:
+            self._refuse()
+        return self._session
+
+    @property
     def path(self) -> Path:
         """The run directory."""
-        return self._open("path").path
+        return self._opened.path
 
     @property
     def rank(self) -> int:
         """The number of this rank among all."""
-        return self._open("rank").world.rank
+        return self._opened.world.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self._open("world_size").world.world_size
+        return self._opened.world.world_size
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        return self._open("is_main").world.is_main
+        return self._opened.world.is_main
 
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return self._open("device").world.device
+        return self._opened.world.device
 
     @property
     def step(self) -> int:
         """Steps taken so far."""
-        return self._open("step").standing.position.step
+        return self._opened.standing.position.step
 
     @property
     def means(self) -> dict[str, float]:
         """Means of what was logged, exact over all ranks.
 
         Once the batches of an epoch are through they are those of the epoch, and after `validation`
-        those of its data.
+        those of its data. Where the script left the batches by `break` there are none.
         """
-        return self._in_loops("means").means
+        return self._means if self._loops is None else self._loops.means
 
     def place(self, thing: Thing) -> Thing:
         """Return a module or a tensor on this rank's device."""
@@ -212,7 +221,7 @@ class OwnRun:
             UserError: the checkpoint is of another program, other settings or other data, or
                 something in `state` cannot be saved.
         """
-        return self._in_loops("epochs").epochs(num_epochs, state)
+        return self._within.epochs(num_epochs, state)
 
     def batches(
         self,
@@ -241,7 +250,7 @@ class OwnRun:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
                 with another order of samples.
         """
-        loops = self._in_loops("batches")
+        loops = self._within
         return loops.batches(data, global_batch_size, collate, num_workers, drop_last=drop_last)
 
     def validation(
@@ -269,7 +278,7 @@ class OwnRun:
         Raises:
             UserError: it is called between the batches of an epoch.
         """
-        loops = self._in_loops("validation")
+        loops = self._within
         return loops.validation(data, batch_size, split, collate, num_workers)
 
     def backward(
@@ -289,7 +298,7 @@ class OwnRun:
         Raises:
             UserError: it is called outside of a batch, or names what no checkpoint would hold.
         """
-        session, loops = self._open("backward"), self._in_loops("backward")
+        session, loops = self._opened, self._within
         batch, parameters = loops.current("run.backward"), parameters_of(trained)
         if not self._trained.issuperset(map(id, parameters)):
             self._trained = parameters_in(session.standing.state)
@@ -315,26 +324,22 @@ class OwnRun:
             UserError: it is called outside of a batch, a value is not a single number, or a name is
                 that of another field of the records.
         """
-        loops = self._in_loops("log")
+        loops = self._within
         batch = loops.current("run.log")
         check_names(values)
         rows = batch.rows if batch.weight else 0
         loops.log_into.add(values, rows if terms is None or not rows else terms)
 
-    def _open(self, what: str) -> Session:
-        if self._session is None:
-            self._refuse(what)
-        return self._session
-
-    def _in_loops(self, what: str) -> Loops:
+    @property
+    def _within(self) -> Loops:
         if self._loops is None:
-            self._refuse(what)
+            self._refuse()
         return self._loops
 
-    def _refuse(self, what: str) -> Never:
+    def _refuse(self) -> Never:
         """End the script, since nobody else would tell of its mistake in so few words."""
         told = UserError(
-            f"run.{what} was used outside of `with samestep.open_run(…) as run:`. Do all of the "
+            "The run was used outside of `with samestep.open_run(…) as run:`. Do all of the "
             "training within it."
         )
         ending.end_told(report(told))
