@@ -47,8 +47,7 @@ def open_run(
             optimizer = torch.optim.Adam(model.parameters())
             for epoch in run.epochs(10, state={"model": model, "optimizer": optimizer}):
                 for batch in run.batches((x, y), global_batch_size=64):
-                    inputs, targets = batch.data
-                    loss = cross_entropy(model(inputs), targets)
+                    loss = loss_of(model, *batch.data)
                     optimizer.zero_grad()
                     run.backward(loss, model)
                     optimizer.step()
@@ -61,10 +60,9 @@ def open_run(
         path: the run directory, which all nodes share; by default a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
         resume: whether to go on with the run that is there; where there is none, it begins.
-        settings: the script's own, by name. They are kept with the run, and only those that leave
-            the training what it is (epochs, num_workers, …) may change when it goes on.
-        name: of the program, by which `samestep compare` knows what can be compared; by default
-            that of the script.
+        settings: the script's own, by name, which are kept with the run. When it goes on, only
+            those may change that leave the training what it is: epochs, num_workers, ….
+        name: of the program, for `samestep compare`; by default that of the script.
         log_every: steps between two `step` records.
         checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
         checkpoint_every_steps: steps between two checkpoints, beside those after epochs.
