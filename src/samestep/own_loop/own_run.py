@@ -60,8 +60,7 @@ def open_run(
         path: the run directory, which all nodes share; by default a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
         resume: whether to go on with the run that is there; where there is none, it begins.
-        settings: the script's own, by name, which are kept with the run. When it goes on, only
-            those may change that leave the training what it is: epochs, num_workers, ….
+        settings: the script's own, by name, kept with the run; few may change when it goes on.
         name: of the program, for `samestep compare`; by default that of the script.
         log_every: steps between two `step` records.
         checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
