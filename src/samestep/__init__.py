@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.version import __version__
 
 if TYPE_CHECKING:
-    from samestep.data.keyed_random import uniform
+    from samestep.data.keyed_random import normal, uniform
     from samestep.data.random_split import split_indices
     from samestep.data.spiral import SpiralDataset
     from samestep.errors import UserError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SpiralDataModule,
         TrackerLogger,
     )
+    from samestep.own_loop.own_run import OwnRun, open_run
     from samestep.ranks.process_group import (
         barrier,
         cleanup,
@@ -35,6 +36,7 @@ __all__ = [
     "CIFAR10DataModule",
     "LitData",
     "LitRecipe",
+    "OwnRun",
     "Recipe",
     "Settings",
     "SpiralDataModule",
@@ -46,6 +48,8 @@ __all__ = [
     "barrier",
     "cleanup",
     "is_main_process",
+    "normal",
+    "open_run",
     "read_records",
     "reduce_tensor",
     "setup_distributed",
@@ -57,6 +61,7 @@ _HOMES = {
     "CIFAR10DataModule": "lightning",
     "LitData": "lightning",
     "LitRecipe": "lightning",
+    "OwnRun": "own_loop.own_run",
     "Recipe": "recipe",
     "Settings": "settings",
     "SpiralDataModule": "lightning",
@@ -67,6 +72,8 @@ _HOMES = {
     "barrier": "ranks.process_group",
     "cleanup": "ranks.process_group",
     "is_main_process": "ranks.process_group",
+    "normal": "data.keyed_random",
+    "open_run": "own_loop.own_run",
     "read_records": "run.records",
     "reduce_tensor": "ranks.process_group",
     "setup_distributed": "ranks.process_group",

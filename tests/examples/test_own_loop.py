@@ -1,31 +1,80 @@
-"""The loop of one's own: shares of unequal sizes train as one process does."""
+"""The example of a loop of one's own: few lines more than a plain loop, and the same training."""
 
-import os
-import re
-import runpy
+import difflib
+import json
+import signal
 from pathlib import Path
 
-from tests.processes import start_ranks
+import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+from samestep import read_records
+from tests import command_line
+from tests.own_loop.same import account, assert_same
+from tests.own_loop.scripts import EXAMPLES, Strike, run
 
-
-def loss_on(world_size: int, folder: Path) -> float:
-    """Return the loss that the example prints at its end."""
-    folder.mkdir()
-    ranks = start_ranks(_execute, world_size, folder / "output", folder)
-    assert ranks.wait() == [0] * world_size, ranks.output()
-    ((number, loss),) = re.findall(r"(\d+) ranks?, loss (\d+\.\d+)", ranks.printed(0))
-    assert int(number) == world_size
-    return float(loss)
+SCRIPT = EXAMPLES / "own_loop.py"
+PLAIN = Path(__file__).parent / "plain_loop.py"
 
 
-def _execute(folder: Path) -> None:
-    os.chdir(folder)
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The run of a single process."""
+    folder = tmp_path_factory.mktemp("alone")
+    ranks = run(SCRIPT, "run", folder=folder)
+    assert "samestep:" not in ranks.output()
+    return folder / "run"
 
 
-def test_three_ranks_with_unequal_shares_train_as_one_process(tmp_path):
-    alone = loss_on(1, tmp_path / "alone")
-    assert alone > 0.1
-    assert abs(loss_on(3, tmp_path / "three") - alone) < 5e-6
+def test_it_takes_at_most_ten_lines_more_than_the_plain_loop():
+    def lines(path: Path) -> list[str]:
+        text = path.read_text().split('"""\n', maxsplit=1)[1]  # without the docstring
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    differ = [line for line in difflib.ndiff(lines(PLAIN), lines(SCRIPT)) if line[0] == "+"]
+    assert 5 < len(differ) <= 10, "\n".join(differ)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_with_unequal_shares_train_as_one_process(alone, tmp_path, world_size):
+    ranks = run(SCRIPT, "run", world_size=world_size, folder=tmp_path)
+    assert_same(tmp_path / "run", alone)
+    epochs = [line for line in ranks.output().splitlines() if line.startswith("epoch")]
+    assert len(epochs) == 5  # rank 0 alone prints
+    assert "epoch 5" in (tmp_path / "run" / "rank-1.log").read_text()
+
+
+def test_a_run_that_was_stopped_goes_on_on_another_number_of_ranks(alone, tmp_path):
+    stop = Strike(21, signal.SIGTERM)
+    run(SCRIPT, "run", world_size=2, folder=tmp_path, strike=stop, code=128 + signal.SIGTERM)
+    run(SCRIPT, "run", world_size=3, folder=tmp_path)
+    assert_same(tmp_path / "run", alone)
+
+
+def test_it_starts_anew_in_every_directory_and_does_nothing_where_the_run_is_finished(
+    alone, tmp_path
+):
+    records = (alone / "events.jsonl").read_bytes()
+    run(SCRIPT, str(alone), folder=tmp_path)
+    assert (alone / "events.jsonl").read_bytes() == records
+
+
+def test_compare_reads_two_such_runs(alone, tmp_path):
+    run(SCRIPT, "run", world_size=2, folder=tmp_path)
+    done = command_line.run(
+        "compare", str(alone), str(tmp_path / "run"), "--json", folder=tmp_path / "compare"
+    )
+    found = json.loads(done.printed(0))
+    assert found["same_training"][0]["verdict"] in ("equal", "rounding")
+
+
+def test_the_records_are_of_all_samples(alone):
+    (start,) = (r for r in read_records(alone) if r["event"] == "start")
+    assert (start["num_samples"], start["global_batch_size"], start["steps_per_epoch"]) == (
+        *(1000, 64),
+        16,
+    )
+    epochs = [r for r in account(alone) if r["event"] == "epoch"]
+    assert [(r["epoch"], r["step"], r["samples"]) for r in epochs] == [
+        (n, 16 * n, 1000) for n in range(1, 6)
+    ]
+    assert epochs[-1]["loss"] < 0.1 * epochs[0]["loss"]

@@ -21,7 +21,7 @@ def open_source(
     world: World,
     *,
     seed: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     num_workers: int,
     transform: Transform | None = None,
     augment: Augment | None = None,

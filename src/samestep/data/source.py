@@ -26,8 +26,8 @@ class Reading:
     world: World
     seed: int
     """Of the order, of the augmentation, and of what a data set draws."""
-    dtype: torch.dtype
-    """Of floating-point inputs and targets."""
+    dtype: torch.dtype | None
+    """Of floating-point inputs and targets; None leaves them as they are."""
     transform: Transform | None = None
     """Stored inputs → model inputs."""
     augment: Augment | None = None
@@ -151,6 +151,8 @@ class Source(ABC):
 
     def _cast(self, tree: Any) -> Any:
         dtype = self._reading.dtype
+        if dtype is None:
+            return tree
         return map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
 

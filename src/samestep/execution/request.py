@@ -82,7 +82,8 @@ def draft(target: str, config: Path | None = None) -> Draft:
     if run and not named:
         raise UserError(
             f"{run / 'settings.toml'} names no recipe: what is in {run} was not trained by "
-            "samestep, so there is nothing here to go on with or to evaluate."
+            "samestep train, so there is nothing here to go on with or to evaluate. The script "
+            "that wrote it may go on with it."
         )
     source = named[0] if run else target
     for path, _ in tables[1 if run else 0 :]:

@@ -10,6 +10,7 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.execution.changes import check_changes, words_of
 from samestep.execution.request import Request, to_toml
+from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import is_run
 from samestep.run.index import Entry, announce, read_index, remove_unannounced
@@ -93,6 +94,26 @@ def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | 
     world = work.world
     if not request.resume or not world.on_main(lambda: is_run(path)):
         return None
+    found = load_newest(path, world)
+    if found is None:
+        return None
+    entry, saved, problems = found
+    made_with, changes = saved.get("made_with"), {}
+    if made_with:  # checkpoints of earlier versions do not say
+        where = f"{path / 'checkpoints' / entry.path}"
+        text = settings_text(request, work)
+        changes = world.on_main(
+            lambda: check_changes(made_with, text, request.recipe, request.allow_change, where)
+        )
+    restore(work, state, request.recipe.name, saved)
+    return Resumed(checkpoint=entry.path, problems=problems, changes=words_of(changes))
+
+
+def load_newest(path: Path, world: World) -> tuple[Entry, dict[str, Any], list[str]] | None:
+    """Return a run's newest whole checkpoint, its content, and what was wrong with newer ones.
+
+    All ranks call it. What a kill has left half-announced is deleted.
+    """
     # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
     content: dict[str, Any] = {}
 
@@ -110,15 +131,7 @@ def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | 
     entry, problems = found
     saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
     world.on_main(lambda: _remove_unannounced(path))
-    made_with, changes = saved.get("made_with"), {}
-    if made_with:  # checkpoints of earlier versions do not say
-        where = f"{path / 'checkpoints' / entry.path}"
-        text = settings_text(request, work)
-        changes = world.on_main(
-            lambda: check_changes(made_with, text, request.recipe, request.allow_change, where)
-        )
-    restore(work, state, request.recipe.name, saved)
-    return Resumed(checkpoint=entry.path, problems=problems, changes=words_of(changes))
+    return entry, saved, problems
 
 
 def _remove_unannounced(path: Path) -> None:

@@ -45,6 +45,11 @@ def setup_distributed(
     return world.rank, world.local_rank, world.world_size
 
 
+def current_world() -> World:
+    """Return the world that `setup_distributed` joined; before it, or after `cleanup`, no ranks."""
+    return _current
+
+
 def is_main_process() -> bool:
     """Whether this is rank 0, which alone prints, logs and writes shared files."""
     return _current.is_main

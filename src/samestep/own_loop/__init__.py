@@ -1,0 +1,1 @@
+"""A training loop of one's own: what `samestep train` does around its loop, as a library."""

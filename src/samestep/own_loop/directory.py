@@ -1,0 +1,156 @@
+"""The run directory of a loop of one's own: the same files as those of `samestep train`."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from samestep.errors import UserError
+from samestep.own_loop.keeping import Standing
+from samestep.ranks.log import RankLog
+from samestep.ranks.world import World
+from samestep.run.directory import Run, is_run, new_run_path
+from samestep.run.environment import names_secret, versions
+from samestep.run.files import write_text
+from samestep.run.records import RUN_FORMAT, Record
+
+SCRIPT_COPY = "script.py"
+"""The script as it was when the run began, in the run's directory."""
+
+
+def choose_path(wanted: str | Path | None, program: str, *, resume: bool) -> Path:
+    """Return the directory of a run that is to begin or to go on.
+
+    Raises:
+        UserError: it holds a run already.
+    """
+    path = new_run_path(program) if wanted is None else Path(wanted)
+    if not resume and is_run(path):
+        raise UserError(
+            f"{path} already holds a run. Go on with it by open_run(…, resume=True), or name "
+            "another directory."
+        )
+    return path
+
+
+def open_directory(path: Path, world: World, log: RankLog) -> Run | None:
+    """Open the run on rank 0, and each rank's log in it; every rank calls it.
+
+    Raises:
+        UserError: on every rank, where any of them cannot use it.
+    """
+    run: Run | None = None
+
+    def open_run() -> None:
+        nonlocal run
+        run = Run(path)
+
+    def move_log() -> None:
+        try:
+            log.move_to(path)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be used here: {error.strerror}. The run directory must be on a "
+                "file system that all nodes share."
+            ) from error
+
+    world.on_main(open_run)
+    world.on_every(move_log)
+    return run
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as TOML has them: without those that are None, or named like a secret."""
+    found = {}
+    for name, value in settings.items():
+        if value is None or names_secret(name):
+            continue
+        plain = isinstance(value, str | int | float)
+        found[name] = value if plain else str(value)
+    return found
+
+
+def start_record(
+    world: World, standing: Standing, path: Path, numbers: Record, *, resumed: bool
+) -> Record:
+    """Return the record that a run begins or goes on with.
+
+    `numbers` are the sizes that follow from the data.
+    """
+    parameters = [
+        p for kept in standing.state.values() for p in getattr(kept, "parameters", tuple)()
+    ]
+    return {
+        "event": "start",
+        "format": RUN_FORMAT,
+        "time": time.time(),
+        "recipe": standing.program,
+        "run_dir": str(path),
+        "world_size": world.world_size,
+        **numbers,
+        "device": str(world.device),
+        "backend": world.backend,
+        "launcher": world.launcher,
+        "num_nodes": world.num_nodes,
+        "precision": _precision(parameters),
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in parameters),
+        "lower_is_better": ["loss"],
+        "resumed": resumed,
+        "notes": [*world.notes],
+    }
+
+
+def _precision(parameters: list[Any]) -> str:
+    """Return the least precise type of the weights, by which `compare` knows their rounding."""
+    kinds = {p.dtype for p in parameters}
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        if dtype in kinds:
+            return name
+    return "fp64" if kinds == {torch.float64} else "fp32"
+
+
+def describe(run: Run, world: World, standing: Standing, numbers: Record) -> None:
+    """Write settings, environment and a copy of the script into a run."""
+    sizes = {name: numbers[name] for name in ("epochs", "global_batch_size")}
+    table = {**sizes, "seed": standing.order["seed"], "options": dict(standing.settings)}
+    write_text(run.path / "settings.toml", tomli_w.dumps(table))
+    kept, script = run.path / SCRIPT_COPY, Path(sys.argv[0])
+    if script.suffix == ".py" and not kept.exists():
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            write_text(kept, script.read_text(encoding="utf-8"))
+    run.write_environment(
+        {
+            "versions": versions(),
+            "world_size": world.world_size,
+            "num_nodes": world.num_nodes,
+            "launcher": world.launcher,
+            "device": str(world.device),
+            "backend": world.backend,
+            "threads": torch.get_num_threads(),
+        }
+    )
+
+
+def result_of(world: World, standing: Standing, status: str, reason: str) -> dict[str, Any]:
+    """Return what result.json says of how a run ended."""
+    position = standing.position
+    return {
+        "recipe": standing.program,
+        "status": status,
+        "reason": reason,
+        "world_size": world.world_size,
+        "global_batch_size": standing.order.get("global_batch_size"),
+        "epochs": position.epoch,
+        "steps": position.step,
+        "training_seconds": position.seconds,
+        "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
+        "device": str(world.device),
+        "backend": world.backend,
+        "versions": versions(),
+    }

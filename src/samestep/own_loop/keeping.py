@@ -1,0 +1,212 @@
+"""The checkpoints of a loop of one's own: what they hold, how they are written and read."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from samestep.data.trees import map_tensors
+from samestep.errors import UserError, blame
+from samestep.own_loop.means import Sums
+from samestep.ranks.world import World
+from samestep.run import checkpoints
+from samestep.run.index import Entry, announce, read_index
+from samestep.run.records import Record
+from samestep.settings import MAY_CHANGE
+from samestep.training.clock import Position
+from samestep.training.parallel import share_buffers
+from samestep.training.snapshot import load_model
+
+
+@runtime_checkable
+class Kept(Protocol):
+    """What a checkpoint can hold: a module, an optimizer, a schedule, anything with these two."""
+
+    def state_dict(self) -> Any:
+        """Return all that it depends on, as tensors, numbers, texts, lists and dicts of them."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Become what it was when it returned this."""
+
+
+@dataclass(kw_only=True)
+class Standing:
+    """Where a run stands: all that the next step depends on."""
+
+    program: str
+    """The name of the script."""
+    settings: Mapping[str, Any]
+    """Of the script's own."""
+    state: Mapping[str, Kept] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)
+    order: dict[str, Any] = field(default_factory=dict)
+    """What the order of the samples depends on; empty until the data is open."""
+
+
+def check_state(state: Any) -> None:
+    """Check that a checkpoint can hold a state and give it back.
+
+    Raises:
+        UserError: something in it cannot be saved, or would not come back.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise UserError(
+            "run.epochs(…, state=…) takes a dict of all that changes in training: "
+            'state={"model": model, "optimizer": optimizer}. Checkpoints hold it.'
+        )
+    for name, kept in state.items():
+        if not isinstance(kept, Kept):
+            raise UserError(
+                f"state[{name!r}] is a {type(kept).__name__}, which has no state_dict and "
+                "load_state_dict. Leave it out, or put it into an object that has both."
+            )
+        # Tensors may be large, and it is the rest that can be of any type.
+        small = map_tensors(lambda _: torch.empty(0), _state_of(name, kept))
+        try:
+            torch.save(small, file := io.BytesIO())
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            raise UserError(
+                f"state[{name!r}].state_dict() holds what a checkpoint would not give back: "
+                f"{str(error).splitlines()[0]} It may hold tensors, numbers, texts, and lists and "
+                "dicts of them."
+            ) from error
+
+
+def share_weights(state: Mapping[str, Kept], world: World) -> None:
+    """Give every rank rank 0's weights and buffers."""
+    for kept in state.values():
+        if isinstance(kept, nn.Module):
+            share_buffers(kept, world)
+            for parameter in kept.parameters():
+                world.take_from_main(parameter.detach())
+
+
+def _state_of(name: str, kept: Kept) -> Any:
+    try:
+        return kept.state_dict()
+    except Exception as error:
+        blame(f"state[{name!r}].state_dict() failed", error)
+
+
+def save(folder: Path, world: World, standing: Standing, sums: Sums, keep: int | None) -> Record:
+    """Write and announce a checkpoint; return its record. All ranks call it.
+
+    Only the newest `keep` are kept, or all of them.
+    """
+    everywhere = world.gather(sums)
+    return world.on_main(lambda: _write(folder, standing, everywhere, keep))
+
+
+def _write(folder: Path, standing: Standing, sums: list[Sums], keep: int | None) -> Record:
+    position = standing.position
+    content = {
+        "format": checkpoints.FORMAT,
+        "program": standing.program,
+        "settings": dict(standing.settings),
+        "state": {name: _state_of(name, kept) for name, kept in standing.state.items()},
+        "position": asdict(position),
+        "order": standing.order,
+        "sums": sums,
+    }
+    name = f"checkpoint_epoch_{position.epoch}.pt"
+    if position.step_in_epoch:
+        name = f"checkpoint_step_{position.step}.pt"
+    digest = checkpoints.save(folder, name, content)
+    epoch = position.epoch + (position.step_in_epoch > 0)
+    entry = Entry(path=name, step=position.step, epoch=epoch, sha256=digest)
+    index = read_index(folder).up_to(position.step)  # later ones were passed over as damaged
+    newest = sorted(index.checkpoints, key=lambda old: -old.step)[: (keep or 1) - 1]
+    announce(folder, index, entry, keep and 0, [old.path for old in newest])
+    path = f"checkpoints/{name}"
+    return {"event": "checkpoint", "step": position.step, "path": path, "sha256": digest}
+
+
+def restore(standing: Standing, saved: dict[str, Any], path: Path) -> None:
+    """Bring a new run to where a checkpoint stands.
+
+    Raises:
+        UserError: it is of another program, or of other settings, or does not fit.
+    """
+    if "program" not in saved:
+        raise UserError(
+            f"{path} holds a run of samestep train: go on with it by samestep train {path} "
+            "--resume, or name another directory in open_run."
+        )
+    if saved["program"] != standing.program:
+        raise UserError(
+            f"{path} was written by {saved['program']!r}, not by {standing.program!r}. Name "
+            f"another directory in open_run; or, if it is the same program by another name, say "
+            f"open_run(…, name={saved['program']!r})."
+        )
+    before, now = saved["settings"], standing.settings
+    for name in sorted({*before, *now} - MAY_CHANGE):
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"{path} was begun with {name} = {before.get(name)}, and now it is "
+                f"{now.get(name)}: that is another training. Take the value of before, or begin a "
+                "run in another directory."
+            )
+    kept = saved["state"]
+    if kept.keys() != standing.state.keys():
+        raise UserError(
+            f"The checkpoints of {path} hold {', '.join(kept)}; state has "
+            f"{', '.join(standing.state)}. A run has the same names in state each time."
+        )
+    for name, one in standing.state.items():
+        _load(name, one, kept[name])
+    standing.position = Position(**saved["position"])
+    standing.order = saved["order"]
+
+
+def _load(name: str, one: Kept, saved: Any) -> None:
+    if isinstance(one, nn.Module):
+        try:
+            load_model(one, {"model": saved})
+        except UserError as error:
+            raise UserError(f"state[{name!r}]: {error}") from error
+        return
+    try:
+        one.load_state_dict(saved)
+    except Exception as error:
+        blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
+
+
+def check_order(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    """Check that a run goes on with the same order of the same samples.
+
+    Raises:
+        UserError: it does not; what differs is named.
+    """
+    for name, value in now.items():
+        if before and before[name] != value:
+            told = f"{name} = {before[name]}, and now it is {value}"
+            if name == "data":
+                told = "other data"
+            raise UserError(
+                f"{path} was begun with {told}: the order of the samples would change within the "
+                "run. Take what it was before, or begin a run in another directory."
+            )
+
+
+def sums_of(saved: list[Sums], world: World) -> Sums:
+    """Return what this rank goes on adding to: its own sums, or on other ranks' number rank 0's."""
+    if len(saved) == world.world_size:
+        return saved[world.rank]
+    together: Sums = {}
+    for sums in saved if world.is_main else ():
+        for name, (total, weight) in sums.items():
+            before = together.get(name, (0.0, 0.0))
+            together[name] = before[0] + total, before[1] + weight
+    return together
+
+
+def parameters_in(state: Mapping[str, Kept]) -> set[int]:
+    """Return the ids of all parameters in the modules of a state."""
+    modules = (one for one in state.values() if isinstance(one, nn.Module))
+    return {id(parameter) for module in modules for parameter in module.parameters()}

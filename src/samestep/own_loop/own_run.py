@@ -1,0 +1,342 @@
+"""`samestep.open_run`: a run of a training loop that the user writes."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Never, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UserError
+from samestep.own_loop import directory, ending
+from samestep.own_loop.batch import Batch
+from samestep.own_loop.gradients import Trained, backward, parameters_of, weight_of
+from samestep.own_loop.keeping import Kept, parameters_in
+from samestep.own_loop.loops import Loops
+from samestep.own_loop.means import check_names
+from samestep.own_loop.session import Session, Wanted
+from samestep.ranks import process_group
+from samestep.ranks.failure import rank_of, report
+from samestep.ranks.log import RankLog
+from samestep.ranks.world import Backend, Device
+from samestep.recipe import Collate
+
+Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
+
+
+def open_run(
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    resume: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    log_every: int = 50,
+    checkpoint_every_epochs: int = 1,
+    checkpoint_every_steps: int | None = None,
+    keep_checkpoints: int | None = None,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    timeout_s: float = 600.0,
+) -> "OwnRun":
+    """Return a run for a training loop of one's own, alone or as one of the ranks of a launcher.
+
+        with samestep.open_run("runs/mine", resume=True) as run:
+            model = run.place(Net())
+            optimizer = torch.optim.Adam(model.parameters())
+            for epoch in run.epochs(10, state={"model": model, "optimizer": optimizer}):
+                for batch in run.batches((x, y), global_batch_size=64):
+                    loss = loss_of(model, *batch.data)
+                    optimizer.zero_grad()
+                    run.backward(loss, model)
+                    optimizer.step()
+                    run.log(loss=loss)
+
+    At the `with` a mistake ends the script with one message and exit code 2; a stop signal ends it
+    with a checkpoint, and the exit code is 128 + the number of the signal.
+
+    Args:
+        path: the run directory, which all nodes share; by default a new one in runs/.
+        seed: of the order, of the initial weights, and of all random numbers.
+        resume: whether to go on with the run that is there; where there is none, it begins.
+        settings: the script's own, by name, kept with the run; few may change when it goes on.
+        name: of the program, for `samestep compare`; by default that of the script.
+        log_every: steps between two `step` records.
+        checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
+        checkpoint_every_steps: steps between two checkpoints, beside those after epochs.
+        keep_checkpoints: how many of the newest are kept; by default all.
+        device: where to train; "auto" takes the best device here.
+        backend: what connects the ranks; "auto" chooses by platform and device.
+        timeout_s: seconds that ranks wait for the slowest of them.
+    """
+    wanted = Wanted(
+        path=path,
+        seed=seed,
+        resume=resume,
+        settings=directory.plain_settings(settings or {}),
+        name=name or ending.script_name(),
+        log_every=log_every,
+        checkpoint_every_epochs=checkpoint_every_epochs,
+        checkpoint_every_steps=checkpoint_every_steps,
+        keep_checkpoints=keep_checkpoints,
+        device=device,
+        backend=backend,
+        timeout_s=timeout_s,
+    )
+    return OwnRun(wanted)
+
+
+class OwnRun:
+    """One run of a loop of one's own, on this rank; open within its `with`.
+
+    What another rank than 0 prints from there on goes to `rank-N.log` in the run directory.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._session: Session | None = None
+        self._loops: Loops | None = None
+        self._trained: set[int] = set()
+        """The ids of the parameters in `state`."""
+        self._means: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        """Join the other ranks, open the run directory, seed all ranks alike, catch stop signals.
+
+        Raises:
+            SystemExit: 2, after a message, for a mistake of the user.
+        """
+        self._log = RankLog(rank_of())
+        try:
+            self._session = Session(self._wanted, self._log)
+            self._loops = Loops(self._session)
+        except Exception as error:
+            world = process_group.current_world()
+            ending.end_failed(error, self._log, connected=world.connected)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Save what is not saved yet, write the result, and leave the other ranks.
+
+        Raises:
+            SystemExit: 2, after a message, for a mistake of the user; 128 + its number after a stop
+                signal; among several ranks, 1 after any other error.
+        """
+        session, loops = self._session, self._loops
+        assert session is not None
+        assert loops is not None
+        self._loops, self._means = None, loops.means
+        given, error = error, ending.as_mistake(error)
+        try:
+            if error is None:
+                loops.finish()
+        except Exception as late:
+            error = late
+        try:
+            session.end(error)
+        except UserError as late:  # a full disk, say
+            error = error or late
+        loops.close()
+        session.close(error)
+        if error is None or isinstance(error, ending.Stopped):
+            process_group.cleanup()
+            return
+        ending.end_failed(error, self._log, connected=session.world.connected)
+        if error is not given:
+            raise error
+
+    @property
+    def _opened(self) -> Session:
+        if self._session is None:
+            self._refuse()
+        return self._session
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._opened.path
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all."""
+        return self._opened.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._opened.world.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._opened.world.is_main
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._opened.world.device
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return self._opened.standing.position.step
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Means of what was logged, exact over all ranks.
+
+        Once the batches of an epoch are through they are those of the epoch, and after `validation`
+        those of its data. Where the script left the batches by `break` there are none.
+        """
+        return self._means if self._loops is None else self._loops.means
+
+    def place(self, thing: Thing) -> Thing:
+        """Return a module or a tensor on this rank's device."""
+        return cast("Thing", thing.to(self.device))
+
+    def epochs(self, num_epochs: int, *, state: Mapping[str, Kept]) -> Iterator[int]:
+        """Yield the epochs that are to be trained, as `range(num_epochs)` does.
+
+        With `resume`, the state is first brought to where the newest whole checkpoint stands, and
+        the epochs go on from there. What the script does after the batches of an epoch (a
+        validation, `scheduler.step()`) belongs to the epoch: its checkpoint comes afterwards.
+
+        Args:
+            num_epochs: passes over the data, those of earlier attempts included.
+            state: name → whatever changes in training and has `state_dict` and `load_state_dict`:
+                modules, optimizers, schedules. It must be the same on all ranks. The modules are
+                made so here, and checkpoints hold what rank 0 has.
+
+        Raises:
+            UserError: the checkpoint is of another program, other settings or other data, or
+                something in `state` cannot be saved.
+        """
+        return self._within.epochs(num_epochs, state)
+
+    def batches(
+        self,
+        data: Any,
+        global_batch_size: int,
+        *,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        drop_last: bool = False,
+    ) -> Iterator[Batch]:
+        """Yield this rank's part of the steps of the running epoch, from the exact step on.
+
+        The order depends on seed and epoch alone. Each global batch is shared out as evenly as
+        possible; the last one of an epoch may be smaller. Between two batches ranks agree on stop
+        signals, and checkpoints are written. Before each, all random generators are seeded by
+        (seed, rank, step); what must not depend on the number of ranks is drawn from the batch.
+
+        Args:
+            data: a tensor, a tuple of tensors, or a map-style `Dataset`.
+            global_batch_size: samples of a step over all ranks.
+            collate: list of samples of a `Dataset` → batch, any tree of tensors.
+            num_workers: processes per rank that read a `Dataset`.
+            drop_last: whether to leave out the last global batch where it is smaller.
+
+        Raises:
+            UserError: it is called outside of an epoch, or twice within one, or the run was begun
+                with another order of samples.
+        """
+        loops = self._within
+        return loops.batches(data, global_batch_size, collate, num_workers, drop_last=drop_last)
+
+    def validation(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        split: Literal["validation", "test"] = "validation",
+        collate: Collate | None = None,
+        num_workers: int = 0,
+    ) -> Iterator[Batch]:
+        """Yield this rank's share of all samples, each once.
+
+        What is logged meanwhile becomes an `evaluation` record, of means over all samples and
+        ranks, and afterwards `means` has them. `model.eval()` and `torch.no_grad()` are the
+        script's.
+
+        Args:
+            data: as in `batches`.
+            batch_size: samples per rank and batch.
+            split: what the record calls it.
+            collate: as in `batches`.
+            num_workers: as in `batches`.
+
+        Raises:
+            UserError: it is called between the batches of an epoch.
+        """
+        loops = self._within
+        return loops.validation(data, batch_size, split, collate, num_workers)
+
+    def backward(
+        self, loss: Tensor, *trained: Trained, terms: float | Tensor | None = None
+    ) -> None:
+        """Add the gradient of the loss over the global batch to what is to be trained.
+
+        Only the gradients of what is named are computed, and added up over all ranks, so a script
+        may have several losses and optimizers. Every rank calls it equally often.
+
+        Args:
+            loss: a scalar, the mean over the samples of this batch.
+            trained: modules, optimizers or parameters.
+            terms: where the loss is a mean over something else (words, pixels): their number in
+                this batch.
+
+        Raises:
+            UserError: it is called outside of a batch, or names what no checkpoint would hold.
+        """
+        session, loops = self._opened, self._within
+        batch, parameters = loops.current("run.backward"), parameters_of(trained)
+        if not self._trained.issuperset(map(id, parameters)):
+            self._trained = parameters_in(session.standing.state)
+            if self._trained and not self._trained.issuperset(map(id, parameters)):
+                raise UserError(
+                    "run.backward was given parameters of no module in state, so no checkpoint "
+                    "would hold them. Name their module in run.epochs(…, state={…})."
+                )
+        weight = weight_of(batch.weight, terms, loss, session.world)
+        backward(loss, parameters, session.world, weight)
+
+    def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
+        """Take values of this batch, each its mean; records have the means over all ranks.
+
+        By what is called `loss`, `samestep compare` compares runs, and where it is NaN or infinite
+        the run ends with a message.
+
+        Args:
+            terms: the number of what the values are means over, where that is not samples.
+            values: by name; numbers, or tensors of one element.
+
+        Raises:
+            UserError: it is called outside of a batch, a value is not a single number, or a name is
+                that of another field of the records.
+        """
+        loops = self._within
+        batch = loops.current("run.log")
+        check_names(values)
+        rows = batch.rows if batch.weight else 0
+        loops.log_into.add(values, rows if terms is None or not rows else terms)
+
+    @property
+    def _within(self) -> Loops:
+        if self._loops is None:
+            self._refuse()
+        return self._loops
+
+    def _refuse(self) -> Never:
+        """End the script, since nobody else would tell of its mistake in so few words."""
+        told = UserError(
+            "The run was used outside of `with samestep.open_run(…) as run:`. Do all of the "
+            "training within it."
+        )
+        ending.end_told(report(told))

@@ -1,0 +1,182 @@
+"""Read the data of a loop of one's own: the same order and shares as in `samestep train`."""
+
+import hashlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from samestep.data.batches import open_source
+from samestep.data.blocks import Block, group_steps
+from samestep.data.order import epoch_order, steps_per_epoch
+from samestep.data.source import Source
+from samestep.errors import UserError
+from samestep.own_loop.batch import Batch
+from samestep.ranks.world import World
+from samestep.recipe import Collate
+
+_LOOKED_AT = 64
+"""Rows of data in memory by which ranks, and a resumed run, see that theirs is the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A data set that is ready to be read."""
+
+    data: Any
+    """What the script gave."""
+    collate: Collate | None
+    workers: int
+    source: Source
+    alone: bool
+    """Whether the data is one tensor, so that a batch is one, too."""
+    print: str
+    """A hash of some samples of data in memory; empty of a `Dataset`."""
+
+    def is_of(self, data: Any, collate: Collate | None, workers: int) -> bool:
+        """Whether it is what the script gives now."""
+        before, now = (
+            (*_parts(one), how) for one, how in ((self.data, self.collate), (data, collate))
+        )
+        same = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
+        return same and workers == self.workers
+
+
+def open_data(data: Any, world: World, seed: int, collate: Collate | None, workers: int) -> Opened:
+    """Open tensors or a map-style `Dataset`; every rank calls it.
+
+    Raises:
+        UserError: it is neither, has no samples, or is not the same on all ranks.
+    """
+    given = data
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        raise UserError(
+            f"The data is a {type(data).__name__}; give tensors, or a map-style Dataset with "
+            "__len__ and __getitem__: the order of the samples is samestep's, so a DataLoader or a "
+            "stream has no place here."
+        )
+    alone = isinstance(data, Tensor)
+    if alone:
+        data = (data, torch.empty(len(data), 0))
+    elif isinstance(data, tuple) and len(data) != 2:
+        data = TensorDataset(*data)
+    source = open_source(
+        data, world, seed=seed, dtype=None, num_workers=workers, collate=collate, whole=True
+    )
+    opened = Opened(
+        data=given,
+        collate=collate,
+        workers=workers,
+        source=source,
+        alone=alone,
+        print=_hash_of(given),
+    )
+    everywhere = world.gather((source.num_samples, opened.print))
+    for rank, found in enumerate(everywhere):
+        if found != everywhere[0]:
+            raise UserError(
+                f"Rank {rank} has other data than rank 0 ({found[0]} and {everywhere[0][0]} "
+                "samples). Make or read it inside of open_run, which seeds all ranks alike, or "
+                "with a generator that is seeded.",
+                on_all_ranks=True,
+            )
+    return opened
+
+
+def steps_of(opened: Opened, global_batch_size: int, *, drop_last: bool) -> int:
+    """Return the steps of an epoch.
+
+    Raises:
+        UserError: there are none, or the batch size is no positive number.
+    """
+    if not isinstance(global_batch_size, int) or global_batch_size < 1:
+        raise UserError(
+            f"global_batch_size is {global_batch_size!r}; it must be a whole number from 1: the "
+            "samples of a step over all ranks."
+        )
+    number = opened.source.num_samples
+    steps = steps_per_epoch(number, global_batch_size, drop_last=drop_last)
+    if steps == 0:
+        raise UserError(
+            f"drop_last leaves nothing of {number} samples: global_batch_size is "
+            f"{global_batch_size}. Make it smaller, or leave drop_last out."
+        )
+    return steps
+
+
+def read_epoch(
+    opened: Opened,
+    world: World,
+    *,
+    seed: int,
+    epoch: int,
+    first_step: int,
+    global_batch_size: int,
+    drop_last: bool,
+) -> Generator[Batch]:
+    """Yield this rank's batches of an epoch, from `first_step` of it on; `step` counts in it."""
+    source = opened.source
+    order = epoch_order(source.num_samples, seed, epoch)
+    places = group_steps(order, first_step, 1, global_batch_size, world, drop_last=drop_last)
+    blocks = source.blocks(epoch, first_step, global_batch=global_batch_size, drop_last=drop_last)
+    singles = (single for block in blocks for single in _singles(block))
+    for place, single in zip(places, singles, strict=True):
+        data = single.inputs
+        yield Batch(
+            data=data[0] if opened.alone else data,
+            rows=single.rows,
+            weight=single.weight * single.rows / single.global_size,
+            global_size=single.global_size,
+            epoch=epoch,
+            step=place.first_step,
+            places=place.inputs,
+            device=world.device,
+            seed=seed,
+        )
+
+
+def read_once(
+    opened: Opened, world: World, batch_size: int, seed: int, epoch: int
+) -> Iterator[Batch]:
+    """Yield this rank's share of all samples, each once."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"run.validation: batch_size is {batch_size!r}; it must be 1 or more.")
+    number = opened.source.num_samples
+    for part in opened.source.evaluation(batch_size):
+        yield Batch(
+            data=part.inputs[0] if opened.alone else part.inputs,
+            rows=part.samples,
+            weight=part.samples / number,
+            global_size=number,
+            epoch=epoch,
+            step=0,
+            places=torch.arange(part.first, part.first + part.samples),
+            device=world.device,
+            seed=seed,
+        )
+
+
+def _singles(block: Block) -> Iterator[Block]:
+    yield from block.parts or block.singles()
+
+
+def _parts(data: Any) -> tuple[Any, ...]:
+    return data if isinstance(data, tuple) else (data,)
+
+
+def _hash_of(data: Any) -> str:
+    """Return a hash of some rows of data in memory, and of how it is stored."""
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if not all(isinstance(part, Tensor) for part in _parts(data)):
+        return ""
+    found = hashlib.sha256()
+    for part in _parts(data):
+        rows = torch.linspace(0, len(part) - 1, min(_LOOKED_AT, len(part))).long()
+        some = part.detach()[rows.to(part.device)].cpu().contiguous().flatten()
+        found.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        found.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+    return found.hexdigest()[:16]

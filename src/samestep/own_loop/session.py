@@ -1,0 +1,190 @@
+"""An open run of a loop of one's own: its ranks, its directory, its signals, where it stands."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.execution.saving import load_newest
+from samestep.own_loop import directory, keeping
+from samestep.own_loop.ending import Stopped, say
+from samestep.own_loop.keeping import Standing
+from samestep.own_loop.means import Means
+from samestep.ranks import process_group
+from samestep.ranks.log import RankLog
+from samestep.ranks.world import Backend, Device
+from samestep.run.directory import is_run
+from samestep.run.records import Record
+from samestep.training.snapshot import seed_alike
+from samestep.training.stopping import Agreement, catch_signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What `open_run` was given; see there."""
+
+    path: str | Path | None
+    seed: int
+    resume: bool
+    settings: Mapping[str, Any]
+    name: str
+    log_every: int
+    checkpoint_every_epochs: int
+    checkpoint_every_steps: int | None
+    keep_checkpoints: int | None
+    device: Device
+    backend: Backend
+    timeout_s: float
+
+    def check(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            UserError: one is out of its range.
+        """
+        names = ("log_every", "checkpoint_every_epochs", "checkpoint_every_steps")
+        for name in (*names, "keep_checkpoints"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise UserError(f"open_run(seed={self.seed!r}): it must be a whole number from 0.")
+
+    def saves_after(self, epoch: int, step: int) -> bool:
+        """Whether a checkpoint falls due at the end of an epoch."""
+        by_steps = self.checkpoint_every_steps
+        return epoch % self.checkpoint_every_epochs == 0 or bool(by_steps and step % by_steps == 0)
+
+
+class Session:
+    """What is open within the `with` of `open_run`, on this rank."""
+
+    def __init__(self, wanted: Wanted, log: RankLog) -> None:
+        """Join the other ranks, open the run directory, seed all alike, catch stop signals.
+
+        Raises:
+            UserError: on every rank, for anything the user can mend.
+        """
+        wanted.check()
+        if process_group.current_world().connected:
+            raise UserError("open_run joins the ranks by itself: leave setup_distributed() out.")
+        process_group.setup_distributed(wanted.device, wanted.backend, wanted.timeout_s)
+        self.wanted, self.world = wanted, process_group.current_world()
+        self.path = self.world.on_main(
+            lambda: directory.choose_path(wanted.path, wanted.name, resume=wanted.resume)
+        )
+        self.run = directory.open_directory(self.path, self.world, log)
+        self.standing = Standing(program=wanted.name, settings=wanted.settings)
+        self.means = Means(self.world)
+        self.begun = False
+        """Whether the run's records have begun, or gone on, in this process."""
+        self._resumed: tuple[str, list[str]] | None = None
+        self._saved_at: tuple[int, int] | None = None
+        """Epochs and steps of the newest checkpoint."""
+        self._signals = catch_signals()
+        self.received = self._signals.__enter__()
+        self.agreement = Agreement(self.world, self.received)
+        seed_alike(wanted.seed)
+
+    def track(self, state: Any) -> None:
+        """Take the state that checkpoints hold, and bring it to where the run stands.
+
+        Raises:
+            UserError: on every rank; it cannot be saved, or does not fit the checkpoint.
+        """
+        world, standing = self.world, self.standing
+        world.on_every(lambda: keeping.check_state(state))
+        standing.state = dict(state)
+        keeping.share_weights(standing.state, world)
+        resumes = self.wanted.resume and world.on_main(lambda: is_run(self.path))
+        if resumes and (found := load_newest(self.path, world)):
+            entry, saved, problems = found
+            world.on_every(lambda: keeping.restore(standing, saved, self.path))
+            self.means.sums = keeping.sums_of(saved["sums"], world)
+            self._resumed = entry.path, problems
+            self._saved_at = standing.position.epoch, standing.position.step
+        self.agreement.start(standing.position.step)
+
+    def begin(self, order: dict[str, Any], numbers: Record) -> None:
+        """Write what a run begins or goes on with, once its data is known.
+
+        Raises:
+            UserError: the run was begun with another order of samples.
+        """
+        world, standing = self.world, self.standing
+        keeping.check_order(standing.order, order, self.path)
+        standing.order = order
+        if self.begun:
+            return
+        if (run := self.run) is not None:
+            directory.describe(run, world, standing, numbers)
+        resumed = self._resumed
+        self.begun = True
+        self.emit(
+            directory.start_record(world, standing, self.path, numbers, resumed=bool(resumed))
+        )
+        if resumed is not None:
+            checkpoint, problems = resumed
+            after = f"after step {standing.position.step}, from {checkpoint}"
+            say(world, " ".join([f"{self.path} goes on {after}.", *problems]))
+            self.emit(
+                {
+                    "event": "resume",
+                    "step": standing.position.step,
+                    "checkpoint": checkpoint,
+                    "world_size": world.world_size,
+                    "problems": problems,
+                }
+            )
+
+    def emit(self, record: Record) -> None:
+        """Add a record to events.jsonl, on rank 0."""
+        if self.run is not None and self.begun:
+            self.run.append(record)
+
+    def save(self) -> None:
+        """Save where the run stands, if it is not saved yet; all ranks call it."""
+        position, started = self.standing.position, time.perf_counter()
+        if not self.begun or self._saved_at == (position.epoch, position.step):
+            return
+        self.means.read()  # what is on the device still belongs to the sums
+        folder, keep = self.path / "checkpoints", self.wanted.keep_checkpoints
+        record = keeping.save(folder, self.world, self.standing, self.means.sums, keep)
+        self.emit({**record, "seconds": time.perf_counter() - started})
+        self._saved_at = position.epoch, position.step
+
+    def stop_on(self, signum: int) -> None:
+        """Save and stop where all ranks have agreed on a signal.
+
+        Raises:
+            Stopped: there is one.
+        """
+        if signum:
+            self.save()
+            raise Stopped(signum)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write how the run ended."""
+        if self.run is None or not self.begun:
+            return
+        step, status, reason = self.standing.position.step, "completed", "finished"
+        if isinstance(error, Stopped):
+            status, reason = "stopped", Signals(error.signum).name
+            goes_on = f"{self.path} goes on from there with resume=True."
+            say(self.world, f"Stopped by {reason} after step {step}; {goes_on}")
+        elif error is not None:
+            status, reason = "failed", f"failed: {error or type(error).__name__}"
+        self.emit({"event": "stop", "step": step, "reason": reason})
+        self.run.write_result(directory.result_of(self.world, self.standing, status, reason))
+
+    def close(self, error: BaseException | None) -> None:
+        """Let signals be, and another process open the run."""
+        if error is None or isinstance(error, Stopped):
+            self._signals.__exit__(None, None, None)
+        else:  # a signal that no training could act on is kept for who tells of the failure
+            self._signals.__exit__(type(error), error, error.__traceback__)
+        if self.run is not None:
+            self.run.close()

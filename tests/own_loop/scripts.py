@@ -1,0 +1,77 @@
+"""Run scripts with a loop of their own on N ranks, in float64, and strike them."""
+
+import itertools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.command_line import end_with_first_failure, one_message
+from tests.processes import Ranks, start_ranks
+from tests.tiny import last_state
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+_outputs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A signal that a rank sends itself after so many of its steps."""
+
+    nth: int
+    signum: int
+    rank: int | None = 0
+
+
+def start(
+    script: Path, *arguments: str, world_size: int = 1, folder: Path, strike: Strike | None = None
+) -> Ranks:
+    """Start a script on N ranks."""
+    output = folder / f"output-{next(_outputs)}"
+    return start_ranks(_execute, world_size, output, script, list(arguments), folder, strike)
+
+
+def run(
+    script: Path, *arguments: str, world_size: int = 1, folder: Path, code: int = 0, **more
+) -> Ranks:
+    """Run a script to its end, which has this exit code on every rank."""
+    ranks = start(script, *arguments, world_size=world_size, folder=folder, **more)
+    assert ranks.wait() == [code] * world_size, ranks.output()
+    return ranks
+
+
+def refused(script: Path, *arguments: str, world_size: int = 1, folder: Path) -> str:
+    """Run a script that ends with one message and exit code 2; return the message."""
+    ranks = start(script, *arguments, world_size=world_size, folder=folder)
+    code = end_with_first_failure(ranks)
+    return one_message(code, ranks.output())
+
+
+def weights(run_folder: Path) -> dict[str, dict[str, object]]:
+    """Return the state of a run's last checkpoint: what the script named."""
+    return last_state(run_folder)["state"]
+
+
+def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | None) -> None:
+    import runpy
+
+    import torch
+
+    from samestep.own_loop.loops import Loops
+    from samestep.ranks import failure
+
+    failure.GRACE_S = 0.5  # no other Python starts late here
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sys.argv[:] = [str(script), *arguments]
+    steps, count = itertools.count(1), Loops._count
+
+    def counted(self, batch) -> None:
+        count(self, batch)
+        mine = strike is not None and strike.rank in (None, int(os.environ.get("RANK", "0")))
+        if mine and next(steps) == strike.nth:
+            os.kill(os.getpid(), strike.signum)
+
+    Loops._count = counted
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,73 @@
+"""Gradients of one's own losses, added up over ranks, against those of a single process."""
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import UserError
+from samestep.own_loop.gradients import backward, parameters_of, weight_of
+from samestep.ranks.world import World
+from tests.processes import run_ranks
+
+SHARES = {1: [range(7)], 2: [range(4), range(4, 7)], 3: [range(3), range(3, 5), range(5, 7)]}
+
+
+def gradients_on(world_size: int) -> list[torch.Tensor | None]:
+    """Return the gradients of two losses, one after the other into the same place."""
+    from samestep.ranks import process_group
+
+    rank, _, world_size = process_group.setup_distributed(device="cpu")
+    world = process_group.current_world()
+    torch.manual_seed(0)
+    x, terms = torch.randn(7, 3, dtype=torch.float64), torch.arange(1.0, 8)
+    parts = nn.ModuleList([nn.Linear(3, 2) for _ in range(4)]).double()
+    first, rare, never, other = parts
+    mine = list(SHARES[world_size][rank])
+
+    def loss_of(rows: list[int], weights: torch.Tensor) -> torch.Tensor:
+        outputs = first(x[rows]).square().sum(1)
+        if 6 in rows:  # one rank alone comes by here
+            outputs = outputs + (x[rows] * (torch.tensor(rows)[:, None] == 6)) @ rare.weight[0]
+        return (outputs * weights).sum() / weights.sum() + other(x[rows]).sum() * 0
+
+    named = parameters_of([first, rare, never])
+    backward(loss_of(mine, torch.ones(len(mine))), named, world, len(mine) / 7)
+    loss = loss_of(mine, terms[mine])
+    backward(loss, named, world, weight_of(len(mine) / 7, terms[mine].sum(), loss, world))
+    found = [p.grad for p in parts.parameters()]
+    process_group.cleanup()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size):
+    expected = run_ranks(gradients_on, 1, tmp_path / "1", 1)[0]
+    for found in run_ranks(gradients_on, world_size, tmp_path / "n", world_size):
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    used = [gradient is not None for gradient in expected]
+    # Of the second part its weight alone, nothing of the third; nobody named the fourth.
+    assert used == [True, True, True, False, False, False, False, False]
+
+
+def test_what_is_to_be_trained_may_be_a_module_an_optimizer_or_a_parameter():
+    model, frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1)
+    expected = [model.weight, model.bias]
+    for named in ([model], [optimizer], expected, [model, optimizer, frozen]):
+        assert list(map(id, parameters_of(named))) == list(map(id, expected))
+    for nothing in ([], [frozen], ["model"]):
+        with pytest.raises(UserError, match=r"run\.backward"):
+            parameters_of(nothing)
+
+
+def test_a_process_alone_computes_what_pytorch_does():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(5, 3)
+    backward(model(x).square().mean(), parameters_of([model]), World(), 0.3)
+    mine = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(mine, model.parameters(), strict=True))

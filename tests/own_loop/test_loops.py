@@ -1,0 +1,133 @@
+"""What a script may do with its loops, in this process: leave them early, draw, look at means."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from tests.tiny import all_records, read_index
+
+
+@pytest.fixture(autouse=True)
+def _generators():
+    """Leave PyTorch's generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+class Training:
+    """A tiny training, as a script would have it."""
+
+    def __init__(self, path, **more):
+        self.run = samestep.open_run(path, name="tiny", device="cpu", **more)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.data = torch.arange(20.0).view(10, 2) / 20
+
+    def step(self, batch):
+        loss = self.model(batch.data).square().mean()
+        self.optimizer.zero_grad()
+        self.run.backward(loss, self.model)
+        self.optimizer.step()
+        self.run.log(loss=loss)
+
+
+def test_each_sample_comes_once_in_an_epoch_and_brings_its_own_numbers(tmp_path):
+    found = {}
+    for size in (3, 10):
+        t = Training(tmp_path / f"run-{size}")
+        epochs = []
+        with t.run as run:
+            for _ in run.epochs(2, state=t.state):
+                drawn = {}
+                for batch in run.batches(t.data, size):
+                    t.step(batch)
+                    numbers = [batch.uniform(2), batch.normal(2), batch.normal(2)]
+                    together = torch.cat([*numbers, batch.keys[:, None] % 1000], dim=1)
+                    assert torch.equal(batch.data, t.data[batch.places])
+                    drawn |= dict(zip(batch.places.tolist(), together.tolist(), strict=True))
+                assert sorted(drawn) == list(range(10))
+                epochs.append(drawn)
+        found[size] = epochs
+    assert found[3] == found[10]  # whatever else is in their batch
+    first, second = found[3]
+    assert len({x for drawn in (first, second) for row in drawn.values() for x in row[:6]}) == 120
+
+
+def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
+    t = Training(tmp_path / "run", log_every=1)
+    with t.run as run:
+        for epoch in run.epochs(5, state=t.state):
+            for batch in run.batches(t.data, 3):
+                t.step(batch)
+                if batch.step == 1:
+                    break
+            assert (run.means == {}) == (epoch == 0)  # left early
+            if epoch == 1:
+                break
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["steps"], result["epochs"], result["status"]) == (2 + 4, 2, "completed")
+    assert read_index(tmp_path / "run")["last"]["step"] == 6
+    t = Training(tmp_path / "run", resume=True)
+    with t.run as run:
+        assert run.step == 0
+        left = []
+        for epoch in run.epochs(3, state=t.state):
+            left.append(epoch)
+            for batch in run.batches(t.data, 3):
+                t.step(batch)
+        assert left == [2]
+        assert run.step == 10
+
+
+def test_without_a_loss_its_values_are_metrics(tmp_path):
+    t = Training(tmp_path / "run", log_every=2)
+    with t.run as run:
+        for _ in run.epochs(1, state=t.state):
+            for batch in run.batches((t.data, torch.arange(10)), 5):
+                _inputs, numbers = batch.data
+                run.log(number=numbers.double().mean())
+            assert run.means == {"number": 4.5}
+    (record,) = (r for r in all_records(tmp_path / "run") if r["event"] == "metrics")
+    assert record["step"] == 2
+    assert not [r for r in all_records(tmp_path / "run") if r["event"] in ("step", "epoch")]
+
+
+def test_a_batch_is_as_large_as_a_tensor_data_set_or_collate_makes_it(tmp_path):
+    t = Training(tmp_path / "run")
+    forms = [
+        (t.data, {}, (3, 2)),
+        (torch.utils.data.TensorDataset(t.data, t.data[:, 0]), {}, [(3, 2), (3,)]),
+        ((t.data, t.data, t.data), {}, [(3, 2)] * 3),
+        ([*t.data], {"collate": lambda rows: {"x": torch.stack(rows)}}, {"x": (3, 2)}),
+    ]
+    with t.run as run:
+        for epoch in run.epochs(4, state=t.state):
+            data, how, shape = forms[epoch]
+            (batch, *_) = list(run.validation(data, 3, **how))
+            assert shape_of(batch.data) == shape
+            for _batch in run.batches(t.data, 10):
+                pass
+
+
+def shape_of(tree):
+    if isinstance(tree, dict):
+        return {key: shape_of(value) for key, value in tree.items()}
+    return tuple(tree.shape) if isinstance(tree, torch.Tensor) else [shape_of(t) for t in tree]
+
+
+def test_normal_numbers_are_normal_and_belong_to_their_keys():
+    keys = torch.arange(20_000)
+    drawn = samestep.normal(keys, 5)
+    assert drawn.shape == (20_000, 5)
+    assert drawn.dtype == torch.float32
+    assert abs(float(drawn.mean())) < 0.01
+    assert abs(float(drawn.std()) - 1) < 0.01
+    assert float((drawn.abs() < 1.959964).float().mean()) == pytest.approx(0.95, abs=0.003)
+    correlation = torch.corrcoef(drawn.T) - torch.eye(5)
+    assert float(correlation.abs().max()) < 0.03
+    assert torch.equal(samestep.normal(keys[7:8], 5), drawn[7:8])
+    assert samestep.normal(keys[:0], 5).shape == (0, 5)

@@ -1,0 +1,152 @@
+"""What a script does wrong ends it, on all ranks, with one message and exit code 2."""
+
+import json
+
+import pytest
+
+from tests.own_loop.scripts import refused, run, start
+from tests.tiny import files
+
+SCRIPT = """
+import os, sys
+import torch
+from torch import nn
+import samestep
+
+rank = int(os.environ.get("RANK", "0"))
+data = torch.arange(40.0, dtype=torch.float64).view(20, 2) / 40
+opened = {"path": "run", "seed": 0, "resume": True}
+with samestep.open_run(**opened) as run:
+    model, other = run.place(nn.Linear(2, 1)), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, size = {"model": model, "optimizer": optimizer}, 6
+    for epoch in run.epochs(2, state=state):
+        for batch in run.batches(data, size):
+            loss = model(batch.data).square().mean()
+            optimizer.zero_grad()
+            run.backward(loss, model)
+            optimizer.step()
+            run.log(loss=loss)
+"""
+OPENED = 'opened = {"path": "run", "seed": 0, "resume": True}'
+
+
+def script(folder, old="", new="", name="mine.py"):
+    """Write the script, with a part of it changed."""
+    assert old in SCRIPT
+    path = folder / name
+    path.write_text(SCRIPT.replace(old, new) if old else SCRIPT)
+    return path
+
+
+MISTAKES = {
+    "state without state_dict": (
+        '"optimizer": optimizer}',
+        '"optimizer": 1}',
+        "state['optimizer']",
+    ),
+    "no state": ("state, size = {", "state, size = {} and {", "state="),
+    "batch size 0": ("}, 6", "}, 0", "global_batch_size"),
+    "parameters that nobody keeps": ("loss, model)", "loss, model, other)", "state"),
+    "nothing to train": ("loss, model)", "loss)", "run.backward"),
+    "a vector is logged": ("log(loss=loss)", "log(loss=batch.data)", "loss"),
+    "a name of the records": ("log(loss=loss)", "log(loss=loss, step=1)", "step"),
+    "NaN": ("log(loss=loss)", "log(loss=loss * float('nan'))", "NaN"),
+    "exit within the run": ("run.log(loss=loss)", "sys.exit(0)", "mine.py:20"),
+    "a loader": ("batches(data,", "batches(torch.utils.data.DataLoader(data),", "DataLoader"),
+    "a seed below 0": (OPENED, 'opened = {"path": "run", "seed": -1}', "seed"),
+    "batches outside of epochs": (
+        "for epoch in run.epochs(2, state=state):",
+        "if 1:",
+        "run.epochs",
+    ),
+    "no batches": ("for batch in run.batches(data, size):", "while False:", "run.batches"),
+    "after the with": (
+        "            run.log(loss=loss)",
+        "run.log(loss=1)",
+        "with samestep.open_run",
+    ),
+    "a state that cannot be loaded": (
+        "state, size",
+        "optimizer.param_groups[0]['why'] = torch.nn.Linear(1, 1)\n    state, size",
+        "state['optimizer']",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_once_with_exit_code_2(tmp_path, mistake):
+    old, new, named = MISTAKES[mistake]
+    assert named in refused(script(tmp_path, old, new), folder=tmp_path)
+
+
+def test_all_ranks_end_with_the_one_message(tmp_path):
+    old, new, named = MISTAKES["parameters that nobody keeps"]
+    assert named in refused(script(tmp_path, old, new), world_size=2, folder=tmp_path)
+
+
+def test_ranks_with_different_data_are_told(tmp_path):
+    changed = script(tmp_path, "run.batches(data,", "run.batches(data + rank,")
+    assert "Rank 1 has other data" in refused(changed, world_size=2, folder=tmp_path)
+
+
+OTHER_RUNS = {
+    "batch size": ("}, 6", "}, 5", "global_batch_size = 6"),
+    "seed": ('"seed": 0', '"seed": 1', "seed = 0"),
+    "number of samples": ("batches(data,", "batches(data[:-1],", "num_samples = 20"),
+    "values of the data": ("batches(data,", "batches(data + 1,", "other data"),
+    "names": ('"model": model', '"net": model', "net"),
+    "sizes": ("nn.Linear(2, 1)), nn", "nn.Linear(2, 3)), nn", "state['model']"),
+    "settings": ('"resume": True}', '"resume": True, "settings": {"lr": 2}}', "lr"),
+    "no resume": ('"resume": True', '"resume": False', "resume=True"),
+}
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Give a folder with a finished run in it."""
+    run(script(tmp_path), folder=tmp_path)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("completed", 8)
+    return tmp_path
+
+
+@pytest.mark.parametrize("change", OTHER_RUNS)
+def test_a_run_of_something_else_is_refused_and_left_as_it_is(finished, change):
+    old, new, named = OTHER_RUNS[change]
+    changed = script(finished, old, new)
+    changed.write_text(changed.read_text().replace("epochs(2", "epochs(3"))
+    before = files(finished / "run" / "checkpoints"), (finished / "run/events.jsonl").read_bytes()
+    assert named in refused(changed, folder=finished)
+    after = files(finished / "run" / "checkpoints"), (finished / "run/events.jsonl").read_bytes()
+    assert after == before
+
+
+def test_a_run_of_another_script_is_refused_and_more_epochs_go_on(finished):
+    other = script(finished, "epochs(2", "epochs(3", name="other.py")
+    assert "'mine'" in refused(other, folder=finished)
+    run(script(finished, "epochs(2", "epochs(3"), folder=finished)
+    result = json.loads((finished / "run" / "result.json").read_text())
+    assert (result["status"], result["steps"], result["epochs"]) == ("completed", 12, 3)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_on_one_rank_ends_all_and_is_told_once(tmp_path, failing):
+    raising = f"if rank == {failing} and epoch: raise ValueError('mine')"
+    changed = script(tmp_path, "run.log(loss=loss)", f"{raising}\n            run.log(loss=loss)")
+    ranks = start(changed, world_size=2, folder=tmp_path)
+    # No launcher ends the other rank here: it meets the loss of its peer by itself.
+    assert ranks.wait()[failing] == 1
+    assert ranks.wait()[1 - failing] == 1
+    assert ranks.output().count("ValueError: mine") == 1
+    assert "Traceback" not in ranks.output()
+
+
+def test_an_error_alone_is_python_s_own(tmp_path):
+    changed = script(tmp_path, "run.log(loss=loss)", "raise ValueError('mine')")
+    ranks = start(changed, folder=tmp_path)
+    assert ranks.wait() == [1]
+    assert "Traceback" in ranks.output()
+    assert "samestep:" not in ranks.output()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "failed"
