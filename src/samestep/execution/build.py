@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from samestep.data.batches import open_split
-from samestep.data.loader_source import LoaderSource
+from samestep.data.memory_source import MemorySource
 from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
+from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
@@ -33,7 +34,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.snapshot import seed_alike, seed_rank
+from samestep.training.snapshot import random_numbers, seed_alike, seed_rank
 from samestep.training.step import Trainee
 from samestep.training.stopping import Watch
 from samestep.training.threads import choose_threads
@@ -71,6 +72,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
     train = source(splits.train, lap=phases.lap)
     num_samples = _agree_on_size(train, world)
+    _agree_on_streams(train)
     plan = world.on_every(
         lambda: make_plan(
             settings,
@@ -89,9 +91,11 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
     validation = source(splits.validation) if splits.validation is not None else None
+    _agree_on_streams(validation)
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
     metrics = _try_out(trial, validation, splits.test, source, world)
-    compiles = what_compiles(settings, world, model, own=recipe.own_parts())
+    own = (*recipe.own_parts(), *(("stream",) if plan.is_stream else ()))
+    compiles = what_compiles(settings, world, model, own=own)
     tried = replace(recipe, loss=loss, metrics=metrics)
     trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model)
     most = train.steps_per_block(plan.global_batch_size)
@@ -170,7 +174,7 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
     settings = request.settings
     # A run that goes on trains as it did, if slowly.
-    if isinstance(train, LoaderSource) and not (settings.oversubscribe or request.resume):
+    if not isinstance(train, MemorySource) and not (settings.oversubscribe or request.resume):
         world.on_every(lambda: check_workers(settings.num_workers, neighbours, len(cores)))
     threads = choose_threads(settings.threads, model, len(cores), neighbours)
     torch.set_num_threads(threads)
@@ -187,6 +191,13 @@ def _agree_on_size(source: Source, world: World) -> int:
             on_all_ranks=True,
         )
     return sizes[0]
+
+
+def _agree_on_streams(source: Source | None) -> None:
+    """Let all ranks see whether a stream is the same on each of them."""
+    if isinstance(source, StreamSource):
+        with random_numbers(0):
+            source.agree()
 
 
 def _watch(request: Request, splits: Splits) -> Watch:

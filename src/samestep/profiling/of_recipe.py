@@ -29,9 +29,10 @@ from samestep.run.directory import Run, new_run_path
 from samestep.screen.words import count
 from samestep.training.backends import switched
 from samestep.training.loop import rehearse
+from samestep.training.plan import ENDLESS
 from samestep.training.precision import data_dtype
 from samestep.training.stopping import Received, Watch, catch_signals
-from samestep.training.work import ENDLESS, State, Work, epoch_is_full
+from samestep.training.work import State, Work, epoch_is_full
 
 
 @dataclass(frozen=True, kw_only=True)
