@@ -115,7 +115,9 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     if progress.epoch:
         loss = f", loss {progress.loss:.4f}" if progress.loss is not None else ""
         of = (f"/{n:,}" if n else "" for n in (progress.epochs, progress.total_steps))
-        rows["training"] = f"epoch {progress.epoch}{next(of)}, step {progress.step:,}{next(of)}{loss}"
+        rows["training"] = (
+            f"epoch {progress.epoch}{next(of)}, step {progress.step:,}{next(of)}{loss}"
+        )
         if progress.checkpoint_step is not None:
             rows["saved"] = f"step {progress.checkpoint_step:,}"
     if progress.status:
