@@ -53,7 +53,7 @@ def leads_back(stream: Any, route: Route) -> bool:
     Raises:
         UserError: the stream cannot be read.
     """
-    if not callable(getattr(stream, "state_dict", None)):
+    if not callable(getattr(stream, "state_dict", None)) or _has_buffer(stream):
         return False
     route = replace(route, states=True)
     lane = Lane(stream, route, 0)
@@ -68,6 +68,18 @@ def leads_back(stream: Any, route: Route) -> bool:
     except UserError:
         return False
     return list(map(mark_of, found)) == list(map(mark_of, second))
+
+
+def _has_buffer(stream: Any) -> bool:
+    """Whether a stream of Hugging Face has a shuffle buffer, which its state leaves out."""
+    inside = [getattr(stream, "_ex_iterable", None)]
+    while inside:
+        part = inside.pop()
+        if "BufferShuffled" in type(part).__name__:
+            return True
+        inside += [getattr(part, "ex_iterable", None)] if hasattr(part, "ex_iterable") else []
+        inside += getattr(part, "ex_iterables", [])
+    return False
 
 
 def mark_of(element: Any) -> str:

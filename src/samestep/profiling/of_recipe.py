@@ -81,9 +81,9 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
             "Leave --workers out.",
             on_all_ranks=True,
         )
-    samples = work.train.num_samples
+    samples = work.train.num_samples  # 0 of a stream
     for size in wishes.batch_sizes:
-        if size * world.world_size > samples:
+        if samples and size * world.world_size > samples:
             raise UserError(
                 f"--batch-sizes: {size:,} samples a rank, {size * world.world_size:,} a step, are "
                 f"more than the {samples:,} training samples. Leave {size} out.",

@@ -183,6 +183,11 @@ def _check_stream(
             f"{world_size} ranks are more than the global batch of {global_batch} elements of a "
             f"stream: every rank needs one. Start at most {global_batch} ranks."
         )
+    if settings.engine != "native":
+        raise UserError(
+            f"--engine {settings.engine} takes no stream: it asks for the length of an epoch. "
+            "Leave it out, or give a map-style Dataset."
+        )
     if settings.sync_batchnorm and world_size > 1:
         raise UserError(
             "--sync-batchnorm does not go with a stream: near its end ranks may have no elements. "
