@@ -121,7 +121,8 @@ class Lane:
             stream = self._try(lambda: stream.shard(num_shards=lanes, index=number))
         with contextlib.suppress(Exception):  # what cannot be copied is read itself
             # What keeps a state may keep it in parts that another copy reads, too.
-            stream = (copy.deepcopy if self._route.states else copy.copy)(stream)
+            deep = callable(getattr(stream, "state_dict", None))
+            stream = copy.deepcopy(stream) if deep else copy.copy(stream)
         if callable(getattr(stream, "set_epoch", None)):
             self._try(stream.set_epoch, self._route.epoch)
         return stream
