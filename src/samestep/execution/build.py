@@ -72,7 +72,6 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
     train = source(splits.train, lap=phases.lap)
     num_samples = _agree_on_size(train, world)
-    _agree_on_streams(train)
     plan = world.on_every(
         lambda: make_plan(
             settings,
@@ -91,11 +90,9 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
     validation = source(splits.validation) if splits.validation is not None else None
-    _agree_on_streams(validation)
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
     metrics = _try_out(trial, validation, splits.test, source, world)
-    own = (*recipe.own_parts(), *(("stream",) if plan.is_stream else ()))
-    compiles = what_compiles(settings, world, model, own=own)
+    compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     tried = replace(recipe, loss=loss, metrics=metrics)
     trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model)
     most = train.steps_per_block(plan.global_batch_size)
@@ -115,6 +112,11 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     measured = EpochMetrics(metrics, world.device)
     state = State(watch=_watch(request, splits), measured=measured)
     return Built(with_forward(work), state, splits, threads)
+
+
+def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
+    """Return what compiled whole steps cannot take."""
+    return recipe.own_parts() + ("stream",) * isinstance(train, StreamSource)
 
 
 def _make_trainee(
@@ -154,6 +156,7 @@ def _try_out(
     world: World,
 ) -> Metrics:
     """Try a recipe on what will be evaluated first; return the metrics that it has."""
+    _agree_on_stream(validation)
     tested = test if validation is None else None
     with nullcontext(validation) if tested is None else closing(opened(tested)) as tried:
         return world.on_every(lambda: trial(tried))
@@ -183,6 +186,7 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
 
 def _agree_on_size(source: Source, world: World) -> int:
     """Return the number of training samples, once all ranks have the same."""
+    _agree_on_stream(source)
     sizes = world.gather(source.num_samples)
     if len(set(sizes)) > 1:
         raise UserError(
@@ -193,8 +197,8 @@ def _agree_on_size(source: Source, world: World) -> int:
     return sizes[0]
 
 
-def _agree_on_streams(source: Source | None) -> None:
-    """Let all ranks see whether a stream is the same on each of them."""
+def _agree_on_stream(source: Source | None) -> None:
+    """Let all ranks see whether a stream, if it is one, is the same on each of them."""
     if isinstance(source, StreamSource):
         with random_numbers(0):
             source.agree()

@@ -43,14 +43,12 @@ class _Elements(Dataset[Any]):
 def without_streams(splits: Splits, seed: int) -> Splits:
     """Return the splits with the first elements of each stream in its place, as a data set."""
     route = Route(seed=seed, epoch=0, global_batch=1, lanes=1, mine=range(1))
-    return replace(
-        splits,
-        **{
-            name: _Elements(Lane(data, route, 0).take(_OF_STREAM))
-            for name in SPLITS
-            if is_stream(data := getattr(splits, name))
-        },
-    )
+    for name in SPLITS:
+        data: Any = getattr(splits, name)
+        if is_stream(data):
+            changed: dict[str, Any] = {name: _Elements(Lane(data, route, 0).take(_OF_STREAM))}
+            splits = replace(splits, **changed)
+    return splits
 
 
 def num_samples(data: Any) -> int:
