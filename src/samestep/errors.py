@@ -131,9 +131,12 @@ def raised_at(error: BaseException) -> str:
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
+_METHODS = ("forward", "__getitem__", "__call__", "__iter__")
+
+
 def defined_at(what: Any) -> str:
     """Return " (FILE:LINE)", where a user's function, module or data set is written, or nothing."""
-    methods = (getattr(type(what), name, None) for name in ("forward", "__getitem__", "__call__"))
+    methods = (getattr(type(what), name, None) for name in _METHODS)
     for function in (what, getattr(what, "func", None), *methods):
         code = getattr(function, "__code__", None)
         if code is not None and is_users(code.co_filename):

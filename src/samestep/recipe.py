@@ -48,7 +48,7 @@ offers."""
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The data sets of one recipe: each a pair of tensors, or a map-style `Dataset`.
+    """The data sets of one recipe: each a pair of tensors, a map-style `Dataset`, or a stream.
 
     A pair of tensors stays in memory and is gathered a whole batch at a time. A `Dataset` yields
     (input, target) and goes through `torch.utils.data.DataLoader`.

@@ -39,6 +39,8 @@ class Settings:
     """Samples per rank and forward of an evaluation; by default those of a micro-step."""
     drop_last: bool = False
     """Leave out the last global batch of an epoch when it is incomplete."""
+    shuffle_buffer: int = 0
+    """Elements of a stream that are shuffled together; 0 keeps its order."""
 
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """The optimizer, unless the recipe makes its own."""
@@ -199,7 +201,10 @@ _POSITIVE = (
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
     *("eval_batch_size", "bucket_cap_mb", "ema"),
 )
-_NOT_NEGATIVE = ("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta")
+_NOT_NEGATIVE = (
+    *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
+    "shuffle_buffer",
+)
 
 
 # What may differ when a run goes on; anything else would make it another training.

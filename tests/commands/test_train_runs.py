@@ -269,6 +269,7 @@ SETTINGS = {
     "global_batch_size": 48,
     "accumulate": 2,
     "drop_last": True,
+    "shuffle_buffer": 64,
     "optimizer": "adamw",
     "lr": 0.25,
     "momentum": 0.5,

@@ -20,6 +20,7 @@ RECIPES = {
     # No number of ranks here shares out the last batch evenly.
     "padded_text.py": ("--num-sentences", "109", "--width", "8"),
     "csv_regression.py": ("--hidden", "8"),
+    "streaming.py": ("--hidden", "8"),
     "graphs.py": ("--num-graphs", "109", "--width", "4"),
     "huggingface.py": ("--num-reviews", "109", "--width", "8", "--layers", "1"),
     "char_gpt.py": (

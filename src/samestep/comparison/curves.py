@@ -59,9 +59,9 @@ def _curve(run: RunData, records: list[Record], metric: str) -> list[Point]:
 def samples_at(run: RunData, step: int) -> float:
     """Return the samples trained after so many steps; the last batch of an epoch may be smaller."""
     plan = run.plan
-    if not plan:
-        marks = [(0.0, 0.0), *((r["step"], r["samples"]) for r in run.of("step"))]
-        return between(marks, step)
+    if not plan or plan["num_samples"] is None:  # of a stream
+        marks = {0.0: 0.0, **{float(r["step"]): float(r["samples"]) for r in run.of("step")}}
+        return between(sorted(marks.items()), step)
     whole, rest = divmod(step, plan["steps_per_epoch"])
     epoch = min(plan["num_samples"], plan["steps_per_epoch"] * plan["global_batch_size"])
     return float(whole * epoch + rest * plan["global_batch_size"])

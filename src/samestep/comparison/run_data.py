@@ -22,11 +22,14 @@ _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
 _SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
-_SIZES = ("world_size", "num_samples", "global_batch_size", "steps_per_epoch")
+_SIZES = ("world_size", "global_batch_size")
+_OF_THE_DATA = ("num_samples", "steps_per_epoch")
+"""Of a stream nobody knows them."""
 # Without these a record says nothing. A record of any other event is whatever it says.
 _FIELDS: dict[str, list[Any]] = {
     "start": [
         *((name, _Positive) for name in _SIZES),
+        *((name, _Positive | None) for name in _OF_THE_DATA),
         *(("resumed", bool), ("format", int, 1), ("lower_is_better", list[str] | None, None)),
     ],
     "step": [

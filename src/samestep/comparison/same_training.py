@@ -45,7 +45,8 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
     for name, what in sizes.items():
         mine, its = one.plan[name], other.plan[name]
         if mine != its:
-            why = f"{its:,} {what} against {mine:,}, so equal steps are other work"
+            its, mine = ("a stream" if n is None else f"{n:,}" for n in (its, mine))
+            why = f"{its} {what} against {mine}, so equal steps are other work"
             return SameTraining(verdict="unknown", why=why)
     ours, theirs = _losses(one), _losses(other)
     both = sorted((key for key in ours if key in theirs), key=lambda key: key[1])

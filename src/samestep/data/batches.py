@@ -10,6 +10,8 @@ from samestep.data.blocks import Lap, untimed
 from samestep.data.loader_source import LoaderSource
 from samestep.data.memory_source import MemorySource
 from samestep.data.source import Reading, Source
+from samestep.data.stream_lanes import is_stream
+from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at
 from samestep.ranks.world import World
 from samestep.recipe import Augment, Collate, InMemory, Recipe, Transform
@@ -27,14 +29,15 @@ def open_source(
     augment: Augment | None = None,
     collate: Collate | None = None,
     whole: bool = False,
+    shuffle_buffer: int = 0,
     lap: Lap = untimed,
 ) -> Source:
-    """Return the source that suits a data set: memory for tensors, else a DataLoader.
+    """Return the source that suits a data set: memory for tensors, a stream, else a DataLoader.
 
     `num_workers` processes read a data set; for the other arguments see `Reading`.
 
     Raises:
-        UserError: the data has no samples, or is neither tensors nor a map-style data set.
+        UserError: the data has no samples, or is no data set.
     """
     reading = Reading(
         world=world,
@@ -44,6 +47,7 @@ def open_source(
         augment=augment,
         collate=collate,
         whole=whole,
+        shuffle_buffer=shuffle_buffer,
         lap=lap,
     )
     # A subclass may read its samples in a way of its own.
@@ -62,11 +66,13 @@ def open_source(
                 "of tensors, which are cut into batches. Leave collate out, or give a Dataset."
             )
         return MemorySource(data, reading)
+    if is_stream(data):
+        return StreamSource(data, reading, num_workers)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return LoaderSource(data, reading, num_workers)
     raise UserError(
         f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "
-        "or a map-style Dataset with __len__ and __getitem__."
+        "a map-style Dataset with __len__ and __getitem__, or an IterableDataset."
     )
 
 
@@ -89,5 +95,6 @@ def open_split(
         augment=recipe.augment,
         collate=recipe.collate,
         whole=recipe.forward is not None,
+        shuffle_buffer=settings.shuffle_buffer,
         lap=lap,
     )

@@ -43,6 +43,8 @@ class Block:
     """Samples of each step over all ranks."""
     parts: "tuple[Block, ...]" = ()
     """The micro-steps, where each was collated by itself; then `inputs` are the indices still."""
+    last: bool = False
+    """Of a stream: whether it ends with this block."""
 
     def part(self, start: int, num_steps: int) -> "Block":
         """Return some of the steps, from the `start`-th of this block, without copying."""

@@ -16,12 +16,12 @@ from samestep.data.collating import Collating, as_pair, name_of
 from samestep.data.keyed_random import mix
 from samestep.data.packed import Packing, unpacked
 from samestep.data.prefetch import on_device
-from samestep.data.source import Reading, Source
+from samestep.data.source import OrderedSource, Reading
 from samestep.errors import UserError, blame
 from samestep.ranks.startup import stop_signals
 
 
-class LoaderSource(Source):
+class LoaderSource(OrderedSource):
     """A map-style data set read through a DataLoader, in the same order as data in memory."""
 
     def __init__(self, dataset: Dataset[Any], reading: Reading, num_workers: int) -> None:
@@ -39,7 +39,7 @@ class LoaderSource(Source):
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=self._world.device.type == "cuda",
-            worker_init_fn=_ignore_stop_signals,
+            worker_init_fn=ignore_stop_signals,
         )
         # Also at Python's exit, which else waits for ever: it ends what is left by SIGTERM, and
         # the workers ignore that.
@@ -87,10 +87,7 @@ class _Keyed(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        drawn = mix(self._seed, epoch, index)
-        torch.default_generator.manual_seed(drawn)
-        random.seed(drawn)
-        np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
+        seed_reading(mix(self._seed, epoch, index))
         try:
             return self._dataset[index]
         except Exception as error:
@@ -123,7 +120,14 @@ def _end_workers(loader: DataLoader[Any]) -> None:
         iterator._shutdown_workers()  # noqa: SLF001
 
 
-def _ignore_stop_signals(_worker: int) -> None:
-    # A stop is the ranks' to handle: their workers serve until the step is done.
+def seed_reading(drawn: int) -> None:
+    """Seed the generators that a data set may draw from, before it gives a sample."""
+    torch.default_generator.manual_seed(drawn)
+    random.seed(drawn)
+    np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
+
+
+def ignore_stop_signals(_worker: int) -> None:
+    """Leave a stop to the ranks: their workers serve until the step is done."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)

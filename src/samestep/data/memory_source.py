@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.data.blocks import Block, Read, untimed
 from samestep.data.prefetch import Pair, on_device
-from samestep.data.source import Reading, Source
+from samestep.data.source import OrderedSource, Reading
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import InMemory
@@ -23,7 +23,7 @@ _RESIDENT_FRACTION = 0.25
 """What data takes at most of a GPU's memory: the rest is the training's."""
 
 
-class MemorySource(Source):
+class MemorySource(OrderedSource):
     """Samples held in memory as they are stored, on the device if they fit there."""
 
     _rows_are_samples = True

@@ -36,29 +36,30 @@ class Reading:
     """Samples of a data set → a batch of them."""
     whole: bool = False
     """Whether a batch stays one thing, which is both inputs and targets."""
+    shuffle_buffer: int = 0
+    """Elements of a stream that are shuffled together, in training."""
     lap: Lap = untimed
     """Told where reading ends ("data"), and copying to the device ("to_device")."""
 
 
 class Source(ABC):
-    """A data set that yields blocks."""
+    """What yields blocks to train on and batches to evaluate: a data set, or a stream."""
 
-    _order_device = torch.device("cpu")
+    num_samples: int
+    """0 of a stream, whose length nobody knows."""
     _rows_are_samples = False
     """Whether each tensor of a batch must have a row for each sample; of graphs it need not."""
     _collates = False
     """Whether the recipe collates batches, so that they cannot be cut afterwards."""
 
-    def __init__(self, num_samples: int, reading: Reading) -> None:
-        if num_samples == 0:
-            raise UserError("The recipe's data has no samples.")
-        self.num_samples = num_samples
+    def __init__(self, reading: Reading) -> None:
         self._reading, self._world = reading, reading.world
 
     def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - memory asks for it
         """Return the most steps that a block holds: a power of two."""
         return 1
 
+    @abstractmethod
     def blocks(
         self,
         epoch: int,
@@ -72,17 +73,18 @@ class Source(ABC):
 
         What is collated is cut into micro-steps before; by default each step is one.
         """
-        how, world = self._reading, self._world
-        order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
-        most = self.steps_per_block(global_batch)
-        unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
-        if not self._collates:
-            yield from self._ready(unread, epoch)
-            return
-        blocks = [(block, list(_parts(block, cut))) for block in unread]
-        ready = self._ready(chain.from_iterable(parts for _, parts in blocks), epoch)
-        for block, parts in blocks:
-            yield replace(block, parts=tuple(islice(ready, len(parts))))
+
+    @abstractmethod
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        """Yield this rank's share of all samples once, as batches of inputs and targets."""
+
+    @abstractmethod
+    def peek(self, samples: int) -> Batch:
+        """Return the first samples, as an evaluation reads them."""
+
+    @abstractmethod
+    def _read(self, unread: Iterator[Block], epoch: int) -> Read:
+        """Yield blocks of indices with their stored inputs and their targets, on the device."""
 
     def _ready(self, unread: Iterator[Block], epoch: int) -> Iterator[Block]:
         """Yield blocks with what the model takes, from blocks of indices."""
@@ -94,27 +96,6 @@ class Source(ABC):
                 inputs = self._call("augment", rows, how.augment, inputs, keys)
             inputs, targets = self._finish(inputs, targets, rows)  # noqa: PLW2901
             yield replace(block, inputs=inputs, targets=targets)
-
-    def evaluation(self, batch_size: int) -> Iterator[Batch]:
-        """Yield this rank's share of all samples once, as batches of inputs and targets."""
-        mine = share(range(self.num_samples), self._world.rank, self._world.world_size)
-        batches = [mine[k : k + batch_size] for k in range(0, len(mine), batch_size)]
-        for batch, (inputs, targets) in zip(batches, self._read_in_turn(batches), strict=True):
-            yield Batch(*self._finish(inputs, targets, len(batch)), len(batch), batch.start)
-
-    def peek(self, samples: int) -> Batch:
-        """Return the first samples, as an evaluation reads them."""
-        first = range(min(samples, self.num_samples))
-        ((inputs, targets),) = self._read_in_turn([first])
-        return Batch(*self._finish(inputs, targets, len(first)), len(first))
-
-    @abstractmethod
-    def _read(self, unread: Iterator[Block], epoch: int) -> Read:
-        """Yield blocks of indices with their stored inputs and their targets, on the device."""
-
-    @abstractmethod
-    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
-        """Yield the stored inputs and the targets of consecutive samples, on the device."""
 
     def close(self) -> None:  # noqa: B027 - memory needs no end
         """End what reads the data; it cannot be read any more."""
@@ -154,6 +135,60 @@ class Source(ABC):
         if dtype is None:
             return tree
         return map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+class OrderedSource(Source):
+    """A data set of known length, read in an order of samples."""
+
+    _order_device = torch.device("cpu")
+
+    def __init__(self, num_samples: int, reading: Reading) -> None:
+        if num_samples == 0:
+            raise UserError("The recipe's data has no samples.")
+        super().__init__(reading)
+        self.num_samples = num_samples
+
+    def blocks(
+        self,
+        epoch: int,
+        first_step: int,
+        *,
+        global_batch: int,
+        drop_last: bool,
+        cut: Cut | None = None,
+    ) -> Iterator[Block]:
+        """Yield this rank's part of the steps of a training epoch, from `first_step` on.
+
+        What is collated is cut into micro-steps before; by default each step is one.
+        """
+        how, world = self._reading, self._world
+        order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
+        most = self.steps_per_block(global_batch)
+        unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
+        if not self._collates:
+            yield from self._ready(unread, epoch)
+            return
+        blocks = [(block, list(_parts(block, cut))) for block in unread]
+        ready = self._ready(chain.from_iterable(parts for _, parts in blocks), epoch)
+        for block, parts in blocks:
+            yield replace(block, parts=tuple(islice(ready, len(parts))))
+
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        """Yield this rank's share of all samples once, as batches of inputs and targets."""
+        mine = share(range(self.num_samples), self._world.rank, self._world.world_size)
+        batches = [mine[k : k + batch_size] for k in range(0, len(mine), batch_size)]
+        for batch, (inputs, targets) in zip(batches, self._read_in_turn(batches), strict=True):
+            yield Batch(*self._finish(inputs, targets, len(batch)), len(batch), batch.start)
+
+    def peek(self, samples: int) -> Batch:
+        """Return the first samples, as an evaluation reads them."""
+        first = range(min(samples, self.num_samples))
+        ((inputs, targets),) = self._read_in_turn([first])
+        return Batch(*self._finish(inputs, targets, len(first)), len(first))
+
+    @abstractmethod
+    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
+        """Yield the stored inputs and the targets of consecutive samples, on the device."""
 
 
 def _parts(block: Block, cut: Cut | None) -> Iterator[Block]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from samestep.data.batches import open_split
-from samestep.data.loader_source import LoaderSource
+from samestep.data.memory_source import MemorySource
 from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
+from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
@@ -33,7 +34,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.snapshot import seed_alike, seed_rank
+from samestep.training.snapshot import random_numbers, seed_alike, seed_rank
 from samestep.training.step import Trainee
 from samestep.training.stopping import Watch
 from samestep.training.threads import choose_threads
@@ -91,7 +92,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     validation = source(splits.validation) if splits.validation is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
     metrics = _try_out(trial, validation, splits.test, source, world)
-    compiles = what_compiles(settings, world, model, own=recipe.own_parts())
+    compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     tried = replace(recipe, loss=loss, metrics=metrics)
     trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model)
     most = train.steps_per_block(plan.global_batch_size)
@@ -111,6 +112,11 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     measured = EpochMetrics(metrics, world.device)
     state = State(watch=_watch(request, splits), measured=measured)
     return Built(with_forward(work), state, splits, threads)
+
+
+def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
+    """Return what compiled whole steps cannot take."""
+    return recipe.own_parts() + ("stream",) * isinstance(train, StreamSource)
 
 
 def _make_trainee(
@@ -150,6 +156,7 @@ def _try_out(
     world: World,
 ) -> Metrics:
     """Try a recipe on what will be evaluated first; return the metrics that it has."""
+    _agree_on_stream(validation)
     tested = test if validation is None else None
     with nullcontext(validation) if tested is None else closing(opened(tested)) as tried:
         return world.on_every(lambda: trial(tried))
@@ -170,7 +177,7 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
     settings = request.settings
     # A run that goes on trains as it did, if slowly.
-    if isinstance(train, LoaderSource) and not (settings.oversubscribe or request.resume):
+    if not isinstance(train, MemorySource) and not (settings.oversubscribe or request.resume):
         world.on_every(lambda: check_workers(settings.num_workers, neighbours, len(cores)))
     threads = choose_threads(settings.threads, model, len(cores), neighbours)
     torch.set_num_threads(threads)
@@ -179,6 +186,7 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
 
 def _agree_on_size(source: Source, world: World) -> int:
     """Return the number of training samples, once all ranks have the same."""
+    _agree_on_stream(source)
     sizes = world.gather(source.num_samples)
     if len(set(sizes)) > 1:
         raise UserError(
@@ -187,6 +195,13 @@ def _agree_on_size(source: Source, world: World) -> int:
             on_all_ranks=True,
         )
     return sizes[0]
+
+
+def _agree_on_stream(source: Source | None) -> None:
+    """Let all ranks see whether a stream, if it is one, is the same on each of them."""
+    if isinstance(source, StreamSource):
+        with random_numbers(0):
+            source.agree()
 
 
 def _watch(request: Request, splits: Splits) -> Watch:

@@ -16,7 +16,10 @@ from samestep.settings import MAY_CHANGE, Settings, as_table, flag_name
 
 # They decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
-    {"seed", "drop_last", "batch_size", "global_batch_size", "accumulate", "num_samples"}
+    {
+        *("seed", "drop_last", "batch_size", "global_batch_size", "accumulate", "num_samples"),
+        "shuffle_buffer",
+    }
 )
 _FIXED = _OF_THE_ORDER | {"engine"}
 

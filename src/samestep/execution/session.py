@@ -6,10 +6,11 @@ This is where settings, recipe and world meet. What is shown on the screen is th
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.data.memory_source import MemorySource
+from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, no_exit
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
@@ -28,7 +29,7 @@ from samestep.training.between import Between
 from samestep.training.loop import train
 from samestep.training.parallel import Wrap, wrap
 from samestep.training.stopping import Agreement, Minutes, Received
-from samestep.training.work import State, Work
+from samestep.training.work import State, Work, is_done
 
 Show = Callable[[Record], None]
 
@@ -270,7 +271,7 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "time": time.time(),
         "recipe": request.recipe.name,
         "run_dir": str(path),
-        **{name: value for name, value in asdict(work.plan).items() if name != "schedule"},
+        **work.plan.record(),
         "device": str(world.device),
         "backend": world.backend,
         "launcher": world.launcher,
@@ -301,7 +302,7 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
         )
     notes += _without_effect(work)
     plan = work.plan
-    if plan.global_batch_size > plan.num_samples:
+    if 0 < plan.num_samples < plan.global_batch_size:
         notes.append(
             f"The global batch of {plan.global_batch_size:,} is larger than the "
             f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
@@ -320,7 +321,7 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
     source = Path(request.source)
     if kept.is_file() and source.is_file() and kept.read_bytes() != source.read_bytes():
         notes.append(f"{source} has changed since the run began; {kept} is how it was.")
-    if resumed and built.state.position.step >= work.plan.total_steps:
+    if resumed and is_done(work, built.state):
         notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")
     return notes
 
@@ -335,6 +336,15 @@ def _without_effect(work: Work) -> list[str]:
         notes.append(
             "The training data stays in the CPU's memory, since it would take more than a quarter "
             "of the GPU's. Its batches are copied while the GPU computes."
+        )
+    if settings.shuffle_buffer and not isinstance(work.train, StreamSource):
+        notes.append(
+            "--shuffle-buffer has no effect: the data is no stream, and is shuffled whole."
+        )
+    if isinstance(work.train, StreamSource) and work.train.loses_its_place:
+        notes.append(
+            "The stream's state_dict does not lead back to the same element, or cannot be saved: a "
+            "run that goes on will read the elements before again, and skip them."
         )
     if settings.sync_batchnorm and world.world_size == 1:
         notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")

@@ -143,6 +143,7 @@ class LitData(pl.LightningDataModule):
         if sizes[0] is not None and sizes[1:] == (None, None):
             settings = replace(settings, accumulate=asked)
         num_samples = self._sources["train"].num_samples
+        settings = settings if num_samples else replace(settings, engine="lightning")  # refused
         plan = make_plan(
             settings,
             num_samples,

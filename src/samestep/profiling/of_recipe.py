@@ -29,9 +29,10 @@ from samestep.run.directory import Run, new_run_path
 from samestep.screen.words import count
 from samestep.training.backends import switched
 from samestep.training.loop import rehearse
+from samestep.training.plan import ENDLESS
 from samestep.training.precision import data_dtype
 from samestep.training.stopping import Received, Watch, catch_signals
-from samestep.training.work import ENDLESS, State, Work, epoch_is_full
+from samestep.training.work import State, Work, epoch_is_full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +81,9 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
             "Leave --workers out.",
             on_all_ranks=True,
         )
-    samples = work.train.num_samples
+    samples = work.train.num_samples  # 0 of a stream
     for size in wishes.batch_sizes:
-        if size * world.world_size > samples:
+        if samples and size * world.world_size > samples:
             raise UserError(
                 f"--batch-sizes: {size:,} samples a rank, {size * world.world_size:,} a step, are "
                 f"more than the {samples:,} training samples. Leave {size} out.",

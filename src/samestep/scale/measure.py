@@ -17,8 +17,9 @@ from samestep.run.files import write_text
 from samestep.scale.study import FILE, Measurement, Segment
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter, epoch_record
+from samestep.training.plan import ENDLESS
 from samestep.training.stopping import Agreement, Received
-from samestep.training.work import ENDLESS, State, Work, epoch_is_full
+from samestep.training.work import State, Work, epoch_is_full
 
 SEGMENTS = 8
 _WARM_STEPS, _WARM_S = 5, 0.3

@@ -175,6 +175,8 @@ def run_study(
 
 def _without_too_large(study: Study, num_samples: int) -> Study:
     """Leave out the setups whose steps the training set does not fill: they would take less."""
+    if num_samples == 0:  # of a stream
+        return study
     too_large = [setup for setup in study.setups if setup.global_batch_size > num_samples]
     said = [
         f"{setup.mode} scaling at {count(setup.ranks, 'rank')} is left out: a step of "

@@ -92,7 +92,8 @@ class Screen:
         if plan["lr_scaling"] != "none":
             ratio = plan["lr"] / plan["base_lr"]
             lr += f" = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
-        samples = f"{plan['num_samples']:,} training samples"
+        known = plan["num_samples"]
+        samples = "a stream" if known is None else f"{known:,} training samples"
         rows = {
             plan["recipe"]: f"{plan['parameters']:,} parameters, {samples}",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
@@ -170,7 +171,7 @@ class Screen:
     def _flush_epoch(self, more: str = "", at_step: int = 0) -> None:
         record, self._epoch = self._epoch, None
         if record is not None:
-            width = len(str(self._plan["epochs"]))
+            width = len(str(self._plan["epochs"] or 1))
             trained = metrics_of({"loss": record["loss"], **record.get("metrics", {})})
             values = "  ".join(f"{name} {value}" for name, value in trained.items())
             self._numbers(
@@ -187,9 +188,15 @@ class Screen:
             text = "\n".join(wrapped(pairs, "    ", self._console.width)).replace("\xa0", " ")
         self._print(escape(text))
 
-    def _length(self, steps: int, epochs: int) -> str:
+    def _length(self, steps: int | None, epochs: int | None) -> str:
         """Return a number of steps, and of epochs, of which the last may be a part."""
         per_epoch = self._plan["steps_per_epoch"]
+        if per_epoch is None:  # of a stream
+            told = [count(epochs, "epoch")] if epochs else []
+            told += [count(steps, "step")] if steps else []
+            return ", ".join(told)
+        assert steps is not None
+        assert epochs is not None
         shown = (
             count(epochs, "epoch") if steps % per_epoch == 0 else f"{steps / per_epoch:.2f} epochs"
         )

@@ -68,14 +68,15 @@ def _progress(run: Path, records: list[Record], result: dict[str, Any]) -> Progr
     moved = [r for r in records if r["event"] in ("step", "epoch", "checkpoint", "stop")]
     step = max((r["step"] for r in moved), default=0)
     eta = None
-    if steps and steps[-1].get("samples_per_s"):
-        left = plan["total_steps"] - step
+    total = plan["total_steps"] or 0  # nobody knows when a stream ends
+    if total and steps and steps[-1].get("samples_per_s"):
+        left = total - step
         eta = left * plan["global_batch_size"] / steps[-1]["samples_per_s"]
     return Progress(
         step=step,
-        total_steps=plan["total_steps"],
-        epoch=min(step // plan["steps_per_epoch"] + 1, plan["epochs"]),
-        epochs=plan["epochs"],
+        total_steps=total,
+        epoch=_epoch(plan, step, moved),
+        epochs=plan["epochs"] or 0,
         loss=steps[-1]["loss"] if steps else None,
         checkpoint_step=saved[-1]["step"] if saved else None,
         eta_s=eta,
@@ -84,6 +85,13 @@ def _progress(run: Path, records: list[Record], result: dict[str, Any]) -> Progr
         status=result.get("status", "") if _is_last(run, records, result) else "",
         why=str(result.get("reason", "")),
     )
+
+
+def _epoch(plan: Record, step: int, moved: list[Record]) -> int:
+    """Return the epoch that runs, counted from 1; of a stream the records tell it."""
+    if plan["steps_per_epoch"] is not None:
+        return int(min(step // plan["steps_per_epoch"] + 1, plan["epochs"]))
+    return max((int(r["epoch"]) for r in moved if "epoch" in r), default=1)
 
 
 def _is_last(run: Path, records: list[Record], result: dict[str, Any]) -> bool:

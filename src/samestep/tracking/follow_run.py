@@ -213,7 +213,7 @@ class _FollowedRun:
         own = settings.get(HYPERPARAMETERS)  # of a script that is not samestep's
         environment, start = read_object(path / "environment.json"), first_start(path)
         facts = {key: environment[key] for key in _FACTS if key in environment}
-        facts |= {key: start[key] for key in _SIZES if key in start}
+        facts |= {key: start[key] for key in _SIZES if start.get(key) is not None}
         return TrackedRun(
             path=path,
             folder=self._folder,

@@ -25,7 +25,7 @@ from samestep.training.parallel import share_buffers
 from samestep.training.plan import learning_rate
 from samestep.training.stopping import Agreement, Minutes
 from samestep.training.window import KEPT, REMEDIES
-from samestep.training.work import State, Work, close_epoch, epoch_is_full
+from samestep.training.work import State, Work, close_epoch, epoch_is_full, is_done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iter
     agreed = between.agreement.after(step)
     evaluates = _due(settings.eval_every_steps, step)
     saves = _due(settings.checkpoint_every_steps, step) or agreed.wished
-    if (evaluates or saves) and (epoch_is_full(work, state) or step >= work.plan.total_steps):
+    if (evaluates or saves) and (epoch_is_full(work, state) or is_done(work, state)):
         evaluates = saves = False  # the end of the epoch does it anyway
     if not (evaluates or saves or agreed.signum):
         return ()  # most steps: no generator is made for them
@@ -82,7 +82,7 @@ def catch_up(work: Work, state: State, between: Between) -> Iterator[Record]:
         return
     position.evaluation_due = False
     # A training may end within an epoch; elsewhere the epoch's record is yet to come.
-    last = position.step >= work.plan.total_steps
+    last = is_done(work, state)
     epoch = [epoch_record(work, state)] if last else []
     metric = yield from _evaluate(work, state, between, work.validation, *epoch)
     if not state.signum:
@@ -92,7 +92,7 @@ def catch_up(work: Work, state: State, between: Between) -> Iterator[Record]:
 def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]:
     """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
     settings, position = work.settings, state.position
-    number, last = position.epoch + 1, position.step >= work.plan.total_steps
+    number, last = position.epoch + 1, is_done(work, state)
     epoch = epoch_record(work, state)
     evaluates = last or _due(settings.eval_every_epochs, number)
     saves = last or _due(settings.checkpoint_every_epochs, number)

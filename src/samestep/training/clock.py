@@ -17,8 +17,12 @@ class Position:
     epoch: int = 0
     """Epochs finished, their evaluation included."""
     step_in_epoch: int = 0
+    stream_ended: bool = False
+    """Whether all of the running epoch's stream is trained."""
     samples: int = 0
     """Samples trained."""
+    samples_before: int = 0
+    """The value of `samples` when the running epoch began."""
     seconds: float = 0.0
     """Seconds spent in training steps, over all attempts."""
     epoch_started_s: float = 0.0

@@ -11,7 +11,7 @@ from samestep.run.records import Record
 from samestep.training.between import Between, after_step, catch_up, end_of_epoch, stop_early
 from samestep.training.meter import Meter
 from samestep.training.plan import learning_rate
-from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full
+from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full, is_done
 
 
 def train(work: Work, state: State, between: Between) -> Iterator[Record]:
@@ -57,7 +57,7 @@ def rehearse(work: Work, state: State) -> Generator[Taken]:
 
 def _goes_on(work: Work, state: State) -> bool:
     # A signal may have stopped a run between an epoch's last step and its evaluation.
-    return state.position.step < work.plan.total_steps or epoch_is_full(work, state)
+    return not is_done(work, state) or epoch_is_full(work, state)
 
 
 def epoch_steps(work: Work, state: State) -> Iterator[Taken]:
@@ -73,8 +73,11 @@ def epoch_steps(work: Work, state: State) -> Iterator[Taken]:
         position.step = after
         position.step_in_epoch += block.num_steps
         position.samples += block.num_steps * block.global_size
+        position.stream_ended = block.last
         yield Taken(first, block.global_size, lrs, logged, result, block)
         work.phases.lap("other")
+    if plan.is_stream and position.step < plan.total_steps:
+        position.stream_ended = True  # also where a resumed run found nothing more
 
 
 def _blocks(work: Work, state: State) -> Iterator[Block]:

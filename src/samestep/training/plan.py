@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 from samestep.data.blocks import Cut, cut_rows
 from samestep.data.order import steps_per_epoch
@@ -11,6 +12,8 @@ from samestep.errors import UserError, blame, defined_at
 from samestep.settings import Settings
 
 _LARGEST = 2**31
+ENDLESS = 2**40
+"""Steps of what nobody knows the end of: a stream, or a training that is left at some step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,19 +22,36 @@ class Plan:
 
     world_size: int
     num_samples: int
-    """Samples of the training set."""
+    """Samples of the training set; 0 of a stream, whose length nobody knows."""
     global_batch_size: int
     batch_size: int
     """Most samples per rank and micro-step."""
     accumulate: int
     steps_per_epoch: int
+    """Of a stream `ENDLESS`: it says itself when it ends."""
     epochs: int
-    """Passes over the data, the last one perhaps cut short by --max-steps."""
+    """Passes over the data, the last one perhaps cut short by --max-steps; 0 if only that counts
+    them."""
     total_steps: int
     lr: float
     """After scaling."""
     schedule: Callable[[int, int], float] | None = None
     """The recipe's own: (step, total steps) → factor."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the training set is a stream."""
+        return self.num_samples == 0
+
+    def record(self) -> dict[str, Any]:
+        """Return the plan as records hold it: what nobody knows is None."""
+        known = asdict(replace(self, schedule=None))
+        del known["schedule"]
+        if self.is_stream:
+            known |= dict.fromkeys(("num_samples", "steps_per_epoch"))
+            known |= {"epochs": self.epochs or None}
+            known |= {"total_steps": self.total_steps if self.total_steps < ENDLESS else None}
+        return known
 
     def cut(self, settings: Settings) -> Cut:
         """Return how a step's rows become micro-steps."""
@@ -52,12 +72,13 @@ def make_plan(
 ) -> Plan:
     """Derive a run's numbers from its settings.
 
-    A resumed run keeps its global batch on any number of ranks; shares may then be unequal.
+    A resumed run keeps its global batch on any number of ranks; shares may then be unequal. A
+    stream has 0 samples.
 
     Raises:
         UserError: the batch sizes contradict each other, or the data is too small.
     """
-    if world_size > num_samples:
+    if 0 < num_samples < world_size:
         raise UserError(
             f"{world_size} ranks are more than the {num_samples} training samples: every rank "
             f"needs one. Start at most {num_samples} ranks."
@@ -74,7 +95,11 @@ def make_plan(
             f"The global batch of {global_batch} samples = {batch} × {world_size} ranks × "
             f"{accumulate} micro-steps is too large to count; it must be below {_LARGEST}."
         )
+    if num_samples == 0:
+        _check_stream(settings, world_size, global_batch, schedule)
     per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
+    if num_samples == 0:
+        per_epoch = ENDLESS
     if per_epoch == 0:
         raise UserError(
             f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
@@ -137,7 +162,44 @@ def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
         settings.max_steps if settings.max_steps is not None else math.inf,
     ]
     total = int(min(limits))
+    if per_epoch == ENDLESS:
+        return settings.epochs or 0, min(total, ENDLESS)
     return -(-total // per_epoch), total
+
+
+def _check_stream(
+    settings: Settings,
+    world_size: int,
+    global_batch: int,
+    schedule: Callable[[int, int], float] | None,
+) -> None:
+    """Check that the settings need no length of the training set.
+
+    Raises:
+        UserError: they do, or do not go with a stream.
+    """
+    if world_size > global_batch:
+        raise UserError(
+            f"{world_size} ranks are more than the global batch of {global_batch} elements of a "
+            f"stream: every rank needs one. Start at most {global_batch} ranks."
+        )
+    if settings.engine != "native":
+        raise UserError(
+            f"--engine {settings.engine} takes no stream: it asks for the length of an epoch. "
+            "Leave it out, or give a map-style Dataset."
+        )
+    if settings.sync_batchnorm and world_size > 1:
+        raise UserError(
+            "--sync-batchnorm does not go with a stream: near its end ranks may have no elements. "
+            "Leave it out, or use layers that do not look at the batch."
+        )
+    if settings.max_steps is None and (schedule is not None or settings.schedule != "constant"):
+        named = f"--schedule {settings.schedule}"
+        name = "The recipe's schedule" if schedule is not None else named
+        raise UserError(
+            f"{name} needs the number of steps, and nobody knows how long a stream is. Give "
+            "--max-steps, or take --schedule constant."
+        )
 
 
 def _batch_sizes(settings: Settings, world_size: int, *, resumed: bool) -> tuple[int, int, int]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from samestep.data.keyed_random import mix
+from samestep.data.stream_lanes import Mark
+from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError
 from samestep.run.checkpoints import FORMAT
 from samestep.training.clock import Position
@@ -29,7 +31,12 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     next_lr = learning_rate(plan, work.settings, state.position.step)
     set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
     ranks = work.world.gather(
-        {"rng": _rng_state(), "loss_sum": state.sums.loss, "measured": state.measured.state()}
+        {
+            "rng": _rng_state(),
+            "loss_sum": state.sums.loss,
+            "measured": state.measured.state(),
+            "stream": _marks(work, state.position),
+        }
     )
     return {
         "format": FORMAT,
@@ -56,8 +63,17 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
             "num_samples": plan.num_samples,
             "global_batch_size": plan.global_batch_size,
             "drop_last": work.settings.drop_last,
+            **_order_of_stream(work),
         },
+        "stream": [rank["stream"] for rank in ranks],
     }
+
+
+def _order_of_stream(work: Work) -> dict[str, int]:
+    """Return what the order of a stream depends on beside that of other data."""
+    if not isinstance(work.train, StreamSource):
+        return {}
+    return {"shuffle_buffer": work.settings.shuffle_buffer, "num_shards": work.train.num_shards}
 
 
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
@@ -74,10 +90,11 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
         ("global_batch_size", plan.global_batch_size),
         ("seed", work.settings.seed),
         ("drop_last", work.settings.drop_last),
+        *_order_of_stream(work).items(),
     ):
-        if order[name] != now:
+        if order.get(name) != now:
             raise UserError(
-                f"The checkpoint was trained with {name} = {order[name]}, now it is {now}: the "
+                f"The checkpoint was trained with {name} = {order.get(name)}, now it is {now}: the "
                 "order of samples would change within the run. Start a new run instead."
             )
     load_model(work.trainee.model, saved)
@@ -88,6 +105,9 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     if work.trainee.scaler is not None and saved["scaler"] is not None:
         work.trainee.scaler.load_state_dict(saved["scaler"])
     state.position = Position(**saved["position"])
+    if isinstance(work.train, StreamSource):
+        marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
+        work.train.start_from(state.position.epoch, state.position.step_in_epoch, marks)
     watch = Watch(**saved["watch"])
     if (watch.metric, watch.mode) == (state.watch.metric, state.watch.mode):
         state.watch = watch  # else what was the best so far is not the best by the new measure
@@ -105,6 +125,13 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     else:
         state.measured.load(measured if world.is_main else [])
     state.sums = Sums(loss_sum, saved.get("terms", 0.0))
+
+
+def _marks(work: Work, position: Position) -> dict[int, Mark]:
+    """Return where this rank's part of a stream goes on."""
+    if not isinstance(work.train, StreamSource):
+        return {}
+    return work.train.marks_at(position.epoch, position.step_in_epoch)
 
 
 def check_recipe(state: dict[str, Any], recipe: str) -> None:

@@ -14,13 +14,10 @@ from samestep.settings import Settings
 from samestep.training.clock import Position
 from samestep.training.epoch_metrics import EpochMetrics
 from samestep.training.phases import Phases
-from samestep.training.plan import Plan
+from samestep.training.plan import ENDLESS, Plan
 from samestep.training.step import StepResult, Trainee
 from samestep.training.stopping import Watch
 from samestep.training.window import Sums
-
-ENDLESS = 2**40
-"""Steps of a training that ends when whoever iterates over it has seen enough."""
 
 
 class Step(Protocol):
@@ -66,7 +63,8 @@ class Work:
 
     def endless(self) -> "Work":
         """Return the same work without an end: for `rehearse`."""
-        return replace(self, plan=replace(self.plan, total_steps=ENDLESS))
+        plan = replace(self.plan, total_steps=ENDLESS)
+        return replace(self, plan=replace(plan, epochs=0) if plan.is_stream else plan)
 
 
 @dataclass(kw_only=True)
@@ -103,13 +101,23 @@ class Taken(NamedTuple):
 
 def epoch_is_full(work: Work, state: State) -> bool:
     """Whether all steps of the running epoch are taken."""
-    return state.position.step_in_epoch == work.plan.steps_per_epoch
+    position = state.position
+    return position.step_in_epoch == work.plan.steps_per_epoch or position.stream_ended
+
+
+def is_done(work: Work, state: State) -> bool:
+    """Whether all steps of the training are taken."""
+    plan, position = work.plan, state.position
+    if position.step >= plan.total_steps:
+        return True
+    return 0 < plan.epochs <= position.epoch + position.stream_ended and plan.is_stream
 
 
 def close_epoch(work: Work, state: State) -> None:
     """Count an epoch that is trained and evaluated; the next one begins."""
     position = state.position
     position.epoch, position.step_in_epoch = position.epoch + 1, 0
+    position.stream_ended, position.samples_before = False, position.samples
     position.epoch_started_s = position.seconds
     position.phases = {}
     work.phases.clear()

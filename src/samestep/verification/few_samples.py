@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from samestep.data.recipe_splits import PreparedOnRanks
+from samestep.data.recipe_splits import SPLITS, PreparedOnRanks
+from samestep.data.stream_lanes import Lane, Route, is_stream
 from samestep.errors import UserError
 from samestep.recipe import Splits
 
 _MOST_BROKEN = 100
+_OF_STREAM = 512
+"""Elements of a stream that are looked at: the first ones."""
 
 
 class _FewInBatches(Subset[Any]):
@@ -22,6 +25,30 @@ class _FewInBatches(Subset[Any]):
         """Return a batch, as the data set does."""
         dataset: Any = self.dataset
         return dataset.read_batch([self.indices[index] for index in indices])
+
+
+class _Elements(Dataset[Any]):
+    """Elements of a stream, as a data set."""
+
+    def __init__(self, elements: list[Any]) -> None:
+        self._elements = elements
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._elements[index]
+
+
+def without_streams(splits: Splits, seed: int) -> Splits:
+    """Return the splits with the first elements of each stream in its place, as a data set."""
+    route = Route(seed=seed, epoch=0, global_batch=1, lanes=1, mine=range(1))
+    for name in SPLITS:
+        data: Any = getattr(splits, name)
+        if is_stream(data):
+            changed: dict[str, Any] = {name: _Elements(Lane(data, route, 0).take(_OF_STREAM))}
+            splits = replace(splits, **changed)
+    return splits
 
 
 def num_samples(data: Any) -> int:

@@ -32,7 +32,12 @@ from samestep.verification.exchange import (
     run_of,
     write_left,
 )
-from samestep.verification.few_samples import cut_down, evaluated_split, num_samples
+from samestep.verification.few_samples import (
+    cut_down,
+    evaluated_split,
+    num_samples,
+    without_streams,
+)
 from samestep.verification.randomness import ALL_KINDS, Kind, Seen, hold_model, watched
 from samestep.verification.recipe_under_test import RecipeUnderTest, exact_precision, few_inputs
 from samestep.verification.record import keep_record, recording
@@ -87,7 +92,8 @@ class _Start:
         self._request = replace(request, options=options, resume=True)
         seed_alike(request.settings.seed)
         # A run prepares all of its data; here a few samples are used.
-        self._splits = load_splits(self._recipe, options, self._world, prepare=False)
+        splits = load_splits(self._recipe, options, self._world, prepare=False)
+        self._splits = without_streams(splits, request.settings.seed)
         self.report.num_samples = num_samples(self._splits.train)
         first = self._start.place == 0
         found = None if first else read_left(self._folder / "facts", RecipeFacts)

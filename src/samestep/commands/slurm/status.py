@@ -112,11 +112,11 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     rows: dict[str, str] = {}
     if progress.damage:
         rows["training"] = progress.damage
-    if progress.total_steps:
+    if progress.epoch:
         loss = f", loss {progress.loss:.4f}" if progress.loss is not None else ""
+        of = (f"/{n:,}" if n else "" for n in (progress.epochs, progress.total_steps))
         rows["training"] = (
-            f"epoch {progress.epoch}/{progress.epochs}, "
-            f"step {progress.step:,}/{progress.total_steps:,}{loss}"
+            f"epoch {progress.epoch}{next(of)}, step {progress.step:,}{next(of)}{loss}"
         )
         if progress.checkpoint_step is not None:
             rows["saved"] = f"step {progress.checkpoint_step:,}"

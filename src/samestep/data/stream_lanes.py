@@ -1,0 +1,191 @@
+"""The order of a stream's elements: lanes, windows, and places where reading can start again.
+
+A stream without shards is one lane. One with S shards, in global batches of B, is min(S, B) lanes,
+each of some shards, one behind the other. Slot j of a global batch is filled by lane
+⌊j · lanes / B⌋, so the order does not depend on the number of ranks.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.data.collating import name_of
+from samestep.data.keyed_random import mix, mix_next
+from samestep.data.loader_source import seed_reading
+from samestep.errors import UserError, blame
+
+Mark = tuple[int, Any]
+"""Elements of a lane before a place to start from, and the stream's state there, if it has one."""
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data is read from its beginning on, not by index."""
+    if isinstance(data, torch.utils.data.IterableDataset):
+        return True
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+
+
+def num_shards(stream: Any) -> int:
+    """Return the number of a stream's shards; 1 if it cannot be divided by them."""
+    found = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None)
+    return found if isinstance(found, int) and callable(getattr(stream, "shard", None)) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """What of a stream one rank reads, and from where on."""
+
+    seed: int
+    epoch: int
+    first_step: int = 0
+    """Global batches of the epoch that are left out."""
+    global_batch: int
+    lanes: int
+    mine: range
+    """This rank's slots of a global batch."""
+    window: int = 0
+    """Elements of a lane that are shuffled together; 0 keeps them as they come."""
+    marks: dict[int, Mark] = field(default_factory=dict)
+    """Lane → where its reading can start."""
+    states: bool = False
+    """Whether marks hold the stream's state; else its elements are skipped."""
+
+    def slots(self, lane: int) -> range:
+        """Return the slots of a global batch that a lane fills."""
+        start, stop = (-(-place * self.global_batch // self.lanes) for place in (lane, lane + 1))
+        return range(start, stop)
+
+    def own_lanes(self) -> range:
+        """Return the lanes that fill slots of this rank."""
+        if not len(self.mine):
+            return range(0)
+        first, last = (
+            slot * self.lanes // self.global_batch for slot in (self.mine[0], self.mine[-1])
+        )
+        return range(first, last + 1)
+
+
+class Lane:
+    """One lane of a stream, read from a place on.
+
+    What an element draws is seeded by (seed, epoch, lane, place), so it does not depend on who
+    reads it.
+    """
+
+    def __init__(self, stream: Any, route: Route, number: int) -> None:
+        self._route, self._key = route, mix(route.seed, route.epoch, number)
+        self._name = name_of(stream)
+        self._lane = f" of lane {number} of {route.lanes}" if route.lanes > 1 else ""
+        start, state = route.marks.get(number, (0, None))
+        self._at = 0
+        """Elements read so far."""
+        self._stream = self._opened(stream, number)
+        if state is not None and route.states:
+            self._at = start
+            self._try(self._stream.load_state_dict, state)
+        self._iterator: Iterator[Any] = self._try(iter, self._stream)
+        self._ended = False
+        self._window: list[Any] = []
+        self._next = 0
+        self._mark: Mark = (self._at, state)
+        while self._at < start:
+            self._skip(start)
+        self.take(route.first_step * len(route.slots(number)) - start)
+
+    def take(self, count: int) -> list[Any]:
+        """Return the next elements: so many, or fewer where the lane ends."""
+        taken: list[Any] = []
+        while len(taken) < count:
+            if self._next == len(self._window) and not self._fill():
+                break
+            more = self._window[self._next : self._next + count - len(taken)]
+            self._next += len(more)
+            taken += more
+        return taken
+
+    def mark(self) -> Mark:
+        """Return where reading can start again for what has not been taken."""
+        if self._next < len(self._window):
+            return self._mark
+        return self._at, self._state()
+
+    def _opened(self, stream: Any, number: int) -> Any:
+        """Return what is iterated over: a copy, so that the stream stays as it was made."""
+        lanes = self._route.lanes
+        if lanes > 1:
+            stream = self._try(lambda: stream.shard(num_shards=lanes, index=number))
+        with contextlib.suppress(Exception):  # what cannot be copied is read itself
+            # What keeps a state may keep it in parts that another copy reads, too.
+            deep = callable(getattr(stream, "state_dict", None))
+            stream = copy.deepcopy(stream) if deep else copy.copy(stream)
+        if callable(getattr(stream, "set_epoch", None)):
+            self._try(stream.set_epoch, self._route.epoch)
+        return stream
+
+    def _fill(self) -> bool:
+        """Read the next window; return whether there is one."""
+        size = self._route.window
+        if size > 1:
+            self._mark = self._at, self._state()
+        key = mix(self._key, self._at)
+        window: list[Any] = []
+        while len(window) < max(1, size) and self._read_into(window):
+            pass
+        self._window, self._next = window, 0
+        if size > 1:
+            generator = torch.Generator().manual_seed(key)
+            order = torch.randperm(len(window), generator=generator).tolist()
+            self._window = [window[place] for place in order]
+        return bool(window)
+
+    def _read_into(self, window: list[Any]) -> bool:
+        if self._ended:
+            return False
+        seed_reading(mix_next(self._key, self._at))
+        try:
+            window.append(next(self._iterator))
+        except StopIteration:
+            self._ended = True
+            return False
+        except Exception as error:
+            self._blame(error)
+        self._at += 1
+        return True
+
+    def _skip(self, start: int) -> None:
+        if not self._read_into([]):
+            raise UserError(
+                f"{self._name} ended after {self._at:,} elements{self._lane}; {start:,} had been "
+                "read when the checkpoint was written. Give it the same data as before, or start "
+                "a new run."
+            )
+
+    def _state(self) -> Any:
+        """Return the stream's state where it stands; None if there is none that can be saved."""
+        if not self._route.states:
+            return None
+        state = self._try(self._stream.state_dict)
+        return copy.deepcopy(state) if is_plain(state) else None
+
+    def _try(self, function: Any, *given: Any) -> Any:
+        try:
+            return function(*given)
+        except Exception as error:
+            self._blame(error)
+
+    def _blame(self, error: Exception) -> None:
+        blame(f"{self._name} failed at element {self._at:,}{self._lane}, from 0 on", error)
+
+
+def is_plain(state: Any) -> bool:
+    """Whether a checkpoint can hold a value: numbers, strings, tensors, and lists and dicts."""
+    if isinstance(state, dict):
+        return all(isinstance(key, str | int) and is_plain(part) for key, part in state.items())
+    if type(state) in (list, tuple):
+        return all(map(is_plain, state))
+    return state is None or type(state) in (bool, int, float, str, Tensor)

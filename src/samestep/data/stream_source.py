@@ -1,0 +1,308 @@
+"""A stream as a source of batches: read from its beginning on, its end agreed by all ranks."""
+
+import weakref
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from itertools import chain, count, islice, tee
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from samestep.data.blocks import Batch, Block, Cut, Read
+from samestep.data.collating import Collating, name_of
+from samestep.data.loader_source import ignore_stop_signals
+from samestep.data.order import share
+from samestep.data.prefetch import Pair, on_device
+from samestep.data.source import Reading, Source
+from samestep.data.stream_batches import Item, StreamBatches, Told
+from samestep.data.stream_checks import EACH_ALL, check_same, leads_back
+from samestep.data.stream_lanes import Lane, Mark, Route, num_shards
+from samestep.errors import UserError
+
+_KEPT = 8
+"""Places to start from that are remembered: more than batches are read ahead."""
+_NOTHING: Item = ([], Told())
+
+
+class StreamSource(Source):
+    """A stream, of which every rank reads the lanes of its slots.
+
+    The ranks agree on each global batch before the one before it is trained: on its size, on the
+    end, and on what failed on any of them.
+    """
+
+    num_samples = 0
+
+    def __init__(self, stream: Any, reading: Reading, num_workers: int) -> None:
+        super().__init__(reading)
+        if hasattr(stream, "__next__") and not isinstance(stream, IterableDataset):
+            raise UserError(
+                f"The recipe's data is a {type(stream).__name__}, which can be read only once. "
+                "Give an object whose __iter__ begins anew: an IterableDataset."
+            )
+        self._stream = stream
+        self.num_shards = num_shards(stream)
+        self._num_workers = num_workers
+        self._collate = Collating(stream, reading.collate, whole=reading.whole)
+        self._collates = reading.collate is not None
+        self.goes_back = False
+        """Whether its state leads back to where it was; else elements are skipped one by one."""
+        self._marks: dict[tuple[int, int], dict[int, Mark]] = {}
+        self._iterators: list[Any] = []
+        weakref.finalize(self, _end, self._iterators)
+
+    def close(self) -> None:
+        """End the workers."""
+        _end(self._iterators)
+
+    def agree(self) -> None:
+        """Check that all ranks read the same stream, and whether its state can be gone back to.
+
+        Raises:
+            UserError: on every rank, that they do not, or that it cannot be read.
+        """
+        route = self._route(self.num_shards, 0)
+        check_same(self._stream, route, self._world)
+        self.goes_back = self._world.on_main(lambda: leads_back(self._stream, route))
+
+    @property
+    def loses_its_place(self) -> bool:
+        """Whether the stream has a state that does not lead back."""
+        return callable(getattr(self._stream, "state_dict", None)) and not self.goes_back
+
+    def marks_at(self, epoch: int, step: int) -> dict[int, Mark]:
+        """Return where this rank can start to read after so many steps of an epoch."""
+        return self._marks.get((epoch, step), {})
+
+    def start_from(self, epoch: int, step: int, marks: dict[int, Mark]) -> None:
+        """Let reading start at these marks once these steps of that epoch are taken."""
+        self._marks = {(epoch, step): marks}
+
+    def blocks(
+        self,
+        epoch: int,
+        first_step: int,
+        *,
+        global_batch: int,
+        drop_last: bool,
+        cut: Cut | None = None,
+    ) -> Iterator[Block]:
+        """Yield this rank's part of the steps of a training epoch, from `first_step` on.
+
+        Raises:
+            UserError: on every rank, what went wrong on any.
+        """
+        route = replace(
+            self._route(global_batch, epoch),
+            first_step=first_step,
+            window=self._reading.shuffle_buffer,
+            marks=self._marks.get((epoch, first_step), {}),
+        )
+        items = self._items(route, cut if self._collates else None)
+        try:
+            blocks, again = tee(self._agreed(items, route, drop_last=drop_last))
+            ready = self._ready(chain.from_iterable(parts for _, parts in again), epoch)
+            for block, parts in blocks:
+                done = tuple(islice(ready, len(parts)))
+                yield replace(block, parts=done) if self._collates else done[0]
+        finally:
+            items.close()
+
+    def _route(self, global_batch: int, epoch: int) -> Route:
+        world = self._world
+        return Route(
+            seed=self._reading.seed,
+            epoch=epoch,
+            global_batch=global_batch,
+            lanes=min(self.num_shards, global_batch),
+            states=self.goes_back,
+            mine=share(range(global_batch), world.rank, world.world_size),
+        )
+
+    def _items(self, route: Route, cut: Cut | None = None) -> Generator[Item]:
+        """Yield this rank's part of each global batch; what fails is the last of them."""
+        batches = StreamBatches(self._stream, route, self._collate, cut)
+        if not self._num_workers:
+            yield from batches
+            return
+        loader: DataLoader[Item] = DataLoader(
+            batches,
+            batch_size=None,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
+            num_workers=self._num_workers,
+            pin_memory=self._world.device.type == "cuda",
+            worker_init_fn=ignore_stop_signals,
+        )
+        iterator = iter(loader)
+        self._iterators.append(iterator)
+        try:
+            yield from iterator
+        except RuntimeError as error:  # a worker was killed
+            yield [], Told(failed=f"{name_of(self._stream)} cannot be read on: {error}")
+        finally:
+            _end(self._iterators)
+
+    def _agreed(
+        self, items: Iterator[Item], route: Route, *, drop_last: bool
+    ) -> Iterator[tuple[Block, list[Block]]]:
+        """Yield what all ranks train on, and its micro-steps, whose `targets` are pairs to be sent.
+
+        Of each global batch the next one is known before, so that the last says that it is.
+        """
+        held: tuple[Block, list[Block]] | None = None
+        marks: dict[int, Mark] = {}
+        for step in count(route.first_step):
+            item = next(items, _NOTHING)
+            sizes, problem = self._agree(item[1], step, whole=route.lanes == 1)
+            size = sum(sizes)
+            ends = size == 0 or (drop_last and size < route.global_batch)
+            if held is not None:
+                last = ends and not problem
+                yield replace(held[0], last=last), [replace(part, last=last) for part in held[1]]
+            elif not problem and ends and step == 0:
+                problem = self._too_short(size, route)
+            if problem:
+                raise UserError(problem, on_all_ranks=True)
+            if ends:
+                return
+            marks = item[1].marks or marks
+            self._keep(route.epoch, step + 1, marks)
+            held = self._block(item, sizes, step * route.global_batch, step)
+
+    def _agree(self, told: Told, step: int, *, whole: bool) -> tuple[list[int], str]:
+        """Return the samples of each rank in a global batch, and what is wrong on any of them.
+
+        `whole`: every rank reads all of the stream.
+        """
+        world = self._world
+        table = torch.zeros(world.world_size, 3, dtype=torch.int64)
+        table[world.rank] = torch.tensor([len(told.slots), told.seen, bool(told.failed)])
+        sizes, seen, failed = world.reduce(table).T.tolist()
+        if any(failed):
+            messages = [text for text in world.gather(told.failed) if text]
+            return sizes, messages[0]
+        if whole and len(set(seen)) > 1:
+            return sizes, (
+                f"{name_of(self._stream)} is not equally long on all ranks: of global batch {step} "
+                f"they read {seen} elements. {EACH_ALL}"
+            )
+        return sizes, ""
+
+    def _too_short(self, size: int, route: Route) -> str:
+        name = name_of(self._stream)
+        if size:
+            return (
+                f"--drop-last leaves no step: {name} gave {size} elements, fewer than the global "
+                f"batch of {route.global_batch}. Use a smaller batch or leave out --drop-last."
+            )
+        if route.epoch == 0:
+            return f"{name} has no elements."
+        return (
+            f"{name} gave no element in epoch {route.epoch + 1}: it seems that it can be read only "
+            "once. Let __iter__ begin anew each time, or train with --epochs 1."
+        )
+
+    def _block(
+        self, item: Item, sizes: list[int], first: int, step: int
+    ) -> tuple[Block, list[Block]]:
+        """Return this rank's part of a global batch; another's, of weight 0, where it has none."""
+        pairs, told = item
+        size, world = sum(sizes), self._world
+        slots, rows, weight = told.slots, told.rows, 1.0
+        if 0 in sizes:
+            giver = next(rank for rank, own in enumerate(sizes) if own)
+            given = world.gather((pairs, slots, rows) if world.rank == giver else None)[giver]
+            if not slots and given is not None:
+                (pairs, slots, rows), weight = given, 0.0
+        places = torch.tensor(slots) + first  # what an augmentation is drawn by
+        cut = torch.split(places, rows)
+        parts = [
+            Block(step, 1, own, pair, len(own), weight, size)
+            for own, pair in zip(cut, pairs, strict=True)
+        ]
+        return Block(step, 1, places, None, len(slots), weight, size), parts
+
+    def _keep(self, epoch: int, step: int, marks: dict[int, Mark]) -> None:
+        """Keep where to start after a step, until others have been trained that came later."""
+        self._marks[epoch, step] = marks
+        while len(self._marks) > _KEPT:
+            del self._marks[next(iter(self._marks))]
+
+    def _read(self, unread: Iterator[Block], epoch: int) -> Read:  # noqa: ARG002
+        blocks, again = tee(unread)
+        pairs = (block.targets for block in again)
+        for block, pair in zip(blocks, self._sent(pairs), strict=True):
+            yield replace(block, targets=None), *pair
+
+    def _sent(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for inputs, targets in on_device(pairs, self._world.device, self._reading.lap):
+            yield inputs, self._cast(targets)
+
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        """Yield this rank's share of all elements once, as batches of inputs and targets.
+
+        Raises:
+            UserError: what went wrong on this rank.
+        """
+        route = self._route(batch_size * self._world.world_size, 0)
+        items = self._items(route)
+        try:
+            numbered, again = tee(_sound(items))
+            for (number, _, told), pair in zip(
+                numbered, self._sent(pairs[0] for _, pairs, _ in again), strict=True
+            ):
+                rows, first = len(told.slots), number * route.global_batch + told.slots[0]
+                yield Batch(*self._finish(*pair, rows), rows, first)
+        finally:
+            items.close()
+
+    def peek(self, samples: int) -> Batch:
+        """Return the first samples that this rank finds, as an evaluation reads them.
+
+        Raises:
+            UserError: there are none, or they cannot be read.
+        """
+        elements = self.first_elements(samples)
+        if not elements:
+            raise UserError(f"{name_of(self._stream)} has no elements.")
+        (pair,) = self._sent(iter([self._collate(elements)]))
+        return Batch(*self._finish(*pair, len(elements)), len(elements))
+
+    def first_elements(self, limit: int) -> list[Any]:
+        """Return the first elements of the first shard with any, counted from one of this rank's.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        shards = self.num_shards
+        route = self._route(shards, 0)
+        first = shards * self._world.rank // self._world.world_size
+        found = (
+            Lane(self._stream, route, (first + place) % shards).take(limit)
+            for place in range(shards)
+        )
+        return next(filter(None, found), [])
+
+
+def _sound(items: Iterator[Item]) -> Iterator[tuple[int, list[Pair], Told]]:
+    """Number the batches of a rank, and yield those that are not empty."""
+    for number, (pairs, told) in enumerate(items):
+        if told.failed:
+            raise UserError(told.failed)
+        if pairs:
+            yield number, pairs, told
+
+
+def _as_it_is(item: Item) -> Item:
+    return item
+
+
+def _end(iterators: list[Any]) -> None:
+    """End the workers of some iterators. They ignore SIGTERM, and may wait for an element."""
+    while iterators:
+        iterator = iterators.pop()
+        iterator._shutdown_workers()  # noqa: SLF001
+        for worker in iterator._workers:  # noqa: SLF001
+            if worker.is_alive():
+                worker.kill()

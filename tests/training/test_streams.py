@@ -1,0 +1,136 @@
+"""A stream trains the same on any number of ranks, with workers, and when it is gone on with."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from samestep import read_records
+from samestep.errors import UserError
+from samestep.execution.evaluation import evaluate_run
+from samestep.settings import Settings
+from samestep.training.plan import make_plan
+from tests import streams, tiny
+from tests.faults import Fault
+from tests.processes import samestep
+
+BUFFER = ("--shuffle-buffer", "10")
+KINDS = {
+    "plain": (),
+    "shards": BUFFER,
+    "uneven": (),
+    "counted": BUFFER,
+    "hugging face": BUFFER,
+    "tar": (),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def alone(request, tmp_path_factory):
+    """Give a recipe, its flags, and the run of a single process."""
+    folder = tmp_path_factory.mktemp("alone")
+    if request.param == "tar":
+        streams.write_tars(folder / "tars")
+    recipe = streams.write_recipe(folder)
+    flags = ("--kind", request.param, "--tars", str(folder / "tars"), *KINDS[request.param])
+    tiny.train(recipe, "--run-dir", str(folder / "run"), *flags, folder=folder)
+    return recipe, flags, folder / "run"
+
+
+WORKERS = ("--num-workers", "2", "--global-batch-size", "12", "--batch-size", "2")
+
+
+@pytest.mark.parametrize(("world_size", "more"), [(2, WORKERS), (3, ())])
+def test_it_is_the_same_training_on_several_ranks_and_with_workers(
+    alone, tmp_path, world_size, more
+):
+    recipe, flags, reference = alone
+    run = tmp_path / "run"
+    flags = ("--run-dir", str(run), *flags, *more)
+    tiny.train(recipe, *flags, world_size=world_size, folder=tmp_path)
+    tiny.assert_same_training(run, reference, 1e-9)
+
+
+def test_it_goes_on_on_another_number_of_ranks(alone, tmp_path):
+    recipe, flags, reference = alone
+    run = tmp_path / "run"
+    kill = Fault("after a step", 18, signal.SIGKILL, rank=None)
+    flags = ("--run-dir", str(run), "--checkpoint-every-steps", "4", "--num-workers", "1", *flags)
+    ranks = tiny.start(recipe, *flags, faults=(kill,), world_size=2, folder=tmp_path)
+    assert ranks.wait() == [-signal.SIGKILL] * 2, ranks.output()
+    assert tiny.last_state(run)["position"]["step"] == 16
+    tiny.resume(run, world_size=1, folder=tmp_path)
+    tiny.assert_same_training(run, reference, 1e-9)
+
+
+def refused(tmp_path: Path, *flags: str, world_size: int = 2) -> str:
+    """Return what a training says that ends with exit code 2 on all ranks."""
+    recipe = streams.write_recipe(tmp_path)
+    command = ("train", str(recipe), "--run-dir", str(tmp_path / "run"), *flags)
+    ranks = samestep(*command, world_size=world_size, folder=tmp_path)
+    assert ranks.wait() == [2] * world_size, ranks.output()
+    return ranks.output()
+
+
+def test_an_element_that_fails_in_a_worker_is_named_and_ends_all_ranks(tmp_path):
+    flags = ("--elements", "10100", "--fail", "10000", "--global-batch-size", "500")
+    told = refused(tmp_path, *flags, "--num-workers", "2")
+    assert "element 10,000" in told
+    assert "flow.py:" in told
+    last = [r["step"] for r in read_records(tmp_path / "run") if r["event"] == "step"][-1]
+    assert last == 10_000 // 500
+
+
+def test_a_stream_that_divides_itself_by_rank_is_refused_before_the_first_step(tmp_path):
+    assert "split_by_node" in refused(tmp_path, "--kind", "by rank")
+    assert not (tmp_path / "run" / "events.jsonl").exists()
+
+
+def test_a_stream_that_ends_elsewhere_on_another_rank_ends_all_ranks(tmp_path):
+    told = refused(tmp_path, "--kind", "by rank", "--elements", "132")
+    assert "[4, 5]" in told  # elements of global batch 8
+
+
+def test_no_rank_opens_the_shards_of_others(tmp_path):
+    (tmp_path / "opened").mkdir()
+    recipe = streams.write_recipe(tmp_path)
+    flags = ("--kind", "shards", "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    tiny.train(recipe, *flags, world_size=2, folder=tmp_path)
+    opened = {path.name for path in (tmp_path / "opened").iterdir()}
+    # 7 lanes for 12 slots: the first three fill slots 0 to 5, which are those of rank 0.
+    assert opened == {*(f"0-{n}" for n in range(3)), *(f"1-{n}" for n in range(3, 7))}
+
+
+def test_steps_may_end_it_within_an_epoch_and_more_steps_go_on(tmp_path):
+    recipe = streams.write_recipe(tmp_path)
+    runs = tmp_path / "at once", tmp_path / "gone on with"
+    tiny.train(recipe, "--max-steps", "25", "--run-dir", str(runs[0]), folder=tmp_path)
+    tiny.train(recipe, "--max-steps", "15", "--run-dir", str(runs[1]), folder=tmp_path)
+    tiny.resume(runs[1], "--max-steps", "25", folder=tmp_path)
+    assert [r["samples"] for r in read_records(runs[0]) if r["event"] == "epoch"] == [131, 131, 36]
+    ours, theirs = map(tiny.last_state, runs)
+    assert ours["position"]["step"] == theirs["position"]["step"] == 25
+    for name, weight in ours["model"].items():
+        assert weight.equal(theirs["model"][name])
+    assert evaluate_run(runs[0], "last", split="train", device="cpu")["samples"] == 131
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"schedule": "cosine"}, "--max-steps"),
+        ({"sync_batchnorm": True}, "--sync-batchnorm"),
+        ({"engine": "lightning"}, "--engine lightning"),
+        ({"global_batch_size": 1}, "2 ranks"),
+    ],
+)
+def test_what_a_stream_does_not_go_with_is_refused_by_name(changed, named):
+    settings = Settings(**{"epochs": 1, "global_batch_size": 4, **changed})
+    with pytest.raises(UserError, match=named):
+        make_plan(settings, 0, 2, resumed=True)
+
+
+def test_the_plan_of_a_stream_says_what_nobody_knows():
+    plan = make_plan(Settings(epochs=2, global_batch_size=4), 0, 2, resumed=True).record()
+    unknown = {"num_samples", "steps_per_epoch", "total_steps"}
+    assert {name for name, value in plan.items() if value is None} == unknown
