@@ -24,7 +24,10 @@ NUMBERS = [
     for field in fields(Settings)
     if {int, float} & {TYPES[field.name], *typing.get_args(TYPES[field.name])}
 ]
-MAY_BE_ZERO = {"momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"}
+MAY_BE_ZERO = {
+    *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
+    "shuffle_buffer",
+}
 
 
 @pytest.fixture

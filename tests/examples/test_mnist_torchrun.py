@@ -39,7 +39,7 @@ def read_events(run_folder):
     return [json.loads(line) for line in (run_folder / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_prints_how_it_starts_and_one_line_an_epoch_on_rank_0_alone(folder, world_size):
     flags = ("--epochs", "2", "--batch-size", "20")
     printed = train(folder, *flags, world_size=world_size, start=run)
@@ -61,7 +61,7 @@ def test_it_learns(folder):
     assert epochs(printed)[-1][1] < 0.5 * epochs(printed)[0][1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stopped_after_an_epoch_and_started_again_it_prints_what_it_would_have(folder, world_size):
     batch = ("--batch-size", str(20 // world_size))
     whole = train(folder, "--epochs", "3", *batch, "--checkpoint-dir", "a", world_size=world_size)
@@ -72,6 +72,7 @@ def test_stopped_after_an_epoch_and_started_again_it_prints_what_it_would_have(f
     assert rest.splitlines()[-1] == whole.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_killed_in_an_epoch_it_goes_on_from_the_last_whole_one(folder):
     whole = train(folder, "--epochs", "7", "--batch-size", "10", "--checkpoint-dir", "a")
     again = (TRAIN_DISTRIBUTED, "--epochs", "7", "--batch-size", "10", "--checkpoint-dir", "b")
@@ -139,6 +140,7 @@ def test_its_losses_are_those_of_samestep_train_mnist(tmp_path, world_size):
     assert found[3][1] < 0.9 * found[0][1]  # or equal losses would say little
 
 
+@pytest.mark.slow
 def test_with_dropout_and_small_batches_it_learns_as_fast_as_samestep(tmp_path):
     data = str(write_mnist(tmp_path / "data", num_train=1200))
     same = ("--epochs", "1", "--batch-size", "50", "--data-dir", data)
@@ -191,7 +193,9 @@ def test_a_mistake_gets_one_message_and_exit_code_2(folder, name):
     assert words in refusal(folder, *arguments)
 
 
-@pytest.mark.parametrize(("name", "start"), [("no data", run), ("no epochs", forked)])
+@pytest.mark.parametrize(
+    ("name", "start"), [pytest.param("no data", run, marks=pytest.mark.slow), ("no epochs", forked)]
+)
 def test_ranks_that_all_find_a_mistake_say_it_once(folder, name, start):
     arguments, words = MISTAKES[name]
     message = refusal(folder, *arguments, world_size=2, start=start)
