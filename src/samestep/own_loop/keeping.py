@@ -22,6 +22,14 @@ from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import load_model
 
 
+_OF_AN_EPOCH = ("num_samples", "data")
+"""What may be another in each epoch."""
+_MADE_IN_EPOCHS = (
+    " If each epoch makes its own data with the model, a run cannot go on within an epoch: make the "
+    "data from the batches of run.batches(torch.arange(…), …) instead."
+)
+
+
 @runtime_checkable
 class Kept(Protocol):
     """What a checkpoint can hold: a module, an optimizer, a schedule, anything with these two."""
@@ -64,18 +72,7 @@ def check_state(state: Any) -> None:
                 f"state[{name!r}] is a {type(kept).__name__}, which has no state_dict and "
                 "load_state_dict. Leave it out, or put it into an object that has both."
             )
-        # Tensors may be large, and it is the rest that can be of any type.
-        small = map_tensors(lambda _: torch.empty(0), _state_of(name, kept))
-        try:
-            torch.save(small, file := io.BytesIO())
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception as error:
-            raise UserError(
-                f"state[{name!r}].state_dict() holds what a checkpoint would not give back: "
-                f"{str(error).splitlines()[0]} It may hold tensors, numbers, texts, and lists and "
-                "dicts of them."
-            ) from error
+        _readable_state(name, kept)
 
 
 def share_weights(state: Mapping[str, Kept], world: World) -> None:
@@ -87,11 +84,29 @@ def share_weights(state: Mapping[str, Kept], world: World) -> None:
                 world.take_from_main(parameter.detach())
 
 
-def _state_of(name: str, kept: Kept) -> Any:
+def _readable_state(name: str, kept: Kept) -> Any:
+    """Return an entry of the state as a checkpoint holds it.
+
+    Raises:
+        UserError: a checkpoint with it could not be read again.
+    """
     try:
-        return kept.state_dict()
+        state = kept.state_dict()
     except Exception as error:
         blame(f"state[{name!r}].state_dict() failed", error)
+    # Tensors may be large, and it is the rest that can be of any type.
+    small = map_tensors(lambda _: torch.empty(0), state)
+    try:
+        torch.save(small, file := io.BytesIO())
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise UserError(
+            f"state[{name!r}].state_dict() holds what a checkpoint would not give back: "
+            f"{(str(error).splitlines() or [''])[0]} It may hold tensors, numbers, texts, and lists "
+            "and dicts of them."
+        ) from error
+    return state
 
 
 def save(folder: Path, world: World, standing: Standing, sums: Sums, keep: int | None) -> Record:
@@ -109,7 +124,7 @@ def _write(folder: Path, standing: Standing, sums: list[Sums], keep: int | None)
         "format": checkpoints.FORMAT,
         "program": standing.program,
         "settings": dict(standing.settings),
-        "state": {name: _state_of(name, kept) for name, kept in standing.state.items()},
+        "state": {name: _readable_state(name, kept) for name, kept in standing.state.items()},
         "position": asdict(position),
         "order": standing.order,
         "sums": sums,
@@ -177,20 +192,40 @@ def _load(name: str, one: Kept, saved: Any) -> None:
         blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
 
 
-def check_order(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+def check_order(
+    before: Mapping[str, Any], now: dict[str, Any], path: Path, *, begun: bool, within: bool
+) -> None:
     """Check that a run goes on with the same order of the same samples.
+
+    Each epoch may have data of its own, such as what was played in it: `now` gets "changes" then.
+
+    Args:
+        before: of the epoch before, or in the checkpoint; empty if there is none.
+        now: of the running epoch.
+        path: the run directory.
+        begun: whether this process trained the epoch before.
+        within: whether the run goes on within the epoch.
 
     Raises:
         UserError: it does not; what differs is named.
     """
+    if not before:
+        return
+    differs = any(before[name] != now[name] for name in _OF_AN_EPOCH)
+    if before.get("changes") or (begun and differs):
+        now["changes"] = True
+    free = not within and (begun or before.get("changes"))
     for name, value in now.items():
-        if before and before[name] != value:
+        if name == "changes" or (free and name in _OF_AN_EPOCH):
+            continue
+        if before[name] != value:
             told = f"{name} = {before[name]}, and now it is {value}"
             if name == "data":
                 told = "other data"
             raise UserError(
                 f"{path} was begun with {told}: the order of the samples would change within the "
                 "run. Take what it was before, or begin a run in another directory."
+                + (_MADE_IN_EPOCHS if name in _OF_AN_EPOCH else "")
             )
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -22,8 +23,8 @@ from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import seed_alike, seed_rank
 from samestep.training.step import seed_torch
 
-_EPOCH_BEGINS, _EPOCH_ENDS = 1, 2
-"""By what numbers that are drawn around the batches are seeded, beside the position."""
+_EPOCH_BEGINS, _EPOCH_ENDS, _VALIDATED = 1, 2, 3
+"""By what numbers that are drawn around the batches are seeded, beside the epoch."""
 
 
 class Loops:
@@ -247,6 +248,8 @@ class Loops:
                 yield batch
         finally:
             self.place, self.batch, self.log_into = before, None, self._session.means
+            # Ranks have drawn unequally often where their shares are unequal.
+            self._seed(_VALIDATED, crc32(f"{split} {before}".encode()))
         self.means = means.read()
         self._session.emit(
             {
@@ -303,6 +306,11 @@ class Loops:
         seed_torch(mix(seed, self._world.rank, step), self._world.device)
         seed_rank(mix(seed, step), self._world.rank)
 
-    def _seed(self, tag: int) -> None:
-        """Seed what the script draws around the batches: the same numbers on each rank."""
-        seed_alike(mix(self._session.wanted.seed, self._standing.position.step, tag))
+    def _seed(self, *tags: int) -> None:
+        """Seed what the script draws around the batches: the same numbers on each rank.
+
+        It is by the epoch: a run that goes on within it draws what it had drawn before the batches.
+        """
+        # Five parts and more, so that no step of a rank is seeded alike.
+        around = mix(self._session.wanted.seed, 0, 0, self._standing.position.epoch, *tags)
+        seed_alike(around)

@@ -115,7 +115,8 @@ class Session:
             UserError: the run was begun with another order of samples.
         """
         world, standing = self.world, self.standing
-        keeping.check_order(standing.order, order, self.path)
+        within = standing.position.step_in_epoch > 0
+        keeping.check_order(standing.order, order, self.path, begun=self.begun, within=within)
         standing.order = order
         if self.begun:
             return
