@@ -1,6 +1,7 @@
 """The run directory of a loop of one's own: the same files as those of `samestep train`."""
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -65,14 +66,33 @@ def open_directory(path: Path, world: World, log: RankLog) -> Run | None:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as TOML has them: without those that are None, or named like a secret."""
-    found = {}
-    for name, value in settings.items():
-        if value is None or names_secret(name):
-            continue
-        plain = isinstance(value, str | int | float)
-        found[name] = value if plain else str(value)
-    return found
+    """Return settings as TOML has them.
+
+    Those that are None, that TOML does not know, or that are named like a secret are left out.
+    """
+    plain = {
+        str(name): _plain(value) for name, value in settings.items() if not names_secret(str(name))
+    }
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as TOML has it; None of an object: its text may be another in each process."""
+    if isinstance(value, Mapping):
+        return plain_settings(value)
+    if isinstance(value, list | tuple):
+        return [plain for part in value if (plain := _plain(part)) is not None]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # as a number, NaN differs from itself
+    return str(value) if isinstance(value, Path) else _simple(value)
+
+
+def _simple(value: Any) -> str | int | float | None:
+    """Return a number or a text without what a subclass adds, such as an enum's name."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return None
 
 
 def start_record(

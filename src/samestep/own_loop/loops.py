@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 
 from samestep.data.keyed_random import mix
+from samestep.data.order import steps_per_epoch
 from samestep.errors import UserError
 from samestep.own_loop import reading
 from samestep.own_loop.batch import Batch
@@ -25,6 +26,7 @@ from samestep.training.step import seed_torch
 
 _EPOCH_BEGINS, _EPOCH_ENDS, _VALIDATED = 1, 2, 3
 """By what numbers that are drawn around the batches are seeded, beside the epoch."""
+_IN_BATCHES = "between the batches of an epoch"
 
 
 class Loops:
@@ -56,6 +58,11 @@ class Loops:
         self._num_epochs, position = num_epochs, self._standing.position
         self._clock = Clock(position)
         if position.epoch >= num_epochs:
+            if not session.has_ended():  # what comes after the epochs is still to be recorded
+                order = self._standing.order
+                total, drop_last = order["global_batch_size"], order["drop_last"]
+                steps = steps_per_epoch(order["num_samples"], total, drop_last=drop_last)
+                session.begin(order, self._sizes(order, steps))
             say(self._world, f"{session.path} has its {position.epoch} epochs: nothing to train.")
         while position.epoch < num_epochs:
             self.place, self._epoch_ended = "before the batches of an epoch", False
@@ -109,7 +116,7 @@ class Loops:
             "data": opened.print,
         }
         session.begin(order, self._sizes(order, num_steps))
-        self.place = "between the batches of an epoch"
+        self.place = _IN_BATCHES
         self._clock.resume(position)
         read = reading.read_epoch(
             opened,
@@ -268,13 +275,13 @@ class Loops:
         for opened in self._opened.values():
             opened.source.close()
 
-    def current(self, what: str) -> Batch:
+    def current(self, what: str, *, trains: bool = False) -> Batch:
         """Return the batch that the script has.
 
         Raises:
-            UserError: it has none.
+            UserError: it has none; or it `trains`, and the batch is not of the training.
         """
-        if self.batch is None:
+        if self.batch is None or (trains and self.place != _IN_BATCHES):
             raise UserError(
                 f"{what} was called {self.place}; it belongs to a batch: call it in the loop over "
                 "run.batches."

@@ -1,7 +1,7 @@
 """An open run of a loop of one's own: its ranks, its directory, its signals, where it stands."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -17,7 +17,9 @@ from samestep.ranks import process_group
 from samestep.ranks.log import RankLog
 from samestep.ranks.world import Backend, Device
 from samestep.run.directory import is_run
+from samestep.run.files import read_object
 from samestep.run.records import Record
+from samestep.settings import MAY_CHANGE
 from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Agreement, catch_signals
 
@@ -30,6 +32,7 @@ class Wanted:
     seed: int
     resume: bool
     settings: Mapping[str, Any]
+    may_change: Collection[str]
     name: str
     log_every: int
     checkpoint_every_epochs: int
@@ -50,6 +53,10 @@ class Wanted:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
+        if isinstance(self.may_change, str):
+            raise UserError(
+                f"open_run(may_change={self.may_change!r}): it must be a list of names."
+            )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise UserError(f"open_run(seed={self.seed!r}): it must be a whole number from 0.")
 
@@ -81,6 +88,8 @@ class Session:
         self.means = Means(self.world)
         self.begun = False
         """Whether the run's records have begun, or gone on, in this process."""
+        self._early: list[Record] = []
+        """Of what came before the records began."""
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None
         """Epochs and steps of the newest checkpoint."""
@@ -102,7 +111,8 @@ class Session:
         resumes = self.wanted.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
             entry, saved, problems = found
-            world.on_every(lambda: keeping.restore(standing, saved, self.path))
+            free = MAY_CHANGE.union(self.wanted.may_change)
+            world.on_every(lambda: keeping.restore(standing, saved, self.path, free))
             self.means.sums = keeping.sums_of(saved["sums"], world)
             self._resumed = entry.path, problems
             self._saved_at = standing.position.epoch, standing.position.step
@@ -140,11 +150,19 @@ class Session:
                     "problems": problems,
                 }
             )
+        for record in self._early:
+            self.emit(record)
+
+    def has_ended(self) -> bool:
+        """Whether result.json tells of the end of all epochs that were trained."""
+        result = self.world.on_main(lambda: read_object(self.path / "result.json"))
+        position = self.standing.position
+        return result.get("status") == "completed" and result.get("steps") == position.step
 
     def emit(self, record: Record) -> None:
-        """Add a record to events.jsonl, on rank 0."""
-        if self.run is not None and self.begun:
-            self.run.append(record)
+        """Add a record to events.jsonl, on rank 0; it waits where the data is not known yet."""
+        if self.run is not None:
+            self.run.append(record) if self.begun else self._early.append(record)
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
