@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 
 from samestep.errors import UserError
 from samestep.own_loop.keeping import Standing
+from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.log import RankLog
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
@@ -30,7 +32,7 @@ def choose_path(wanted: str | Path | None, program: str, *, resume: bool) -> Pat
     Raises:
         UserError: it holds a run already.
     """
-    path = new_run_path(program) if wanted is None else Path(wanted)
+    path = Path(wanted or os.environ.get(JOB_RUN) or new_run_path(program))
     if not resume and is_run(path):
         raise UserError(
             f"{path} already holds a run. Go on with it by open_run(…, resume=True), or name "

@@ -1,7 +1,7 @@
 """The checkpoints of a loop of one's own: what they hold, how they are written and read."""
 
 import io
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,15 +20,14 @@ from samestep.training.clock import Position
 from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import load_model
 
-
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""
 _KNOWN = (nn.Module, *_STEPPING)
 _OF_AN_EPOCH = ("num_samples", "data")
 """What may be another in each epoch."""
 _MADE_IN_EPOCHS = (
-    " Where each epoch makes its data with the model, a run cannot go on within an epoch: delete the "
-    "newest checkpoint to go on from the one before, or make the data in the loop over "
+    " Where each epoch makes its data with the model, a run cannot go on within an epoch: delete "
+    "the newest checkpoint to go on from the one before, or make the data in the loop over "
     "run.batches(torch.arange(…), …)."
 )
 
@@ -162,7 +161,7 @@ def _write(folder: Path, standing: Standing, sums: list[Sums], keep: int | None)
     return {"event": "checkpoint", "step": position.step, "path": path, "sha256": digest}
 
 
-def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Set[str]) -> None:
+def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Collection[str]) -> None:
     """Bring a new run to where a checkpoint stands; the settings in `free` may be others.
 
     Raises:
@@ -180,7 +179,7 @@ def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Set[str
             f"open_run(…, name={saved['program']!r})."
         )
     before, now = saved["settings"], standing.settings
-    for name in sorted({*before, *now} - free):
+    for name in sorted({*before, *now}.difference(free)):
         if before.get(name) != now.get(name):
             raise UserError(
                 f"{path} was begun with {name} = {before.get(name)}, and now it is "

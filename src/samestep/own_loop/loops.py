@@ -167,6 +167,8 @@ class Loops:
         """Record the step, and do what falls due within an epoch: a checkpoint, an agreed stop."""
         session, position = self._session, self._standing.position
         wanted, means = session.wanted, session.means
+        if session.heart is not None:
+            session.heart.beat()
         if position.step % wanted.log_every == 0:
             self._record(means.of_step())
         means.next_step()
@@ -302,9 +304,14 @@ class Loops:
 
     def _check_place(self, what: str, *places: str) -> None:
         if self.place not in places:
+            held = (
+                " After break, close an iterator that is still held, such as tqdm's: batches = "
+                "run.batches(…), and then batches.close()."
+            )
             raise UserError(
                 f"{what} was reached {self.place}; it belongs {' or '.join(places)}: for epoch in "
                 "run.epochs(…), and within it, once, for batch in run.batches(…)."
+                + (held if self.place == _IN_BATCHES else "")
             )
 
     def _seed_step(self) -> None:

@@ -58,7 +58,8 @@ def open_run(
     with a checkpoint, and the exit code is 128 + the number of the signal.
 
     Args:
-        path: the run directory, which all nodes share; by default a new one in runs/.
+        path: the run directory, which all nodes share; by default that of the job of `samestep
+            slurm submit`, or a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
         resume: whether to go on with the run that is there; where there is none, it begins.
         settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts.
@@ -71,6 +72,9 @@ def open_run(
         device: where to train; "auto" takes the best device here.
         backend: what connects the ranks; "auto" chooses by platform and device.
         timeout_s: seconds that ranks wait for the slowest of them.
+
+    Raises:
+        SystemExit: at the `with`; 2, after a message, for a mistake of the user.
     """
     wanted = Wanted(
         path=path,
@@ -246,7 +250,8 @@ class OwnRun:
 
         Args:
             data: a tensor, a tuple of tensors, or a map-style `Dataset`.
-            global_batch_size: samples of a step over all ranks.
+            global_batch_size: samples of a step over all ranks. Each global batch counts as a step,
+                however often the optimizer steps.
             collate: list of samples of a `Dataset` → batch, any tree of tensors.
             num_workers: processes per rank that read a `Dataset`.
             drop_last: whether to leave out the last global batch where it is smaller.

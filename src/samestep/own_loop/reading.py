@@ -57,8 +57,8 @@ def open_data(data: Any, world: World, seed: int, collate: Collate | None, worke
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         raise UserError(
             f"The data is a {type(data).__name__}; give tensors, or a map-style Dataset with "
-            "__len__ and __getitem__: the order of the samples is samestep's, so a DataLoader or a "
-            "stream has no place here."
+            "__len__ and __getitem__. A DataLoader or a stream has its own order, and here the "
+            "order is samestep's."
         )
     alone = isinstance(data, Tensor)
     if alone:
@@ -135,7 +135,7 @@ def read_epoch(
             global_size=single.global_size,
             epoch=epoch,
             step=place.first_step,
-            places=place.inputs,
+            indices=place.inputs,
             device=world.device,
             seed=seed,
         )
@@ -156,7 +156,7 @@ def read_once(
             global_size=number,
             epoch=epoch,
             step=0,
-            places=torch.arange(part.first, part.first + part.samples),
+            indices=torch.arange(part.first, part.first + part.samples),
             device=world.device,
             seed=seed,
         )

@@ -1,5 +1,6 @@
 """An open run of a loop of one's own: its ranks, its directory, its signals, where it stands."""
 
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from samestep.own_loop.ending import Stopped, say
 from samestep.own_loop.keeping import Standing
 from samestep.own_loop.means import Means
 from samestep.ranks import process_group
+from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.log import RankLog
 from samestep.ranks.world import Backend, Device
 from samestep.run.directory import is_run
 from samestep.run.files import read_object
+from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import Record
 from samestep.settings import MAY_CHANGE
 from samestep.training.snapshot import seed_alike
@@ -84,6 +87,10 @@ class Session:
             lambda: directory.choose_path(wanted.path, wanted.name, resume=wanted.resume)
         )
         self.run = directory.open_directory(self.path, self.world, log)
+        job = os.environ.get(JOB_RUN) if self.world.is_main else None
+        self.heart = Heartbeat(Path(job)) if job else None
+        if wanted.resume and not wanted.path and not os.environ.get(JOB_RUN):
+            say(self.world, f"{self.path} is a new run: to go on with it, name it in open_run.")
         self.standing = Standing(program=wanted.name, settings=wanted.settings)
         self.means = Means(self.world)
         self.begun = False
