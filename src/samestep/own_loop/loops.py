@@ -298,6 +298,7 @@ class Loops:
             if before.is_of(data, collate, workers):
                 return before
             before.source.close()
+            del before, self._opened[split]  # its memory may be needed for the new one
         opened = reading.open_data(data, self._world, self._session.wanted.seed, collate, workers)
         self._opened[split] = opened
         return opened

@@ -43,19 +43,7 @@ def open_run(
 ) -> "OwnRun":
     """Return a run for a training loop of one's own, alone or as one of the ranks of a launcher.
 
-        with samestep.open_run("runs/mine", resume=True) as run:
-            model = run.place(Net())
-            optimizer = torch.optim.Adam(model.parameters())
-            for epoch in run.epochs(10, state={"model": model, "optimizer": optimizer}):
-                for batch in run.batches((x, y), global_batch_size=64):
-                    loss = loss_of(model, *batch.data)
-                    optimizer.zero_grad()
-                    run.backward(loss, model)
-                    optimizer.step()
-                    run.log(loss=loss)
-
-    At the `with` a mistake ends the script with one message and exit code 2; a stop signal ends it
-    with a checkpoint, and the exit code is 128 + the number of the signal.
+    Open it by `with`; `OwnRun` has an example.
 
     Args:
         path: the run directory, which all nodes share; by default that of the job of `samestep
@@ -74,7 +62,8 @@ def open_run(
         timeout_s: seconds that ranks wait for the slowest of them.
 
     Raises:
-        SystemExit: at the `with`; 2, after a message, for a mistake of the user.
+        SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
+            after a stop signal, with a checkpoint.
     """
     wanted = Wanted(
         path=path,
@@ -96,6 +85,17 @@ def open_run(
 
 class OwnRun:
     """One run of a loop of one's own, on this rank; open within its `with`.
+
+        with samestep.open_run("runs/mine", resume=True) as run:
+            model = run.place(Net())
+            optimizer = torch.optim.Adam(model.parameters())
+            for epoch in run.epochs(10, state={"model": model, "optimizer": optimizer}):
+                for batch in run.batches((x, y), global_batch_size=64):
+                    loss = loss_of(model, *batch.data)
+                    optimizer.zero_grad()
+                    run.backward(loss, model)
+                    optimizer.step()
+                    run.log(loss=loss)
 
     What another rank than 0 prints from there on goes to `rank-N.log` in the run directory.
     """
