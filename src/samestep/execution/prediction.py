@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, blame, defined_at
@@ -150,7 +150,8 @@ def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
             if not isinstance(found, list | Iterator | Dataset):
                 yield _Row(file, None, found)
                 continue
-            rows = _of_data_set if hasattr(found, "__len__") else _of_iterator
+            one_by_one = isinstance(found, IterableDataset) or not hasattr(found, "__len__")
+            rows = _of_iterator if one_by_one else _of_data_set
             for number, (sample, problem) in enumerate(rows(found), 1):
                 yield _Row(file, number, sample, problem)
         except (ValueError, OSError) as error:
@@ -165,11 +166,12 @@ def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
 def _of_data_set(found: Any) -> Iterator[tuple[Any, str | None]]:
     """Yield each sample of a list or a data set, or why it cannot be read."""
     for index in range(len(found)):
+        sample, problem = None, None
         try:
-            read = found[index], None
+            sample = found[index]
         except (ValueError, OSError) as error:
-            read = None, str(error)
-        yield read
+            problem = str(error)
+        yield sample, problem
 
 
 def _of_iterator(found: Any) -> Iterator[tuple[Any, str | None]]:

@@ -92,17 +92,22 @@ def backward(
         UserError: a gradient is sparse.
     """
     if not world.connected:
-        loss.backward(inputs=list(parameters), retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        _backward(loss, parameters, retain_graph=retain_graph)
         return
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None  # what is there already is a sum over all ranks
-    (loss * weight).backward(inputs=list(parameters), retain_graph=retain_graph)
+    _backward(loss * weight, parameters, retain_graph=retain_graph)
     for bucket in _buckets(parameters):
         _add_up(bucket, world, weight)
     for p, old in zip(parameters, before, strict=True):
         if old is not None:
             p.grad = old if p.grad is None else old.add_(p.grad)
+
+
+def _backward(loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool) -> None:
+    inputs = list(parameters)
+    loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
