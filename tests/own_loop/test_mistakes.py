@@ -142,6 +142,19 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(tmp_path, failing):
     assert "Traceback" not in ranks.output()
 
 
+def test_an_error_of_one_rank_after_the_epochs_ends_a_run_as_failed(tmp_path):
+    changed = script(
+        tmp_path,
+        "            run.log(loss=loss)",
+        "            run.log(loss=loss)\n    1 / (1 - rank)",
+    )
+    ranks = start(changed, world_size=2, folder=tmp_path)
+    assert ranks.wait() == [1, 1]
+    assert "ZeroDivisionError" in ranks.output()
+    assert "Traceback" not in ranks.output()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
 def test_an_error_alone_is_python_s_own(tmp_path):
     changed = script(tmp_path, "run.log(loss=loss)", "raise ValueError('mine')")
     ranks = start(changed, folder=tmp_path)
