@@ -44,14 +44,19 @@ def test_each_epoch_may_have_data_of_its_own_also_after_a_resume(tmp_path):
 
 
 def test_within_an_epoch_its_data_must_be_the_same(tmp_path, capfd):
-    for shift, code in ((0, 143), (1, 2)):
+    for shift, code in ((0, 143), (1, 2), (2, 143)):
         t = Training(tmp_path, resume=True)
         with ended(code), t.run as run:
-            for _ in run.epochs(2, state=t.state):
-                for batch in run.batches(t.data + shift, 4):
+            for epoch in run.epochs(2, state=t.state):
+                for batch in run.batches(t.data + epoch * shift, 4):
                     t.step(batch)
-                    signal.raise_signal(signal.SIGTERM)
+                    if run.step == 3:
+                        signal.raise_signal(signal.SIGTERM)
+        newest = tmp_path / "checkpoints" / read_index(tmp_path)["last"]["path"]
+        if code == 2:  # as the message says, it goes on from the checkpoint before
+            newest.unlink()
     assert "other data" in capfd.readouterr().err
+    assert records(tmp_path, "resume")[-1]["step"] == 3
 
 
 def test_data_that_was_changed_in_place_is_read_again(tmp_path):

@@ -54,6 +54,11 @@ MISTAKES = {
     "NaN": ("log(loss=loss)", "log(loss=loss * float('nan'))", "NaN"),
     "exit within the run": ("run.log(loss=loss)", "sys.exit(0)", "mine.py:20"),
     "a loader": ("batches(data,", "batches(torch.utils.data.DataLoader(data),", "DataLoader"),
+    "inputs and targets of different length": (
+        "batches(data,",
+        "batches((data, data[1:]),",
+        "The data has 20 inputs",
+    ),
     "a seed below 0": (OPENED, 'opened = {"path": "run", "seed": -1}', "seed"),
     "batches outside of epochs": (
         "for epoch in run.epochs(2, state=state):",

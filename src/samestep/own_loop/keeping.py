@@ -212,7 +212,7 @@ def _load(name: str, one: Kept, saved: Any) -> None:
 
 
 def check_order(
-    before: Mapping[str, Any], now: dict[str, Any], path: Path, *, begun: bool, within: bool
+    before: Mapping[str, Any], now: dict[str, Any], path: Path, *, may_be_new: bool, within: bool
 ) -> None:
     """Check that a run goes on with the same order of the same samples.
 
@@ -222,7 +222,8 @@ def check_order(
         before: of the epoch before, or in the checkpoint; empty if there is none.
         now: of the running epoch.
         path: the run directory.
-        begun: whether this process trained the epoch before.
+        may_be_new: whether nothing speaks against data of its own: this process trained the epoch
+            before, or there was only one.
         within: whether the run goes on within the epoch.
 
     Raises:
@@ -231,9 +232,9 @@ def check_order(
     if not before:
         return
     differs = any(before[name] != now[name] for name in _OF_AN_EPOCH)
-    if before.get("changes") or (begun and differs):
+    if before.get("changes") or (may_be_new and differs):
         now["changes"] = True
-    free = not within and (begun or before.get("changes"))
+    free = not within and (may_be_new or before.get("changes"))
     for name, value in now.items():
         if name == "changes" or (free and name in _OF_AN_EPOCH):
             continue

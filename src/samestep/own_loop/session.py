@@ -132,8 +132,10 @@ class Session:
             UserError: the run was begun with another order of samples.
         """
         world, standing = self.world, self.standing
-        within = standing.position.step_in_epoch > 0
-        keeping.check_order(standing.order, order, self.path, begun=self.begun, within=within)
+        position = standing.position
+        may_be_new, within = self.begun or position.epoch == 1, position.step_in_epoch > 0
+        before = standing.order
+        keeping.check_order(before, order, self.path, may_be_new=may_be_new, within=within)
         standing.order = order
         if self.begun:
             return
