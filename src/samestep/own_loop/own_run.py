@@ -205,7 +205,7 @@ class OwnRun:
         """Means of what was logged, exact over all ranks.
 
         Once the batches of an epoch are through they are those of the epoch, and after `validation`
-        those of its data. Where the script left the batches by `break` there are none.
+        those of its data. There are none where the script left the batches by `break`, or no epoch was left to train.
         """
         return self._means if self._loops is None else self._loops.means
 
@@ -324,8 +324,8 @@ class OwnRun:
     def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
         """Take values of this batch, each its mean; records have the means over all ranks.
 
-        By what is called `loss`, `samestep compare` compares runs, and where it is NaN or infinite
-        the run ends with a message.
+        `samestep compare` compares runs by the value called `loss`, and a run ends with a message
+        where it is NaN or infinite.
 
         Args:
             terms: the number of what the values are means over, where that is not samples.
