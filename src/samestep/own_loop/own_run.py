@@ -205,7 +205,8 @@ class OwnRun:
         """Means of what was logged, exact over all ranks.
 
         Once the batches of an epoch are through they are those of the epoch, and after `validation`
-        those of its data. There are none where the script left the batches by `break`, or no epoch was left to train.
+        those of its data. There are none where the script left the batches by `break`, or where no
+        epoch was left to train.
         """
         return self._means if self._loops is None else self._loops.means
 
