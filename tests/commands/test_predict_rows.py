@@ -83,6 +83,12 @@ y = x.sum(dim=1, keepdim=True)
 class Options:
     form: str = ""
 
+class Gaps(TensorDataset):
+    def __getitem__(self, index):
+        if index == 1:
+            raise ValueError("It is broken.")
+        return super().__getitem__(index)[0]
+
 def read(options, path):
     numbers = [float(word) for word in path.read_text().split()]
     rows = torch.tensor(numbers).view(-1, 3)
@@ -90,6 +96,9 @@ def read(options, path):
         return [(row, row.sum().view(1)) for row in rows]
     if options.form == "dataset":
         return TensorDataset(rows, rows.sum(dim=1, keepdim=True))
+    if options.form in ("gaps", "stops"):
+        gaps = Gaps(rows)
+        return gaps if options.form == "gaps" else (gaps[index] for index in range(len(gaps)))
     if options.form == "iterator":
         return iter(rows)
     if options.form == "raises":
@@ -142,6 +151,18 @@ def test_a_number_is_shown_as_it_is_whatever_form_the_rows_come_in(numbers, caps
     (tree,) = predicted(capsys, run_of(folder, "tree"), path)
     number = single["output"]
     assert tree["output"] == {"y": number, "twice": [number, pytest.approx(2 * number)]}
+
+
+@pytest.mark.parametrize(("form", "read"), [("gaps", [1, 3]), ("stops", [1])])
+def test_the_rows_after_a_broken_one_are_read_or_said_not_to_be(numbers, capsys, form, read):
+    folder, _path = numbers
+    path = folder / f"{form}.txt"
+    path.write_text("1 2 3 4 5 6 7 8 9")
+    found = predicted(capsys, run_of(folder, form), path, code=1)
+    assert [one["row"] for one in found if "output" in one] == read
+    (broken,) = (one for one in found if "problem" in one)
+    assert broken["row"] == 2
+    assert ("not read" in broken["problem"]) == (form == "stops")
 
 
 SHOW = """

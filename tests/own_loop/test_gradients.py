@@ -35,6 +35,16 @@ def gradients_on(world_size: int) -> list[torch.Tensor | None]:
     loss = loss_of(mine, terms[mine])
     backward(loss, named, world, weight_of(len(mine) / 7, terms[mine].sum(), loss, world))
     found = [p.grad for p in parts.parameters()]
+    # A rank without a word has a loss of NaN, and counts for nothing.
+    extra = nn.Linear(3, 1).double()
+    words = torch.arange(7) < 2  # the first rank has them all
+    errors = extra(x[mine]).squeeze(1) * words[mine]
+    loss = errors.sum() / words[mine].sum()
+    weight = weight_of(len(mine) / 7, words[mine].sum(), loss, world)
+    backward(loss, parameters_of([extra]), world, weight)
+    found += [p.grad for p in extra.parameters()]
+    with pytest.raises(UserError, match="0 terms"):
+        weight_of(len(mine) / 7, 0, loss, world)
     process_group.cleanup()
     return found
 
@@ -49,7 +59,7 @@ def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     used = [gradient is not None for gradient in expected]
     # Of the second part its weight alone, nothing of the third; nobody named the fourth.
-    assert used == [True, True, True, False, False, False, False, False]
+    assert used == [True, True, True, False, False, False, False, False, True, True]
 
 
 def test_what_is_to_be_trained_may_be_a_module_an_optimizer_or_a_parameter():

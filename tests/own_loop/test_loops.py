@@ -47,8 +47,8 @@ def test_each_sample_comes_once_in_an_epoch_and_brings_its_own_numbers(tmp_path)
                     t.step(batch)
                     numbers = [batch.uniform(2), batch.normal(2), batch.normal(2)]
                     together = torch.cat([*numbers, batch.keys[:, None] % 1000], dim=1)
-                    assert torch.equal(batch.data, t.data[batch.places])
-                    drawn |= dict(zip(batch.places.tolist(), together.tolist(), strict=True))
+                    assert torch.equal(batch.data, t.data[batch.indices])
+                    drawn |= dict(zip(batch.indices.tolist(), together.tolist(), strict=True))
                 assert sorted(drawn) == list(range(10))
                 epochs.append(drawn)
         found[size] = epochs

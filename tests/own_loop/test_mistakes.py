@@ -54,6 +54,11 @@ MISTAKES = {
     "NaN": ("log(loss=loss)", "log(loss=loss * float('nan'))", "NaN"),
     "exit within the run": ("run.log(loss=loss)", "sys.exit(0)", "mine.py:20"),
     "a loader": ("batches(data,", "batches(torch.utils.data.DataLoader(data),", "DataLoader"),
+    "inputs and targets of different length": (
+        "batches(data,",
+        "batches((data, data[1:]),",
+        "The data has 20 inputs",
+    ),
     "a seed below 0": (OPENED, 'opened = {"path": "run", "seed": -1}', "seed"),
     "batches outside of epochs": (
         "for epoch in run.epochs(2, state=state):",
@@ -140,6 +145,19 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(tmp_path, failing):
     assert ranks.wait()[1 - failing] == 1
     assert ranks.output().count("ValueError: mine") == 1
     assert "Traceback" not in ranks.output()
+
+
+def test_an_error_of_one_rank_after_the_epochs_ends_a_run_as_failed(tmp_path):
+    changed = script(
+        tmp_path,
+        "            run.log(loss=loss)",
+        "            run.log(loss=loss)\n    1 / (1 - rank)",
+    )
+    ranks = start(changed, world_size=2, folder=tmp_path)
+    assert ranks.wait() == [1, 1]
+    assert "ZeroDivisionError" in ranks.output()
+    assert "Traceback" not in ranks.output()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 
 
 def test_an_error_alone_is_python_s_own(tmp_path):

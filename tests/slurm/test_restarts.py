@@ -168,6 +168,7 @@ def test_a_rank_that_hung_saved_nothing_and_the_log_says_which_checkpoint_there_
     ],
 )
 def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
+    (run / "settings.toml").unlink()  # a script makes no run of samestep
     log = run / "log"
     trace = (
         ""
@@ -233,6 +234,22 @@ def test_a_script_that_was_warned_and_ended_with_0_is_told_how_it_would_go_on():
     assert (warned.word, warned.text.startswith(plain.text)) == ("completed", True)
     assert warned.text != plain.text
     assert decide(ending(1, "USR1", None), Restarts(), 2).word == "again"
+
+
+def test_a_script_that_keeps_checkpoints_there_goes_on_as_a_recipe_does(run):
+    before = Restarts()
+    for step in (5, 9, 12, 20):  # each start is stopped by its time limit, and saves
+        write(run, "checkpoints/index.json", {"last": {"step": step}})
+        write(run, "result.json", {"status": "stopped"})
+        end = read_ending(run, code=138, told="USR1", kind="script", log=None)
+        decision = decide(end, before, 2)
+        assert (decision.word, decision.restarts.without_progress) == ("again", 0)
+        before = decision.restarts
+    for word in ("again", "again", "failed"):
+        end = read_ending(run, code=1, told="", kind="script", log=None)
+        decision = decide(end, before, 2)
+        assert decision.word == word
+        before = decision.restarts
 
 
 def test_the_restarts_of_another_job_do_not_count(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, blame, defined_at
@@ -144,38 +144,42 @@ def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
     read, options = predictor.recipe.read, predictor.opened.options
     assert read is not None
     for path in files:
-        file, number = str(path), None
+        file, number = str(path), 0
         try:
-            found = _several(read(options, path))
-            if isinstance(found, _Single):
-                yield _Row(file, None, found.sample)
+            found = read(options, path)
+            if not isinstance(found, list | Iterator | Dataset):
+                yield _Row(file, None, found)
                 continue
-            number = 1
-            for sample in found:
-                yield _Row(file, number, sample)
-                number += 1
+            one_by_one = isinstance(found, IterableDataset) or not hasattr(found, "__len__")
+            rows = _of_iterator if one_by_one else _of_data_set
+            for number, (sample, problem) in enumerate(rows(found), 1):
+                yield _Row(file, number, sample, problem)
         except (ValueError, OSError) as error:
-            yield _Row(file, number, problem=str(error))
+            yield _Row(file, None, problem=str(error))
             continue
         except Exception as error:
             blame(f"The recipe's read failed with {file}", error, defined_at(read))
-        if number == 1:
+        if not number:
             yield _Row(file, None, problem="there is no row in it")
 
 
-class _Single(NamedTuple):
-    sample: Any
+def _of_data_set(found: Any) -> Iterator[tuple[Any, str | None]]:
+    """Yield each sample of a list or a data set, or why it cannot be read."""
+    for index in range(len(found)):
+        sample, problem = None, None
+        try:
+            sample = found[index]
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        yield sample, problem
 
 
-def _several(found: Any) -> "Iterator[Any] | _Single":
-    """Return the samples that `read` gave, or the only one."""
-    if isinstance(found, list | Iterator):
-        return iter(found)
-    if isinstance(found, Dataset):
-        if hasattr(found, "__len__"):
-            return (found[index] for index in range(len(found)))
-        return iter(found)
-    return _Single(found)
+def _of_iterator(found: Any) -> Iterator[tuple[Any, str | None]]:
+    """Yield each sample of an iterator, up to the one that cannot be read, and why."""
+    try:
+        yield from ((sample, None) for sample in found)
+    except (ValueError, OSError) as error:
+        yield None, f"{str(error).rstrip('.')}. The rows after it were not read."
 
 
 def _predicted(predictor: Predictor, rows: Sequence[_Row], top: int) -> Iterator[Prediction]:

@@ -34,7 +34,7 @@ class Batch:
     """Epochs before this one."""
     step: int
     """Steps of the run before this one."""
-    places: Tensor
+    indices: Tensor
     """(rows,) int64 on the CPU: the place of each sample in the data."""
     device: torch.device
     seed: int
@@ -44,11 +44,11 @@ class Batch:
     @cached_property
     def keys(self) -> Tensor:
         """(rows,) int64 on the device: a key for each sample in this epoch, for an augmentation."""
-        return sample_keys(self.seed, self.epoch, self._places)
+        return sample_keys(self.seed, self.epoch, self._indices)
 
     @cached_property
-    def _places(self) -> Tensor:
-        return send(self.places, self.device)
+    def _indices(self) -> Tensor:
+        return send(self.indices, self.device)
 
     def uniform(self, *shape: int) -> Tensor:
         """Return numbers in [0, 1) for each sample: (rows, *shape), of PyTorch's default type."""
@@ -62,4 +62,4 @@ class Batch:
 
     def _next_keys(self) -> Tensor:
         self.calls += 1
-        return sample_keys(mix(self.seed, self.calls), self.epoch, self._places)
+        return sample_keys(mix(self.seed, self.calls), self.epoch, self._indices)

@@ -1,6 +1,8 @@
 """The run directory of a loop of one's own: the same files as those of `samestep train`."""
 
 import contextlib
+import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ import torch
 
 from samestep.errors import UserError
 from samestep.own_loop.keeping import Standing
+from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.log import RankLog
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
@@ -29,7 +32,7 @@ def choose_path(wanted: str | Path | None, program: str, *, resume: bool) -> Pat
     Raises:
         UserError: it holds a run already.
     """
-    path = new_run_path(program) if wanted is None else Path(wanted)
+    path = Path(wanted or os.environ.get(JOB_RUN) or new_run_path(program))
     if not resume and is_run(path):
         raise UserError(
             f"{path} already holds a run. Go on with it by open_run(…, resume=True), or name "
@@ -65,14 +68,33 @@ def open_directory(path: Path, world: World, log: RankLog) -> Run | None:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as TOML has them: without those that are None, or named like a secret."""
-    found = {}
-    for name, value in settings.items():
-        if value is None or names_secret(name):
-            continue
-        plain = isinstance(value, str | int | float)
-        found[name] = value if plain else str(value)
-    return found
+    """Return settings as TOML has them.
+
+    Those that are None, that TOML does not know, or that are named like a secret are left out.
+    """
+    plain = {
+        str(name): _plain(value) for name, value in settings.items() if not names_secret(str(name))
+    }
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as TOML has it; None of an object: its text may be another in each process."""
+    if isinstance(value, Mapping):
+        return plain_settings(value)
+    if isinstance(value, list | tuple):
+        return [plain for part in value if (plain := _plain(part)) is not None]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # as a number, NaN differs from itself
+    return str(value) if isinstance(value, Path) else _simple(value)
+
+
+def _simple(value: Any) -> str | int | float | None:
+    """Return a number or a text without what a subclass adds, such as an enum's name."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return None
 
 
 def start_record(

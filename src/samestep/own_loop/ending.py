@@ -30,7 +30,9 @@ def say(world: World, text: str) -> None:
 
 
 def as_mistake(error: BaseException | None) -> BaseException | None:
-    """Return a mistake in place of a call of `exit()` in the middle of a run."""
+    """Return what the user is told of an error within a run, such as a call of `exit()` there."""
+    if isinstance(error, UserError):  # what reads the data serves recipes, too
+        error.args = (str(error).replace("The recipe's", "The"),)
     if not isinstance(error, SystemExit) or isinstance(error, AlreadyTold):
         return error
     import traceback  # noqa: PLC0415 - it is needed after a mistake only

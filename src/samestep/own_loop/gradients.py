@@ -55,34 +55,59 @@ def weight_of(
         terms: what its loss is a mean over, where that is not samples.
         loss: of this rank.
         world: this rank among the others.
+
+    Raises:
+        UserError: on every rank, where there are no terms on any. On a GPU the weight is NaN, as
+            asking it would make the host wait in each step.
     """
-    if terms is None or not world.connected:
+    if terms is None:
         return share
     counted = torch.as_tensor(terms, dtype=torch.float64).detach() * (share > 0)
-    return (counted / world.reduce(counted)).to(loss)
+    total = world.reduce(counted)
+    if total.device.type != "cpu":
+        return (counted / total).to(loss)
+    if not total:
+        raise UserError(
+            "run.backward(…, terms=…) was given 0 terms on all ranks: the mean over nothing has no "
+            "gradient. Leave samples without any term out of the data.",
+            on_all_ranks=True,
+        )
+    return float(counted / total)
 
 
-def backward(loss: Tensor, parameters: Sequence[Tensor], world: World, weight: Any) -> None:
+def backward(
+    loss: Tensor,
+    parameters: Sequence[Tensor],
+    world: World,
+    weight: float | Tensor,
+    *,
+    retain_graph: bool = False,
+) -> None:
     """Add the gradient of the sum over all ranks of weight × loss to that of each parameter.
 
     Other parameters that the loss depends on get none. A parameter that no rank has used keeps the
-    gradient that it had, or none.
+    gradient that it had, or none. Where the weight is 0 the loss may be NaN, and adds nothing.
 
     Raises:
         UserError: a gradient is sparse.
     """
     if not world.connected:
-        loss.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
+        _backward(loss, parameters, retain_graph=retain_graph)
         return
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None  # what is there already is a sum over all ranks
-    (loss * weight).backward(inputs=list(parameters))
+    _backward(loss * weight, parameters, retain_graph=retain_graph)
     for bucket in _buckets(parameters):
-        _add_up(bucket, world)
+        _add_up(bucket, world, weight)
     for p, old in zip(parameters, before, strict=True):
         if old is not None:
             p.grad = old if p.grad is None else old.add_(p.grad)
+
+
+def _backward(loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool) -> None:
+    inputs = list(parameters)
+    loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -104,7 +129,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             yield bucket
 
 
-def _add_up(bucket: list[Tensor], world: World) -> None:
+def _add_up(bucket: list[Tensor], world: World, weight: float | Tensor) -> None:
     """Overwrite gradients with their sums over all ranks, by one all-reduce."""
     grads = [p.grad for p in bucket]
     if any(g is not None and g.layout != torch.strided for g in grads):
@@ -115,7 +140,12 @@ def _add_up(bucket: list[Tensor], world: World) -> None:
     like = bucket[0]
     used = torch.tensor([float(g is not None) for g in grads], dtype=like.dtype).to(like.device)
     parts = [torch.zeros_like(p) if g is None else g for p, g in zip(bucket, grads, strict=True)]
-    flat = torch.cat([*(part.detach().reshape(-1) for part in parts), used])
+    own = torch.cat([part.detach().reshape(-1) for part in parts])
+    if isinstance(weight, Tensor):
+        own = torch.where(weight == 0, 0, own)
+    elif weight == 0:
+        own.zero_()
+    flat = torch.cat([own, used])
     world.add_up(flat)
     *sums, used = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
     # Only a rank that has none of its own asks the others: reading makes the host wait.

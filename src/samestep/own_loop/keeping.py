@@ -1,7 +1,7 @@
 """The checkpoints of a loop of one's own: what they hold, how they are written and read."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,10 +16,20 @@ from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.index import Entry, announce, read_index
 from samestep.run.records import Record
-from samestep.settings import MAY_CHANGE
 from samestep.training.clock import Position
 from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import load_model
+
+_STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""What holds no weights."""
+_KNOWN = (nn.Module, *_STEPPING)
+_OF_AN_EPOCH = ("num_samples", "data")
+"""What may be another in each epoch."""
+_MADE_IN_EPOCHS = (
+    " Where each epoch makes its data with the model, a run cannot go on within an epoch: delete "
+    "the newest checkpoint to go on from the one before, or make the data in the loop over "
+    "run.batches(torch.arange(…), …)."
+)
 
 
 @runtime_checkable
@@ -58,24 +68,23 @@ def check_state(state: Any) -> None:
             "run.epochs(…, state=…) takes a dict of all that changes in training: "
             'state={"model": model, "optimizer": optimizer}. Checkpoints hold it.'
         )
+    if all(isinstance(kept, _STEPPING) for kept in state.values()):
+        raise UserError(
+            f"state has {', '.join(map(repr, state))} and no weights. Name the modules, too: "
+            'state={"model": model, …}.'
+        )
     for name, kept in state.items():
         if not isinstance(kept, Kept):
             raise UserError(
                 f"state[{name!r}] is a {type(kept).__name__}, which has no state_dict and "
                 "load_state_dict. Leave it out, or put it into an object that has both."
             )
-        # Tensors may be large, and it is the rest that can be of any type.
-        small = map_tensors(lambda _: torch.empty(0), _state_of(name, kept))
-        try:
-            torch.save(small, file := io.BytesIO())
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception as error:
+        if _is_sharded(kept):
             raise UserError(
-                f"state[{name!r}].state_dict() holds what a checkpoint would not give back: "
-                f"{str(error).splitlines()[0]} It may hold tensors, numbers, texts, and lists and "
-                "dicts of them."
-            ) from error
+                f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints hold "
+                "what rank 0 has. Leave the model whole on each rank."
+            )
+        _readable_state(name, kept)
 
 
 def share_weights(state: Mapping[str, Kept], world: World) -> None:
@@ -87,11 +96,36 @@ def share_weights(state: Mapping[str, Kept], world: World) -> None:
                 world.take_from_main(parameter.detach())
 
 
-def _state_of(name: str, kept: Kept) -> Any:
+def _is_sharded(kept: Kept) -> bool:
+    if not isinstance(kept, nn.Module):
+        return False
+    fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in kept.modules())
+    return fsdp or any(hasattr(p, "placements") for p in kept.parameters())
+
+
+def _readable_state(name: str, kept: Kept) -> Any:
+    """Return an entry of the state as a checkpoint holds it.
+
+    Raises:
+        UserError: a checkpoint with it could not be read again.
+    """
     try:
-        return kept.state_dict()
+        state = kept.state_dict()
     except Exception as error:
         blame(f"state[{name!r}].state_dict() failed", error)
+    # Tensors may be large, and it is the rest that can be of any type.
+    small = map_tensors(lambda _: torch.empty(0), state)
+    try:
+        torch.save(small, file := io.BytesIO())
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise UserError(
+            f"state[{name!r}].state_dict() holds what a checkpoint would not give back: "
+            f"{(str(error).splitlines() or [''])[0]} It may hold tensors, numbers, texts, and "
+            "lists and dicts of them."
+        ) from error
+    return state
 
 
 def save(folder: Path, world: World, standing: Standing, sums: Sums, keep: int | None) -> Record:
@@ -109,7 +143,7 @@ def _write(folder: Path, standing: Standing, sums: list[Sums], keep: int | None)
         "format": checkpoints.FORMAT,
         "program": standing.program,
         "settings": dict(standing.settings),
-        "state": {name: _state_of(name, kept) for name, kept in standing.state.items()},
+        "state": {name: _readable_state(name, kept) for name, kept in standing.state.items()},
         "position": asdict(position),
         "order": standing.order,
         "sums": sums,
@@ -127,8 +161,8 @@ def _write(folder: Path, standing: Standing, sums: list[Sums], keep: int | None)
     return {"event": "checkpoint", "step": position.step, "path": path, "sha256": digest}
 
 
-def restore(standing: Standing, saved: dict[str, Any], path: Path) -> None:
-    """Bring a new run to where a checkpoint stands.
+def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Collection[str]) -> None:
+    """Bring a new run to where a checkpoint stands; the settings in `free` may be others.
 
     Raises:
         UserError: it is of another program, or of other settings, or does not fit.
@@ -145,12 +179,12 @@ def restore(standing: Standing, saved: dict[str, Any], path: Path) -> None:
             f"open_run(…, name={saved['program']!r})."
         )
     before, now = saved["settings"], standing.settings
-    for name in sorted({*before, *now} - MAY_CHANGE):
+    for name in sorted({*before, *now}.difference(free)):
         if before.get(name) != now.get(name):
             raise UserError(
                 f"{path} was begun with {name} = {before.get(name)}, and now it is "
-                f"{now.get(name)}: that is another training. Take the value of before, or begin a "
-                "run in another directory."
+                f"{now.get(name)}: that is another training. Take the value of before, name "
+                f"it in open_run(…, may_change=[{name!r}]), or begin a run in another directory."
             )
     kept = saved["state"]
     if kept.keys() != standing.state.keys():
@@ -177,20 +211,41 @@ def _load(name: str, one: Kept, saved: Any) -> None:
         blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
 
 
-def check_order(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+def check_order(
+    before: Mapping[str, Any], now: dict[str, Any], path: Path, *, may_be_new: bool, within: bool
+) -> None:
     """Check that a run goes on with the same order of the same samples.
+
+    Each epoch may have data of its own, such as what was played in it: `now` gets "changes" then.
+
+    Args:
+        before: of the epoch before, or in the checkpoint; empty if there is none.
+        now: of the running epoch.
+        path: the run directory.
+        may_be_new: whether nothing speaks against data of its own: this process trained the epoch
+            before, or there was only one.
+        within: whether the run goes on within the epoch.
 
     Raises:
         UserError: it does not; what differs is named.
     """
+    if not before:
+        return
+    differs = any(before[name] != now[name] for name in _OF_AN_EPOCH)
+    if before.get("changes") or (may_be_new and differs):
+        now["changes"] = True
+    free = not within and (may_be_new or before.get("changes"))
     for name, value in now.items():
-        if before and before[name] != value:
+        if name == "changes" or (free and name in _OF_AN_EPOCH):
+            continue
+        if before[name] != value:
             told = f"{name} = {before[name]}, and now it is {value}"
             if name == "data":
                 told = "other data"
             raise UserError(
                 f"{path} was begun with {told}: the order of the samples would change within the "
                 "run. Take what it was before, or begin a run in another directory."
+                + (_MADE_IN_EPOCHS if within and name in _OF_AN_EPOCH else "")
             )
 
 
@@ -206,7 +261,41 @@ def sums_of(saved: list[Sums], world: World) -> Sums:
     return together
 
 
-def parameters_in(state: Mapping[str, Kept]) -> set[int]:
-    """Return the ids of all parameters in the modules of a state."""
-    modules = (one for one in state.values() if isinstance(one, nn.Module))
-    return {id(parameter) for module in modules for parameter in module.parameters()}
+def check_kept(state: Mapping[str, Kept], trained: Sequence[Any]) -> set[int]:
+    """Return the ids of all that is trained, after a check that checkpoints hold it.
+
+    Raises:
+        UserError: they do not hold some of it.
+    """
+    modules = [one for one in state.values() if isinstance(one, nn.Module)]
+    held = {id(one) for one in state.values()}
+    held |= {id(parameter) for module in modules for parameter in module.parameters()}
+    # An object of the user's own may hold an optimizer, and all modules where state names none.
+    own = any(not isinstance(one, _KNOWN) for one in state.values())
+    pieces = [named for one in trained for named in _pieces(one)]
+    lacking = [
+        name
+        for name, piece in pieces
+        if id(piece) not in held
+        and not (own and (not modules or isinstance(piece, torch.optim.Optimizer)))
+    ]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise UserError(
+            f"run.backward was given {', '.join(lacking[:3])}{more}, which state does not name, so "
+            "checkpoints would not hold it. Name the module and the optimizer in run.epochs(…, "
+            "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
+        )
+    return {id(one) for one in trained} | {id(piece) for _, piece in pieces}
+
+
+def _pieces(one: Any) -> list[tuple[str, Any]]:
+    """Return all that a checkpoint has to hold of what is trained, with names for messages."""
+    kind = type(one).__name__
+    if isinstance(one, nn.Module):
+        return [(f"{kind}.{name}", p) for name, p in one.named_parameters() if p.requires_grad]
+    optimizers, parameters = [], [one]
+    if isinstance(one, torch.optim.Optimizer):
+        optimizers = [(f"an optimizer ({kind})", one)]
+        parameters = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
+    return [*optimizers, *((f"a parameter of shape {tuple(p.shape)}", p) for p in parameters)]

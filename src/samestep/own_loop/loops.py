@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from samestep.data.keyed_random import mix
+from samestep.data.order import steps_per_epoch
 from samestep.errors import UserError
 from samestep.own_loop import reading
 from samestep.own_loop.batch import Batch
@@ -22,8 +24,9 @@ from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import seed_alike, seed_rank
 from samestep.training.step import seed_torch
 
-_EPOCH_BEGINS, _EPOCH_ENDS = 1, 2
-"""By what numbers that are drawn around the batches are seeded, beside the position."""
+_EPOCH_BEGINS, _EPOCH_ENDS, _VALIDATED = 1, 2, 3
+"""By what numbers that are drawn around the batches are seeded, beside the epoch."""
+_IN_BATCHES = "between the batches of an epoch"
 
 
 class Loops:
@@ -55,6 +58,11 @@ class Loops:
         self._num_epochs, position = num_epochs, self._standing.position
         self._clock = Clock(position)
         if position.epoch >= num_epochs:
+            if not session.has_ended():  # what comes after the epochs is still to be recorded
+                order = self._standing.order
+                total, drop_last = order["global_batch_size"], order["drop_last"]
+                steps = steps_per_epoch(order["num_samples"], total, drop_last=drop_last)
+                session.begin(order, self._sizes(order, steps))
             say(self._world, f"{session.path} has its {position.epoch} epochs: nothing to train.")
         while position.epoch < num_epochs:
             self.place, self._epoch_ended = "before the batches of an epoch", False
@@ -108,7 +116,7 @@ class Loops:
             "data": opened.print,
         }
         session.begin(order, self._sizes(order, num_steps))
-        self.place = "between the batches of an epoch"
+        self.place = _IN_BATCHES
         self._clock.resume(position)
         read = reading.read_epoch(
             opened,
@@ -159,6 +167,8 @@ class Loops:
         """Record the step, and do what falls due within an epoch: a checkpoint, an agreed stop."""
         session, position = self._session, self._standing.position
         wanted, means = session.wanted, session.means
+        if session.heart is not None:
+            session.heart.beat()
         if position.step % wanted.log_every == 0:
             self._record(means.of_step())
         means.next_step()
@@ -247,6 +257,8 @@ class Loops:
                 yield batch
         finally:
             self.place, self.batch, self.log_into = before, None, self._session.means
+            # Ranks have drawn unequally often where their shares are unequal.
+            self._seed(_VALIDATED, crc32(f"{split} {before}".encode()))
         self.means = means.read()
         self._session.emit(
             {
@@ -265,13 +277,13 @@ class Loops:
         for opened in self._opened.values():
             opened.source.close()
 
-    def current(self, what: str) -> Batch:
+    def current(self, what: str, *, trains: bool = False) -> Batch:
         """Return the batch that the script has.
 
         Raises:
-            UserError: it has none.
+            UserError: it has none; or it `trains`, and the batch is not of the training.
         """
-        if self.batch is None:
+        if self.batch is None or (trains and self.place != _IN_BATCHES):
             raise UserError(
                 f"{what} was called {self.place}; it belongs to a batch: call it in the loop over "
                 "run.batches."
@@ -286,15 +298,21 @@ class Loops:
             if before.is_of(data, collate, workers):
                 return before
             before.source.close()
+            del before, self._opened[split]  # its memory may be needed for the new one
         opened = reading.open_data(data, self._world, self._session.wanted.seed, collate, workers)
         self._opened[split] = opened
         return opened
 
     def _check_place(self, what: str, *places: str) -> None:
         if self.place not in places:
+            held = (
+                " After break, close an iterator that is still held, such as tqdm's: batches = "
+                "run.batches(…), and then batches.close()."
+            )
             raise UserError(
                 f"{what} was reached {self.place}; it belongs {' or '.join(places)}: for epoch in "
                 "run.epochs(…), and within it, once, for batch in run.batches(…)."
+                + (held if self.place == _IN_BATCHES else "")
             )
 
     def _seed_step(self) -> None:
@@ -303,6 +321,11 @@ class Loops:
         seed_torch(mix(seed, self._world.rank, step), self._world.device)
         seed_rank(mix(seed, step), self._world.rank)
 
-    def _seed(self, tag: int) -> None:
-        """Seed what the script draws around the batches: the same numbers on each rank."""
-        seed_alike(mix(self._session.wanted.seed, self._standing.position.step, tag))
+    def _seed(self, *tags: int) -> None:
+        """Seed what the script draws around the batches: the same numbers on each rank.
+
+        It is by the epoch: a run that goes on within it draws what it had drawn before the batches.
+        """
+        # Five parts and more, so that no step of a rank is seeded alike.
+        around = mix(self._session.wanted.seed, 0, 0, self._standing.position.epoch, *tags)
+        seed_alike(around)

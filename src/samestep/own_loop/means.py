@@ -57,7 +57,8 @@ class Means:
             value, weight = numbers[2 * place], numbers[2 * place + 1]
             for sums in (self.sums, self._step) if step == self._now else (self.sums,):
                 total, weights = sums.get(name, (0.0, 0.0))
-                sums[name] = total + value * weight, weights + weight
+                # A mean over nothing is NaN, and counts for nothing.
+                sums[name] = total + (value * weight if weight else 0.0), weights + weight
         self._waiting = []
 
     def of_step(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """`samestep.open_run`: a run of a training loop that the user writes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, Self, TypeVar, cast
@@ -12,7 +12,7 @@ from samestep.errors import UserError
 from samestep.own_loop import directory, ending
 from samestep.own_loop.batch import Batch
 from samestep.own_loop.gradients import Trained, backward, parameters_of, weight_of
-from samestep.own_loop.keeping import Kept, parameters_in
+from samestep.own_loop.keeping import Kept, check_kept
 from samestep.own_loop.loops import Loops
 from samestep.own_loop.means import check_names
 from samestep.own_loop.session import Session, Wanted
@@ -31,6 +31,7 @@ def open_run(
     seed: int = 0,
     resume: bool = False,
     settings: Mapping[str, Any] | None = None,
+    may_change: Collection[str] = (),
     name: str | None = None,
     log_every: int = 50,
     checkpoint_every_epochs: int = 1,
@@ -42,25 +43,15 @@ def open_run(
 ) -> "OwnRun":
     """Return a run for a training loop of one's own, alone or as one of the ranks of a launcher.
 
-        with samestep.open_run("runs/mine", resume=True) as run:
-            model = run.place(Net())
-            optimizer = torch.optim.Adam(model.parameters())
-            for epoch in run.epochs(10, state={"model": model, "optimizer": optimizer}):
-                for batch in run.batches((x, y), global_batch_size=64):
-                    loss = loss_of(model, *batch.data)
-                    optimizer.zero_grad()
-                    run.backward(loss, model)
-                    optimizer.step()
-                    run.log(loss=loss)
-
-    At the `with` a mistake ends the script with one message and exit code 2; a stop signal ends it
-    with a checkpoint, and the exit code is 128 + the number of the signal.
+    Open it by `with`; `OwnRun` has an example.
 
     Args:
-        path: the run directory, which all nodes share; by default a new one in runs/.
+        path: the run directory, which all nodes share; by default that of the job of `samestep
+            slurm submit`, or a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
         resume: whether to go on with the run that is there; where there is none, it begins.
-        settings: the script's own, by name, kept with the run; few may change when it goes on.
+        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts.
+        may_change: names of those that may be others when the run goes on.
         name: of the program, for `samestep compare`; by default that of the script.
         log_every: steps between two `step` records.
         checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
@@ -69,12 +60,17 @@ def open_run(
         device: where to train; "auto" takes the best device here.
         backend: what connects the ranks; "auto" chooses by platform and device.
         timeout_s: seconds that ranks wait for the slowest of them.
+
+    Raises:
+        SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
+            after a stop signal, with a checkpoint.
     """
     wanted = Wanted(
         path=path,
         seed=seed,
         resume=resume,
         settings=directory.plain_settings(settings or {}),
+        may_change=may_change,
         name=name or ending.script_name(),
         log_every=log_every,
         checkpoint_every_epochs=checkpoint_every_epochs,
@@ -90,6 +86,17 @@ def open_run(
 class OwnRun:
     """One run of a loop of one's own, on this rank; open within its `with`.
 
+        with samestep.open_run("runs/mine", resume=True) as run:
+            model = run.place(Net())
+            optimizer = torch.optim.Adam(model.parameters())
+            for epoch in run.epochs(10, state={"model": model, "optimizer": optimizer}):
+                for batch in run.batches((x, y), global_batch_size=64):
+                    loss = loss_of(model, *batch.data)
+                    optimizer.zero_grad()
+                    run.backward(loss, model)
+                    optimizer.step()
+                    run.log(loss=loss)
+
     What another rank than 0 prints from there on goes to `rank-N.log` in the run directory.
     """
 
@@ -98,7 +105,7 @@ class OwnRun:
         self._session: Session | None = None
         self._loops: Loops | None = None
         self._trained: set[int] = set()
-        """The ids of the parameters in `state`."""
+        """The ids of what `run.backward` was given and `state` has."""
         self._means: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -137,6 +144,7 @@ class OwnRun:
         try:
             if error is None:
                 loops.finish()
+                session.world.barrier()  # another rank may have failed after its last step
         except Exception as late:
             error = late
         try:
@@ -146,8 +154,12 @@ class OwnRun:
         loops.close()
         session.close(error)
         if error is None or isinstance(error, ending.Stopped):
-            process_group.cleanup()
-            return
+            try:
+                process_group.cleanup()
+            except RuntimeError as late:  # another rank is gone
+                error = late
+            else:
+                return
         ending.end_failed(error, self._log, connected=session.world.connected)
         if error is not given:
             raise error
@@ -193,7 +205,8 @@ class OwnRun:
         """Means of what was logged, exact over all ranks.
 
         Once the batches of an epoch are through they are those of the epoch, and after `validation`
-        those of its data. Where the script left the batches by `break` there are none.
+        those of its data. There are none where the script left the batches by `break`, or where no
+        epoch was left to train.
         """
         return self._means if self._loops is None else self._loops.means
 
@@ -238,7 +251,8 @@ class OwnRun:
 
         Args:
             data: a tensor, a tuple of tensors, or a map-style `Dataset`.
-            global_batch_size: samples of a step over all ranks.
+            global_batch_size: samples of a step over all ranks. Each global batch counts as a step,
+                however often the optimizer steps.
             collate: list of samples of a `Dataset` → batch, any tree of tensors.
             num_workers: processes per rank that read a `Dataset`.
             drop_last: whether to leave out the last global batch where it is smaller.
@@ -279,7 +293,11 @@ class OwnRun:
         return loops.validation(data, batch_size, split, collate, num_workers)
 
     def backward(
-        self, loss: Tensor, *trained: Trained, terms: float | Tensor | None = None
+        self,
+        loss: Tensor,
+        *trained: Trained,
+        terms: float | Tensor | None = None,
+        retain_graph: bool = False,
     ) -> None:
         """Add the gradient of the loss over the global batch to what is to be trained.
 
@@ -291,27 +309,24 @@ class OwnRun:
             trained: modules, optimizers or parameters.
             terms: where the loss is a mean over something else (words, pixels): their number in
                 this batch.
+            retain_graph: whether another loss goes back through the same outputs.
 
         Raises:
-            UserError: it is called outside of a batch, or names what no checkpoint would hold.
+            UserError: it is called outside of a batch of the training, or names what no checkpoint
+                would hold.
         """
         session, loops = self._opened, self._within
-        batch, parameters = loops.current("run.backward"), parameters_of(trained)
-        if not self._trained.issuperset(map(id, parameters)):
-            self._trained = parameters_in(session.standing.state)
-            if self._trained and not self._trained.issuperset(map(id, parameters)):
-                raise UserError(
-                    "run.backward was given parameters of no module in state, so no checkpoint "
-                    "would hold them. Name their module in run.epochs(…, state={…})."
-                )
+        batch, parameters = loops.current("run.backward", trains=True), parameters_of(trained)
+        if not self._trained.issuperset(map(id, (*trained, *parameters))):
+            self._trained |= check_kept(session.standing.state, trained)
         weight = weight_of(batch.weight, terms, loss, session.world)
-        backward(loss, parameters, session.world, weight)
+        backward(loss, parameters, session.world, weight, retain_graph=retain_graph)
 
     def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
         """Take values of this batch, each its mean; records have the means over all ranks.
 
-        By what is called `loss`, `samestep compare` compares runs, and where it is NaN or infinite
-        the run ends with a message.
+        `samestep compare` compares runs by the value called `loss`, and a run ends with a message
+        where it is NaN or infinite.
 
         Args:
             terms: the number of what the values are means over, where that is not samples.

@@ -35,6 +35,8 @@ class Opened:
     """Whether the data is one tensor, so that a batch is one, too."""
     print: str
     """A hash of some samples of data in memory; empty of a `Dataset`."""
+    stamp: tuple[tuple[int, int], ...]
+    """Where tensors lie, and how often they were changed in place."""
 
     def is_of(self, data: Any, collate: Collate | None, workers: int) -> bool:
         """Whether it is what the script gives now."""
@@ -42,7 +44,7 @@ class Opened:
             (*_parts(one), how) for one, how in ((self.data, self.collate), (data, collate))
         )
         same = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
-        return same and workers == self.workers
+        return same and workers == self.workers and self.stamp == _stamp_of(data)
 
 
 def open_data(data: Any, world: World, seed: int, collate: Collate | None, workers: int) -> Opened:
@@ -51,12 +53,12 @@ def open_data(data: Any, world: World, seed: int, collate: Collate | None, worke
     Raises:
         UserError: it is neither, has no samples, or is not the same on all ranks.
     """
-    given = data
+    given, stamp = data, _stamp_of(data)
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         raise UserError(
             f"The data is a {type(data).__name__}; give tensors, or a map-style Dataset with "
-            "__len__ and __getitem__: the order of the samples is samestep's, so a DataLoader or a "
-            "stream has no place here."
+            "__len__ and __getitem__. A DataLoader or a stream has its own order, and here the "
+            "order is samestep's."
         )
     alone = isinstance(data, Tensor)
     if alone:
@@ -73,6 +75,7 @@ def open_data(data: Any, world: World, seed: int, collate: Collate | None, worke
         source=source,
         alone=alone,
         print=_hash_of(given),
+        stamp=stamp,
     )
     everywhere = world.gather((source.num_samples, opened.print))
     for rank, found in enumerate(everywhere):
@@ -132,7 +135,7 @@ def read_epoch(
             global_size=single.global_size,
             epoch=epoch,
             step=place.first_step,
-            places=place.inputs,
+            indices=place.inputs,
             device=world.device,
             seed=seed,
         )
@@ -153,7 +156,7 @@ def read_once(
             global_size=number,
             epoch=epoch,
             step=0,
-            places=torch.arange(part.first, part.first + part.samples),
+            indices=torch.arange(part.first, part.first + part.samples),
             device=world.device,
             seed=seed,
         )
@@ -167,14 +170,31 @@ def _parts(data: Any) -> tuple[Any, ...]:
     return data if isinstance(data, tuple) else (data,)
 
 
+def _tensors(data: Any) -> tuple[Tensor, ...]:
+    """Return the tensors of data in memory; none of other data."""
+    parts = data.tensors if isinstance(data, TensorDataset) else _parts(data)
+    return parts if all(isinstance(part, Tensor) for part in parts) else ()
+
+
+def _stamp_of(data: Any) -> tuple[tuple[int, int], ...]:
+    """Return what differs once data in memory was changed in place.
+
+    A device has a copy of the data, which does not follow the change.
+    """
+    return tuple(
+        (part.data_ptr(), 0 if part.is_inference() else part._version)  # noqa: SLF001
+        for part in _tensors(data)
+        if part.layout == torch.strided
+    )
+
+
 def _hash_of(data: Any) -> str:
     """Return a hash of some rows of data in memory, and of how it is stored."""
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if not all(isinstance(part, Tensor) for part in _parts(data)):
+    tensors = _tensors(data)
+    if not tensors:
         return ""
     found = hashlib.sha256()
-    for part in _parts(data):
+    for part in tensors:
         rows = torch.linspace(0, len(part) - 1, min(_LOOKED_AT, len(part))).long()
         some = part.detach()[rows.to(part.device)].cpu().contiguous().flatten()
         found.update(f"{part.dtype} {tuple(part.shape)}".encode())

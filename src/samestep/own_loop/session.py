@@ -1,7 +1,8 @@
 """An open run of a loop of one's own: its ranks, its directory, its signals, where it stands."""
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -14,10 +15,14 @@ from samestep.own_loop.ending import Stopped, say
 from samestep.own_loop.keeping import Standing
 from samestep.own_loop.means import Means
 from samestep.ranks import process_group
+from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.log import RankLog
 from samestep.ranks.world import Backend, Device
 from samestep.run.directory import is_run
+from samestep.run.files import read_object
+from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import Record
+from samestep.settings import MAY_CHANGE
 from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Agreement, catch_signals
 
@@ -30,6 +35,7 @@ class Wanted:
     seed: int
     resume: bool
     settings: Mapping[str, Any]
+    may_change: Collection[str]
     name: str
     log_every: int
     checkpoint_every_epochs: int
@@ -50,6 +56,10 @@ class Wanted:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
+        if isinstance(self.may_change, str):
+            raise UserError(
+                f"open_run(may_change={self.may_change!r}): it must be a list of names."
+            )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise UserError(f"open_run(seed={self.seed!r}): it must be a whole number from 0.")
 
@@ -77,10 +87,16 @@ class Session:
             lambda: directory.choose_path(wanted.path, wanted.name, resume=wanted.resume)
         )
         self.run = directory.open_directory(self.path, self.world, log)
+        job = os.environ.get(JOB_RUN) if self.world.is_main else None
+        self.heart = Heartbeat(Path(job)) if job else None
+        if wanted.resume and not wanted.path and not os.environ.get(JOB_RUN):
+            say(self.world, f"{self.path} is a new run: to go on with it, name it in open_run.")
         self.standing = Standing(program=wanted.name, settings=wanted.settings)
         self.means = Means(self.world)
         self.begun = False
         """Whether the run's records have begun, or gone on, in this process."""
+        self._early: list[Record] = []
+        """Of what came before the records began."""
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None
         """Epochs and steps of the newest checkpoint."""
@@ -102,7 +118,8 @@ class Session:
         resumes = self.wanted.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
             entry, saved, problems = found
-            world.on_every(lambda: keeping.restore(standing, saved, self.path))
+            free = MAY_CHANGE.union(self.wanted.may_change)
+            world.on_every(lambda: keeping.restore(standing, saved, self.path, free))
             self.means.sums = keeping.sums_of(saved["sums"], world)
             self._resumed = entry.path, problems
             self._saved_at = standing.position.epoch, standing.position.step
@@ -115,7 +132,10 @@ class Session:
             UserError: the run was begun with another order of samples.
         """
         world, standing = self.world, self.standing
-        keeping.check_order(standing.order, order, self.path)
+        position = standing.position
+        may_be_new, within = self.begun or position.epoch == 1, position.step_in_epoch > 0
+        before = standing.order
+        keeping.check_order(before, order, self.path, may_be_new=may_be_new, within=within)
         standing.order = order
         if self.begun:
             return
@@ -139,11 +159,19 @@ class Session:
                     "problems": problems,
                 }
             )
+        for record in self._early:
+            self.emit(record)
+
+    def has_ended(self) -> bool:
+        """Whether result.json tells of the end of all epochs that were trained."""
+        result = self.world.on_main(lambda: read_object(self.path / "result.json"))
+        position = self.standing.position
+        return result.get("status") == "completed" and result.get("steps") == position.step
 
     def emit(self, record: Record) -> None:
-        """Add a record to events.jsonl, on rank 0."""
-        if self.run is not None and self.begun:
-            self.run.append(record)
+        """Add a record to events.jsonl, on rank 0; it waits where the data is not known yet."""
+        if self.run is not None:
+            self.run.append(record) if self.begun else self._early.append(record)
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""

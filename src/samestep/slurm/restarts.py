@@ -44,7 +44,7 @@ class Ending:
     told: str
     """The signal that came to the script: USR1, USR2, TERM or nothing."""
     step: int | None
-    """Step of the newest announced checkpoint; None where the script is the user's own."""
+    """Step of the newest announced checkpoint; None of a script that makes no run of samestep."""
     saved: bool
     """Whether this start announced it."""
     stepped: bool = True
@@ -130,7 +130,7 @@ _STOPS = frozenset({128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIG
 def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None) -> Ending:
     """Read from the run directory, and the job's log file, how a start of this kind ended."""
     step = None
-    if kind == "recipe":
+    if kind == "recipe" or is_run(run):  # a script with samestep.open_run has checkpoints there
         last = read_object(run / _INDEX).get("last") or {}
         step = int(last.get("step", 0))
     # srun and torchrun hide the ranks' exit codes; what an earlier start left does not count.

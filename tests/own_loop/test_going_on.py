@@ -1,0 +1,233 @@
+"""A script that goes on, in this process: where it stops, what it may change, what it draws."""
+
+import contextlib
+import json
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.ranks.failure import JOB_RUN
+from samestep.run.heartbeat import FILE as STEPPED
+from tests.own_loop.test_loops import Training
+from tests.tiny import all_records, read_index
+
+
+@pytest.fixture(autouse=True)
+def _generators():
+    """Leave PyTorch's generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@contextlib.contextmanager
+def ended(code: int):
+    """Expect a script to end with an exit code."""
+    with pytest.raises(SystemExit) as end:
+        yield
+    assert end.value.code == code
+
+
+def records(path, event):
+    return [record for record in all_records(path) if record["event"] == event]
+
+
+def test_each_epoch_may_have_data_of_its_own_also_after_a_resume(tmp_path):
+    for num_epochs in (2, 3):
+        t = Training(tmp_path, resume=True)
+        with t.run as run:
+            for epoch in run.epochs(num_epochs, state=t.state):
+                for batch in run.batches(torch.rand(10 + epoch, 2), 4):
+                    t.step(batch)
+    assert [record["samples"] for record in records(tmp_path, "epoch")] == [10, 11, 12]
+
+
+def test_within_an_epoch_its_data_must_be_the_same(tmp_path, capfd):
+    for shift, code in ((0, 143), (1, 2), (2, 143)):
+        t = Training(tmp_path, resume=True)
+        with ended(code), t.run as run:
+            for epoch in run.epochs(2, state=t.state):
+                for batch in run.batches(t.data + epoch * shift, 4):
+                    t.step(batch)
+                    if run.step == 3:
+                        signal.raise_signal(signal.SIGTERM)
+        newest = tmp_path / "checkpoints" / read_index(tmp_path)["last"]["path"]
+        if code == 2:  # as the message says, it goes on from the checkpoint before
+            newest.unlink()
+    assert "other data" in capfd.readouterr().err
+    assert records(tmp_path, "resume")[-1]["step"] == 3
+
+
+def test_data_that_was_changed_in_place_is_read_again(tmp_path):
+    t = Training(tmp_path)
+    with t.run as run:
+        for epoch in run.epochs(3, state=t.state):
+            for _ in run.batches(t.data, 10):
+                opened = run._loops._opened["train"]
+            if epoch == 0:
+                first = opened
+            assert (opened is first) == (epoch < 2)
+            if epoch == 1:
+                t.data.mul_(2)
+
+
+class Changing:
+    """An object whose state cannot be saved after the first epoch."""
+
+    epoch = 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch if self.epoch < 2 else object}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+def test_a_checkpoint_that_could_not_be_read_is_not_announced(tmp_path, capfd):
+    t, own = Training(tmp_path), Changing()
+    with ended(2), t.run as run:
+        for _ in run.epochs(3, state={**t.state, "own": own}):
+            own.epoch += 1
+            for batch in run.batches(t.data, 5):
+                t.step(batch)
+    assert "state['own']" in capfd.readouterr().err
+    assert [entry["step"] for entry in read_index(tmp_path)["checkpoints"]] == [2]
+
+
+def test_what_comes_before_and_after_the_epochs_is_recorded_once(tmp_path):
+    def train(test_fails: bool):
+        t = Training(tmp_path, resume=True)
+        with t.run as run:
+            for epoch in run.epochs(1, state=t.state):
+                if epoch == 0:
+                    list(run.validation(t.data, 5))
+                for batch in run.batches(t.data, 5):
+                    t.step(batch)
+            if test_fails:
+                raise OSError
+            for batch in run.validation(t.data, 5, split="test"):
+                run.log(number=batch.data.mean())
+
+    with pytest.raises(OSError):
+        train(test_fails=True)
+    for _ in range(2):
+        train(test_fails=False)
+    found = [(record["split"], record["step"]) for record in records(tmp_path, "evaluation")]
+    assert found == [("validation", 0), ("test", 2)]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("completed", 2)
+    assert len(records(tmp_path, "start")) == 2
+
+
+@pytest.mark.parametrize("draws", [0, 3])
+def test_draws_around_batches_do_not_depend_on_a_stop_nor_on_a_validation(tmp_path, draws):
+    drawn = {}
+    for folder, stops in (("whole", [None]), ("parts", [2, None])):
+        for stop in stops:
+            t, found = Training(tmp_path / folder, resume=True), []
+            before = ended(143) if stop else contextlib.nullcontext()
+            with before, t.run as run:
+                for _ in run.epochs(1, state=t.state):
+                    found.append(torch.rand(2).tolist())
+                    for batch in run.batches(t.data, 3):
+                        t.step(batch)
+                        if run.step + 1 == stop:
+                            signal.raise_signal(signal.SIGTERM)
+                    for _ in run.validation(t.data, 5):
+                        torch.rand(draws if folder == "whole" else 1)
+                    found.append(torch.rand(2).tolist())
+                found.append(torch.rand(2).tolist())
+            drawn[folder] = found
+    assert drawn["whole"] == drawn["parts"]
+    assert len({number for pair in drawn["whole"] for number in pair}) == 6
+
+
+def test_no_draw_before_an_epoch_is_that_of_a_step(tmp_path):
+    t, found = Training(tmp_path), []
+    with t.run as run:
+        for _ in run.epochs(2, state=t.state):
+            found.append(float(torch.rand(())))
+            found += [float(torch.rand(())) for _ in run.batches(t.data, 5)]
+    assert len({*found}) == 6
+
+
+def test_settings_may_change_where_the_script_says_so(tmp_path, capfd):
+    def train(settings, **more):
+        t = Training(tmp_path, resume=True, settings=settings, **more)
+        with t.run as run:
+            for _ in run.epochs(1, state=t.state):
+                for batch in run.batches(t.data, 5):
+                    t.step(batch)
+
+    def settings(lr=0.1, workers=1):
+        nested = {"size": 3, "hf_token": "a secret"}
+        one_process_only = {"function": lambda: 0, "object": object(), "nan": float("nan")}
+        return {"lr": lr, "workers": workers, "sizes": [1, 2], "net": nested} | one_process_only
+
+    train(settings())
+    train(settings())
+    train(settings(workers=2), may_change=["workers"])
+    for changed in (settings(workers=2), settings(lr=1)):
+        with ended(2):
+            train(changed)
+    assert "may_change=['lr']" in capfd.readouterr().err
+    written = (tmp_path / "settings.toml").read_text()
+    assert "sizes" in written
+    assert "secret" not in written
+
+
+MISTAKES = {
+    "no weights in state": (lambda t, _: t.state.pop("model"), "'optimizer'"),
+    "a forgotten optimizer": (lambda t, _: t.state.pop("optimizer"), "(SGD)"),
+    "a parameter by itself": (lambda t, own: t.trained.append(own), "nn.ParameterList"),
+    "a model in parts": (lambda t, _: setattr(t.model.weight, "placements", ()), "state['model']"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_checkpoints_would_not_hold_is_named(tmp_path, capfd, mistake):
+    t, own = Training(tmp_path), nn.Parameter(torch.zeros(2))
+    t.trained = [t.model, t.optimizer]
+    make, named = MISTAKES[mistake]
+    make(t, own)
+    with ended(2), t.run as run:
+        for _ in run.epochs(1, state=t.state):
+            for batch in run.batches(t.data, 5):
+                run.backward(t.model(batch.data).mean() + own.sum(), *t.trained)
+    assert named in capfd.readouterr().err
+
+
+def test_a_parameter_in_a_list_is_kept_and_a_graph_may_be_used_twice(tmp_path):
+    t, own = Training(tmp_path), nn.Parameter(torch.zeros(2))
+    with t.run as run:
+        for _ in run.epochs(1, state={**t.state, "own": nn.ParameterList([own])}):
+            for batch in run.batches(t.data, 10):
+                outputs = t.model(batch.data).mean() * own.sum()
+                run.backward(outputs, own, retain_graph=True)
+                run.backward(outputs, own)
+    torch.testing.assert_close(own.grad, (2 * t.model(t.data).mean()).detach().expand(2))
+
+
+def test_no_gradient_belongs_to_a_validation(tmp_path, capfd):
+    t = Training(tmp_path)
+    with ended(2), t.run as run:
+        for _ in run.epochs(1, state=t.state):
+            for batch in run.validation(t.data, 5):
+                t.step(batch)
+    assert "run.backward" in capfd.readouterr().err
+
+
+def test_in_a_job_the_run_is_where_the_job_looks(tmp_path, monkeypatch):
+    monkeypatch.setenv(JOB_RUN, str(tmp_path / "job"))
+    for epochs in (1, 2):
+        t = Training(None, resume=True)
+        with t.run as run:
+            left = []
+            for epoch in run.epochs(epochs, state=t.state):
+                left.append(epoch)
+                for batch in run.batches(t.data, 5):
+                    t.step(batch)
+        assert left == [epochs - 1]
+    assert (tmp_path / "job" / STEPPED).exists()
+    assert read_index(tmp_path / "job")["last"]["step"] == 4
