@@ -1,38 +1,45 @@
 """Which elements of a stream make up each global batch, on whichever rank, from whichever place."""
 
 import itertools
+import runpy
+import signal
+import threading
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from samestep.data import prefetch
 from samestep.data.batches import open_source
 from samestep.data.collating import Collating
 from samestep.data.order import share
 from samestep.data.stream_batches import StreamBatches
-from samestep.data.stream_checks import leads_back
-from samestep.data.stream_lanes import Lane, Route, is_stream, num_shards
+from samestep.data.stream_checks import leads_back, mark_of
+from samestep.data.stream_lanes import Lane, Route, is_stream, num_lanes, num_shards
 from samestep.errors import UserError
 from samestep.ranks.world import World
+from tests import streams
+from tests.data.test_prefetch import Copier
 
 
 class Numbers(IterableDataset):
-    """Places as samples (place, a number drawn), in shards; it notes what has been read."""
+    """Places as samples (place, a number drawn), in shards."""
 
-    def __init__(self, parts, read=None):
-        self.parts, self.read = parts, [] if read is None else read
+    def __init__(self, parts):
+        self.parts = parts
 
     @property
     def num_shards(self):
         return len(self.parts)
 
     def shard(self, num_shards, index):
-        return type(self)(self.parts[index::num_shards], self.read)
+        return type(self)(self.parts[index::num_shards])
 
     def __iter__(self):
         for place in itertools.chain.from_iterable(self.parts):
-            self.read.append(place)
             yield torch.tensor(place), torch.rand(())
 
 
@@ -200,13 +207,14 @@ class Breaks(Numbers):
 
 def test_an_error_is_raised_after_the_batches_before_it_where_they_are_copied_ahead(monkeypatch):
     monkeypatch.setattr(prefetch, "_copier", lambda _device: Copier())
-    read = []
+    source = opened(numbers(60, kind=Breaks))
+    blocks = source.blocks(0, 0, global_batch=12, drop_last=False)
+    assert [(block.first_step, block.last) for block in itertools.islice(blocks, 2)] == [
+        (0, False),
+        (1, False),
+    ]
     with pytest.raises(UserError, match="element 30"):
-        for block in opened(numbers(60, kind=Breaks)).blocks(
-            0, 0, global_batch=12, drop_last=False
-        ):
-            read.append((block.first_step, block.last))
-    assert read == [(0, False), (1, False)]
+        next(blocks)
 
 
 class Deaf(GoesOn):
@@ -331,28 +339,39 @@ def test_elements_of_any_kind_are_compared():
     assert mark_of(np.array(["a"], dtype=object)) != mark_of(np.array(["b"], dtype=object))
 
 
-class Halves(World):
-    """One of two ranks, of which the other has every element of the first steps."""
+def test_a_rank_without_elements_takes_its_own_last_ones_in_their_place():
+    agreed = itertools.count()
 
-    gathered = 0
+    class OfTwo(World):
+        """The other rank has 6 elements in each of 5 global batches."""
 
-    def __init__(self):
-        super().__init__(rank=1, world_size=2)
+        def reduce(self, values, op="sum"):
+            other = torch.zeros_like(values)
+            other[0, :2] = 6 * (next(agreed) < 5)
+            return values + other
 
-    def reduce(self, values, op="sum"):
-        values = values.clone()
-        values[0] = torch.tensor([6, int(values[1, 1]), 0, 0])
-        return values
+        def gather(self, value):
+            raise AssertionError(value)
 
-    def gather(self, value):
-        type(self).gathered += 1
-        return [([torch.arange(6)] * 2, list(range(6)), [6]), value]
+    source = open_source(
+        Numbers([range(30), range(100, 113)]),
+        OfTwo(rank=1, world_size=2),
+        seed=1,
+        dtype=torch.float64,
+        num_workers=0,
+    )
+    blocks = steps(source)
+    assert [block.weight for block in blocks] == [1, 1, 1, 0, 0]
+    assert [block.global_size for block in blocks] == [12, 12, 7, 6, 6]
+    assert [block.inputs.tolist() for block in blocks[2:]] == [[112]] * 3
 
 
 def test_the_lanes_of_a_process_and_their_windows_are_bounded():
     assert [num_lanes(1000, 2000), num_lanes(1000, 12), num_lanes(3, 12)] == [256, 12, 3]
-    source = opened(numbers(700, 300), shuffle_buffer=1000)
-    assert len(list(source.blocks(0, 0, global_batch=500, drop_last=False))) == 2
+    blocks = opened(numbers(700, 300), shuffle_buffer=1000).blocks(
+        0, 0, global_batch=500, drop_last=False
+    )
+    assert sum(block.rows for block in blocks) == 700
 
 
 class Waits(Numbers):
@@ -383,6 +402,7 @@ def test_marks_of_lanes_that_have_ended_are_kept():
     assert source.marks_at(0, 2) == {0: (24, None, True)}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_reads_its_own_files_alone(tmp_path):
     pytest.importorskip("webdataset")
     streams.write_tars(tmp_path / "tars")
