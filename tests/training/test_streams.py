@@ -116,6 +116,12 @@ def test_steps_may_end_it_within_an_epoch_and_more_steps_go_on(tmp_path):
     assert evaluate_run(runs[0], "last", split="train", device="cpu")["samples"] == 131
 
 
+def test_what_comes_after_the_last_step_may_be_broken(tmp_path):
+    recipe, run = streams.write_recipe(tmp_path), tmp_path / "run"
+    tiny.train(recipe, "--max-steps", "3", "--fail", "36", "--run-dir", str(run), folder=tmp_path)
+    assert tiny.last_state(run)["position"]["step"] == 3
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -341,8 +341,8 @@ def _let_go(iterator: Any) -> None:
         iterator._pin_memory_thread_done_event.set()  # noqa: SLF001
         results.put((None, None))
         iterator._pin_memory_thread.join(_PATIENCE_S)  # noqa: SLF001
-    # Else their death is taken for a failure.
-    torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))  # noqa: SLF001
+    signals: Any = torch.utils.data._utils.signal_handling  # noqa: SLF001
+    signals._remove_worker_pids(id(iterator))  # noqa: SLF001 - their death would be a failure
     iterator._worker_pids_set = False  # noqa: SLF001
     for queue in (*iterator._index_queues, results):  # noqa: SLF001
         queue.cancel_join_thread()
