@@ -20,6 +20,7 @@ from samestep.data.stream_batches import StreamBatches
 from samestep.data.stream_checks import leads_back, mark_of
 from samestep.data.stream_lanes import Lane, Route, is_stream, num_lanes, num_shards
 from samestep.errors import UserError
+from samestep.execution.build import _try_out
 from samestep.ranks.world import World
 from tests import streams
 from tests.data.test_prefetch import Copier
@@ -283,16 +284,30 @@ def test_what_a_stream_counts_itself_does_not_depend_on_how_often_it_was_opened(
     assert [rows for rows, _ in read(stream, way)] == [rows for rows, _ in read(stream, way)]
 
 
+class Differs(Numbers):
+    """It gives something else each time."""
+
+    drawn = itertools.count()
+
+    def __iter__(self):
+        yield torch.tensor(next(self.drawn)), torch.zeros(())
+
+
 def test_a_stream_that_is_not_the_same_each_time_is_refused():
-    drawn = iter(itertools.count())
-
-    class Differs(Numbers):
-        def __iter__(self):
-            yield torch.tensor(next(drawn)), torch.zeros(())
-
     for stream in (Differs([[]]), Once(20)):
         with pytest.raises(UserError, match="second time"):
             opened(stream).agree()
+
+
+def test_a_stream_to_test_with_is_tried_before_the_training():
+    parts = (opened(numbers(5)), Differs([[]]), opened, World())
+    with pytest.raises(UserError, match="second time"):
+        _try_out(lambda _source: {}, *parts)
+
+
+def test_a_state_is_tried_in_the_first_shard_that_is_long_enough():
+    stream = GoesOn([[], [0], [1, 2, 3]])
+    assert leads_back(stream, route(stream, 3))
 
 
 def test_what_divides_itself_by_rank_is_refused_by_name():
