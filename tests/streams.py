@@ -92,12 +92,22 @@ def hugging_face(places):
     one = datasets.IterableDataset.from_generator(from_list, gen_kwargs={"places": places})
     return one.map(lambda row: {"noise": float(torch.randn(()))})
 
-def tar(options):
-    import webdataset
-    files = sorted(map(str, Path(options.tars).glob("*.tar")))
-    return webdataset.WebDataset(
-        files, shardshuffle=False, nodesplitter=None, workersplitter=None
-    ).decode().to_tuple("pth", "cls")
+class Tars(IterableDataset):
+    def __init__(self, files):
+        self.files = files
+
+    @property
+    def num_shards(self):
+        return len(self.files)
+
+    def shard(self, num_shards, index):
+        return Tars(self.files[index::num_shards])
+
+    def __iter__(self):
+        import webdataset
+        rows = webdataset.WebDataset(
+            self.files, shardshuffle=False, nodesplitter=None, workersplitter=None)
+        yield from rows.decode().to_tuple("pth", "cls")
 
 def collate(rows):
     if isinstance(rows[0], dict):
@@ -115,7 +125,7 @@ def data(o):
         "uneven": lambda: Shards(uneven),
         "counted": lambda: Counted(n),
         "hugging face": lambda: hugging_face(list(n)),
-        "tar": lambda: tar(o),
+        "tar": lambda: Tars(sorted(map(str, Path(o.tars).glob("*.tar")))),
     }[o.kind]()
     return Splits(train=train, validation=Numbers(range(1000, 1037)))
 

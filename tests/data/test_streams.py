@@ -1,38 +1,46 @@
 """Which elements of a stream make up each global batch, on whichever rank, from whichever place."""
 
 import itertools
+import runpy
+import signal
+import threading
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from samestep.data import prefetch
 from samestep.data.batches import open_source
 from samestep.data.collating import Collating
 from samestep.data.order import share
 from samestep.data.stream_batches import StreamBatches
-from samestep.data.stream_checks import leads_back
-from samestep.data.stream_lanes import Lane, Route, is_stream, num_shards
+from samestep.data.stream_checks import leads_back, mark_of
+from samestep.data.stream_lanes import Lane, Route, is_stream, num_lanes, num_shards
 from samestep.errors import UserError
+from samestep.execution.build import _try_out
 from samestep.ranks.world import World
+from tests import streams
+from tests.data.test_prefetch import Copier
 
 
 class Numbers(IterableDataset):
-    """Places as samples (place, a number drawn), in shards; it notes what has been read."""
+    """Places as samples (place, a number drawn), in shards."""
 
-    def __init__(self, parts, read=None):
-        self.parts, self.read = parts, [] if read is None else read
+    def __init__(self, parts):
+        self.parts = parts
 
     @property
     def num_shards(self):
         return len(self.parts)
 
     def shard(self, num_shards, index):
-        return type(self)(self.parts[index::num_shards], self.read)
+        return type(self)(self.parts[index::num_shards])
 
     def __iter__(self):
         for place in itertools.chain.from_iterable(self.parts):
-            self.read.append(place)
             yield torch.tensor(place), torch.rand(())
 
 
@@ -180,12 +188,247 @@ class Once(Numbers):
     """It gives its elements a single time."""
 
     def __init__(self, elements):
-        self.elements = iter([(torch.tensor(n), torch.tensor(n)) for n in range(elements)])
+        self.elements = ((torch.tensor(n), torch.tensor(n)) for n in range(elements))
 
     num_shards = 1
 
     def __iter__(self):
         return self.elements
+
+
+class Breaks(Numbers):
+    """Its element 30 cannot be read."""
+
+    def __iter__(self):
+        for element in super().__iter__():
+            if int(element[0]) == 30:
+                raise ValueError("a broken element")
+            yield element
+
+
+def test_an_error_is_raised_after_the_batches_before_it_where_they_are_copied_ahead(monkeypatch):
+    monkeypatch.setattr(prefetch, "_copier", lambda _device: Copier())
+    source = opened(numbers(60, kind=Breaks))
+    blocks = source.blocks(0, 0, global_batch=12, drop_last=False)
+    assert [(block.first_step, block.last) for block in itertools.islice(blocks, 2)] == [
+        (0, False),
+        (1, False),
+    ]
+    with pytest.raises(UserError, match="element 30"):
+        next(blocks)
+
+
+class Deaf(GoesOn):
+    """It tells a state that was loaded only once it has given an element, as Hugging Face's do."""
+
+    loaded = None
+
+    def __iter__(self):
+        if self.loaded is not None:
+            self.at = self.loaded
+        yield from super().__iter__()
+
+    def load_state_dict(self, state):
+        self.loaded = state["at"]
+
+
+@pytest.mark.parametrize("kind", [Numbers, GoesOn, Deaf])
+def test_a_run_may_be_gone_on_with_twice_within_a_window(kind):
+    def given(first_step, marks):
+        stream = numbers(100, kind=kind)
+        way = route(stream, 5, window=20, states=kind is not Numbers)
+        lane = Lane(stream, replace(way, first_step=first_step, marks=marks), 0)
+        return [int(place) for place, _ in lane.take(5)], {0: lane.mark()}
+
+    marks, read = {}, []
+    for step in range(20):
+        elements, marks = given(step, marks)
+        read += elements
+    assert sorted(read) == list(range(100))
+
+
+class BeginsAgain(GoesOn):
+    """Its state is that of its beginning once it has ended."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.at = 0
+
+
+@pytest.mark.parametrize("window", [0, 10])
+def test_a_lane_that_has_ended_is_not_read_again(window):
+    stream = numbers(60, 2, BeginsAgain)
+    stream.parts[0] = stream.parts[0][:7]
+    way = route(stream, 10, window=window, states=True)
+    batches = read(stream, way)
+    for step in range(1, len(batches)):
+        again = read(stream, replace(way, first_step=step, marks=batches[step - 1][1]))
+        assert [rows for rows, _ in again] == [rows for rows, _ in batches[step:]]
+
+
+class Counts(Numbers):
+    """It counts its epochs in a part of its own."""
+
+    epochs = None
+
+    def __iter__(self):
+        self.epochs = self.epochs or [0]
+        self.epochs[0] += 1
+        yield from ((place + 1000 * self.epochs[0], drawn) for place, drawn in super().__iter__())
+
+
+def test_what_a_stream_counts_itself_does_not_depend_on_how_often_it_was_opened():
+    stream = numbers(20, kind=Counts)
+    stream.epochs = [0]
+    way = route(stream, 10)
+    assert [rows for rows, _ in read(stream, way)] == [rows for rows, _ in read(stream, way)]
+
+
+class Differs(Numbers):
+    """It gives something else each time."""
+
+    drawn = itertools.count()
+
+    def __iter__(self):
+        yield torch.tensor(next(self.drawn)), torch.zeros(())
+
+
+def test_a_stream_that_is_not_the_same_each_time_is_refused():
+    for stream in (Differs([[]]), Once(20)):
+        with pytest.raises(UserError, match="second time"):
+            opened(stream).agree()
+
+
+def test_a_stream_to_test_with_is_tried_before_the_training():
+    parts = (opened(numbers(5)), Differs([[]]), opened, World())
+    with pytest.raises(UserError, match="second time"):
+        _try_out(lambda _source: {}, *parts)
+
+
+def test_a_state_is_tried_in_the_first_shard_that_is_long_enough():
+    stream = GoesOn([[], [0], [1, 2, 3]])
+    assert leads_back(stream, route(stream, 3))
+
+
+def test_what_divides_itself_by_rank_is_refused_by_name():
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    stream = datasets.Dataset.from_dict({"place": list(range(50))}).to_iterable_dataset(4)
+    opened(stream).agree()
+    with pytest.raises(UserError, match="split_dataset_by_node"):
+        opened(split_dataset_by_node(stream, rank=1, world_size=2)).agree()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_collate_draws_depends_on_the_batch_alone(num_workers):
+    def drawn(first_step=0, **how):
+        source = opened(
+            numbers(60),
+            collate=lambda rows: (torch.rand(len(rows)), torch.zeros(len(rows))),
+            shuffle_buffer=25,
+            **how,
+        )
+        blocks = steps(source, first_step=first_step)
+        source.close()
+        return [block.parts[0].inputs.tolist() for block in blocks]
+
+    assert drawn(2, num_workers=num_workers) == drawn()[2:]
+
+
+def test_a_loader_is_no_stream():
+    with pytest.raises(UserError, match="DataLoader"):
+        opened(torch.utils.data.DataLoader([0, 1]))
+
+
+def test_elements_of_any_kind_are_compared():
+    def elements():
+        yield torch.ones(3, dtype=torch.bfloat16)
+        yield np.array([{"a": 1}, None, "text"], dtype=object)
+        yield torch.eye(3).to_sparse()
+        yield torch.eye(3).T[1:, ::2]
+        yield object()
+
+    assert list(map(mark_of, elements())) == list(map(mark_of, elements()))
+    assert mark_of(torch.ones(2)) != mark_of(torch.ones(2, 1))
+    assert mark_of(np.array(["a"], dtype=object)) != mark_of(np.array(["b"], dtype=object))
+
+
+def test_a_rank_without_elements_takes_its_own_last_ones_in_their_place():
+    agreed = itertools.count()
+
+    class OfTwo(World):
+        """The other rank has 6 elements in each of 5 global batches."""
+
+        def reduce(self, values, op="sum"):
+            other = torch.zeros_like(values)
+            other[0, :2] = 6 * (next(agreed) < 5)
+            return values + other
+
+        def gather(self, value):
+            raise AssertionError(value)
+
+    source = open_source(
+        Numbers([range(30), range(100, 113)]),
+        OfTwo(rank=1, world_size=2),
+        seed=1,
+        dtype=torch.float64,
+        num_workers=0,
+    )
+    blocks = steps(source)
+    assert [block.weight for block in blocks] == [1, 1, 1, 0, 0]
+    assert [block.global_size for block in blocks] == [12, 12, 7, 6, 6]
+    assert [block.inputs.tolist() for block in blocks[2:]] == [[112]] * 3
+
+
+def test_the_lanes_of_a_process_and_their_windows_are_bounded():
+    assert [num_lanes(1000, 2000), num_lanes(1000, 12), num_lanes(3, 12)] == [256, 12, 3]
+    blocks = opened(numbers(700, 300), shuffle_buffer=1000).blocks(
+        0, 0, global_batch=500, drop_last=False
+    )
+    assert sum(block.rows for block in blocks) == 700
+
+
+class Waits(Numbers):
+    """Its element 30 never comes."""
+
+    def __iter__(self):
+        for element in super().__iter__():
+            if int(element[0]) == 30:
+                threading.Event().wait()
+            yield element
+
+
+def test_a_worker_that_waits_for_an_element_is_ended():
+    source = opened(numbers(60, kind=Waits), num_workers=2)
+    blocks = source.blocks(0, 0, global_batch=12, drop_last=False)
+    assert next(blocks).first_step == 0
+    workers = list(source._iterators[0]._workers)
+    source.close()
+    assert {worker.exitcode for worker in workers} == {-signal.SIGKILL}
+
+
+def test_marks_of_lanes_that_have_ended_are_kept():
+    stream = numbers(24)
+    source = opened(stream)
+    list(source.blocks(0, 0, global_batch=12, drop_last=False))
+    source.start_from(0, 2, {0: (24, None, True)})
+    assert list(source.blocks(0, 2, global_batch=12, drop_last=False)) == []
+    assert source.marks_at(0, 2) == {0: (24, None, True)}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_webdataset_reads_its_own_files_alone(tmp_path):
+    pytest.importorskip("webdataset")
+    streams.write_tars(tmp_path / "tars")
+    scope = runpy.run_path(str(streams.write_recipe(tmp_path)))
+    files = sorted(map(str, (tmp_path / "tars").glob("*.tar")))
+    for file in files[1:]:
+        Path(file).write_bytes(b"no tar")
+    stream = scope["Tars"](files)
+    way = replace(route(stream, 12), mine=range(4))
+    assert len(Lane(stream, way, 0).take(100)) == 44
+    assert [way.own_lanes(), num_shards(stream)] == [range(1), 3]
 
 
 def test_what_cannot_be_read_is_told():
@@ -200,6 +443,6 @@ def test_what_cannot_be_read_is_told():
     with pytest.raises(UserError, match="epoch 2"):
         steps(once, epoch=1)
     shrunk = opened(numbers(20))
-    shrunk.start_from(0, 3, {0: (36, None)})
+    shrunk.start_from(0, 3, {0: (36, None, False)})
     with pytest.raises(UserError, match="20 elements"):
         steps(shrunk, first_step=3)

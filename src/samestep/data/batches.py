@@ -71,8 +71,9 @@ def open_source(
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return LoaderSource(data, reading, num_workers)
     raise UserError(
-        f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors "
-        "a map-style Dataset with __len__ and __getitem__, or an IterableDataset."
+        f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors, "
+        "a map-style Dataset with __len__ and __getitem__, or an IterableDataset. Of a DataLoader "
+        "give its dataset, and its collate_fn as the recipe's collate."
     )
 
 

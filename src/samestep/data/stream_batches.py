@@ -9,6 +9,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from samestep.data.blocks import Cut
 from samestep.data.collating import Collating
+from samestep.data.keyed_random import mix
+from samestep.data.loader_source import seed_reading
 from samestep.data.prefetch import Pair
 from samestep.data.stream_lanes import Lane, Mark, Route
 from samestep.errors import UserError, no_exit
@@ -74,12 +76,16 @@ class StreamBatches(IterableDataset[Item]):
                 return
             if number % workers == worker:
                 told = Told(slots, seen=seen, marks={n: lane.mark() for _, n, lane in lanes})
-                yield self._collated(mine, told)
+                yield self._collated(mine, told, route.first_step + number)
             number += 1
 
-    def _collated(self, elements: list[Any], told: Told) -> Item:
-        count = len(elements)
+    def _collated(self, elements: list[Any], told: Told, step: int) -> Item:
+        count, route = len(elements), self._route
         whole = [(0, count, count)] if count else []
         cuts = self._cut(count, count) if self._cut is not None and count else whole
-        pairs = [self._collate(elements[start : start + rows]) for start, rows, _ in cuts]
+        pairs = []
+        for start, rows, _ in cuts:
+            # What is drawn here must not depend on what has been read ahead.
+            seed_reading(mix(route.seed, route.epoch, step, told.slots[start]))
+            pairs.append(self._collate(elements[start : start + rows]))
         return pairs, replace(told, rows=[rows for _, rows, _ in cuts])

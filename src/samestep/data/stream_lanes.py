@@ -1,7 +1,7 @@
 """The order of a stream's elements: lanes, windows, and places where reading can start again.
 
-A stream without shards is one lane. One with S shards, in global batches of B, is min(S, B) lanes,
-each of some shards, one behind the other. Slot j of a global batch is filled by lane
+A stream without shards is one lane. One with S shards, in global batches of B, is min(S, B, 256)
+lanes, each of some shards, one behind the other. Slot j of a global batch is filled by lane
 ⌊j · lanes / B⌋, so the order does not depend on the number of ranks.
 """
 
@@ -19,14 +19,23 @@ from samestep.data.keyed_random import mix, mix_next
 from samestep.data.loader_source import seed_reading
 from samestep.errors import UserError, blame
 
-Mark = tuple[int, Any]
-"""Elements of a lane before a place to start from, and the stream's state there, if it has one."""
+Mark = tuple[int, Any, bool]
+"""A place to start from in a lane: the elements before it, the stream's state there, if it has one,
+and whether the lane has ended."""
+_MOST_LANES = 256
+"""A process that reads all of them has a file of each open, or more."""
+_SHARED_BYTES = 2**20
+"""Arrays of a stream from this size on are not copied."""
+_DROPPED = 256
+"""Elements that are skipped at once."""
 
 
 def is_stream(data: Any) -> bool:
-    """Whether data is read from its beginning on, not by index."""
+    """Whether data is read from its beginning on, not by index; a DataLoader gives no samples."""
     if isinstance(data, torch.utils.data.IterableDataset):
         return True
+    if isinstance(data, torch.utils.data.DataLoader):
+        return False
     return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
@@ -34,6 +43,11 @@ def num_shards(stream: Any) -> int:
     """Return the number of a stream's shards; 1 if it cannot be divided by them."""
     found = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None)
     return found if isinstance(found, int) and callable(getattr(stream, "shard", None)) else 1
+
+
+def num_lanes(shards: int, global_batch: int) -> int:
+    """Return the number of lanes of a stream with so many shards."""
+    return min(shards, global_batch, _MOST_LANES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +95,27 @@ class Lane:
         self._route, self._key = route, mix(route.seed, route.epoch, number)
         self._name = name_of(stream)
         self._lane = f" of lane {number} of {route.lanes}" if route.lanes > 1 else ""
-        start, state = route.marks.get(number, (0, None))
+        self._mark: Mark = route.marks.get(number, (0, None, False))
+        start, state, self._ended = self._mark
         self._at = 0
         """Elements read so far."""
+        self._window: list[Any] = []
+        self._next = 0
+        if self._ended:  # a stream may begin anew where it has ended
+            self._at = start
+            return
         self._stream = self._opened(stream, number)
         if state is not None and route.states:
             self._at = start
             self._try(self._stream.load_state_dict, state)
+        else:
+            self._mark = 0, None, False
         self._iterator: Iterator[Any] = self._try(iter, self._stream)
-        self._ended = False
-        self._window: list[Any] = []
-        self._next = 0
-        self._mark: Mark = (self._at, state)
         while self._at < start:
             self._skip(start)
-        self.take(route.first_step * len(route.slots(number)) - start)
+        left = route.first_step * len(route.slots(number)) - start
+        while left > 0 and (dropped := len(self.take(min(left, _DROPPED)))):
+            left -= dropped
 
     def take(self, count: int) -> list[Any]:
         """Return the next elements: so many, or fewer where the lane ends."""
@@ -110,9 +130,15 @@ class Lane:
 
     def mark(self) -> Mark:
         """Return where reading can start again for what has not been taken."""
-        if self._next < len(self._window):
-            return self._mark
-        return self._at, self._state()
+        if self._next == len(self._window):
+            self._mark = self._here()
+        return self._mark
+
+    def _here(self) -> Mark:
+        # A state that was loaded may be told only after the first element.
+        if self._at == self._mark[0]:
+            return *self._mark[:2], self._ended
+        return self._at, self._state(), self._ended
 
     def _opened(self, stream: Any, number: int) -> Any:
         """Return what is iterated over: a copy, so that the stream stays as it was made."""
@@ -120,9 +146,11 @@ class Lane:
         if lanes > 1:
             stream = self._try(lambda: stream.shard(num_shards=lanes, index=number))
         with contextlib.suppress(Exception):  # what cannot be copied is read itself
-            # What keeps a state may keep it in parts that another copy reads, too.
-            deep = callable(getattr(stream, "state_dict", None))
-            stream = copy.deepcopy(stream) if deep else copy.copy(stream)
+            stream = copy.copy(stream)
+            # What it counts may be in parts that another copy reads, too.
+            parts = vars(stream).values()
+            large = {id(p): p for p in parts if getattr(p, "nbytes", 0) >= _SHARED_BYTES}
+            stream = copy.deepcopy(stream, large)
         if callable(getattr(stream, "set_epoch", None)):
             self._try(stream.set_epoch, self._route.epoch)
         return stream
@@ -131,7 +159,7 @@ class Lane:
         """Read the next window; return whether there is one."""
         size = self._route.window
         if size > 1:
-            self._mark = self._at, self._state()
+            self._mark = self._here()
         key = mix(self._key, self._at)
         window: list[Any] = []
         while len(window) < max(1, size) and self._read_into(window):

@@ -17,12 +17,14 @@ from samestep.data.prefetch import Pair, on_device
 from samestep.data.source import Reading, Source
 from samestep.data.stream_batches import Item, StreamBatches, Told
 from samestep.data.stream_checks import EACH_ALL, check_same, leads_back
-from samestep.data.stream_lanes import Lane, Mark, Route, num_shards
+from samestep.data.stream_lanes import Lane, Mark, Route, num_lanes, num_shards
 from samestep.errors import UserError
 
 _KEPT = 8
 """Places to start from that are remembered: more than batches are read ahead."""
 _NOTHING: Item = ([], Told())
+_PATIENCE_S = 10.0
+"""A thread or a killed process has ended long before."""
 
 
 class StreamSource(Source):
@@ -96,9 +98,9 @@ class StreamSource(Source):
         route = replace(
             self._route(global_batch, epoch),
             first_step=first_step,
-            window=self._reading.shuffle_buffer,
             marks=self._marks.get((epoch, first_step), {}),
         )
+        route = replace(route, window=-(-self._reading.shuffle_buffer // route.lanes))
         items = self._items(route, cut if self._collates else None)
         try:
             blocks, again = tee(self._agreed(items, route, drop_last=drop_last))
@@ -106,6 +108,7 @@ class StreamSource(Source):
             for block, parts in blocks:
                 done = tuple(islice(ready, len(parts)))
                 yield replace(block, parts=done) if self._collates else done[0]
+            next(ready, None)  # where batches are copied ahead, it has what went wrong
         finally:
             items.close()
 
@@ -115,7 +118,7 @@ class StreamSource(Source):
             seed=self._reading.seed,
             epoch=epoch,
             global_batch=global_batch,
-            lanes=min(self.num_shards, global_batch),
+            lanes=num_lanes(self.num_shards, global_batch),
             states=self.goes_back,
             mine=share(range(global_batch), world.rank, world.world_size),
         )
@@ -151,10 +154,15 @@ class StreamSource(Source):
         Of each global batch the next one is known before, so that the last says that it is.
         """
         held: tuple[Block, list[Block]] | None = None
-        marks: dict[int, Mark] = {}
+        # Lanes that had ended in a run that goes on are in no batch.
+        marks = {n: route.marks[n] for n in route.own_lanes() if n in route.marks}
+        stand_in: Item = _NOTHING
         for step in count(route.first_step):
             item = next(items, _NOTHING)
-            sizes, problem = self._agree(item[1], step, whole=route.lanes == 1)
+            stand_in = item if item[0] else stand_in
+            sizes, lacks, problem = self._agree(
+                item[1], step, whole=route.lanes == 1, lacks=not stand_in[0]
+            )
             size = sum(sizes)
             ends = size == 0 or (drop_last and size < route.global_batch)
             if held is not None:
@@ -168,26 +176,44 @@ class StreamSource(Source):
                 return
             marks = item[1].marks or marks
             self._keep(route.epoch, step + 1, marks)
-            held = self._block(item, sizes, step * route.global_batch, step)
+            if lacks:
+                stand_in = self._given(stand_in, sizes)
+            held = self._block(stand_in, bool(item[0]), size, step, step * route.global_batch)
 
-    def _agree(self, told: Told, step: int, *, whole: bool) -> tuple[list[int], str]:
-        """Return the samples of each rank in a global batch, and what is wrong on any of them.
+    def _agree(
+        self, told: Told, step: int, *, whole: bool, lacks: bool
+    ) -> tuple[list[int], bool, str]:
+        """Agree on a global batch: the samples of each rank, and what is wrong on any of them.
 
-        `whole`: every rank reads all of the stream.
+        Args:
+            told: of this rank's part.
+            step: for messages.
+            whole: whether every rank reads all of the stream.
+            lacks: whether this rank has nothing that can stand in for an empty part; also what is
+                returned is whether any lacks it.
         """
         world = self._world
-        table = torch.zeros(world.world_size, 3, dtype=torch.int64)
-        table[world.rank] = torch.tensor([len(told.slots), told.seen, bool(told.failed)])
-        sizes, seen, failed = world.reduce(table).T.tolist()
+        table = torch.zeros(world.world_size, 4, dtype=torch.int64)
+        table[world.rank] = torch.tensor([len(told.slots), told.seen, bool(told.failed), lacks])
+        sizes, seen, failed, lack = world.reduce(table).T.tolist()
+        problem = ""
         if any(failed):
-            messages = [text for text in world.gather(told.failed) if text]
-            return sizes, messages[0]
-        if whole and len(set(seen)) > 1:
-            return sizes, (
+            problem = next(text for text in world.gather(told.failed) if text)
+        elif whole and len(set(seen)) > 1:
+            problem = (
                 f"{name_of(self._stream)} is not equally long on all ranks: of global batch {step} "
                 f"they read {seen} elements. {EACH_ALL}"
             )
-        return sizes, ""
+        return sizes, any(lack), problem
+
+    def _given(self, own: Item, sizes: list[int]) -> Item:
+        """Return a rank's part of a global batch that has one, where this rank never had any."""
+        world = self._world
+        giver = next(rank for rank, size in enumerate(sizes) if size)
+        pairs, told = own
+        offer = (pairs, told.slots, told.rows) if world.rank == giver else ([], [], [])
+        given, slots, rows = world.gather(offer)[giver]
+        return own if pairs else (given, Told(slots, rows))
 
     def _too_short(self, size: int, route: Route) -> str:
         name = name_of(self._stream)
@@ -200,28 +226,22 @@ class StreamSource(Source):
             return f"{name} has no elements."
         return (
             f"{name} gave no element in epoch {route.epoch + 1}: it seems that it can be read only "
-            "once. Let __iter__ begin anew each time, or train with --epochs 1."
+            "once. Let __iter__ begin anew each time."
         )
 
     def _block(
-        self, item: Item, sizes: list[int], first: int, step: int
+        self, item: Item, counts: bool, size: int, step: int, first: int
     ) -> tuple[Block, list[Block]]:
-        """Return this rank's part of a global batch; another's, of weight 0, where it has none."""
+        """Return this rank's part of a global batch; what does not count only stands in for it."""
         pairs, told = item
-        size, world = sum(sizes), self._world
-        slots, rows, weight = told.slots, told.rows, 1.0
-        if 0 in sizes:
-            giver = next(rank for rank, own in enumerate(sizes) if own)
-            given = world.gather((pairs, slots, rows) if world.rank == giver else None)[giver]
-            if not slots and given is not None:
-                (pairs, slots, rows), weight = given, 0.0
-        places = torch.tensor(slots) + first  # what an augmentation is drawn by
-        cut = torch.split(places, rows)
+        weight = 1.0 if counts else 0.0
+        places = torch.tensor(told.slots) + first  # what an augmentation is drawn by
+        cut = torch.split(places, told.rows)
         parts = [
             Block(step, 1, own, pair, len(own), weight, size)
             for own, pair in zip(cut, pairs, strict=True)
         ]
-        return Block(step, 1, places, None, len(slots), weight, size), parts
+        return Block(step, 1, places, None, len(told.slots), weight, size), parts
 
     def _keep(self, epoch: int, step: int, marks: dict[int, Mark]) -> None:
         """Keep where to start after a step, until others have been trained that came later."""
@@ -245,7 +265,7 @@ class StreamSource(Source):
         Raises:
             UserError: what went wrong on this rank.
         """
-        route = self._route(batch_size * self._world.world_size, 0)
+        route = replace(self._route(batch_size * self._world.world_size, 0), states=False)
         items = self._items(route)
         try:
             numbered, again = tee(_sound(items))
@@ -275,12 +295,11 @@ class StreamSource(Source):
         Raises:
             UserError: they cannot be read.
         """
-        shards = self.num_shards
-        route = self._route(shards, 0)
-        first = shards * self._world.rank // self._world.world_size
+        route = self._route(self.num_shards, 0)
+        first = route.lanes * self._world.rank // self._world.world_size
         found = (
-            Lane(self._stream, route, (first + place) % shards).take(limit)
-            for place in range(shards)
+            Lane(self._stream, route, (first + place) % route.lanes).take(limit)
+            for place in range(route.lanes)
         )
         return next(filter(None, found), [])
 
@@ -299,10 +318,32 @@ def _as_it_is(item: Item) -> Item:
 
 
 def _end(iterators: list[Any]) -> None:
-    """End the workers of some iterators. They ignore SIGTERM, and may wait for an element."""
+    """End the workers of some iterators at once.
+
+    PyTorch asks them by SIGTERM, which they ignore, and waits for those that wait for an element.
+    """
     while iterators:
-        iterator = iterators.pop()
-        iterator._shutdown_workers()  # noqa: SLF001
+        iterator: Any = iterators.pop()
+        if not iterator._shutdown:  # noqa: SLF001
+            iterator._shutdown = True  # noqa: SLF001
+            _let_go(iterator)
         for worker in iterator._workers:  # noqa: SLF001
             if worker.is_alive():
                 worker.kill()
+                worker.join(_PATIENCE_S)
+
+
+def _let_go(iterator: Any) -> None:
+    """End what PyTorch has in this process for an iterator's workers, as long as they live."""
+    iterator._workers_done_event.set()  # noqa: SLF001
+    results = iterator._worker_result_queue  # noqa: SLF001
+    if hasattr(iterator, "_pin_memory_thread"):  # it would wait for what a dead one half wrote
+        iterator._pin_memory_thread_done_event.set()  # noqa: SLF001
+        results.put((None, None))
+        iterator._pin_memory_thread.join(_PATIENCE_S)  # noqa: SLF001
+    signals: Any = torch.utils.data._utils.signal_handling  # noqa: SLF001
+    signals._remove_worker_pids(id(iterator))  # noqa: SLF001 - their death would be a failure
+    iterator._worker_pids_set = False  # noqa: SLF001
+    for queue in (*iterator._index_queues, results):  # noqa: SLF001
+        queue.cancel_join_thread()
+        queue.close()

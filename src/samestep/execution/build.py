@@ -1,7 +1,7 @@
 """Build what a training needs: data, model, optimizer. Nothing is written, nothing has begun."""
 
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -13,6 +13,7 @@ from samestep.data.batches import open_split
 from samestep.data.memory_source import MemorySource
 from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
+from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at
 from samestep.execution.request import Request
@@ -157,9 +158,12 @@ def _try_out(
 ) -> Metrics:
     """Try a recipe on what will be evaluated first; return the metrics that it has."""
     _agree_on_stream(validation)
-    tested = test if validation is None else None
-    with nullcontext(validation) if tested is None else closing(opened(tested)) as tried:
-        return world.on_every(lambda: trial(tried))
+    tested: AbstractContextManager[Source | None] = nullcontext()
+    if test is not None and (validation is None or is_stream(test)):
+        tested = closing(opened(test))
+    with tested as other:
+        _agree_on_stream(other)
+        return world.on_every(lambda: trial(other if validation is None else validation))
 
 
 def _compiled(model: nn.Module) -> nn.Module:

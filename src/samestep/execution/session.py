@@ -346,6 +346,12 @@ def _without_effect(work: Work) -> list[str]:
             "The stream's state_dict does not lead back to the same element, or cannot be saved: a "
             "run that goes on will read the elements before again, and skip them."
         )
+    ways = (settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
+    if work.plan.is_stream and not work.plan.epochs and ways == (None, None):
+        notes.append(
+            "With --max-steps alone, a stream that does not end is saved and evaluated after the "
+            "last step only. --checkpoint-every-steps and --eval-every-steps do it before."
+        )
     if settings.sync_batchnorm and world.world_size == 1:
         notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")
     if settings.bucket_cap_mb is not None and not world.connected:

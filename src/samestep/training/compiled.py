@@ -63,7 +63,7 @@ def _why_the_model_alone(
     """Return why whole steps cannot be compiled, as far as it shows without a batch."""
     if own:
         parts = ", ".join(own)
-        return f"the recipe has its own {parts}"
+        return "the data is a stream" if "stream" in own else f"the recipe has its own {parts}"
     if settings.ema is not None:
         return "--ema takes in the weights after each step"
     if world.connected:
@@ -91,7 +91,8 @@ def make_step(
     if compiles == "nothing":
         return EagerStep(trainee, settings, world, plan.batch_size, phases)
     step = ModelStep(trainee, settings, world, plan.batch_size, phases)
-    step.why = _why_the_model_alone(settings, world, trainee.model, trainee.own)
+    own = (*trainee.own, "stream") if plan.is_stream else trainee.own
+    step.why = _why_the_model_alone(settings, world, trainee.model, own)
     return step
 
 

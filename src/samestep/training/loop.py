@@ -63,6 +63,8 @@ def _goes_on(work: Work, state: State) -> bool:
 def epoch_steps(work: Work, state: State) -> Iterator[Taken]:
     """Take the remaining steps of the running epoch; yield after each call of the step."""
     plan, settings, position = work.plan, work.settings, state.position
+    if position.stream_ended or position.step >= plan.total_steps:
+        return
     for block in _blocks(work, state):
         work.phases.lap("data")
         first = position.step
@@ -95,9 +97,9 @@ def _blocks(work: Work, state: State) -> Iterator[Block]:
     ):
         if most == 1:
             for piece in block.singles():
-                if state.position.step >= work.plan.total_steps:
-                    return
                 yield piece
+                if state.position.step >= work.plan.total_steps:
+                    return  # what comes after may be broken
             continue
         start = 0
         while start < block.num_steps:
