@@ -64,6 +64,7 @@ def test_every_rank_leaves_a_whole_trace_that_viewers_can_open(here, world_size)
     assert len(rows) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["padded_text", "csv_regression"])
 def test_batches_and_a_schedule_of_a_recipes_own_are_profiled_beyond_its_end(here, example):
     """The table's run has 145 steps, and a schedule that is below 0 after them."""
@@ -81,6 +82,7 @@ def test_a_whole_epoch_can_be_traced(here):
     assert found["measured"]["steps"] <= 11  # those of the epoch before
 
 
+@pytest.mark.slow
 def test_a_sweep_of_workers_finds_those_that_help_and_writes_them_where_it_is_told(here):
     """Each sample sleeps, so more workers than none are faster on any machine."""
     recipe = SLOW_DATA.write(here)
@@ -125,6 +127,7 @@ def test_where_to_write_is_checked_before_anything_is_measured(here):
     assert not (here / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_of_batch_sizes_finds_the_fastest(here):
     """A step sleeps however many samples it has, so that the largest batch is the fastest."""
     recipe = tiny.write_recipe(here)

@@ -35,6 +35,7 @@ def run(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_one_json_object_is_all_of_standard_output_whatever_the_recipe_prints(here):
     # The forward is the user's own: what PyTorch caches below it is not the user's writing.
     recipe = planted.write(here, 'print("read")\n' + planted.FUNCTIONAL + planted.PRINTS)

@@ -36,7 +36,9 @@ def asks(folder, *arguments: str) -> set[str]:
     return {line for line in done.stdout.splitlines() if line.startswith("state ")}
 
 
-@pytest.mark.parametrize("more", [(), ("--nproc", "2", "--engine", "lightning")])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--nproc", "2", "--engine", "lightning"), marks=pytest.mark.slow)]
+)
 def test_a_recipe_is_collected_as_usual_and_without_the_modules(tmp_path, more):
     says = "\n".join(f"    {line}" for line in SAYS.splitlines())
     text = RECIPE.replace("def model():\n", f"def model():\n{says}\n")

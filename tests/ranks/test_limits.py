@@ -100,6 +100,7 @@ def test_the_users_number_of_threads_is_told_from_a_launchers(environment, threa
     assert threads_wished(environment) == threads
 
 
+@pytest.mark.slow
 def test_ranks_that_samestep_starts_compute_with_the_users_number_of_threads(recipe):
     command = (sys.executable, "-m", "samestep", "train", "small.py", "--nproc", "2")
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
