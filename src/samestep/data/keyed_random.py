@@ -14,7 +14,7 @@ _SECOND = 0x94D049BB133111EB
 
 
 def mix(*parts: int) -> int:
-    """Return one well-mixed 63-bit integer of some integers; their order matters."""
+    """Return one well-mixed 63-bit integer of some integers from 0 to 2**63 - 1, in their order."""
     mixed = 0
     for part in parts:
         mixed = mix_next(mixed, part)
