@@ -110,7 +110,7 @@ def _run(
     request = _completed(request, world)
     built = build(request, world, engine.wrap)
     work, state = built.work, built.state
-    run, begun = _open(path, world, begin), False
+    run, begun = open_directory(path, world, begin), False
     try:
         resumed = resume(request, work, state, path)
         write = make_writer(work, state, path, settings_text(request, work))
@@ -169,8 +169,12 @@ def choose_path(request: Request) -> Path:
     return path
 
 
-def _open(path: Path, world: World, begin: Callable[[Path], None]) -> Run | None:
-    """Open the run on rank 0; tell every rank of its directory once it is there."""
+def open_directory(path: Path, world: World, begin: Callable[[Path], None]) -> Run | None:
+    """Open the run on rank 0; tell every rank of its directory once it is there.
+
+    Raises:
+        UserError: on every rank, where any of them cannot use it.
+    """
     run: Run | None = None
 
     def open_run() -> None:
@@ -182,8 +186,8 @@ def _open(path: Path, world: World, begin: Callable[[Path], None]) -> Run | None
             begin(path)
         except OSError as error:
             raise UserError(
-                f"{path} cannot be used here: {error.strerror}. The run directory must be on a "
-                "file system that all nodes share; choose it with --run-dir."
+                f"{path} cannot be used here: {error.strerror}. Choose a run directory on a file "
+                "system that all nodes share."
             ) from error
 
     world.on_main(open_run)

@@ -15,7 +15,6 @@ import torch
 from samestep.errors import UserError
 from samestep.own_loop.keeping import Standing
 from samestep.ranks.failure import JOB_RUN
-from samestep.ranks.log import RankLog
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import names_secret, versions
@@ -39,32 +38,6 @@ def choose_path(wanted: str | Path | None, program: str, *, resume: bool) -> Pat
             "another directory."
         )
     return path
-
-
-def open_directory(path: Path, world: World, log: RankLog) -> Run | None:
-    """Open the run on rank 0, and each rank's log in it; every rank calls it.
-
-    Raises:
-        UserError: on every rank, where any of them cannot use it.
-    """
-    run: Run | None = None
-
-    def open_run() -> None:
-        nonlocal run
-        run = Run(path)
-
-    def move_log() -> None:
-        try:
-            log.move_to(path)
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be used here: {error.strerror}. The run directory must be on a "
-                "file system that all nodes share."
-            ) from error
-
-    world.on_main(open_run)
-    world.on_every(move_log)
-    return run
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

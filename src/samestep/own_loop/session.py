@@ -10,6 +10,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.execution.saving import load_newest
+from samestep.execution.session import open_directory
 from samestep.own_loop import directory, keeping
 from samestep.own_loop.ending import Stopped, say
 from samestep.own_loop.keeping import Standing
@@ -86,7 +87,7 @@ class Session:
         self.path = self.world.on_main(
             lambda: directory.choose_path(wanted.path, wanted.name, resume=wanted.resume)
         )
-        self.run = directory.open_directory(self.path, self.world, log)
+        self.run = open_directory(self.path, self.world, log.move_to)
         job = os.environ.get(JOB_RUN) if self.world.is_main else None
         self.heart = Heartbeat(Path(job)) if job else None
         if wanted.resume and not wanted.path and not os.environ.get(JOB_RUN):
