@@ -95,7 +95,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     metrics = _try_out(trial, validation, splits.test, source, world)
     compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     tried = replace(recipe, loss=loss, metrics=metrics)
-    trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model)
+    trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model, train)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -128,6 +128,7 @@ def _make_trainee(
     lr: float,
     compiles: Compiles,
     wrap_model: Wrap,
+    train: Source,
 ) -> Trainee:
     """Put a built model on all ranks, and give it what changes it."""
     takes, terms = applied(model, recipe), terms_of(recipe)
@@ -138,7 +139,7 @@ def _make_trainee(
         applied=takes,
         wrapped=wrap_model(to_wrap, world, settings, counter),
         optimizer=world.on_every(lambda: optimizer_of(recipe, model, settings, lr, world.device)),
-        own=recipe.own_parts(),
+        own=_own_parts(recipe, train),
         measured=bool(recipe.metrics),
         average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),

@@ -91,8 +91,7 @@ def make_step(
     if compiles == "nothing":
         return EagerStep(trainee, settings, world, plan.batch_size, phases)
     step = ModelStep(trainee, settings, world, plan.batch_size, phases)
-    own = (*trainee.own, "stream") if plan.is_stream else trainee.own
-    step.why = _why_the_model_alone(settings, world, trainee.model, own)
+    step.why = _why_the_model_alone(settings, world, trainee.model, trainee.own)
     return step
 
 
