@@ -9,6 +9,8 @@ TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
 WORKERS ?= 3
+# Slow tests and those of tests/cluster wait longer still: measured, half of both cores' time.
+SLOW_WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 .PHONY: train test test-all lint bench gpu-kit dist clean help
@@ -33,7 +35,7 @@ test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but t
 	$(PYTEST) -m "not slow and not cluster"
 
 test-all: test ## the same, then every command of the documentation, and a real Slurm
-	$(PYTEST) -m "slow or cluster"
+	$(PYTEST) --numprocesses $(SLOW_WORKERS) -m "slow or cluster"
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.data.cricket.synthetic import documents
+from tests import cricket_files
 from tests.cifar_files import write_binary
 from tests.command_line import start
 from tests.idx_files import write_mnist
@@ -27,6 +29,8 @@ def commands(page: Path) -> list[str]:
 
 OF_THE_HANDBOOK = {line for page in PAGES[1:] for line in commands(page) if "runs/ID" not in line}
 """Where the README shows them too, they are run for the handbook's page alone."""
+KIND = {"images.md": "images", "any-batch.md": "csv_regression", "cricket.md": "cricket"}
+"""The recipe of which a page shows a run, where it is not the spiral."""
 OF_ONE_PROCESS = {"train", "evaluate", "predict", "track", "compare", "data", "doctor", "slurm"}
 """The verbs that start no ranks of their own, but with --nproc."""
 
@@ -47,6 +51,11 @@ def folder(tmp_path: Path) -> Path:
     write_binary(tmp_path / "data" / "cifar10")
     rows = ("area,rooms,age,district,price", "100,3,20,north,340", "60,2,50,harbour,270")
     (tmp_path / "houses.csv").write_text("\n".join(rows))
+    matches = dict(documents(10, seed=1))
+    cricket_files.write(tmp_path / "MATCHES", matches)
+    later = {f"new-{n}": file.replace(b'"2020-', b'"2024-') for n, file in documents(2, seed=9)}
+    cricket_files.write(tmp_path / "LATER", later)
+    (tmp_path / "match.json").write_bytes(next(iter(matches.values())))
     return tmp_path
 
 
@@ -72,7 +81,7 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
             continue  # `make test-all` runs this test; `make train` is the README's next command
         if page.name == "README.md" and line in OF_THE_HANDBOOK:
             continue
-        kind = {"images.md": "images", "any-batch.md": "csv_regression"}.get(page.name, "spiral")
+        kind = KIND.get(page.name, "spiral")
         runs = sorted((folder / "runs").glob(f"{kind}-*"), key=lambda run: run.stat().st_mtime)
         words = line.replace("runs/ID", str(runs[-1]) if runs else "runs/ID").split()
         alone = words[0] == "samestep" and words[1] in OF_ONE_PROCESS and "--nproc" not in words

@@ -38,7 +38,7 @@ Forward = Callable[[nn.Module, Any], Any]
 RESERVED_NAMES = frozenset(
     {
         *("loss", "train_loss", "event", "split", "epoch", "step", "samples", "seconds"),
-        *("checkpoint", "problems", "per_class", "confusion"),
+        *("checkpoint", "problems", "per_class", "confusion", "notes"),
         *("train_seconds", "samples_per_s", "phases", "ranks", "metrics"),
     }
 )
@@ -137,6 +137,12 @@ class Recipe:
     show: Callable[[Any, Any], Sequence[Mapping[str, Any]]] | None = None
     """(outputs, targets) → a dict for each sample: what `samestep predict` shows of it. Targets are
     None where `read` gave inputs alone; with `forward` it is given (outputs, batch)."""
+    picture: Callable[[Any, Path, Sequence[Mapping[str, Any]], Any], None] | None = None
+    """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
+    figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
+    baselines: Callable[..., Mapping[str, Mapping[str, float] | str]] | None = None
+    """options → name → metric → value: what a model has to beat. Rank 0 calls it once, after the
+    test; a sentence in place of the metrics says why one was not measured."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Default settings that differ from samestep's."""
     accepts: tuple[Accepted, ...] = ()
@@ -247,8 +253,12 @@ class Recipe:
             )
         return data
 
+    def measure_baselines(self, options: object) -> Any:
+        """Return what the recipe's baselines give on the test data, unchecked."""
+        return self._call("baselines", options)
+
     def _call(self, name: str, options: object) -> Any:
-        """Call `model` or `data`; what its code gets wrong is told with the line it is in."""
+        """Call one of the functions; what its code gets wrong is told with the line it is in."""
         function = getattr(self, name)
         try:
             with no_exit():
@@ -257,6 +267,11 @@ class Recipe:
             raise
         except Exception as error:
             where = raised_at(error) or defined_at(function)
+            if isinstance(error, FileNotFoundError) and error.filename is not None:
+                raise UserError(
+                    f"The recipe's {name}() opens {error.filename}{where}, and there is no such "
+                    "file. Put it there, or correct the path."
+                ) from error
             raise UserError(
                 f"The recipe's {name}() failed: {type(error).__name__}: {error}{where}. It is "
                 f"called with {'the options' if self.options else 'no arguments'}."

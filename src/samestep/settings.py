@@ -217,6 +217,7 @@ MAY_CHANGE = frozenset(
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
         *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),
+        *("cache_dir", "skip_bad", "trees"),
         *("track", "track_project", "track_name", "track_workspace", "track_tags"),
         *("track_offline", "track_checkpoints", "track_timeout"),
     }

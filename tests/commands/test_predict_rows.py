@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from samestep.cli import main
 from samestep.execution.evaluation import evaluate_run
 from samestep.recipe import find_recipe
 from tests import tiny
+from tests.command_line import one_message
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -45,7 +48,8 @@ def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, caps
     assert main(["predict", str(run), str(table)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == str(table)
-    assert len(shown) == 101
+    assert shown[1].split() == ["row", "price", "actual"]
+    assert len(shown) == 102
 
 
 def test_a_row_that_cannot_be_read_is_named_and_a_row_has_the_same_in_any_company(tmp_path, capsys):
@@ -247,3 +251,49 @@ def test_classes_have_names_where_a_batch_is_one_thing_and_no_test_counts_them(t
     names = [one["classes"][0]["class"] for one in found]
     right = [name == ("no", "yes")[t] for name, t in zip(names, targets, strict=True)]
     assert sum(right) / len(right) == pytest.approx(measured["right"])
+
+
+PICTURE = """
+from dataclasses import replace
+
+def picture(options, path, rows, figure):
+    assert options.form == "pairs"
+    if len(rows) > 2:
+        raise KeyError("row")
+    figure.subplots().plot([row["output"] for row in rows])
+
+recipe = replace(recipe, picture=picture)
+"""
+
+
+def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused):
+    pytest.importorskip("matplotlib")
+    _folder, path = numbers
+    drawn, plain = run_of(tmp_path, "pairs", PICTURE), run_of(tmp_path, "dataset")
+    png = tmp_path / "rows.png"
+    assert main(["predict", str(drawn), str(path), "--plot", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    long = tmp_path / "long.txt"
+    long.write_text("1 2 3 " * 3)
+    for run, files, plot, told in (
+        (plain, [path], png, "picture"),
+        (drawn, [path, path], png, "--plot"),
+        (drawn, [path], tmp_path / "rows.doc", ".png"),
+        (drawn, [long], png, "rows_pairs.py:"),
+    ):
+        message = refused("predict", str(run), *map(str, files), "--plot", str(plot))
+        assert told in message
+
+
+def test_without_matplotlib_a_plot_says_how_to_get_it(numbers):
+    folder, path = numbers
+    program = (
+        "import sys; sys.modules['matplotlib'] = None; from samestep.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = ["predict", str(folder), str(path), "--plot", "a.png"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], capture_output=True, text=True, check=False
+    )
+    message = one_message(done.returncode, done.stdout + done.stderr)
+    assert "pip install 'samestep[plot]'" in message

@@ -408,6 +408,15 @@ def test_a_worker_that_waits_for_an_element_is_ended():
     assert {worker.exitcode for worker in workers} == {-signal.SIGKILL}
 
 
+def test_a_worker_that_is_killed_is_no_mistake_of_the_streams():
+    source = opened(numbers(60, kind=Waits), num_workers=1)
+    blocks = source.blocks(0, 0, global_batch=12, drop_last=False)
+    next(blocks)
+    source._iterators[0]._workers[0].kill()
+    with pytest.raises(RuntimeError, match=r"(?i)killed.*--num-workers|exited.*--num-workers"):
+        list(blocks)
+
+
 def test_marks_of_lanes_that_have_ended_are_kept():
     stream = numbers(24)
     source = opened(stream)

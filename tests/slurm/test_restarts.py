@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from samestep.ranks.failure import FAILURE
 from samestep.run.heartbeat import FILE as STEPPED
+from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import (
     BEGUN,
     Ending,
@@ -182,6 +183,22 @@ def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
     end = read_ending(run, code=1, told="", kind="script", log=log)
     decision = decide(end, Restarts(), 2)
     assert (decision.word, line in decision.text) == (word, True)
+
+
+@pytest.mark.parametrize(("before", "word"), [(False, "failed"), (True, "again")])
+def test_what_srun_lost_of_a_ranks_last_words_is_read_from_the_ranks_own_file(run, before, word):
+    (run / "settings.toml").unlink()
+    log = run / "log"
+    log.write_text(
+        "samestep: job 1, start 2, on n\nsrun: error: node2: task 1: Exited with exit code 1\n"
+        "srun: error: node1: task 0: Terminated\n"
+    )
+    said = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'torch'\n"
+    write(run, STDERR.format(rank=1), said, before=before)
+    end = read_ending(run, code=1, told="", kind="script", log=log)
+    decision = decide(end, Restarts(), 2)
+    assert decision.word == word
+    assert ("No module named 'torch'" in decision.text) != before
 
 
 def test_the_checkpoint_that_a_new_job_found_is_no_progress_of_its_own(run):

@@ -186,6 +186,14 @@ def test_a_wrong_sample_is_told_with_the_line_of_its_data_set(refused, tmp_path,
     assert "mine.py:" in told
 
 
+def test_a_data_file_that_is_missing_is_named_with_the_line_that_opens_it(refused, tmp_path):
+    path = write(tmp_path, data="open('/no/such.csv')")
+    told = refused("train", str(path), "--run-dir", str(tmp_path / "run"))
+    assert "/no/such.csv" in told
+    assert "mine.py:" in told
+    assert "Error" not in told
+
+
 def test_a_data_set_that_is_shorter_than_it_says_is_told(refused, tmp_path):
     path = write(tmp_path, **faulty("x, y", length="60"))
     told = refused("train", str(path), "--run-dir", str(tmp_path / "run"))

@@ -11,6 +11,7 @@ from rich.markup import escape
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.execution.evaluation import evaluate_run
 from samestep.ranks.world import Device
+from samestep.run.directory import plain
 from samestep.screen.class_table import class_table
 
 _EXAMPLES = (
@@ -33,6 +34,8 @@ class Command:
     """Where to evaluate; auto takes the best device here."""
     data_dir: str | None = None
     """Folder of the data, where it is not the one the run was trained on."""
+    skip_bad: int | None = None
+    """Most files of it that may be unreadable, for a recipe that has this option."""
     json: Switch = False
     """Print one JSON object."""
 
@@ -46,15 +49,19 @@ def main(arguments: list[str]) -> int:
         split=command.split,
         device=command.device,
         data_dir=command.data_dir,
+        skip_bad=command.skip_bad,
     )
     if command.json:
-        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.write(json.dumps(plain(result)) + "\n")
         return 0
     console = Console(highlight=False)
+    for note in result.pop("notes", []):
+        console.print(f"[yellow]{'note':<12}[/]{escape(note)}", soft_wrap=True)
     table = class_table(result.pop("per_class", {}), result.pop("confusion", []))
+    width = max(12, *(len(name) + 2 for name in result))
     for name, value in result.items():
         shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-        console.print(f"[bold]{name:<12}[/]{escape(shown)}", soft_wrap=True)
+        console.print(f"[bold]{name:<{width}}[/]{escape(shown)}", soft_wrap=True)
     for line in table:
-        console.print(f"{'':<12}{escape(line)}", soft_wrap=True)
+        console.print(f"{'':<{width}}{escape(line)}", soft_wrap=True)
     return 0

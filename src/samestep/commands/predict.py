@@ -2,9 +2,10 @@
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -15,12 +16,17 @@ from samestep.errors import UserError
 from samestep.execution.prediction import (
     Prediction,
     as_table,
+    check_draws,
     check_files,
+    draw,
     open_predictor,
     predict_files,
 )
 from samestep.ranks.world import Device
+from samestep.screen.columns import Columns, word
+from samestep.screen.picture import check_picture, picture
 
+_ROWS_TOGETHER = 32
 _EXAMPLES = ("predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 --json")
 
 
@@ -38,6 +44,8 @@ class Command:
     """How many classes to name for each file, or row of a file."""
     device: Device = "auto"
     """Where to compute; auto takes the best device here."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draw what is predicted of one file, for a recipe that has a picture (samestep[plot])."""
     json: Switch = False
     """Print one JSON object for each file, or row of a file, a line each."""
 
@@ -49,44 +57,85 @@ def main(arguments: list[str]) -> int:
         raise UserError("Name the files to look at: samestep predict RUN FILE…")
     check_positive(top=command.top)
     check_files(command.files)
+    if command.plot is not None:
+        if len(command.files) > 1:
+            raise UserError("--plot draws one file; name the others in commands of their own.")
+        check_picture(command.plot)
     predictor = open_predictor(command.run, command.checkpoint, device=command.device)
-    console = Console(highlight=False)
-    code, before = 0, None
-    for prediction in predict_files(predictor, command.files, top=command.top):
-        code = code or int(prediction.problem is not None)
+    if command.plot is not None:
+        check_draws(predictor)
+    found: list[Prediction] = []
+    code, shown = 0, _Shown()
+    for block in _blocks(predict_files(predictor, command.files, top=command.top)):
+        code = code or int(any(one.problem is not None for one in block))
+        if command.plot is not None:
+            found += block
         if command.json:
-            sys.stdout.write(json.dumps(as_table(prediction)) + "\n")
+            sys.stdout.writelines(json.dumps(as_table(one)) + "\n" for one in block)
         else:
-            begins = prediction.row in (None, 1) or prediction.file != before
-            _show(console, prediction, begins=begins)
-            before = prediction.file
+            shown.show(block)
+    if command.plot is not None and not code:
+        with picture(command.plot) as figure:
+            draw(predictor, command.files[0], [one.values for one in found], figure)
     return code
 
 
-def _show(console: Console, prediction: Prediction, *, begins: bool) -> None:
-    """Print a file's name before its first row, and what is said of the row."""
-    if begins:
-        console.print(f"[bold]{escape(prediction.file)}[/]", soft_wrap=True)
-    if prediction.problem is not None:
-        row = f"row {prediction.row} " if prediction.row is not None else ""
-        told = f"  [yellow]{row}cannot be read[/]: {escape(prediction.problem)}"
-        console.print(told, soft_wrap=True)
-        return
-    values = [f"{name} {_words(value)}" for name, value in prediction.values.items()]
-    classes = [f"{p:.4f}  {name}" for name, p in prediction.classes]
-    if prediction.row is not None:
-        line = "   ".join([*classes, *values])
-        console.print(f"  {prediction.row:>4}  {escape(line)}", soft_wrap=True)
-        return
-    for line in [*classes, *values]:
-        console.print(f"  {escape(line)}", soft_wrap=True)
+def _blocks(predictions: Iterator[Prediction]) -> Iterator[list[Prediction]]:
+    """Yield predictions as they come, some rows of a file at a time."""
+    block: list[Prediction] = []
+    for one in predictions:
+        other = block and _names(one) != _names(block[0])
+        if other or one.row in (None, 1) or len(block) == _ROWS_TOGETHER:
+            yield from [block] if block else []
+            block = []
+        block.append(one)
+    yield from [block] if block else []
 
 
-def _words(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return " ".join(map(_words, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(part)}" for name, part in value.items())
-    return "-" if value is None else str(value)
+def _names(one: Prediction) -> tuple[str, ...]:
+    """Return the names of the columns that a row has in a table, or nothing if it is in none."""
+    plain = not any(isinstance(value, list | dict) for value in one.values.values())
+    return tuple(one.values) if one.row is not None and not one.classes and plain else ()
+
+
+class _Shown:
+    """What was printed last, for what comes next."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._file = ""
+        self._columns: Columns | None = None
+
+    def show(self, block: Sequence[Prediction]) -> None:
+        """Print a file's name before its first row, and what is said of the rows."""
+        if block[0].row in (None, 1) or block[0].file != self._file:
+            self._print(f"[bold]{escape(block[0].file)}[/]")
+            self._columns = None
+        self._file = block[0].file
+        if not _names(block[0]):
+            self._columns = None
+            for one in block:
+                self._show_alone(one)
+            return
+        # On a terminal the headings come again, for whoever looks at some of many rows.
+        heading = self._columns is None or self._console.is_terminal
+        self._columns = self._columns or Columns()
+        rows = [{"row": one.row, **one.values} for one in block]
+        for place, line in enumerate(self._columns.lines(rows, heading=heading)):
+            text = escape(line)
+            self._print(f"  [bold]{text}[/]" if heading and place == 0 else f"  {text}")
+
+    def _show_alone(self, one: Prediction) -> None:
+        if one.problem is not None:
+            row = f"row {one.row} " if one.row is not None else ""
+            self._print(f"  [yellow]{row}cannot be read[/]: {escape(one.problem)}")
+            return
+        values = [f"{name} {word(value)}" for name, value in one.values.items()]
+        told = [*(f"{p:.4f}  {name}" for name, p in one.classes), *values]
+        if one.row is not None:
+            told = [f"{one.row:>4}  {'   '.join(told)}"]
+        for line in told:
+            self._print(f"  {escape(line)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)

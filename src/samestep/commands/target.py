@@ -7,9 +7,10 @@ import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import tyro
+from tyro.conf import Suppress
 
 from samestep.commands.help import example_text, examples, recipe_files, show_general_help
 from samestep.commands.settings_help import help_text
@@ -60,7 +61,7 @@ def parse_target(
     with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
         start = draft(target, config_of(flags))
         taken = settings(**vars(start.settings()))
-        parts = {"command": kind(), "settings": taken, "recipe": start.options()}
+        parts = {"command": kind(), "settings": taken, "recipe": _beside(kind, start.options())}
         given = names_given(flags)
         about = about.format(start.recipe.name)
         if asks_help:
@@ -69,7 +70,7 @@ def parse_target(
         request = finish(
             start,
             parsed.settings,
-            getattr(parsed, "recipe", None),
+            _as_was(start.options(), getattr(parsed, "recipe", None)),
             given=given,
             resume=getattr(parsed.command, "resume", False),
             allow_change=getattr(parsed.command, "allow_change", None),
@@ -80,6 +81,32 @@ def parse_target(
             "Leave it out."
         )
     return parsed.command, request
+
+
+def _beside(kind: type, options: Any) -> Any:
+    """Return options of which none has a flag that the verb has: a TOML file sets those."""
+    names = {own.name for own in dataclasses.fields(kind)}
+    both = (
+        [f for f in dataclasses.fields(options) if f.name in names] if options is not None else []
+    )
+    if not both:
+        return options
+    shown = type(options)
+    hints = get_type_hints(shown, include_extras=True)
+    hidden = [
+        (f.name, Annotated[hints[f.name], tyro.conf.arg(name=f"option-{f.name}"), Suppress], f)
+        for f in both
+    ]
+    frozen = shown.__dataclass_params__.frozen
+    form = dataclasses.make_dataclass(shown.__name__, hidden, bases=(shown,), frozen=frozen)
+    return form(**{f.name: getattr(options, f.name) for f in dataclasses.fields(options)})
+
+
+def _as_was(before: Any, parsed: Any) -> Any:
+    """Return the options as their own class has them."""
+    if type(before) is type(parsed):
+        return parsed
+    return type(before)(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(before)})
 
 
 def _show_help(

@@ -28,13 +28,16 @@ class LoaderSource(OrderedSource):
         super().__init__(len(dataset), reading)  # type: ignore[arg-type]
         self._plan = _Plan()
         self._collates = reading.collate is not None
-        reads_batches = hasattr(dataset, "read_batch") and not self._collates
+        reads_batches = hasattr(dataset, "read_batch")
         collating = Collating(dataset, reading.collate, whole=reading.whole)
         # PyTorch's own collate writes into shared memory itself.
         collate = Packing(collating) if self._collates else collating
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
-            collate_fn=partial(as_pair, dataset) if reads_batches else collate,
+            # What is collated by the recipe are the samples that were read.
+            collate_fn=partial(as_pair, dataset)
+            if reads_batches and not self._collates
+            else collate,
             batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,

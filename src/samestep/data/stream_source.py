@@ -141,8 +141,12 @@ class StreamSource(Source):
         self._iterators.append(iterator)
         try:
             yield from iterator
-        except RuntimeError as error:  # a worker was killed
-            yield [], Told(failed=f"{name_of(self._stream)} cannot be read on: {error}")
+        except RuntimeError as error:  # what the stream raises comes as an item
+            raise RuntimeError(
+                f"{str(error).rstrip(' .')}. It read {name_of(self._stream)}. If nobody ended it, "
+                "the system did for lack of memory: use fewer --num-workers or a smaller "
+                "--shuffle-buffer."
+            ) from error
         finally:
             _end(self._iterators)
 

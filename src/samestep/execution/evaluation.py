@@ -1,5 +1,6 @@
 """Evaluate a checkpoint of a run from its directory alone."""
 
+from collections.abc import Sized
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
+from samestep.recipe import Splits
 from samestep.training.apply import applied, terms_of
 from samestep.training.backends import switched
 from samestep.training.dry_run import fitting_metrics
@@ -28,6 +30,7 @@ def evaluate_run(
     split: Literal["train", "validation", "test"] = "test",
     device: Device = "auto",
     data_dir: str | None = None,
+    skip_bad: int | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics of a checkpoint over a split, in one process.
 
@@ -39,20 +42,20 @@ def evaluate_run(
         split: the part of the data.
         device: where to evaluate.
         data_dir: where the data is, for a recipe that has this option.
+        skip_bad: how many files of it may be unreadable, for a recipe that has this option.
 
     Raises:
         UserError: there is no such run, checkpoint or split, or the checkpoint does not fit.
     """
     opened = open_checkpoint(path, name, device=device)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
-    options = recipe.complete_options(_with_data_dir(opened.options, data_dir, recipe.name))
+    elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
+    options = recipe.complete_options(elsewhere)
     world = World(device=opened.device)
     seed_alike(settings.seed)
     splits = load_splits(recipe, options, world, wanted=(split,))
     check_classes(opened.content, splits.classes)
-    data = getattr(splits, split)
-    if data is None:
-        raise UserError(f"Recipe {recipe.name} has no {split} data.")
+    data = _part(splits, split, recipe.name, data_dir)
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     plain = replace(recipe, augment=None)
     source = open_split(data, world, plain, settings, opened.dtype)
@@ -75,12 +78,32 @@ def evaluate_run(
         "checkpoint": entry.path,
         "step": entry.step,
         **values,
+        **({"notes": list(splits.notes)} if splits.notes else {}),
     }
 
 
-def _with_data_dir(options: Any, data_dir: str | None, recipe: str) -> Any:
-    if data_dir is None:
-        return options
-    if options is None or "data_dir" not in {field.name for field in fields(options)}:
-        raise UserError(f"--data-dir: recipe {recipe} reads no folder.")
-    return replace(options, data_dir=data_dir)
+def _part(splits: Splits, split: str, recipe: str, data_dir: str | None) -> Any:
+    """Return one of the splits, which has samples."""
+    data = getattr(splits, split)
+    if data is None:
+        raise UserError(f"Recipe {recipe} has no {split} data.")
+    if isinstance(data, Sized) and not len(data):
+        place = f" in {data_dir}" if data_dir is not None else ""
+        raise UserError(
+            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
+            "other data with --data-dir; where all of it is new, use --split test."
+        )
+    return data
+
+
+def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:
+    """Return the options for data in another place; what is read there is not made up."""
+    named = {name: value for name, value in given.items() if value is not None}
+    known = {field.name for field in fields(options)} if options is not None else set()
+    for name in named:
+        if name not in known:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag}: recipe {recipe} has no such option.")
+    if "data_dir" in named and "synthetic" in known:
+        named["synthetic"] = False
+    return replace(options, **named) if named else options

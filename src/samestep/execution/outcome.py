@@ -10,6 +10,7 @@ from typing import Any
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, device_error
+from samestep.execution.baselines import as_result, measure_baselines
 from samestep.execution.build import Built
 from samestep.execution.request import Request
 from samestep.recipe import Splits
@@ -58,6 +59,7 @@ def finish_run(
     """
     work, state, splits = built.work, built.state, built.splits
     position, test = state.position, None
+    baselines: dict[str, Any] = {}
     if not state.signum and splits.test is not None:
         started = time.perf_counter()
         found, problems, signum = _test(request, work, splits, path, agreement)
@@ -76,15 +78,40 @@ def finish_run(
                     "problems": problems,
                 }
             )
+            if request.recipe.baselines is not None:
+                baselines = _baselines(request, work, state, emit, agreement)
     status = "stopped" if state.signum else "completed"
     emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
     if run is not None:
         result = _result(request, work, state, status, test, first_step_s)
+        if baselines:
+            result["baselines"] = baselines
         best = read_index(run.checkpoints).best
         if best is not None:  # an evaluation may have been better where nothing was saved
             result["best"] |= {"value": best.metric, "epoch": best.epoch}
         run.write_result(result)
     return Outcome(path=path, signum=state.signum)
+
+
+def _baselines(
+    request: Request, work: Work, state: State, emit: Callable[[Record], None], agreement: Agreement
+) -> dict[str, Any]:
+    """Measure what the model has to beat, on rank 0; return it for result.json."""
+    started = time.perf_counter()
+    rows, problem, signum = measure_baselines(request, work.world, agreement)
+    if signum:
+        state.signum, state.stop_reason = signum, Signals(signum).name
+        return {}
+    emit(
+        {
+            "event": "baselines",
+            "step": state.position.step,
+            "values": rows,
+            "problems": [problem] if problem else [],
+            "seconds": time.perf_counter() - started,
+        }
+    )
+    return as_result(rows)
 
 
 def _test(

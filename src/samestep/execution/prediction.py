@@ -211,6 +211,33 @@ def _said(predictor: Predictor, samples: Sequence[Any], top: int) -> list[dict[s
     return [{"classes": found, "values": named(its, classes)} for found, its in pairs]
 
 
+def check_draws(predictor: Predictor) -> None:
+    """Check that the recipe can draw what is predicted.
+
+    Raises:
+        UserError: it does not say how.
+    """
+    if predictor.recipe.picture is None:
+        raise UserError(
+            f"--plot: recipe {predictor.recipe.name} does not say what to draw: give it "
+            "Recipe(picture=…), a function of the options, the file, the rows and a figure."
+        )
+
+
+def draw(predictor: Predictor, file: Path, rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
+    """Draw what was predicted of a file into a figure of matplotlib.
+
+    Raises:
+        UserError: the recipe's `picture` fails.
+    """
+    paint = predictor.recipe.picture
+    assert paint is not None
+    try:
+        paint(predictor.opened.options, file, rows, figure)
+    except Exception as error:
+        blame(f"The recipe's picture failed with {file}", error, defined_at(paint))
+
+
 def check_files(files: Sequence[Path]) -> None:
     """Check that each is a file, before a model is loaded for them.
 

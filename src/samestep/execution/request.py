@@ -22,7 +22,7 @@ from samestep.tracking.choice import check_choice
 
 # What the file of a run holds as it was derived, not as it was asked for.
 _DERIVED = ("batch_size", "global_batch_size")
-
+_COLUMNS = 100
 
 RECIPE_COPY = "recipe.py"
 """A user's recipe file as it was when the run began, in the run's directory."""
@@ -281,4 +281,16 @@ def to_toml(request: Request, *, batch_size: int, global_batch_size: int) -> str
             for key, value in dataclasses.asdict(request.options).items()
             if value is not None
         }
-    return tomli_w.dumps(document)
+    return _packed(tomli_w.dumps(document))
+
+
+def _packed(toml: str) -> str:
+    """Return TOML with as many items of a list on a line as fit: lists may have thousands."""
+    lines: list[str] = []
+    for line in toml.split("\n"):
+        is_item = line.startswith("    ") and bool(lines) and lines[-1].startswith("    ")
+        if is_item and len(lines[-1]) + len(line) - 3 <= _COLUMNS:
+            lines[-1] += line[3:]
+        else:
+            lines.append(line)
+    return "\n".join(lines)

@@ -107,7 +107,7 @@ def _run(
     engine: Engine,
 ) -> Outcome:
     path = world.on_main(lambda: choose_path(request))
-    request = _completed(request, world)
+    request = completed(request, world)
     built = build(request, world, engine.wrap)
     work, state = built.work, built.state
     run, begun = open_directory(path, world, begin), False
@@ -145,7 +145,7 @@ def _run(
             run.close()
 
 
-def _completed(request: Request, world: World) -> Request:
+def completed(request: Request, world: World) -> Request:
     """Return the request with what only the data can tell in its options."""
     if request.recipe.complete is None:
         return request

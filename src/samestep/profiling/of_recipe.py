@@ -15,7 +15,7 @@ from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError
 from samestep.execution.build import Built, build
 from samestep.execution.request import Request
-from samestep.execution.session import choose_path, describe
+from samestep.execution.session import choose_path, completed, describe
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
@@ -73,6 +73,7 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
         new_path = partial(choose_path, request)
     path = Path(world.on_main(new_path))
     request = replace(request, settings=replace(settings, run_dir=str(path)))
+    request = completed(request, world)
     built = build(request, world)
     work = built.work
     if wishes.workers and isinstance(work.train, MemorySource):

@@ -53,7 +53,7 @@ class Run:
         Raises:
             UserError: it could not be written.
         """
-        rest = memoryview(f"{json.dumps(_plain(record))}\n".encode())
+        rest = memoryview(f"{json.dumps(plain(record))}\n".encode())
         end = self._events.seek(0, os.SEEK_END)
         try:
             # One write a line: a killed process leaves whole lines, or one torn at the very end.
@@ -67,7 +67,7 @@ class Run:
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json."""
-        write_text(self.path / "result.json", json.dumps(_plain(result), indent=2) + "\n")
+        write_text(self.path / "result.json", json.dumps(plain(result), indent=2) + "\n")
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Write environment.json: versions, the machine, and the variables that are allowed."""
@@ -80,12 +80,12 @@ class Run:
         self._lock.close()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     return value
 
 

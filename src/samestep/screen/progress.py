@@ -168,6 +168,13 @@ class Screen:
                     f"{record['step']:,}: it is no improvement, and a checkpoint here ranks last."
                 )
 
+    def _show_baselines(self, record: Record) -> None:
+        for problem in record["problems"]:
+            self._row("warning", f"The baselines were not measured. {problem}", 8, "yellow")
+        for name, told in record["values"].items():
+            if isinstance(told, str):
+                self._row("note", f"Baseline {name}: {told}", 8, "yellow")
+
     def _flush_epoch(self, more: str = "", at_step: int = 0) -> None:
         record, self._epoch = self._epoch, None
         if record is not None:
@@ -218,6 +225,7 @@ class Screen:
             shown = "  ".join(f"{name} {value}" for name, value in metrics_of(test).items())
             told = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
             rows.append(("test", told))
+        rows += _baseline_rows(result.get("baselines", {}))
         rows.append(("run", str(path)))
         if test and "confusion" in test:
             lines = class_table(test["per_class"], test["confusion"])
@@ -227,3 +235,17 @@ class Screen:
             self._row(name, value, 9)
         if result["status"] == "stopped":
             self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
+
+
+def _baseline_rows(baselines: dict[str, dict[str, float | None]]) -> list[tuple[str, str]]:
+    """Return a row for each baseline; the same metrics stand below each other."""
+    shown = {name: metrics_of(values) for name, values in baselines.items()}
+    widths: dict[str, int] = {"": max(map(len, shown), default=0)}
+    for values in shown.values():
+        for metric, value in values.items():
+            widths[metric] = max(widths.get(metric, 0), len(value))
+    lines = [
+        "  ".join([f"{name:<{widths['']}}", *(f"{m} {v:>{widths[m]}}" for m, v in values.items())])
+        for name, values in shown.items()
+    ]
+    return list(zip(["baseline", *[""] * len(lines)], lines, strict=False))

@@ -5,9 +5,10 @@ account with the time of each. A rank that raised has left a file, or a tracebac
 first that did not end because of another is the cause.
 """
 
+import contextlib
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from samestep.errors import LOST_PEER
 from samestep.ranks.failure import FAILURE
 from samestep.run.files import read_object
+
+STDERR = ".stderr-rank-{rank}"
+"""In a run directory: what a rank of a script printed to standard error in its latest start."""
 
 _START = re.compile(r"samestep: job \d+, start \d+")
 _SRUN = re.compile(r"srun: error: (\S+): tasks? ([0-9,-]+): (.+)")
@@ -80,6 +84,17 @@ def latest_start(log: Path) -> list[str]:
         return []
     starts = [number for number, line in enumerate(lines) if _START.match(line)]
     return lines[starts[-1] + 1 :] if starts else lines
+
+
+def last_words(paths: Iterable[Path]) -> list[str]:
+    """Return the end of what ranks printed to standard error, labelled as in a job's log."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 14)))
+            lines = file.read().decode(errors="replace").splitlines()
+            found += [f"{path.name.rpartition('-')[2]}: {line}" for line in lines]
+    return found
 
 
 def lines_of(rank: int, lines: Sequence[str]) -> list[str]:

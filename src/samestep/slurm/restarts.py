@@ -12,7 +12,14 @@ import msgspec
 from samestep.run.directory import is_run
 from samestep.run.files import read_object, write_text
 from samestep.run.heartbeat import FILE as STEPPED
-from samestep.slurm.rank_ends import RankEnd, first_end, latest_start, read_failures
+from samestep.slurm.rank_ends import (
+    STDERR,
+    RankEnd,
+    first_end,
+    last_words,
+    latest_start,
+    read_failures,
+)
 
 FILE = "slurm.json"  # in the run directory: what the restarts of its job have come to
 BEGUN = ".begun"
@@ -138,6 +145,9 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     failures.sort(key=lambda left: (left.get("lost_peer", False), left.get("time", 0)))
     mistake = next((_told(left) for left in failures if left.get("code") == 2), "")
     lines = latest_start(log) if log else []
+    # srun drops what ranks said last when it ends the others: their own files have it.
+    told_to = run.glob(STDERR.format(rank="*")) if code else ()
+    lines += last_words(path for path in told_to if _is_of_this_start(run, path.name))
     first = first_end(lines, failures)
     cause = None if first is None or first.is_effect else first
     result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from samestep.slurm.options import JobOptions, assignment, dependency, interface_names
+from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import BEGUN
 
 MARK = "samestep:"  # what a job's comment begins with; the run directory follows
@@ -231,12 +232,19 @@ def _rank(job: JobScript) -> tuple[list[str], list[str]]:
     program = [shlex.quote(word) for word in (python, *job.command)]
     if job.kind == "recipe":
         return (["# One task for each rank."], program)
+    # The copy is no child of the rank, which may wait for all of its own.
+    words = f'tee "$SAMESTEP_RUN_DIR/{STDERR.format(rank="$RANK")}" >&2'
     inner = (
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
-        f'LOCAL_WORLD_SIZE={job.options.ranks_per_node}; exec "$@"'
+        f"LOCAL_WORLD_SIZE={job.options.ranks_per_node}\n"
+        f'  exec "$@" 2> >((trap "" HUP INT TERM USR1 USR2; exec {words}) <&0 &)'
     )
     return (
-        ["# One task for each rank, with the variables that torchrun would set.", _SC2016],
+        [
+            "# One task for each rank, with the variables that torchrun would set. srun may lose",
+            "# what a rank said last, so its errors also go to a file.",
+            _SC2016,
+        ],
         ["bash", "-c", f"'{inner}'", "rank", *program],
     )
 

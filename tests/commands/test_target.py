@@ -1,0 +1,23 @@
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.commands.target import parse_target
+from samestep.recipes.cricket import CricketOptions
+
+
+@dataclass(frozen=True)
+class Own:
+    config: Path | None = None
+    rounds: int = 3
+
+
+def test_a_verbs_flag_goes_before_an_option_of_the_same_name(tmp_path):
+    table = tmp_path / "settings.toml"
+    table.write_text("rounds = 2\n")
+    flags = ["--rounds", "7", "--width", "8"]
+    command, request = parse_target(
+        "try", "Try {}.", Own, ["cricket", *flags, "--config", str(table)]
+    )
+    assert command.rounds == 7
+    assert request.options == CricketOptions(rounds=2, width=8)
+    assert type(request.options) is CricketOptions

@@ -1,0 +1,239 @@
+"""The DDP trainer for cricket, by its checklist: alone, on ranks, killed, resumed, tested."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.programs import ROOT, environment, forked, python, run
+from tests.processes import free_port, launch_environment, run_ranks
+
+pytest.importorskip("torch_geometric")
+
+SCRIPT = str(ROOT / "examples" / "cricket_ddp" / "train.py")
+# The test matches have 257 balls, which neither 2 nor 3 ranks share equally; a step takes 24.
+MATCHES = ("--synthetic", "--synthetic-matches", "17")
+FLAGS = (*MATCHES, "--balls-per-match", "24", "--width", "8", "--dropout", "0", "--epochs", "2")
+PART = re.compile(
+    r"^(validation|test) MAE (\S+)  RMSE (\S+)  R² (\S+)  \((\d+) balls\)$", re.MULTILINE
+)
+
+
+def script(folder, *flags, world_size=1, start=forked):
+    """Run the script in a folder, on CPUs, to whatever end."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    return start(SCRIPT, *flags, folder=folder, world_size=world_size, **hidden)
+
+
+def train(folder, *flags, world_size=1, start=forked):
+    """Train to the good end with 24 balls per step; return what was printed."""
+    batch = ("--batch-size", str(24 // world_size))
+    done = script(folder, *FLAGS, *batch, *flags, world_size=world_size, start=start)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def errors(printed, part):
+    """Return the errors of a part, as often as they were printed."""
+    return [tuple(map(float, found[1:])) for found in PART.findall(printed) if found[0] == part]
+
+
+def history(folder):
+    return json.loads((folder / "runs" / "cricket_ddp" / "history.json").read_text())
+
+
+def best_model(folder):
+    return folder / "runs" / "cricket_ddp" / "best_model.pt"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A training by one process: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, train(folder, start=run)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """The same by torchrun with two ranks, and W&B offline."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, train(folder, "--wandb-mode", "offline", world_size=2, start=run)
+
+
+def test_a_single_process_works_and_prints_each_epoch_and_the_test(alone):
+    folder, printed = alone
+    lines = printed.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1", "2"]
+    assert len(errors(printed, "validation")) == 2
+    ((*_, balls),) = errors(printed, "test")
+    assert balls == 257
+    left = {path.name for path in (folder / "runs" / "cricket_ddp").iterdir()}
+    assert left == {"best_model.pt", "last.pt", "history.json"}
+
+
+def test_torchrun_works_and_rank_0_alone_prints(on_two, alone):
+    assert len(on_two[1].splitlines()) == len(alone[1].splitlines())
+
+
+def test_on_two_ranks_the_metrics_are_those_of_one_process(on_two, alone):
+    assert_same(*on_two, alone)
+
+
+@pytest.mark.slow
+def test_on_three_ranks_the_metrics_are_those_of_one_process(alone, tmp_path):
+    assert_same(tmp_path, train(tmp_path, world_size=3), alone)
+
+
+def assert_same(folder, printed, alone):
+    """Check that a training had the metrics of the one by a single process."""
+    for found, expected in zip(history(folder), history(alone[0]), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert errors(printed, "test")[0] == pytest.approx(errors(alone[1], "test")[0], abs=2e-4)
+
+
+def test_rank_0_alone_writes_files_and_each_epoch_has_an_order_of_its_own(tmp_path):
+    words = [SCRIPT, *FLAGS, "--batch-size", "12"]
+    watched = run_ranks(_watched, 2, tmp_path / "outputs", words, tmp_path)
+    (written, orders), (none, others) = watched
+    assert {"best_model.pt", "last.pt", "history.json"} <= written
+    assert none == set()
+    assert len(orders) == len(others) == 2
+    assert orders[0] != orders[1]
+    for mine, theirs in zip(orders, others, strict=True):
+        assert len({*mine, *theirs}) == len(mine) + len(theirs) == 336  # each ball once
+
+
+def _watched(words: list[str], folder: Path) -> tuple[set[str], list[list[int]]]:
+    """Run the script; return the files that it opened for writing or renamed to, and its orders."""
+    import runpy
+
+    from torch.utils.data import DistributedSampler
+
+    written: set[str] = set()
+    orders: list[list[int]] = []
+    iterate = DistributedSampler.__iter__
+
+    def noted(sampler):
+        orders.append(list(iterate(sampler)))
+        return iter(orders[-1])
+
+    def note(event, details):
+        if event == "os.rename":
+            written.add(Path(details[1]).name)
+        elif event == "open" and isinstance(details[0], str | Path):
+            inside = Path(details[0]).absolute().is_relative_to(folder)
+            if inside and details[2] & (os.O_WRONLY | os.O_RDWR):
+                written.add(Path(details[0]).name)
+
+    os.chdir(folder)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.addaudithook(note)
+    DistributedSampler.__iter__ = noted
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
+    return set(written), orders
+
+
+def test_the_best_checkpoint_serves_one_device_and_the_test_counts_each_ball_once(on_two):
+    from samestep.data.cricket.graphs import collate
+    from samestep.recipes import cricket
+
+    saved = torch.load(best_model(on_two[0]), weights_only=True)
+    options = cricket.CricketOptions(**saved["options"])
+    network, balls = cricket.model(options).eval(), cricket.data(options).test
+    network.load_state_dict(saved["network"])
+    graphs = collate([balls[k] for k in range(len(balls))])
+    with torch.no_grad():
+        error = (network(graphs) - graphs["query"].y).double()
+    ((mae, rmse, _, count),) = errors(on_two[1], "test")
+    assert count == len(balls)
+    assert mae == pytest.approx(float(error.abs().mean()), abs=1e-4)
+    assert rmse == pytest.approx(float(error.square().mean().sqrt()), abs=1e-4)
+    assert saved["best"] == min(history(on_two[0]), key=lambda epoch: epoch["mae"])
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_test_only_gives_the_metrics_of_the_final_test(alone, world_size):
+    done = script(alone[0], *MATCHES, "--test-only", world_size=world_size)
+    assert done.returncode == 0, done.stderr
+    assert errors(done.stdout, "test") == errors(alone[1], "test")
+    assert not errors(done.stdout, "validation")
+
+
+def test_rank_0_alone_opens_a_run_of_wandb(on_two):
+    folder = on_two[0] / "runs" / "cricket_ddp" / "wandb"
+    (of_run,) = [path for path in folder.glob("offline-run-*") if path.is_dir()]
+    assert list(of_run.glob("*.wandb"))
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_and_resumed_it_ends_where_it_would_have(alone, tmp_path, world_size):
+    words = (SCRIPT, *FLAGS, "--batch-size", "24", "--resume")
+    with subprocess.Popen(
+        [*python(), *words],
+        cwd=tmp_path,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not process.stdout.readline().startswith("epoch 2"):
+            assert process.poll() is None
+        process.kill()  # the first epoch is saved, the second is being validated
+    assert process.returncode == -signal.SIGKILL
+    printed = train(tmp_path, "--resume", world_size=world_size)
+    assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) in (["2"], [])
+    assert_same(tmp_path, printed, alone)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor"), [("sqrt", 2**0.5), pytest.param("linear", 2, marks=pytest.mark.slow)]
+)
+def test_the_learning_rate_follows_the_number_of_ranks(tmp_path, scaling, factor):
+    flags = ("--lr-scaling", scaling, "--lr", "0.001", "--epochs", "1", "--warmup-steps", "28")
+    train(tmp_path, *flags, world_size=2)
+    assert history(tmp_path)[-1]["lr"] == pytest.approx(0.001 * factor * 14 / 28)
+
+
+def test_a_rank_gives_up_after_its_timeout(tmp_path):
+    alone = launch_environment(rank=0, world_size=2, port=free_port())  # the other never comes
+    flags = (*MATCHES, "--timeout-s", "1")
+    done = forked(SCRIPT, *flags, folder=tmp_path, CUDA_VISIBLE_DEVICES="", **alone)
+    assert done.returncode == 1
+    assert "DistStoreError" in done.stderr
+
+
+# What is wrong → the arguments, and words of the message.
+MISTAKES = {
+    "no data": (["--data-dir", "nowhere"], "nowhere"),
+    "no epochs": (["--epochs", "0"], "--epochs"),
+    "no rate": (["--lr", "nan"], "--lr"),
+    "no such flag": (["--speed", "9"], "--speed 9"),
+    "no network to test": ([*MATCHES, "--test-only"], "best_model.pt"),
+    "a step of more than there is": ([*MATCHES, "--batch-size", "9999999"], "--batch-size"),
+    "an odd width": ([*MATCHES, "--width", "9"], "width"),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name, world_size):
+    arguments, words = MISTAKES[name]
+    done = script(tmp_path, *arguments, world_size=world_size)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("train.py: ") == 1, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_training_is_not_overwritten(alone):
+    before = best_model(alone[0]).read_bytes()
+    done = script(alone[0], *FLAGS)
+    assert done.returncode == 2
+    assert "--resume" in done.stderr
+    assert best_model(alone[0]).read_bytes() == before
