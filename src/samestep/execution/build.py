@@ -17,6 +17,7 @@ from samestep.data.source import Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at
+from samestep.execution.promise import check_promise
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
 from samestep.ranks.limits import check_workers
@@ -68,6 +69,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
     check_precision(settings.precision, world.device)
+    check_promise(world)
     seed_alike(settings.seed)
     splits = load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
