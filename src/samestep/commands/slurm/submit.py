@@ -29,7 +29,7 @@ from samestep.slurm.workload import find_workload
 
 _EXAMPLES = (
     "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
-    "slurm submit train.py --ntasks-per-node 4 --dry-run -- --my-flag 1",
+    "slurm submit spiral --nodes 1-4 --gpus-per-node 8 --time 60 -- --virtual-ranks 32",
 )
 _USAGE = """\
 usage: samestep slurm submit TARGET [flags] [-- arguments of the training or the script]
