@@ -37,6 +37,8 @@ class Settings:
     """Micro-steps per optimizer step; 1 unless both batch sizes are given."""
     eval_batch_size: int | None = None
     """Samples per rank and forward of an evaluation; by default those of a micro-step."""
+    virtual_ranks: int | None = None
+    """Cut each global batch into this many shares: equal to the last bit on any number of ranks."""
     drop_last: bool = False
     """Leave out the last global batch of an epoch when it is incomplete."""
     shuffle_buffer: int = 0
@@ -182,11 +184,29 @@ class Settings:
                 "--param-dtype fp32 does not go with --precision fp64, which holds everything in "
                 "float64. Leave one of them out."
             )
+        if self.virtual_ranks is not None:
+            self._hold_bits_still(self.virtual_ranks)
         if self.deterministic and self.cudnn_benchmark:
             raise UserError(
                 "--cudnn-benchmark does not go with --deterministic: it may choose other kernels "
                 "each time. Leave one of them out."
             )
+
+    def _hold_bits_still(self, virtual_ranks: int) -> None:
+        """Set what decides over the last bit, and refuse what leaves it open."""
+        if virtual_ranks > 4096:
+            raise UserError(f"--virtual-ranks is {virtual_ranks}; it must be 4096 or less.")
+        for name, wanted in (("sync_batchnorm", False), ("engine", "native")):
+            value = getattr(self, name)
+            if value != wanted:
+                given = flag_name(name) + ("" if value is True else f" {value}")
+                raise UserError(
+                    f"--{given} does not go with --virtual-ranks: {_WHY_NOT[name]}. Leave one of "
+                    "them out."
+                )
+        # A CPU kernel may sum in another order with another number of threads.
+        object.__setattr__(self, "threads", self.threads or 1)
+        object.__setattr__(self, "deterministic", True)
 
     @property
     def allows_unused(self) -> bool:
@@ -194,12 +214,16 @@ class Settings:
         return self.find_unused or self.static_graph
 
 
+_WHY_NOT = {
+    "sync_batchnorm": "each virtual rank normalises over its own samples, on any number of ranks",
+    "engine": "Lightning's DDP adds the gradients up in an order of its own",
+}
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "global_batch_size", "accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
-    *("eval_batch_size", "bucket_cap_mb", "ema"),
+    *("eval_batch_size", "bucket_cap_mb", "ema", "virtual_ranks"),
 )
 _NOT_NEGATIVE = (
     *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
@@ -208,6 +232,7 @@ _NOT_NEGATIVE = (
 
 
 # What may differ when a run goes on; anything else would make it another training.
+_DECIDE_ON_BITS = frozenset({"threads", "deterministic", "compile", "channels_last"})
 MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
@@ -222,6 +247,11 @@ MAY_CHANGE = frozenset(
         *("track_offline", "track_checkpoints", "track_timeout"),
     }
 )
+
+
+def may_change(virtual_ranks: object) -> frozenset[str]:
+    """Return what may differ when a run goes on, with virtual ranks or without (None)."""
+    return MAY_CHANGE if virtual_ranks is None else MAY_CHANGE - _DECIDE_ON_BITS
 
 
 def check_flags(

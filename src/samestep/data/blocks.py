@@ -45,6 +45,8 @@ class Block:
     """The micro-steps, where each was collated by itself; then `inputs` are the indices still."""
     last: bool = False
     """Of a stream: whether it ends with this block."""
+    place: int = 0
+    """Of a micro-step: its virtual rank."""
 
     def part(self, start: int, num_steps: int) -> "Block":
         """Return some of the steps, from the `start`-th of this block, without copying."""
@@ -73,6 +75,8 @@ class Batch(NamedTuple):
     samples: int
     first: int = 0
     """The place of the first of them in the data."""
+    part: int = 0
+    """The share of the data that they belong to: the rank's, or a virtual rank's."""
 
 
 def cut_rows(
@@ -115,7 +119,22 @@ def group_steps(
         yield Block(step, 1, indices, None, len(mine), weight, len(positions))
 
 
+def held_parts(world: World, rank: int | None = None) -> range:
+    """Return the parts that a rank computes, by default this one: its own, or virtual ranks."""
+    return share(range(world.num_parts), world.rank if rank is None else rank, world.world_size)
+
+
+def part_of(positions: range, part: int, world: World) -> range:
+    """Return one part's share of some positions."""
+    return share(positions, part, world.num_parts)
+
+
 def _share_or_stand_in(positions: range, world: World) -> tuple[range, float]:
-    """Return this rank's share and weight 1; where it is empty, all positions and weight 0."""
-    mine = share(positions, world.rank, world.world_size)
-    return (mine, 1.0) if len(mine) else (positions, 0.0)
+    """Return this rank's positions and weight 1; where it has none, all of them and weight 0.
+
+    Virtual ranks need no stand-in: their collectives do not wait for a backward.
+    """
+    parts = held_parts(world)
+    first, last = (part_of(positions, part, world) for part in (parts[0], parts[-1]))
+    mine = range(first.start, last.stop)
+    return (mine, 1.0) if mine or world.virtual_ranks else (positions, 0.0)

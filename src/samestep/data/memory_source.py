@@ -61,6 +61,8 @@ class MemorySource(OrderedSource):
 
     def steps_per_block(self, global_batch: int) -> int:
         """Return the most steps that a block holds: a power of two."""
+        if self._world.virtual_ranks:
+            return 1
         rows = -(-global_batch // self._world.world_size)
         limit = min(max(1, self._rows_per_gather // rows), _STEPS_PER_GATHER)
         # A power of two, so that compiled groups of steps never straddle two blocks.

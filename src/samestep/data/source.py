@@ -3,15 +3,25 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.data.blocks import Batch, Block, Cut, Lap, Read, group_steps, untimed
+from samestep.data.blocks import (
+    Batch,
+    Block,
+    Cut,
+    Lap,
+    Read,
+    group_steps,
+    held_parts,
+    part_of,
+    untimed,
+)
 from samestep.data.keyed_random import sample_keys
-from samestep.data.order import epoch_order, share
+from samestep.data.order import epoch_order
 from samestep.data.prefetch import send
 from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
@@ -165,36 +175,51 @@ class OrderedSource(Source):
         order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
         most = self.steps_per_block(global_batch)
         unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
-        if not self._collates:
+        if not (self._collates or world.virtual_ranks):
             yield from self._ready(unread, epoch)
             return
-        blocks = [(block, list(_parts(block, cut))) for block in unread]
-        ready = self._ready(chain.from_iterable(parts for _, parts in blocks), epoch)
+        # Virtual ranks are read one by one, too: a kernel may round otherwise where rows begin
+        # elsewhere in memory.
+        blocks, again = tee((block, list(_micro_steps(block, cut, world))) for block in unread)
+        ready = self._ready(chain.from_iterable(parts for _, parts in again), epoch)
         for block, parts in blocks:
             yield replace(block, parts=tuple(islice(ready, len(parts))))
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
-        mine = share(range(self.num_samples), self._world.rank, self._world.world_size)
-        batches = [mine[k : k + batch_size] for k in range(0, len(mine), batch_size)]
-        for batch, (inputs, targets) in zip(batches, self._read_in_turn(batches), strict=True):
-            yield Batch(*self._finish(inputs, targets, len(batch)), len(batch), batch.start)
+        whole, world = range(self.num_samples), self._world
+        shares = [(part, part_of(whole, part, world)) for part in held_parts(world)]
+        batches = [
+            (part, mine[k : k + batch_size])
+            for part, mine in shares
+            for k in range(0, len(mine), batch_size)
+        ]
+        read = self._read_in_turn([batch for _, batch in batches])
+        for (part, batch), (inputs, targets) in zip(batches, read, strict=True):
+            count = len(batch)
+            yield Batch(*self._finish(inputs, targets, count), count, batch.start, part)
 
     def peek(self, samples: int) -> Batch:
         """Return the first samples, as an evaluation reads them."""
         first = range(min(samples, self.num_samples))
         ((inputs, targets),) = self._read_in_turn([first])
-        return Batch(*self._finish(inputs, targets, len(first)), len(first))
+        part = held_parts(self._world).start
+        return Batch(*self._finish(inputs, targets, len(first)), len(first), part=part)
 
     @abstractmethod
     def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
         """Yield the stored inputs and the targets of consecutive samples, on the device."""
 
 
-def _parts(block: Block, cut: Cut | None) -> Iterator[Block]:
-    """Cut a block of indices into micro-steps."""
-    rows = block.rows
-    for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
-        weight = block.weight if counted else 0.0
-        indices = block.inputs[start : start + count]
-        yield replace(block, inputs=indices, rows=count, weight=weight)
+def _micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
+    """Cut a block of indices into micro-steps: those of each virtual rank, if there are any."""
+    first = 0
+    for part in held_parts(world):
+        rows = block.rows
+        if world.virtual_ranks:
+            rows = len(part_of(range(block.global_size), part, world))
+        for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
+            weight = block.weight if counted else 0.0
+            indices = block.inputs[first + start : first + start + count]
+            yield replace(block, inputs=indices, rows=count, weight=weight, place=part)
+        first += rows

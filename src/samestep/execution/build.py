@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from samestep.data.batches import open_split
+from samestep.data.blocks import held_parts
 from samestep.data.memory_source import MemorySource
 from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
@@ -65,6 +66,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         UserError: on every rank, for anything the user can mend.
     """
     settings, recipe = request.settings, request.recipe
+    world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
     check_precision(settings.precision, world.device)
     seed_alike(settings.seed)
     splits = load_splits(recipe, request.options, world)
@@ -110,7 +112,8 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         classes=splits.classes,
     )
     request = replace(request, recipe=replace(recipe, metrics=metrics))
-    measured = EpochMetrics(metrics, world.device)
+    held = held_parts(world) if world.virtual_ranks else range(1)
+    measured = EpochMetrics(metrics, world.device, held)
     state = State(watch=_watch(request, splits), measured=measured)
     return Built(with_forward(work), state, splits, threads)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.errors import UserError, did_you_mean
 from samestep.recipe import Recipe
-from samestep.settings import MAY_CHANGE, Settings, as_table, flag_name
+from samestep.settings import Settings, as_table, flag_name, may_change
 
 # They decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
@@ -21,7 +21,7 @@ _OF_THE_ORDER = frozenset(
         "shuffle_buffer",
     }
 )
-_FIXED = _OF_THE_ORDER | {"engine"}
+_FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
 
 Change = tuple[Any, Any]
 """A value before, and the value now; None where it was not set."""
@@ -81,7 +81,7 @@ def check_changes(
     defaults = {**_plain(as_table(Settings())), **_option_defaults(recipe)}
     before = defaults | _flat(tomllib.loads(made_with))  # a setting may be newer than the file
     after = defaults | _flat(tomllib.loads(now))
-    compared = _names(recipe) - MAY_CHANGE - _OF_THE_ORDER
+    compared = _names(recipe) - may_change(before.get("virtual_ranks")) - _OF_THE_ORDER
     changes = {
         name: (before.get(name), after.get(name))
         for name in sorted(compared)

@@ -22,7 +22,7 @@ from samestep.run.records import Record
 from samestep.training.between import evaluate_work
 from samestep.training.evaluation import UntilTold
 from samestep.training.precision import data_dtype
-from samestep.training.snapshot import load_evaluated
+from samestep.training.snapshot import load_evaluated, weights_sha256
 from samestep.training.stopping import Agreement
 from samestep.training.work import State, Work
 
@@ -41,7 +41,8 @@ def leave_why(run: Run, request: Request, work: Work, state: State, error: Excep
     state.stop_reason = f"failed: {device_error(error) or error}"
     with contextlib.suppress(UserError):
         run.append({"event": "stop", "step": state.position.step, "reason": state.stop_reason})
-        run.write_result(_result(request, work, state, "failed"))
+        weights = weights_sha256(work.trainee.model)
+        run.write_result(_result(request, work, state, "failed", weights))
 
 
 def finish_run(
@@ -59,6 +60,8 @@ def finish_run(
     """
     work, state, splits = built.work, built.state, built.splits
     position, test = state.position, None
+    # The test below is of the best checkpoint, not of where the training ended.
+    weights = weights_sha256(work.trainee.model) if run is not None else ""
     baselines: dict[str, Any] = {}
     if not state.signum and splits.test is not None:
         started = time.perf_counter()
@@ -83,7 +86,7 @@ def finish_run(
     status = "stopped" if state.signum else "completed"
     emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
     if run is not None:
-        result = _result(request, work, state, status, test, first_step_s)
+        result = _result(request, work, state, status, weights, test, first_step_s)
         if baselines:
             result["baselines"] = baselines
         best = read_index(run.checkpoints).best
@@ -155,6 +158,7 @@ def _result(
     work: Work,
     state: State,
     status: str,
+    weights: str,
     test: dict[str, Any] | None = None,
     first_step_s: float | None = None,
 ) -> dict[str, Any]:
@@ -167,6 +171,7 @@ def _result(
         "global_batch_size": plan.global_batch_size,
         "epochs": position.epoch,
         "steps": position.step,
+        "weights_sha256": weights,
         "test": test,
         "best": {
             "metric": watch.metric,

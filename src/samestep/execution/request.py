@@ -17,7 +17,7 @@ from samestep.errors import UserError, did_you_mean
 from samestep.execution.changes import Change, parse_names, refused_flag
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
-from samestep.settings import MAY_CHANGE, Settings, as_table, merge_layers
+from samestep.settings import Settings, as_table, may_change, merge_layers
 from samestep.tracking.choice import check_choice
 
 # What the file of a run holds as it was derived, not as it was asked for.
@@ -206,7 +206,8 @@ def finish(
     if start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
         if resume:
-            _refuse_changes(_changes(start, merged, options), MAY_CHANGE | {*allowed})
+            may = may_change(start.settings_layer.get("virtual_ranks")) | {*allowed}
+            _refuse_changes(_changes(start, merged, options), may)
     resolved = Settings(**merged)  # type: ignore[arg-type]
     check_choice(resolved)
     return Request(
@@ -239,7 +240,8 @@ def _check_repeated(
             "Choose another --run-dir."
         )
     # The command gives sizes for its own number of ranks; those of the run are kept.
-    may = MAY_CHANGE | {*_DERIVED, "accumulate", *allowed}
+    virtual = run.settings_layer.get("virtual_ranks")
+    may = may_change(virtual) | {*_DERIVED, "accumulate", *allowed}
     _refuse_changes(_changes(run, merged, options), may)
 
 

@@ -9,7 +9,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -43,6 +43,13 @@ class World(Launch):
     backend: str = "none"
     notes: tuple[str, ...] = ()
     """What the user should know of how this world was found, a sentence each."""
+    virtual_ranks: int = 0
+    """Fixed shares of each global batch that these ranks compute; 0: each rank has one share."""
+
+    @property
+    def num_parts(self) -> int:
+        """The number of shares that a global batch and an evaluation are cut into."""
+        return self.virtual_ranks or self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -97,6 +104,32 @@ class World(Launch):
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
         return received
+
+    def all_to_all(self, sent: Tensor, counts: Sequence[int], own_rows: int) -> Tensor:
+        """Send each rank its shard of this rank's rows; return the same shard of everybody's rows.
+
+        Args:
+            sent: (world size, `own_rows`, shard).
+            counts: the rows of each rank.
+            own_rows: the rows of this rank.
+
+        Returns:
+            (sum of counts, shard), in rank order.
+        """
+        shard = sent.shape[-1]
+        received = sent.new_empty(sum(counts), shard)
+        dist.all_to_all_single(
+            received,
+            sent.view(-1, shard),
+            output_split_sizes=list(counts),
+            input_split_sizes=[own_rows] * self.world_size,
+        )
+        return received
+
+    def all_gather_into(self, gathered: Tensor, shard: Tensor) -> None:
+        """Fill a tensor with the equal shards of all ranks, in rank order."""
+        gather = getattr(dist, "all_gather_single", None)  # its name since torch 2.13
+        (gather or dist.all_gather_into_tensor)(gathered, shard)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank."""

@@ -23,8 +23,9 @@ from samestep.settings import Settings
 from samestep.training.eager_only import why_only_eager
 from samestep.training.phases import Phases
 from samestep.training.plan import Plan
-from samestep.training.step import EagerStep, StepResult, Trainee
+from samestep.training.step import EagerStep, StepResult, Trainee, Weight
 from samestep.training.threads import is_small
+from samestep.training.virtual_step import VirtualStep
 from samestep.training.whole_step import StepGraph
 
 # Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
@@ -54,6 +55,9 @@ def what_compiles(
             "--compile on needs a C++ compiler, and neither g++ nor clang++ is on the PATH. "
             "Install one (Debian: apt install g++), or use --compile off."
         )
+    # Virtual ranks add up gradients between backward and update.
+    if settings.virtual_ranks is not None:
+        return "model"
     return "model" if _why_the_model_alone(settings, world, model, own) else "step"
 
 
@@ -86,6 +90,9 @@ def make_step(
     phases: Phases,
 ) -> EagerStep:
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
+    if settings.virtual_ranks is not None:
+        kind = VirtualStep if compiles == "nothing" else VirtualModelStep
+        return kind(trainee, settings, world, plan.batch_size, phases)
     if compiles == "step":
         return WholeStep(trainee, settings, world, plan, steps_per_block, phases)
     if compiles == "nothing":
@@ -117,6 +124,30 @@ class ModelStep(EagerStep):
         if self.why:
             what += f"; whole steps are not, since {self.why}"
         return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
+
+
+class VirtualModelStep(VirtualStep):
+    """Steps of virtual ranks, with the model's forward and backward compiled."""
+
+    _to_compile = True
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take one step."""
+        if not self._to_compile:
+            return super().__call__(block, step, lrs, want_norm=want_norm)
+        self._to_compile = False
+        before = time.perf_counter()
+        with self._phases.left_out(), explained():
+            result = super().__call__(block, step, lrs, want_norm=want_norm)
+        what = "the model's forward and backward; optimizer and tree of sums are not compiled"
+        return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
+
+    def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
+        if part.rows == self._batch_size:
+            return super()._micro_step(part, weight, terms)
+        # Odd sizes run uncompiled rather than compile another graph.
+        with torch.compiler.set_stance("force_eager"):
+            return super()._micro_step(part, weight, terms)
 
 
 class WholeStep(EagerStep):

@@ -64,7 +64,7 @@ def compiled_forward(
     batch_size = evaluation_batch(settings, plan.batch_size)
     every = settings.eval_every_epochs * plan.steps_per_epoch
     every = min(every, settings.eval_every_steps or every)
-    batches = num_samples // world.world_size // batch_size
+    batches = num_samples // world.num_parts // batch_size
     if plan.total_steps // every * batches < _LEAST_BATCHES:
         return None
     return FullBatches(model, batch_size)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from samestep.data.blocks import Batch
+from samestep.data.blocks import Batch, held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.trees import describe
 from samestep.errors import UserError, blame
@@ -16,6 +16,7 @@ from samestep.settings import Precision, Settings
 from samestep.training.apply import Terms, call
 from samestep.training.confusion import Confusion
 from samestep.training.metrics import Objects, functions_of, told, values_of
+from samestep.training.parts import sum_over_parts
 from samestep.training.precision import autocast
 from samestep.training.snapshot import random_numbers
 from samestep.training.step import check_loss, seed_torch
@@ -102,8 +103,11 @@ def evaluate(
     totals = Totals(loss, metrics, world, classes, terms)
 
     def count_all() -> None:
+        first: dict[int, int] = {}
         for number, batch in enumerate(source.evaluation(batch_size)):
-            seed_torch(mix(seed, world.rank, number), world.device)  # reading draws numbers too
+            part = batch.part if world.virtual_ranks else world.rank
+            nth = number - first.setdefault(part, number)
+            seed_torch(mix(seed, part, nth), world.device)  # reading draws numbers too
             outputs = outputs_of(forward or model, batch.inputs, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, batch)
@@ -163,7 +167,11 @@ class Totals:
         # float64, so that sums over a large set do not depend on how it was shared out. Apple's
         # GPU has none; there the sums are moved to the CPU batch by batch.
         home = torch.device("cpu") if world.device.type == "mps" else world.device
-        self._sums = torch.zeros(len(self._metrics) + 3, dtype=torch.float64, device=home)
+        held = held_parts(world)
+        self._sums = torch.zeros(
+            len(held), len(self._metrics) + 3, dtype=torch.float64, device=home
+        )
+        self._held, self._part = held, held.start
         self.objects = Objects(metrics, home)
         """The metrics that gather a state."""
         self._confusion = Confusion(classes, home) if classes else None
@@ -174,8 +182,11 @@ class Totals:
         Raises:
             UserError: the loss is no mean, or a metric not one value a sample.
         """
-        sums, home = self._sums, self._sums.device
-        inputs, targets, count, _first = batch
+        inputs, targets, count, _first, part = batch
+        if self._world.virtual_ranks and part != self._part:
+            self._part = part
+            self.objects.next_part()
+        sums, home = self._sums[self._part - self._held.start], self._sums.device
         batch_loss = told("loss", self._loss, outputs, targets)
         check_loss(batch_loss, self._loss)
         if self._confusion is not None:
@@ -191,7 +202,7 @@ class Totals:
 
     def means(self) -> dict[str, Any]:
         """Return what `evaluate` does, over all ranks; every rank calls it."""
-        loss, *totals, terms, samples = self._world.reduce(self._sums).tolist()
+        loss, *totals, terms, samples = sum_over_parts(self._sums, self._world).tolist()
         means = {"loss": loss / terms}
         means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}
         means |= self.objects.values(self._world)

@@ -125,15 +125,28 @@ class Objects:
         for name, metric in self._metrics.items():
             _merge(metric, [states[name] for states in found if name in states])
 
-    def values(self, world: World, without: Container[str] = ()) -> dict[str, float]:
+    def next_part(self) -> None:
+        """Keep what was gathered apart from what comes: another part of the data begins."""
+        self._earlier = self.states()
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def values(
+        self, world: World, without: Container[str] = (), states: Sequence[States] | None = None
+    ) -> dict[str, float]:
         """Return each metric over all samples of all ranks, `without` some; every rank calls it.
+
+        Args:
+            world: this rank among the others.
+            without: metrics to leave out.
+            states: what this rank has gathered, where it is more than is here.
 
         Raises:
             UserError: one does not compute a single number.
         """
         if not self._metrics:
             return {}
-        ranks = world.gather(self.states())
+        ranks = world.gather(self.states() if states is None else states)
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
         wanted = {n: metric for n, metric in whole._metrics.items() if n not in without}

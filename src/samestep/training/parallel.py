@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.settings import Settings
 
@@ -31,7 +32,7 @@ Wrap = Callable[[nn.Module, World, Settings, nn.Parameter | None], nn.Module]
 
 def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Parameter | None:
     """Return a weight, 0 for ever, whose gradient ranks add up with the model's; none alone."""
-    if world.world_size == 1 or settings.allows_unused:
+    if world.world_size == 1 or settings.allows_unused or settings.virtual_ranks is not None:
         return None  # DDP then follows the forward, in which it does not appear
     like = next(p for p in model.parameters() if p.requires_grad)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -51,6 +52,9 @@ def wrap(
     """
     if not world.connected:
         return model
+    if settings.virtual_ranks is not None:
+        _start_alike(model, world)
+        return model
     return DistributedDataParallel(
         model if counter is None else _Counted(model, counter),
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -59,6 +63,27 @@ def wrap(
         find_unused_parameters=settings.find_unused,
         static_graph=settings.static_graph,
     )
+
+
+def _start_alike(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's weights and buffers, as DDP does when it takes a model.
+
+    Raises:
+        UserError: on every rank, that the ranks have built different models.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+    found = world.gather(shapes)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            name = next(one[0] for one in {*other} ^ {*found[0]})
+            raise UserError(
+                f"Ranks 0 and {rank} have built different models: {name} is not in both, or of "
+                "another shape or type. Build the same model on every rank.",
+                on_all_ranks=True,
+            )
+    for tensor in tensors.values():
+        world.take_from_main(tensor.detach())
 
 
 def share_buffers(model: nn.Module, world: World) -> None:

@@ -21,11 +21,13 @@ class Plan:
     """The numbers of one run that are derived rather than asked for."""
 
     world_size: int
+    virtual_ranks: int | None = None
+    """Fixed shares of each global batch; None: each rank has one."""
     num_samples: int
     """Samples of the training set; 0 of a stream, whose length nobody knows."""
     global_batch_size: int
     batch_size: int
-    """Most samples per rank and micro-step."""
+    """Most samples per micro-step, of a rank or of a virtual one."""
     accumulate: int
     steps_per_epoch: int
     """Of a stream `ENDLESS`: it says itself when it ends."""
@@ -47,6 +49,8 @@ class Plan:
         """Return the plan as records hold it: what nobody knows is None."""
         known = asdict(replace(self, schedule=None))
         del known["schedule"]
+        if self.virtual_ranks is None:
+            del known["virtual_ranks"]
         if self.is_stream:
             known |= dict.fromkeys(("num_samples", "steps_per_epoch"))
             known |= {"epochs": self.epochs or None}
@@ -78,12 +82,16 @@ def make_plan(
     Raises:
         UserError: the batch sizes contradict each other, or the data is too small.
     """
+    _check_virtual(settings, num_samples, world_size)
     if 0 < num_samples < world_size:
         raise UserError(
             f"{world_size} ranks are more than the {num_samples} training samples: every rank "
             f"needs one. Start at most {num_samples} ranks."
         )
-    global_batch, batch, accumulate = _batch_sizes(settings, world_size, resumed=resumed)
+    parts, ranks = world_size, "ranks"
+    if settings.virtual_ranks is not None:
+        parts, ranks = settings.virtual_ranks, "virtual ranks"
+    global_batch, batch, accumulate = _batch_sizes(settings, parts, ranks, resumed=resumed)
     if settings.static_graph and accumulate > 1 and world_size > 1:
         raise UserError(
             f"--static-graph does not go with {accumulate} micro-steps per step: DDP learns the "
@@ -92,7 +100,7 @@ def make_plan(
         )
     if global_batch >= _LARGEST:
         raise UserError(
-            f"The global batch of {global_batch} samples = {batch} × {world_size} ranks × "
+            f"The global batch of {global_batch} samples = {batch} × {parts} {ranks} × "
             f"{accumulate} micro-steps is too large to count; it must be below {_LARGEST}."
         )
     if num_samples == 0:
@@ -108,6 +116,7 @@ def make_plan(
     epochs, total = _length(settings, per_epoch)
     return Plan(
         world_size=world_size,
+        virtual_ranks=settings.virtual_ranks,
         num_samples=num_samples,
         global_batch_size=global_batch,
         batch_size=batch,
@@ -118,6 +127,37 @@ def make_plan(
         lr=scaled_lr(settings, global_batch),
         schedule=_checked(schedule, settings, total),
     )
+
+
+def _check_virtual(settings: Settings, num_samples: int, world_size: int) -> None:
+    """Check that there are virtual ranks for all ranks, and samples for all virtual ranks.
+
+    Raises:
+        UserError: there are not, or the data is a stream.
+    """
+    virtual = settings.virtual_ranks
+    if virtual is None:
+        return
+    if world_size > virtual:
+        raise UserError(
+            f"--virtual-ranks {virtual} is less than the {world_size} ranks: each rank computes "
+            f"one or more virtual ranks. Start at most {virtual} ranks, or begin a new run with "
+            "more virtual ranks."
+        )
+    if num_samples == 0:
+        raise UserError(
+            "--virtual-ranks takes no stream: who reads which element depends on the number of "
+            "ranks. Leave it out, or give a map-style Dataset."
+        )
+    for what, size in (
+        (f"the {num_samples} training samples", num_samples),
+        (f"the global batch of {settings.global_batch_size}", settings.global_batch_size),
+    ):
+        if size is not None and size < virtual:
+            raise UserError(
+                f"--virtual-ranks {virtual} is more than {what}: each virtual rank needs a sample. "
+                f"Use at most {size}."
+            )
 
 
 def _checked(
@@ -202,34 +242,37 @@ def _check_stream(
         )
 
 
-def _batch_sizes(settings: Settings, world_size: int, *, resumed: bool) -> tuple[int, int, int]:
+def _batch_sizes(
+    settings: Settings, parts: int, ranks: str, *, resumed: bool
+) -> tuple[int, int, int]:
     """Return (global batch, batch, accumulate): any two of the settings give the third.
 
-    With both sizes given, the batch size is the most that a rank takes at once.
+    With both sizes given, the batch size is the most that a rank takes at once. `parts` is the
+    number of `ranks`, a word for messages, that share a global batch.
     """
     batch, total = settings.batch_size, settings.global_batch_size
     if total is None:
         if batch is None:
             raise UserError("No batch size: give --batch-size (per rank) or --global-batch-size.")
         accumulate = settings.accumulate or 1
-        return batch * world_size * accumulate, batch, accumulate
+        return batch * parts * accumulate, batch, accumulate
     if resumed:
         # What fits a rank's memory stays the same; the number of micro-steps follows.
-        per_rank = -(-total // world_size)
+        per_rank = -(-total // parts)
         batch = min(batch or per_rank, per_rank)
         return total, batch, -(-per_rank // batch)
     if batch is None:
         accumulate = settings.accumulate or 1
-        unit = f"{world_size} ranks"
+        unit = f"{parts} {ranks}"
         if accumulate > 1:
             unit += f" × {accumulate} micro-steps"
-        return total, _divide(total, world_size * accumulate, unit), accumulate
-    if batch * world_size >= total:
-        batch = _divide(total, world_size, f"{world_size} ranks")
-    accumulate = _divide(total, batch * world_size, f"batch size {batch} × {world_size} ranks")
+        return total, _divide(total, parts * accumulate, unit), accumulate
+    if batch * parts >= total:
+        batch = _divide(total, parts, f"{parts} {ranks}")
+    accumulate = _divide(total, batch * parts, f"batch size {batch} × {parts} {ranks}")
     if settings.accumulate not in (None, accumulate):
         raise UserError(
-            f"--global-batch-size {total} = --batch-size {batch} × {world_size} ranks × "
+            f"--global-batch-size {total} = --batch-size {batch} × {parts} {ranks} × "
             f"--accumulate {accumulate}, but --accumulate is {settings.accumulate}. "
             "Leave one of the three out."
         )

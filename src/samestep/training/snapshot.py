@@ -1,6 +1,7 @@
 """What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
 
 import contextlib
+import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.stream_lanes import Mark
 from samestep.data.stream_source import StreamSource
@@ -30,14 +32,13 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     plan, average = work.plan, work.trainee.average
     next_lr = learning_rate(plan, work.settings, state.position.step)
     set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
-    ranks = work.world.gather(
-        {
-            "rng": _rng_state(),
-            "loss_sum": state.sums.loss,
-            "measured": state.measured.state(),
-            "stream": _marks(work, state.position),
-        }
-    )
+    mine: dict[str, Any] = {
+        "rng": _rng_state(),
+        "loss_sum": state.sums.loss,
+        "measured": state.measured.state(),
+        "stream": _marks(work, state.position),
+    }
+    ranks = work.world.gather(mine)
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -56,7 +57,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
         "terms": state.sums.terms,
-        "measured": [rank["measured"] for rank in ranks],
+        "measured": [part for rank in ranks for part in rank["measured"]],
         "watch": asdict(state.watch),
         "order": {
             "seed": work.settings.seed,
@@ -120,10 +121,10 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
         # Only the sum over the ranks counts, so one of them takes it all.
         loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
     measured = saved.get("measured", [])
-    if len(measured) == world.world_size:
-        state.measured.load([measured[world.rank]])
+    if len(measured) == world.num_parts:
+        state.measured.load([[measured[part]] for part in held_parts(world)])
     else:
-        state.measured.load(measured if world.is_main else [])
+        state.measured.load([measured] if world.is_main else [])
     state.sums = Sums(loss_sum, saved.get("terms", 0.0))
 
 
@@ -132,6 +133,20 @@ def _marks(work: Work, position: Position) -> dict[int, Mark]:
     if not isinstance(work.train, StreamSource):
         return {}
     return work.train.marks_at(position.epoch, position.step_in_epoch)
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of a model's floating-point state, in the order of its `state_dict`.
+
+    Of each weight and floating-point buffer: its name, type and shape, and its bytes.
+    """
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            flat = value.detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def check_recipe(state: dict[str, Any], recipe: str) -> None:

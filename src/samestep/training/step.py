@@ -140,6 +140,8 @@ class EagerStep:
         self._cut = partial(
             cut_rows, batch_size=batch_size, world_size=world.world_size, together=self._together
         )
+        self._overlaps = world.connected
+        """Whether gradients are sent off within the backward, which then waits for them."""
         self._unchecked = world.connected and not settings.allows_unused
         self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
 
@@ -237,10 +239,10 @@ class EagerStep:
                 outputs = outputs.detach()
             else:
                 outputs = map_tensors(Tensor.detach, outputs)
-            self._seen.append(Seen(outputs, targets, part.rows))
+            self._seen.append(Seen(outputs, targets, part.rows, part.place))
         phases, last = self._phases, "backward"
         phases.lap("forward")
-        if self._world.connected and loss.requires_grad:
+        if self._overlaps and loss.requires_grad:
             tell_end_of_autograd(loss, lambda: phases.lap("backward"))
             last = "all_reduce"
         scaled = loss if trainee.scaler is None else trainee.scaler.scale(loss)

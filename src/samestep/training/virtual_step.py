@@ -1,0 +1,169 @@
+"""One optimizer step of virtual ranks: the same bits on any number of ranks.
+
+A global batch is cut into a fixed number of shares, the virtual ranks. A rank takes those that it
+holds one after the other, each with its own random numbers and buffers, and all gradients are added
+up along one fixed tree. The name follows VirtualFlow's virtual nodes (Or et al., MLSys 2022); that
+gradients are added in a fixed order whatever the number of workers is also what EasyScale does
+(Li et al., SC 2023).
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.blocks import Block
+from samestep.data.keyed_random import mix
+from samestep.data.loader_source import seed_reading
+from samestep.errors import UserError
+from samestep.ranks.world import World
+from samestep.settings import Settings
+from samestep.training.apply import as_scalar
+from samestep.training.buffers import StepBuffers
+from samestep.training.phases import Phases
+from samestep.training.step import EagerStep, Trainee, Weights, check_used, seed_torch
+from samestep.training.tree import TreeSum
+from samestep.training.tree_reduce import Tensors, TreeReduce, add_tensors
+
+
+class VirtualStep(EagerStep):
+    """Run steps one by one, each of its virtual ranks with PyTorch's own autograd."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        settings: Settings,
+        world: World,
+        batch_size: int,
+        phases: Phases | None = None,
+    ) -> None:
+        super().__init__(trainee, settings, world, batch_size, phases)
+        self._overlaps = False  # nothing is sent off within a backward
+        self._unchecked = False
+        self._to_check = not settings.allows_unused
+        wide = any(p.dtype == torch.float64 for p in self._parameters)
+        self._dtype = torch.float64 if wide else torch.float32
+        self._buffers = StepBuffers(trainee.model, self._dtype)
+        self._reduce: TreeReduce | None = None
+        self._numbers = -1
+        """How many numbers travel with the gradients."""
+
+    def _seed(self, step: int) -> None:
+        self._step = step  # each virtual rank seeds by itself
+
+    def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Add up the gradients of all virtual ranks.
+
+        Returns:
+            The mean loss on rank 0, and 0 on the others; the terms of the step over all virtual
+            ranks, if the mean is over terms.
+        """
+        present = min(self._world.num_parts, block.global_size)
+        self._buffers.begin()
+        if not block.parts and not self._agreed:
+            self._agree_without()
+        tree = TreeSum(add_tensors)
+        for part, micro_steps in groupby(block.parts, key=lambda micro_step: micro_step.place):
+            tree.push(self._share(part, tuple(micro_steps)), part)
+        *gradients, numbers = self._reducer()(tree.roots, present)
+        loss, terms = self._settle(gradients, numbers, block.global_size, present)
+        self._phases.lap("all_reduce" if self._world.connected else "backward")
+        # The ranks' parts of a loss are added up where it is read.
+        return loss if self._world.is_main else torch.zeros_like(loss), terms
+
+    def _agree_without(self) -> None:
+        """Take part in what ranks agree on in their first step, without a sample of it."""
+        for _ in range(1 if self._trainee.terms is None else 2):
+            self._world.on_every(lambda: None)
+        self._agreed = True
+
+    def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
+        """Return the gradients of a virtual rank, and the numbers that travel with them."""
+        drawn = mix(self._settings.seed, self._step, part)
+        seed_reading(drawn)  # of Python and NumPy, for models that ask them
+        seed_torch(drawn, self._world.device)
+        weights = (self._weights_of if self._agreed else self._first_weights)(micro_steps)
+        losses = []
+        for micro_step, weight in zip(micro_steps, weights, strict=True):
+            try:
+                losses.append(self._micro_step(micro_step, *weight))
+            except Exception as error:
+                self._tell(error, micro_step.inputs, micro_step.targets)
+        loss = sum(losses[1:], start=losses[0])
+        numbers = [loss.to(self._dtype).view(1)]
+        if self._trainee.terms is not None:
+            numbers.append(self._terms.to(self._dtype).view(1))
+        numbers += [*self._used(), *self._buffers.moved(part)]
+        if self._to_check:
+            self._to_check = False
+            check_used(self._trainee.model)
+        gradients = [self._gradient(p) for p in self._parameters]
+        return [*gradients, torch.cat(numbers) if len(numbers) > 1 else numbers[0]]
+
+    def _used(self) -> list[Tensor]:
+        """Return which parameters have a gradient, where some may have none."""
+        if not self._settings.allows_unused:
+            return []
+        used = [p.grad is not None for p in self._parameters]
+        return [torch.tensor(used, dtype=self._dtype, device=self._world.device)]
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Take a parameter's gradient from it."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return torch.zeros_like(parameter)
+        if gradient.layout != torch.strided:
+            named = self._trainee.model.named_parameters()
+            name = next(name for name, other in named if other is parameter)
+            raise UserError(
+                f"--virtual-ranks: the gradient of {name} is sparse, and samestep adds up dense "
+                "ones in a fixed order. Build its layer with sparse=False, or leave "
+                "--virtual-ranks out."
+            )
+        return gradient
+
+    def _weights_of(self, parts: Sequence[Block]) -> Weights:
+        """Weigh each micro-step's loss by its part of the global batch, whoever computes it."""
+        size, count = parts[0].global_size, self._trainee.terms
+        if count is None:
+            return [(p.rows / size, None) for p in parts]
+        # As among ranks: a term weighs 1 / global batch, until `_settle` knows how many there are.
+        found = [as_scalar(count(p.inputs, p.targets), self._parameters[0]) for p in parts]
+        self._terms = torch.stack(found).sum() if len(found) > 1 else found[0]
+        return [(terms / size, None) for terms in found]
+
+    def _reducer(self) -> TreeReduce:
+        """Return what adds up over the ranks: the first step has more numbers than the others."""
+        terms = self._trainee.terms is not None
+        used = len(self._parameters) if self._settings.allows_unused else 0
+        numbers = 1 + terms + used + self._buffers.size
+        if self._reduce is None or numbers != self._numbers:
+            self._numbers = numbers
+            told = torch.empty(numbers, dtype=self._dtype, device="meta")
+            like = [torch.empty_like(p, device="meta") for p in self._parameters]
+            self._reduce = TreeReduce(self._world, [*like, told], self._settings.bucket_cap_mb)
+        return self._reduce
+
+    def _settle(
+        self, gradients: Tensors, numbers: Tensor, size: int, present: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give parameters and buffers what all virtual ranks made of them.
+
+        Returns:
+            The mean loss of the step, and its terms if it is a mean over terms.
+        """
+        loss, terms = numbers[0], None
+        start = 1
+        if self._trainee.terms is not None:
+            terms = numbers[1]
+            torch._foreach_mul_(gradients, size / terms)
+            loss, start = loss * (size / terms), 2
+        used = [True] * len(self._parameters)
+        if self._settings.allows_unused:
+            used = (numbers[start : start + len(used)] > 0).tolist()
+            start += len(used)
+        self._buffers.settle(numbers[start:], present)
+        for parameter, gradient, is_used in zip(self._parameters, gradients, used, strict=True):
+            parameter.grad = gradient if is_used else None
+        return loss, terms
