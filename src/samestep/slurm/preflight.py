@@ -56,7 +56,7 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
         UserError: the global batch would follow from the nodes that happen to be free, or there
             are fewer virtual ranks than ranks.
     """
-    virtual, most = getattr(settings, "virtual_ranks", None), options.most_ranks
+    virtual, most = settings.virtual_ranks, options.most_ranks
     if virtual is not None and virtual < most:
         raise UserError(
             f"--virtual-ranks {virtual}: the job may have {most} ranks ({options.size}), and each "
