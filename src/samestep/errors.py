@@ -103,17 +103,38 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
         return None
     # torch's own advice comes after its numbers, and names settings that samestep has not.
     text = re.split(r" If reserved but|, but you set|\n", str(error))[0].strip().rstrip(".")
-    text += f"{raised_at(error) or place}."
+    refused = is_not_deterministic(error)
+    text += f"{_in_module(error) if refused else ''}{raised_at(error) or place}."
     if type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(text):
         told = UserError(f"{what}{text} {_LESS_MEMORY}")
-    elif _NOT_DETERMINISTIC.search(str(error)):
+    elif refused:
         told = UserError(
-            f"--deterministic: {what}{text} Leave the setting out, or use another operation there."
+            f"--deterministic, which --virtual-ranks needs: {what}{text} Use another operation "
+            "there, or leave the setting out."
         )
     else:
         return None
     told.__cause__ = error
     return told
+
+
+def _in_module(error: BaseException) -> str:
+    """Return " in the module CLASS": the innermost one whose forward raised; nothing if none did.
+
+    Its backward has no line of Python.
+    """
+    found, step = "", error.__traceback__
+    while step is not None:
+        code, owner = step.tb_frame.f_code, step.tb_frame.f_locals.get("self")
+        if code.co_name == "forward" and owner is not None:
+            found = f" in the module {type(owner).__name__}"
+        step = step.tb_next
+    return found
+
+
+def is_not_deterministic(error: BaseException) -> bool:
+    """Whether PyTorch refused an operation that may give other bits each time."""
+    return isinstance(error, RuntimeError) and bool(_NOT_DETERMINISTIC.search(str(error)))
 
 
 def caused(error: Exception) -> Exception:

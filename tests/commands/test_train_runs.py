@@ -268,6 +268,7 @@ SETTINGS = {
     "batch_size": 16,
     "global_batch_size": 48,
     "accumulate": 2,
+    "virtual_ranks": 4,
     "drop_last": True,
     "shuffle_buffer": 64,
     "optimizer": "adamw",

@@ -11,7 +11,7 @@ from tests.command_line import read_json
 FIELDS = {
     *("recipe", "status", "reason", "world_size", "global_batch_size", "epochs", "steps", "test"),
     *("best", "training_seconds", "samples_per_s", "seconds_to_first_step", "device", "backend"),
-    "versions",
+    *("versions", "weights_sha256"),
 }
 
 

@@ -66,6 +66,8 @@ class RunData:
     """Settings and the recipe's options; None if the file cannot be read."""
     facts: Mapping[str, object] = field(default_factory=dict)
     """Of where it ran: ranks, device, versions, and what its own recipe file was."""
+    weights: Mapping[int, str] = field(default_factory=dict)
+    """Step → SHA-256 of the weights after it, where that is recorded."""
     problems: tuple[str, ...] = ()
     """What is not there, or cannot be read; a sentence each."""
 
@@ -130,6 +132,7 @@ def read_run(path: Path) -> RunData:
         plan=plan,
         settings=settings,
         facts=_facts(path, plan, problems),
+        weights=_weights(records, result),
         problems=tuple(problems),
     )
 
@@ -173,6 +176,15 @@ def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
         problems.append("settings.toml is damaged: its settings are not known")
     return None
+
+
+def _weights(records: list[Record], result: dict[str, Any]) -> dict[int, str]:
+    """Return the digests of weights that checkpoints and the result tell."""
+    told = [r for r in records if r["event"] == "checkpoint"]
+    ends = [r["step"] for r in records if r["event"] == "stop" and isinstance(r.get("step"), int)]
+    if ends and result.get("steps") == ends[-1]:  # the result is of the latest attempt
+        told.append({"step": ends[-1], "weights_sha256": result.get("weights_sha256")})
+    return {r["step"]: digest for r in told if isinstance(digest := r.get("weights_sha256"), str)}
 
 
 def _facts(path: Path, plan: Record, problems: list[str]) -> dict[str, object]:

@@ -33,6 +33,10 @@ class SameTraining:
     """The first step with a loss that differs by more than rounding."""
     last_alike: int | None = None
     """The last recorded step before it."""
+    weights_sha256: str = ""
+    """Of the weights after the last step for which both have recorded it, if it is the same."""
+    weights_step: int | None = None
+    """That step; None if there is none."""
     tolerance: float = 0.0
     """What rounding explains, relative to the largest loss."""
 
@@ -64,8 +68,13 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
     apart = [abs(a - b) / max(abs(a), 1e-12) for a, b in norms if a is not None and b is not None]
     before = [step for _, step in gaps if not far or step < far[0]]
     kinds = [kind for kind, _ in both]
+    weighed = max(one.weights.keys() & other.weights.keys(), default=None)
+    digests = set() if weighed is None else {one.weights[weighed], other.weights[weighed]}
+    differ = largest or any(apart) or len(digests) > 1
     return SameTraining(
-        verdict="apart" if far else "rounding" if largest or any(apart) else "equal",
+        verdict="apart" if far else "rounding" if differ else "equal",
+        weights_sha256=digests.pop() if len(digests) == 1 else "",
+        weights_step=weighed,
         steps=kinds.count("step"),
         epochs=kinds.count("epoch"),
         evaluations=kinds.count("evaluation"),

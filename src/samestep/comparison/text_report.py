@@ -70,12 +70,20 @@ def _verdict(found: SameTraining, other: str, one: str) -> str:
         return f"{other} and {one} cannot be compared by step: {found.why}."
     steps = _evidence(found)
     if found.verdict == "equal":
-        return f"{other} is the same training as {one}: every bit of the loss on {steps}."
+        bits = f"every bit of the loss on {steps}."
+        if not found.weights_sha256:
+            return f"{other} is the same training as {one}: {bits}"
+        return (
+            f"{other} is the same training as {one}, bit for bit: {found.weights_step:,} steps, "
+            f"final weights sha256 {found.weights_sha256}; {bits}"
+        )
     size = f"by at most {found.largest:.1e}, at step {found.largest_at:,}"
     explained = f"(rounding explains {found.tolerance:.0e})."
     if found.verdict == "rounding":
         alike = f"{other} is the same training as {one}, to rounding"
-        return f"{alike}: the losses of {steps} differ {size} {explained}"
+        equal = not found.largest and found.weights_step is not None
+        differ = "are equal, the weights are not." if equal else f"differ {size} {explained}"
+        return f"{alike}: the losses of {steps} {differ}"
     if found.last_alike is None:
         apart = f"{other} is another training than {one}: of {steps} the losses differ from the"
         return f"{apart} first on, {size} {explained}"

@@ -17,6 +17,7 @@ from samestep.data.source import Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at
+from samestep.execution.promise import check_promise
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
 from samestep.ranks.limits import check_workers
@@ -68,6 +69,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
     check_precision(settings.precision, world.device)
+    check_promise(world)
     seed_alike(settings.seed)
     splits = load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
@@ -75,15 +77,8 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
     train = source(splits.train, lap=phases.lap)
     num_samples = _agree_on_size(train, world)
-    plan = world.on_every(
-        lambda: make_plan(
-            settings,
-            num_samples,
-            world.world_size,
-            resumed=request.resume,
-            schedule=recipe.schedule,
-        )
-    )
+    planned = partial(make_plan, settings, num_samples, world.world_size)
+    plan = world.on_every(lambda: planned(resumed=request.resume, schedule=recipe.schedule))
     seed_alike(settings.seed)
     model = world.on_every(
         lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
@@ -112,8 +107,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         classes=splits.classes,
     )
     request = replace(request, recipe=replace(recipe, metrics=metrics))
-    held = held_parts(world) if world.virtual_ranks else range(1)
-    measured = EpochMetrics(metrics, world.device, held)
+    measured = EpochMetrics(metrics, world.device, held_parts(world))
     state = State(watch=_watch(request, splits), measured=measured)
     return Built(with_forward(work), state, splits, threads)
 

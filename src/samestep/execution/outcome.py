@@ -41,8 +41,15 @@ def leave_why(run: Run, request: Request, work: Work, state: State, error: Excep
     state.stop_reason = f"failed: {device_error(error) or error}"
     with contextlib.suppress(UserError):
         run.append({"event": "stop", "step": state.position.step, "reason": state.stop_reason})
-        weights = weights_sha256(work.trainee.model)
-        run.write_result(_result(request, work, state, "failed", weights))
+        run.write_result(_result(request, work, state, "failed", _weights(work)))
+
+
+def _weights(work: Work) -> str:
+    """Return the digest of the weights; nothing where the model itself fails to give them."""
+    try:
+        return weights_sha256(work.trainee.model)
+    except Exception:  # the failure before it is what is to be told
+        return ""
 
 
 def finish_run(

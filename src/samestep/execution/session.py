@@ -14,6 +14,7 @@ from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, no_exit
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
+from samestep.execution.promise import promise_notes, promise_record
 from samestep.execution.request import RECIPE_COPY, Request
 from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.ranks.failure import JOB_RUN
@@ -290,6 +291,7 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "lower_is_better": list(request.recipe.falling()),
         "monitor": built.state.watch.metric,
         "resumed": resumed is not None,
+        **promise_record(work),
         "notes": [*world.notes, *splits.notes, *notes],
         **({"left_out": list(splits.left_out)} if splits.left_out else {}),
     }
@@ -305,6 +307,7 @@ def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list
             f"run: samestep train {request.settings_of} --resume."
         )
     notes += _without_effect(work)
+    notes += promise_notes(work, path) if resumed else []
     plan = work.plan
     if 0 < plan.num_samples < plan.global_batch_size:
         notes.append(

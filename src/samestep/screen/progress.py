@@ -85,9 +85,11 @@ class Screen:
         nodes = f" on {count(plan['num_nodes'], 'node')}" if plan["num_nodes"] > 1 else ""
         backend = f", {plan['backend']}" if plan["world_size"] > 1 else ""
         threads = f", {count(plan['threads'], 'thread')} each" if plan["device"] == "cpu" else ""
-        uneven = plan["batch_size"] * plan["world_size"] * plan["accumulate"]
-        most = "" if uneven == plan["global_batch_size"] else "at most "
-        parts = f"{most}{plan['batch_size']} × {ranks} × {count(plan['accumulate'], 'micro-step')}"
+        virtual = plan.get("virtual_ranks")
+        shares = count(virtual, "virtual rank") if virtual else ranks
+        even = plan["batch_size"] * (virtual or plan["world_size"]) * plan["accumulate"]
+        most = "" if even == plan["global_batch_size"] else "at most "
+        parts = f"{most}{plan['batch_size']} × {shares} × {count(plan['accumulate'], 'micro-step')}"
         lr = f"{plan['lr']:.4g}"
         if plan["lr_scaling"] != "none":
             ratio = plan["lr"] / plan["base_lr"]

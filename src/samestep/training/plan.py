@@ -88,9 +88,8 @@ def make_plan(
             f"{world_size} ranks are more than the {num_samples} training samples: every rank "
             f"needs one. Start at most {num_samples} ranks."
         )
-    parts, ranks = world_size, "ranks"
-    if settings.virtual_ranks is not None:
-        parts, ranks = settings.virtual_ranks, "virtual ranks"
+    parts = settings.virtual_ranks or world_size
+    ranks = "virtual ranks" if settings.virtual_ranks else "ranks"
     global_batch, batch, accumulate = _batch_sizes(settings, parts, ranks, resumed=resumed)
     if settings.static_graph and accumulate > 1 and world_size > 1:
         raise UserError(

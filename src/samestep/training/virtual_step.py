@@ -8,6 +8,7 @@ gradients are added in a fixed order whatever the number of workers is also what
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from samestep.data.blocks import Block
 from samestep.data.keyed_random import mix
 from samestep.data.loader_source import seed_reading
-from samestep.errors import UserError
+from samestep.errors import UserError, is_not_deterministic
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.apply import as_scalar
 from samestep.training.buffers import StepBuffers
+from samestep.training.nondeterministic import refused_operation
 from samestep.training.phases import Phases
 from samestep.training.step import EagerStep, Trainee, Weights, check_used, seed_torch
 from samestep.training.tree import TreeSum
@@ -89,6 +91,15 @@ class VirtualStep(EagerStep):
             try:
                 losses.append(self._micro_step(micro_step, *weight))
             except Exception as error:
+                if is_not_deterministic(error):
+                    again = partial(self._micro_step, micro_step, *weight)
+                    place = refused_operation(self._trainee.model, error, again)
+                    operation = str(error).split(" does not have")[0]
+                    raise UserError(
+                        f"--virtual-ranks: PyTorch's {operation} gives other bits each time; it "
+                        f"is called{place}. Use another operation there, or leave --virtual-ranks "
+                        "out."
+                    ) from error
                 self._tell(error, micro_step.inputs, micro_step.targets)
         loss = sum(losses[1:], start=losses[0])
         numbers = [loss.to(self._dtype).view(1)]

@@ -1,0 +1,360 @@
+"""With virtual ranks every bit is the same on any number of ranks, dropout and BatchNorm included.
+
+63 samples and a global batch of 15: the last batch of an epoch has 3 samples, so that of 5 virtual
+ranks 2 have none.
+"""
+
+import json
+import signal
+import tomllib
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.errors import UserError
+from samestep.training.buffers import StepBuffers
+from tests import tiny
+from tests.command_line import call
+from tests.faults import Fault
+from tests.processes import start_ranks
+
+RECIPE = """
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from samestep import Recipe, Splits
+
+@dataclass(frozen=True)
+class Options:
+    kind: str = "mlp"
+
+class Texts(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        if kind == "lstm":
+            self.inner = nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True)
+        else:
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+            self.inner = nn.TransformerEncoder(layer, 1)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1))
+
+    def forward(self, x):
+        hidden = self.embedding(x)
+        hidden = self.inner(hidden)[0] if isinstance(self.inner, nn.LSTM) else self.inner(
+            hidden, mask=self.mask)
+        return self.head(hidden.mean(dim=1))
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.never = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.first(x) if x.sum() > 0 else self.second(x) + random.random() + np.random.rand()
+
+class Drawn(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + 0.1 * torch.randn(8), self.y[index]
+
+def data(options):
+    generator = torch.Generator().manual_seed(7)
+    if options.kind in ("lstm", "transformer"):
+        x = torch.randint(0, 11, (80, 6), generator=generator)
+        y = x[:, 0] % 3
+    else:
+        shape = (3, 8, 8) if options.kind == "conv" else (8,)
+        x = torch.randn(80, *shape, generator=generator)
+        y = x.flatten(1)[:, :3].argmax(dim=1)
+    train = (x[:63], y[:63])
+    if options.kind == "files":
+        train = Drawn(*train)
+    return Splits(train=train, validation=(x[63:], y[63:]))
+
+def model(options):
+    if options.kind == "conv":
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2),
+            nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.Flatten(), nn.Linear(288, 3))
+    if options.kind in ("lstm", "transformer"):
+        return Texts(options.kind)
+    if options.kind == "branches":
+        return Branches()
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3),
+                         nn.Linear(16, 3))
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+
+def accuracy(outputs, targets):
+    return outputs.argmax(dim=1) == targets
+
+recipe = Recipe(model=model, data=data, loss=loss, options=Options, metrics={"accuracy": accuracy},
+    settings={"epochs": 2, "global_batch_size": 15, "lr": 0.01, "log_every": 1,
+              "checkpoint_every_steps": 3, "virtual_ranks": 5})
+"""
+STEPS = 10
+ONE_BY_ONE = ["--batch-size", "1", "--global-batch-size", "15"]
+FLAGS = {
+    "mlp": [],
+    "conv": ["--kind", "conv"],
+    "lstm": ["--kind", "lstm"],
+    "transformer": ["--kind", "transformer"],
+    "samples from files, by workers": ["--kind", "files", "--num-workers", "2"],
+    "branches": ["--kind", "branches", "--find-unused"],
+    "micro-steps, clipping": ["--kind", "conv", *ONE_BY_ONE, "--clip-norm", "0.05"],
+    "bf16": ["--kind", "conv", "--precision", "bf16"],
+    "fp16": ["--kind", "mlp", "--precision", "fp16", "--lr", "0.1"],
+    "an average of weights": ["--ema", "0.9", "--optimizer", "sgd", "--momentum", "0.9"],
+    "channels last": ["--kind", "conv", "--channels-last", "--clip-norm", "0.05"],
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return tiny.write_recipe(tmp_path, RECIPE, "virtual.py")
+
+
+def digests(run) -> dict[int, str]:
+    """Return what the run's checkpoint records say of its weights, by step."""
+    records = [r for r in tiny.all_records(run) if r["event"] == "checkpoint"]
+    return {record["step"]: record["weights_sha256"] for record in records}
+
+
+def assert_every_bit(run, reference):
+    tiny.assert_same_training(run, reference, tolerance=0)
+    assert digests(run) == digests(reference)
+    ends = [json.loads((path / "result.json").read_text()) for path in (run, reference)]
+    assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"] == digests(run)[STEPS]
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_every_recorded_number_and_every_weight_is_the_same_on_1_to_4_ranks(
+    tmp_path, recipe, flags
+):
+    runs = [tmp_path / f"on-{ranks}" for ranks in (1, 2, 3, 4)]
+    for ranks, run in enumerate(runs, start=1):
+        flags_of_run = [*flags, "--run-dir", str(run)]
+        tiny.train(recipe, *flags_of_run, world_size=ranks, folder=tmp_path)
+        assert_every_bit(run, runs[0])
+    assert len({*digests(runs[0]).values()}) == len(digests(runs[0]))  # the weights do change
+
+
+def test_the_scaler_of_fp16_skips_the_same_steps_on_any_number_of_ranks(tmp_path, recipe):
+    scales = []
+    for ranks in (1, 3):
+        run = tmp_path / f"on-{ranks}"
+        flags = ["--precision", "fp16", "--lr", "10", "--run-dir", str(run)]
+        tiny.train(recipe, *flags, world_size=ranks, folder=tmp_path)
+        scales.append(tiny.last_state(run)["scaler"]["scale"])
+    assert scales[0] < 65536.0  # it starts there, and halves where gradients overflow
+    assert_every_bit(tmp_path / "on-3", tmp_path / "on-1")
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (3, 1)])
+def test_killed_within_an_epoch_it_goes_on_with_the_same_bits_on_other_ranks(
+    tmp_path, recipe, before, after
+):
+    flags = ["--kind", "conv"]
+    tiny.train(recipe, *flags, "--run-dir", str(tmp_path / "whole"), folder=tmp_path)
+    run = tmp_path / "killed"
+    killed = tiny.start(
+        recipe,
+        *[*flags, "--run-dir", str(run)],
+        faults=(Fault("after the record", nth=2),),
+        world_size=before,
+        folder=tmp_path,
+    )
+    assert killed.wait()[0] == -signal.SIGKILL, killed.output()
+    assert 0 < tiny.newest_announced(run) < STEPS
+    tiny.resume(run, world_size=after, folder=tmp_path)
+    assert_every_bit(run, tmp_path / "whole")
+
+
+def in_arrival_order(arguments):
+    """Run the command line with gradients added rank after rank, as they come in."""
+    import sys
+
+    from samestep.cli import main
+    from samestep.training import tree_reduce
+
+    class Arriving(tree_reduce.TreeSum):
+        def push(self, value, _number, _level=0):
+            if self.roots:
+                value = self._add(self.roots.pop().value, value)
+            super().push(value, 0)
+
+    tree_reduce.TreeSum = Arriving
+    sys.exit(main(arguments))
+
+
+def test_gradients_added_in_order_of_arrival_give_other_bits(tmp_path, recipe):
+    """A fault planted in the sum shows in the digests: the tests above can fail."""
+    tiny.train(recipe, "--run-dir", str(tmp_path / "alone"), folder=tmp_path)
+    arguments = ["train", str(recipe), "--run-dir", str(tmp_path / "arriving")]
+    ranks = start_ranks(in_arrival_order, 4, tmp_path / "output", arguments)
+    assert ranks.wait() == [0] * 4, ranks.output()
+    ours, theirs = digests(tmp_path / "arriving"), digests(tmp_path / "alone")
+    assert ours.keys() == theirs.keys()
+    assert ours[STEPS] != theirs[STEPS]
+
+
+def test_without_virtual_ranks_other_ranks_give_other_bits_and_no_record_has_digests(
+    tmp_path, recipe
+):
+    recipe.write_text(RECIPE.replace(', "virtual_ranks": 5', ""))
+    ends = set()
+    for ranks in (1, 3):
+        run = tmp_path / f"on-{ranks}"
+        tiny.train(recipe, "--run-dir", str(run), world_size=ranks, folder=tmp_path)
+        assert not any("weights_sha256" in r for r in tiny.all_records(run))
+        ends.add(json.loads((run / "result.json").read_text())["weights_sha256"])
+    assert len(ends) == 2
+
+
+def test_what_decides_over_bits_is_kept_in_the_run(tmp_path, recipe):
+    run = tmp_path / "run"
+    tiny.train(recipe, "--run-dir", str(run), "--threads", "2", world_size=2, folder=tmp_path)
+    settings = tomllib.loads((run / "settings.toml").read_text())
+    assert (settings["virtual_ranks"], settings["threads"]) == (5, 2)
+    assert settings["deterministic"] is True
+    (start,) = [r for r in tiny.all_records(run) if r["event"] == "start"]
+    assert (start["virtual_ranks"], start["threads"]) == (5, 2)
+    assert start["arithmetic"]["torch"] == torch.__version__
+    assert tiny.last_state(run)["made_with"] == (run / "settings.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--virtual-ranks", "16"], "16 is more than the global batch of 15"),
+        (["--virtual-ranks", "64", "--global-batch-size", "64"], "the 63 training samples"),
+        (["--virtual-ranks", "0"], "--virtual-ranks"),
+        (["--virtual-ranks", "4"], "virtual ranks"),  # 15 is no multiple of it
+        (["--sync-batchnorm"], "--sync-batchnorm"),
+        (["--engine", "lightning"], "--engine lightning"),
+    ],
+)
+def test_what_cannot_keep_the_promise_is_refused_by_name(here, refused, recipe, flags, named):
+    assert named in refused("train", str(recipe), *flags, "--run-dir", "run")
+    assert not (here / "run").exists()
+
+
+def test_more_ranks_than_virtual_ones_are_refused(tmp_path, recipe):
+    ranks = tiny.start(recipe, "--virtual-ranks", "3", world_size=4, folder=tmp_path)
+    assert ranks.wait() == [2] * 4
+    assert "--virtual-ranks 3 is less than the 4 ranks" in ranks.output()
+
+
+@pytest.mark.parametrize(
+    "flags", [["--virtual-ranks", "3"], ["--threads", "2"], ["--channels-last"]]
+)
+def test_what_decides_over_bits_cannot_change_when_a_run_goes_on(here, refused, recipe, flags):
+    assert call("train", str(recipe), "--run-dir", "run", "--epochs", "1") == 0
+    before = tiny.files(here / "run")
+    assert flags[0] in refused("train", "run", "--resume", "--epochs", "2", *flags)
+    assert tiny.files(here / "run") == before
+
+
+def test_a_run_that_goes_on_elsewhere_says_that_bits_will_differ(here, recipe):
+    assert call("train", str(recipe), "--run-dir", "run", "--epochs", "1") == 0
+    records = here / "run" / "events.jsonl"
+    records.write_text(records.read_text().replace(f'"{torch.__version__}"', '"1.0"'))
+    assert call("train", "run", "--resume", "--epochs", "2") == 0
+    *_, start = [r for r in tiny.all_records(here / "run") if r["event"] == "start"]
+    assert any("1.0" in note and "to rounding" in note for note in start["notes"])
+
+
+PUT = """
+class Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient).put_(torch.arange(gradient.numel()), gradient.flatten())
+
+class Odd(nn.Module):
+    def forward(self, x):
+        return Put.apply(x)  # here
+
+"""
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_an_operation_without_a_deterministic_form_is_named_with_its_module_and_line(
+    here, refused, recipe, backward
+):
+    code = RECIPE.replace("class Drawn", f"{PUT}class Drawn").replace(
+        "nn.ReLU(), nn.Dropout(0.3)", "Odd(), nn.ReLU()"
+    )
+    if not backward:
+        way = "Put.backward(None, x.detach()) + x"
+        code = code.replace("Put.apply(x)", way)
+    recipe.write_text(code)
+    told = refused("train", str(recipe), "--run-dir", "run")
+    lines = code.splitlines()
+    line = next(n for n, text in enumerate(lines, start=1) if "# here" in text)
+    if not backward:
+        line = next(n for n, text in enumerate(lines, start=1) if ".put_(" in text)
+    assert "put_" in told
+    assert "Odd" in told
+    assert f"{recipe}:{line}" in told
+
+
+# --- buffers
+
+
+class Buffers(nn.Module):
+    """One buffer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([1.0, 2.0]))
+        self.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
+        self.register_buffer("count", torch.tensor(2**60 + 1))
+        self.register_buffer("late", torch.zeros(1))
+
+
+def step_of(module, buffers, moves, late=False):
+    """Let virtual ranks 0, 1 … move the mean by so much; return what was added up."""
+    buffers.begin()
+    found = []
+    for part, by in enumerate(moves):
+        module.mean += by
+        module.count += 1 + part
+        if late:
+            module.late += 1
+        found.append(torch.cat(buffers.moved(part)))
+    buffers.settle(sum(found[1:], start=found[0]), len(moves))
+
+
+def test_buffers_move_by_the_mean_and_counts_are_those_of_virtual_rank_0():
+    module = Buffers()
+    buffers = StepBuffers(module, torch.float32)
+    for _ in range(2):
+        step_of(module, buffers, [0.5, 1.5, 4.0])
+    assert module.mean.tolist() == [5.0, 6.0]
+    assert module.count.item() == 2**60 + 3
+    assert module.mask.tolist() == [float("-inf"), 0.0]
+
+
+def test_a_buffer_that_changes_later_than_in_the_first_step_is_refused_by_name():
+    module = Buffers()
+    buffers = StepBuffers(module, torch.float32)
+    step_of(module, buffers, [1.0, 1.0])
+    with pytest.raises(UserError, match="late"):
+        step_of(module, buffers, [1.0, 1.0], late=True)
