@@ -14,7 +14,7 @@ def pytest_itemcollected(item):
     Those that wait longest have a sandbox of their own, beside the others.
     """
     item.add_marker(pytest.mark.cluster)
-    waits = item.path.stem in ("test_survival", "test_examples")
+    waits = item.path.stem in ("test_survival", "test_examples", "test_elastic")
     item.add_marker(pytest.mark.xdist_group("long jobs" if waits else "cluster"))
 
 

@@ -55,6 +55,7 @@ def slurm(capfd):
         (("submit", "tiny.py", "--run-dir", "x"), "--run-dir .* tiny.py … -- --run-dir"),
         (("submit", "tiny.py", "--epochs=3", "--", "--lr", "1"), "-- --epochs"),
         (("submit", "tiny.py", "--node", "2"), "'nodes'"),
+        (("submit", "tiny.py", "--nodes", "4-1"), "--nodes 4-1 .*1-4"),
         (("submit", "mine.py", "--dry-run", "--env", "API_KEY=hunter2"), "--env API_KEY"),
         (("submit", "mine.py", "--dry-run", "--env", "MY-TOKEN=hunter2"), "--env 'MY-TOKEN'"),
     ],
@@ -83,6 +84,26 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(here, slurm):
     words = " ".join(text.replace("\\\n", " ").split())
     assert "--track wandb --track-offline --track-project 'two words' --run-dir" in words
     assert not (here / "runs").exists()
+
+
+def test_a_range_of_nodes_needs_a_global_batch_that_they_do_not_decide_on(here, slurm):
+    elastic = ("--nodes", "1-4", "--ntasks-per-node", "2", "--dry-run")
+    code, _, said = slurm("submit", "tiny.py", *elastic)  # the recipe has a size per rank
+    assert code == 2
+    assert said.count("samestep: ") == 1
+    assert re.search("--nodes 1-4.*--virtual-ranks 8 .*--global-batch-size", said)
+    code, text, _ = slurm("submit", "tiny.py", *elastic, "--", "--global-batch-size", "10")
+    assert code == 0
+    assert directives(text)["nodes"] == "1-4"
+    (here / "how.toml").write_text("global_batch_size = 10\n")
+    assert slurm("submit", "tiny.py", *elastic, "--", "--config", "how.toml")[0] == 0
+    assert slurm("submit", "mine.py", *elastic)[0] == 0  # a script of the user's
+
+
+def test_a_run_goes_on_with_its_global_batch_on_a_range_of_nodes(here, slurm, uninterrupted):
+    shutil.copytree(uninterrupted, here / "runs" / "one")
+    code, text, _ = slurm("submit", "runs/one", "--nodes", "1-4", "--dry-run")
+    assert (code, directives(text)["nodes"]) == (0, "1-4")
 
 
 def test_a_script_that_is_kept_can_be_handed_in_by_hand(slurm):
@@ -141,15 +162,17 @@ def test_a_script_that_is_kept_leaves_what_was_asked_for_beside_the_log(here, sl
     assert slurm("submit", "mine.py", *flags, "-o", "job.sbatch")[0] == 0
     run = Path(directives(Path("job.sbatch").read_text())["output"]).parent
     kept = kept_options(run)
-    assert (kept.nodes, kept.ntasks_per_node, kept.time, kept.after) == (2, 3, "30", ())
-    (run / "job.json").write_text('{"nodes": "two"}')
+    assert (kept.nodes, kept.ntasks_per_node, kept.time, kept.after) == ("2", 3, "30", ())
+    (run / "job.json").write_text('{"nodes": 2}')  # as earlier versions wrote it
+    assert kept_options(run).nodes == "2"
+    (run / "job.json").write_text('{"restarts": "two"}')
     assert kept_options(run) is None
 
 
 def test_a_run_goes_on_with_what_its_job_asked_for_and_flags_change_it(here, slurm, uninterrupted):
     shutil.copytree(uninterrupted, here / "runs" / "one")
     (here / "samestep.toml").write_text('[slurm]\nenv = ["A=2"]\nqos = "q"\n')
-    keep_options(here / "runs" / "one", JobOptions(nodes=2, time="30", env=("A=1",)))
+    keep_options(here / "runs" / "one", JobOptions(nodes="2", time="30", env=("A=1",)))
     code, text, _ = slurm("submit", "runs/one", "--dry-run", "--time", "60")
     assert code == 0
     found = directives(text)

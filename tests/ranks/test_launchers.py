@@ -4,13 +4,17 @@ import json
 import os
 import re
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from samestep.run.records import read_records
 from tests.command_line import RECIPE, read_json
 from tests.processes import start_ranks
 
@@ -115,6 +119,127 @@ def test_a_mistake_that_one_rank_alone_sees_names_the_rank(tmp_path):
     assert told.startswith("samestep: [rank 1] ")
     assert MISTAKE_OF_RANK_1 in told
     assert not (tmp_path / "run").exists()
+
+
+# Slow enough to be struck, until the file is gone; it says which ranks take its first step.
+PACED = RECIPE.replace(
+    "recipe = Recipe(",
+    """
+import time
+from pathlib import Path
+
+PACE = Path(__file__).with_name("pace")
+
+def loss(outputs, targets):
+    if PACE.exists() and outputs.requires_grad:
+        time.sleep(0.2)
+    return nn.functional.cross_entropy(outputs, targets)
+
+recipe = Recipe(loss=loss, """,
+)
+GOES_ON = (
+    *("-m", "samestep", "train", "paced.py", "--run-dir", "run", "--resume", "--epochs", "20"),
+    *("--global-batch-size", "20", "--checkpoint-every-steps", "1", "--log-every", "1"),
+)
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    """Return the `start` records of a run that may not have begun."""
+    path = folder / "run" / "events.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [record for line in lines if (record := json.loads(line))["event"] == "start"]
+
+
+def wait_for_step(folder: Path, *, after_starts: int) -> None:
+    """Wait until a training has been started so often, and has then taken two steps."""
+    path, deadline = folder / "run" / "events.jsonl", time.monotonic() + 60
+
+    def steps() -> int:
+        if len(starts(folder)) < after_starts:
+            return 0
+        return path.read_text().rpartition('"event": "start"')[2].count('"event": "step"')
+
+    while steps() < 2:
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)  # another process's file changes without an event to await
+
+
+def children(process: subprocess.Popen[bytes]) -> list[int]:
+    """Return the process ids of the ranks that an agent has started."""
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def steps_of(run: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in read_records(run) if r["event"] == "step"]
+
+
+def assert_uninterrupted(folder: Path) -> None:
+    """Check that the run in a folder took the steps of one process that nobody disturbed."""
+    done = run([sys.executable, *GOES_ON, "--run-dir", "alone"], folder)
+    assert done.returncode == 0, done.stderr
+    assert read_json(folder / "run" / "result.json")["status"] == "completed"
+    ours, alone = steps_of(folder / "run"), steps_of(folder / "alone")
+    assert [step for step, _ in ours] == list(range(1, 61))
+    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_meet_and_go_on(tmp_path):
+    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "pace").touch()
+    command = [*TORCHRUN, "--max-restarts=1", *GOES_ON]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as agent:
+        try:
+            wait_for_step(tmp_path, after_starts=1)
+            os.kill(children(agent)[1], signal.SIGKILL)
+            wait_for_step(tmp_path, after_starts=2)
+            (tmp_path / "pace").unlink()
+            assert agent.wait(60) == 0
+        finally:
+            agent.terminate()
+    assert [start["world_size"] for start in starts(tmp_path)] == [2, 2]
+    assert_uninterrupted(tmp_path)
+
+
+def agent(folder: Path, port: int, *, is_host: bool) -> subprocess.Popen[bytes]:
+    """Start torchrun's agent of one of one or two nodes, with one rank."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
+        *("--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{port}"),
+        *("--local-addr=127.0.0.1", "--max-restarts=3", "--rdzv-conf"),
+        f"is_host={int(is_host)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+        *GOES_ON,
+    ]
+    # Without it both agents of PyTorch 2.13 fail after a minute when one comes later.
+    more = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, **more})
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_or_is_lost_under_torchrun_leaves_the_training_what_it_is(tmp_path):
+    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "pace").touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = [agent(tmp_path, port, is_host=True)]
+    try:
+        wait_for_step(tmp_path, after_starts=1)
+        agents.append(agent(tmp_path, port, is_host=False))
+        wait_for_step(tmp_path, after_starts=2)
+        for pid in (agents[1].pid, *children(agents[1])):  # the agent first: it would tell
+            os.kill(pid, signal.SIGKILL)
+        wait_for_step(tmp_path, after_starts=3)
+        (tmp_path / "pace").unlink()
+        assert agents[0].wait(60) == 0
+    finally:
+        for one in agents:
+            one.terminate()
+            one.wait(30)
+    assert [start["world_size"] for start in starts(tmp_path)] == [1, 2, 1]
+    assert_uninterrupted(tmp_path)
 
 
 SCRIPT = """

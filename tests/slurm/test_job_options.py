@@ -37,7 +37,8 @@ def test_what_slurm_calls_no_limit_is_none():
         ({"time": "2h"}, "--time 2h"),
         ({"time": "0"}, "--time 0"),
         ({"time": "2", "signal_s": 120}, "--signal-s 120"),
-        ({"nodes": 0}, "--nodes is 0"),
+        *(({"nodes": n}, rf"--nodes {n} .*\(4\).*\(1-4\)") for n in ("0", "0-2", "4-1", "x", "1-")),
+        *(({"nodes": n}, f"--nodes {n} ") for n in ("", "-1", "1 - 4", "1,3", "1-4-5", "٤", "4 ")),
         ({"ntasks_per_node": 0}, "--ntasks-per-node is 0"),
         ({"gpus_per_node": -1}, "--gpus-per-node is -1"),
         ({"signal_s": 1}, "--signal-s is 1"),
@@ -63,6 +64,29 @@ def test_what_slurm_calls_no_limit_is_none():
 def test_what_cannot_be_is_refused_with_the_name_of_its_flag(options, says):
     with pytest.raises(UserError, match=says):
         JobOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fewest", "most", "size"),
+    [
+        ("1", 1, 1, "1 node × 8 ranks"),
+        ("4", 4, 4, "4 nodes × 8 ranks"),
+        ("1-4", 1, 4, "1-4 nodes × 8 ranks"),
+        ("3-3", 3, 3, "3-3 nodes × 8 ranks"),
+    ],
+)
+def test_nodes_are_a_number_or_the_fewest_and_the_most(nodes, fewest, most, size):
+    options = JobOptions(nodes=nodes, gpus_per_node=8)
+    assert (options.fewest_nodes, options.most_nodes) == (fewest, most)
+    assert (options.is_elastic, options.most_ranks) == (fewest < most, 8 * most)
+    assert options.size == size
+
+
+def test_nodes_stand_with_or_without_quotes_in_a_file(tmp_path):
+    for index, (text, nodes) in enumerate([("2", "2"), ('"2"', "2"), ('"1-4"', "1-4")]):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        assert layers(folder, f"nodes = {text}").nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -182,11 +206,13 @@ def test_a_value_of_a_file_of_defaults_is_never_shown(tmp_path, text):
     ("text", "says"),
     [
         ('[slurm]\npartitoin = "a"', "'partition'.*account, after"),
-        ('[slurm]\nnodes = "two"', r"samestep\.toml: \[slurm\] nodes: .*`int`"),
+        ('[slurm]\ngpus_per_node = "two"', r"samestep\.toml: \[slurm\] gpus_per_node: .*`int`"),
+        ("[slurm]\nnodes = 1.5", r"samestep\.toml: \[slurm\] nodes: .*`str`"),
+        ('[slurm]\nnodes = "two"', r"--nodes two .*samestep\.toml"),
         ("[slurm", r"samestep\.toml .*TOML"),
         ("[slrum]\nnodes = 1", "'slrum'"),
         ("slurm = 1", r"samestep\.toml: slurm"),
-        ("[slurm]\nnodes = 0", r"--nodes is 0.*samestep\.toml"),
+        ("[slurm]\nnodes = 0", r"--nodes 0 .*samestep\.toml"),
     ],
 )
 def test_a_file_of_defaults_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, text, says):

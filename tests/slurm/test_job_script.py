@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.slurm.options import JobOptions
-from samestep.slurm.script import JobScript, script_text
+from samestep.slurm.script import JobScript, sbatch_options, script_text
 
 GOLDEN = Path(__file__).parent / "scripts"
 
@@ -48,7 +48,7 @@ JOBS = {
             partition="gpu",
             account="physics",
             qos="high",
-            nodes=2,
+            nodes="2",
             gpus_per_node=8,
             cpus_per_task=4,
             mem="64G",
@@ -65,9 +65,13 @@ JOBS = {
         venv=None,
     ),
     "torchrun": job(
-        JobOptions(nodes=2, ntasks_per_node=4, cpus_per_task=2, launcher="torchrun", max_restarts=3)
+        JobOptions(
+            nodes="2", ntasks_per_node=4, cpus_per_task=2, launcher="torchrun", max_restarts=3
+        )
     ),
-    "script": job(JobOptions(nodes=2, ntasks_per_node=2), **SCRIPT),
+    "elastic": job(JobOptions(nodes="1-4", ntasks_per_node=2, cpus_per_task=3)),
+    "elastic_torchrun": job(JobOptions(nodes="1-4", gpus_per_node=2, launcher="torchrun")),
+    "script": job(JobOptions(nodes="2", ntasks_per_node=2), **SCRIPT),
     "no_environment": job(JobOptions(requeue=False), venv=None, python="/usr/bin/python3"),
     "torchrun_script": job(JobOptions(ntasks_per_node=2, launcher="torchrun"), **SCRIPT),
     "container": job(
@@ -107,6 +111,21 @@ def test_bash_and_shellcheck_find_nothing_to_say(name):
     for command in (["bash", "-n"], ["shellcheck"]):
         done = subprocess.run([*command, path], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("launcher", "tasks"), [("srun", 4), ("torchrun", 1)])
+def test_of_a_range_of_nodes_nothing_holds_the_number_of_the_first_start(launcher, tasks):
+    options = JobOptions(nodes="2-9", ntasks_per_node=4, cpus_per_task=3, launcher=launcher)
+    asked = sbatch_options(job(options))
+    assert (asked["nodes"], asked["mincpus"]) == ("2-9", "12")
+    assert not {"ntasks", "ntasks-per-node"} & asked.keys()
+    text = script_text(job(options))
+    assert (
+        f'srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={tasks}'
+        in text
+    )
+    same = sbatch_options(job(JobOptions(nodes="3-3", ntasks_per_node=4)))
+    assert (same["ntasks-per-node"], "mincpus" in same) == ("4", False)
 
 
 WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=20)

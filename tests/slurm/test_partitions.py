@@ -26,11 +26,12 @@ def slurm(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("partition", "options"),
     [
-        ("debug,gpu", {"nodes": 9}),
+        ("debug,gpu", {"nodes": "9"}),
+        ("debug", {"nodes": "2-9"}),
         ("debug,gpu", {"gpus_per_node": 9, "ntasks_per_node": 1}),
         ("hidden", {"ntasks_per_node": 128, "time": "100-00:00:00"}),
         # A site may route jobs by their size: the default partition does not decide.
-        (None, {"nodes": 9}),
+        (None, {"nodes": "9"}),
         (None, {"ntasks_per_node": 128}),
         (None, {"time": "1-00:00:00"}),
     ],
@@ -42,9 +43,10 @@ def test_a_job_that_one_of_its_partitions_may_run_is_let_through(partition, opti
 @pytest.mark.parametrize(
     ("partition", "options", "says"),
     [
-        ("debug", {"nodes": 3}, "--nodes 3: partition debug has 2"),
-        ("debug,gpu", {"nodes": 10}, "--nodes 10: partition gpu has 9"),
-        (None, {"nodes": 10}, "--nodes 10: partition gpu has 9"),
+        ("debug", {"nodes": "3"}, "--nodes 3: partition debug has 2"),
+        ("debug", {"nodes": "3-9"}, "--nodes 3-9: partition debug has 2"),
+        ("debug,gpu", {"nodes": "10"}, "--nodes 10: partition gpu has 9"),
+        (None, {"nodes": "10"}, "--nodes 10: partition gpu has 9"),
         (None, {"gpus_per_node": 10}, "--gpus-per-node 10.* gpu .* 9 GPUs"),
         ("debug", {"gpus_per_node": 1}, "--gpus-per-node 1:.* debug "),
         (None, {"ntasks_per_node": 129}, "129 cores.* 64"),

@@ -124,12 +124,12 @@ def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
     slurm, tmp_path, monkeypatch
 ):
     (slurm.folder / "partitions").write_text("a|1|4|infinite|(null)\nb|9|4|infinite|(null)\n")
-    hand_in(tmp_path / "one", nodes=2)
+    hand_in(tmp_path / "one", nodes="2")
     monkeypatch.setenv("SBATCH_PARTITION", "a")
     with pytest.raises(UserError, match="--nodes 2: partition a "):
-        hand_in(tmp_path / "two", nodes=2)
-    hand_in(tmp_path / "three", nodes=2, partition="b")
-    hand_in(tmp_path / "four", nodes=2, sbatch=("-p b",))
+        hand_in(tmp_path / "two", nodes="2")
+    hand_in(tmp_path / "three", nodes="2", partition="b")
+    hand_in(tmp_path / "four", nodes="2", sbatch=("-p b",))
 
 
 # --- secrets

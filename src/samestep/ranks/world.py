@@ -291,8 +291,9 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
         wait_for_workers=False,
         multi_tenant=True,  # this process may serve others there, too, as a script's own ranks
     )
-    # Under torchrun it holds others' keys, and this job may have been started anew.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # An agent's store outlives the ranks, and holds the addresses of those that it started before.
+    # A store of our own is new, and agents that came later than others count fewer attempts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_serves() else "0"
     return PrefixStore(f"samestep/{attempt}", store)
 
 
@@ -327,8 +328,8 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     os.environ["MASTER_ADDR"] = world.master_addr
     os.environ["MASTER_PORT"] = str(world.master_port)
     try:
+        store = store or open_store(world, timeout_s)
         if world.backend == "nccl":  # which would fail on it, in words of its own
-            store = store or open_store(world, timeout_s)
             check_gpus(world, gpu_uuid(world.device), store)
         dist.init_process_group(
             backend,

@@ -61,7 +61,7 @@ def kept_options(run: Path) -> UncheckedOptions | None:
     types = typing.get_type_hints(JobOptions)
     kept = read_object(run / OPTIONS)
     try:
-        values = {k: msgspec.convert(v, types[k]) for k, v in kept.items() if k in types}
+        values = {k: _convert(k, v, types[k]) for k, v in kept.items() if k in types}
     except msgspec.ValidationError:
         return None
     return UncheckedOptions(**(values | {"after": ()})) if values else None
@@ -100,7 +100,7 @@ def _layer(path: Path) -> dict[str, Any]:
                 f"The keys are: {', '.join(sorted(types))}."
             )
         try:
-            values[name] = msgspec.convert(value, types[name])
+            values[name] = _convert(name, value, types[name])
         except msgspec.ValidationError as error:  # the value may be a secret
             raise UserError(f"{path}: [slurm] {key}: {error}.") from error
     for name in ("venv", "container"):
@@ -108,6 +108,13 @@ def _layer(path: Path) -> dict[str, Any]:
         if place and not place.startswith("~") and "://" not in place:
             values[name] = str(path.parent / place)
     return values
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Return a value as the type of its option; a number of nodes may stand without quotes."""
+    if name == "nodes" and type(value) is int:
+        value = str(value)
+    return msgspec.convert(value, kind)
 
 
 def _table(path: Path) -> dict[str, Any]:

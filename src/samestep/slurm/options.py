@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tyro.conf import UseAppendAction
+from tyro.conf import UseAppendAction, arg
 
 from samestep.errors import UserError
 from samestep.run.environment import names_secret
@@ -15,6 +15,7 @@ Words = Annotated[tuple[str, ...], UseAppendAction]
 # The forms of sbatch's --time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _AFTER = re.compile(r"(?P<job>[0-9]+(?:_[0-9]+)?)(?::(?P<how>ok|notok|any))?")
+_NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
 _MEMORY = re.compile(r"[0-9]+[KMGT]?")
 _INTERFACES = re.compile(r"[\^=]{0,2}[\w.@:-]+(?:,[\w.@:-]+)*")
 # Values that no secret has, such as those of --max-tokens and --use-auth-token.
@@ -41,8 +42,8 @@ class JobOptions:
     """Account that pays for the job."""
     qos: str | None = None
     """Quality of service."""
-    nodes: int = 1
-    """Nodes."""
+    nodes: Annotated[str, arg(metavar="N|FEWEST-MOST")] = "1"
+    """Nodes: 4, or 1-4 to take as many as are free at each start of the job, at least one."""
     gpus_per_node: int = 0
     """GPUs on each node; 0 asks for none."""
     ntasks_per_node: int | None = None
@@ -89,12 +90,13 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         """Check what sbatch would refuse, and what it would take and misunderstand."""
-        least_one = dict.fromkeys(("nodes", "ntasks_per_node", "cpus_per_task"), 1)
+        least_one = dict.fromkeys(("ntasks_per_node", "cpus_per_task"), 1)
         least_zero = dict.fromkeys(("gpus_per_node", "restarts", "max_restarts"), 0)
         for name, least in {**least_one, **least_zero, "signal_s": _SHORTEST_WARNING_S}.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{_flag(name)} is {value}; it must be {least} or more.")
+        _nodes(self.nodes)
         if self.time is not None:
             limit_s = read_time(self.time)
             if not limit_s:
@@ -136,6 +138,35 @@ class JobOptions:
         """How many ranks run on each node."""
         return self.ntasks_per_node or self.gpus_per_node or 1
 
+    @property
+    def fewest_nodes(self) -> int:
+        """The fewest nodes on which the job starts."""
+        return _nodes(self.nodes)[0]
+
+    @property
+    def most_nodes(self) -> int:
+        """The most nodes that the job takes."""
+        return _nodes(self.nodes)[1]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether each start of the job may have another number of nodes."""
+        return self.fewest_nodes < self.most_nodes
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks run on the most nodes."""
+        return self.most_nodes * self.ranks_per_node
+
+    @property
+    def size(self) -> str:
+        """Nodes × ranks in words."""
+        nodes, ranks = (
+            "node" + "s" * (self.most_nodes > 1),
+            "rank" + "s" * (self.ranks_per_node > 1),
+        )
+        return f"{self.nodes} {nodes} × {self.ranks_per_node} {ranks}"
+
 
 def read_time(text: str) -> int | None:
     """Return a time in seconds, from any form that Slurm reads or prints; None for any other."""
@@ -146,6 +177,22 @@ def read_time(text: str) -> int | None:
     parts = [int(part) for part in rest if part is not None]
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(parts, units, strict=False))
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes that `4` or `1-4` means.
+
+    Raises:
+        UserError: it has another form, or the range runs backwards.
+    """
+    match = _NODES.fullmatch(text)
+    fewest, most = map(int, (match[1], match[2] or match[1])) if match else (1, 0)
+    if fewest > most:
+        raise UserError(
+            f"--nodes {text} should be a number of 1 or more (4), or the fewest and the most nodes "
+            "with a hyphen between them (1-4)."
+        )
+    return fewest, most
 
 
 def dependency(after: str) -> str:

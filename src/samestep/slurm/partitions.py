@@ -70,7 +70,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
 def _refusal(options: JobOptions, partition: Partition) -> str:
     """Return why a partition can never run the job; empty if it can."""
     name, cpus = partition.name, options.cpus_per_task or 1
-    if options.nodes > partition.nodes:
+    if options.fewest_nodes > partition.nodes:  # of a range Slurm gives what there is
         return f"--nodes {options.nodes}: partition {name} has {partition.nodes} in all."
     if options.gpus_per_node > partition.gpus:
         return (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.errors import UserError
+from samestep.settings import Settings
 from samestep.slurm.options import JobOptions, interface_names
 from samestep.slurm.queue import find_job
 
@@ -45,6 +46,29 @@ def check_place(options: JobOptions, kind: Literal["recipe", "script"]) -> None:
         raise UserError(
             f"--container {image}: there is no such file here. Give the path of an Apptainer "
             "image (.sif) on a file system that this machine and all nodes share."
+        )
+
+
+def check_ranks(options: JobOptions, settings: Settings) -> None:
+    """Check that the training is the same on every number of ranks that the job may have.
+
+    Raises:
+        UserError: the global batch would follow from the nodes that happen to be free, or there
+            are fewer virtual ranks than ranks.
+    """
+    virtual, most = settings.virtual_ranks, options.most_ranks
+    if virtual is not None and virtual < most:
+        raise UserError(
+            f"--virtual-ranks {virtual}: the job may have {most} ranks ({options.size}), and each "
+            f"computes at least one virtual rank. Give --virtual-ranks {most} or more, or ask for "
+            "fewer nodes."
+        )
+    if options.is_elastic and virtual is None and settings.global_batch_size is None:
+        raise UserError(
+            f"--nodes {options.nodes}: the global batch would follow from the number of nodes that "
+            "are free at the first start. After `--`, give what is the same on any number of them: "
+            f"--virtual-ranks {most} (or more; equal to the last bit), or --global-batch-size N "
+            "(equal to rounding)."
         )
 
 

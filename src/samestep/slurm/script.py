@@ -65,7 +65,10 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
         "account": options.account,
         "qos": options.qos,
         "nodes": options.nodes,
-        "ntasks-per-node": 1 if options.launcher == "torchrun" else options.ranks_per_node,
+        # Slurm keeps the number of tasks of the first start, and so many may not fit on the nodes
+        # after a requeue. Of a range it is told what each node needs; srun is told the tasks.
+        "ntasks-per-node": None if options.is_elastic else _tasks_per_node(options),
+        "mincpus": _cpus_per_node(options) if options.is_elastic else None,
         "cpus-per-task": _cpus_per_task(options),
         "gpus-per-node": options.gpus_per_node or None,
         "mem": options.mem,
@@ -92,10 +95,16 @@ def _directives(job: JobScript) -> list[str]:
     ]
 
 
+def _tasks_per_node(options: JobOptions) -> int:
+    return 1 if options.launcher == "torchrun" else options.ranks_per_node
+
+
 def _cpus_per_task(options: JobOptions) -> int | None:
-    if options.launcher == "srun":
-        return options.cpus_per_task
     # One torchrun has the cores of all its ranks.
+    return options.cpus_per_task if options.launcher == "srun" else _cpus_per_node(options)
+
+
+def _cpus_per_node(options: JobOptions) -> int:
     return (options.cpus_per_task or 1) * options.ranks_per_node
 
 
@@ -190,6 +199,9 @@ def _master_address(job: JobScript) -> list[str]:
 def _start_ranks(job: JobScript) -> list[str]:
     options = job.options
     words = ["srun", "--kill-on-bad-exit=1"]
+    if options.is_elastic:
+        words.append('--nodes="$SLURM_JOB_NUM_NODES"')
+        words.append(f"--ntasks-per-node={_tasks_per_node(options)}")
     if cpus := _cpus_per_task(options):  # srun does not take it over from sbatch
         words.append(f"--cpus-per-task={cpus}")
     if job.kind == "script" and options.launcher == "srun":

@@ -28,7 +28,7 @@ _MEANS = {
     "dependency": "dependency",
     "gpus-per-node": "gres|gpu|tres",
     "cpus-per-task": "cpu count|cpus",
-    "ntasks-per-node": "node configuration",
+    **dict.fromkeys(("ntasks-per-node", "mincpus"), "node configuration"),
 }
 
 _PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
@@ -48,11 +48,10 @@ def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScr
     if not any(getattr(options, name) for name in ENVIRONMENTS) and sys.prefix != sys.base_prefix:
         venv = sys.prefix
     in_container = options.container or options.container_image
-    size = f"{options.nodes} node{'s' * (options.nodes > 1)} × {options.ranks_per_node}"
     return JobScript(
         options=options,
         name=options.job_name or workload.name,
-        title=f"{workload.name}, {workload.kind}: {size} rank{'s' * (options.ranks_per_node > 1)}.",
+        title=f"{workload.name}, {workload.kind}: {options.size}.",
         run=str(workload.run),
         folder=str(folder.absolute()),
         command=workload.command,

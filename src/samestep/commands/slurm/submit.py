@@ -11,7 +11,7 @@ from tyro.conf import arg
 from samestep.commands.help import Switch, example_text, examples, recipe_files, show_general_help
 from samestep.errors import UserError, did_you_mean
 from samestep.run.files import write_text
-from samestep.screen.words import count, wrapped
+from samestep.screen.words import wrapped
 from samestep.slurm.defaults import (
     OPTIONS,
     UncheckedOptions,
@@ -22,14 +22,14 @@ from samestep.slurm.defaults import (
     read_defaults,
 )
 from samestep.slurm.options import JobOptions
-from samestep.slurm.preflight import advice
+from samestep.slurm.preflight import advice, check_ranks
 from samestep.slurm.script import JobScript, script_text
 from samestep.slurm.submission import make_folder, make_script, submit, with_home_expanded
 from samestep.slurm.workload import find_workload
 
 _EXAMPLES = (
     "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
-    "slurm submit train.py --ntasks-per-node 4 --dry-run -- --my-flag 1",
+    "slurm submit spiral --nodes 1-4 --gpus-per-node 8 --time 60 -- --virtual-ranks 32",
 )
 _USAGE = """\
 usage: samestep slurm submit TARGET [flags] [-- arguments of the training or the script]
@@ -78,7 +78,8 @@ def main(arguments: list[str]) -> int:
         from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
 
         # Relative paths in the flags hold for the job too: it runs in this folder.
-        parse(list(found.command[3:]))
+        _, request = parse(list(found.command[3:]))
+        check_ranks(options, request.settings)
     options = with_home_expanded(options)
     job = make_script(found, options, Path.cwd())
     for text in advice(options, found.kind):
@@ -115,9 +116,7 @@ def _check_flags(target: str, flags: list[str]) -> None:
 
 
 def _size(options: JobOptions) -> str:
-    ranks = count(options.ranks_per_node, "rank")
-    limit = f", --time {options.time}" if options.time else ""
-    return f"{count(options.nodes, 'node')} × {ranks}{limit}"
+    return options.size + (f", --time {options.time}" if options.time else "")
 
 
 def _keep(job: JobScript, command: _Submit) -> int:
