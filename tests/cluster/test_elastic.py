@@ -83,13 +83,12 @@ def starts(job: Submitted) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_job_loses_a_node_and_gets_it_back_with_the_weights_of_one_process(
-    sandbox, tmp_path: Path, of_one_process, launcher
+    sandbox, tmp_path: Path, of_one_process
 ):
     (tmp_path / "tiny.py").write_text(RECIPE)
     set_pace(tmp_path, 0.3)
-    size = ("--nodes", "1-2", "--ntasks-per-node", "2", "--launcher", launcher)
+    size = ("--nodes", "1-2", "--ntasks-per-node", "2")
     job = submit(sandbox, tmp_path, "tiny.py", *size, "--", *TRAINS)
     job.wait_for_step(4)
     with without(sandbox, "node2"):
