@@ -152,6 +152,18 @@ def test_every_recorded_number_and_every_weight_is_the_same_on_1_to_4_ranks(
     assert len({*digests(runs[0]).values()}) == len(digests(runs[0]))  # the weights do change
 
 
+def test_an_evaluation_on_one_device_gives_the_bits_that_several_ranks_recorded(
+    tmp_path, recipe, capfd
+):
+    run = tmp_path / "run"
+    flags = ["--kind", "conv", "--run-dir", str(run)]
+    tiny.train(recipe, *flags, world_size=3, folder=tmp_path)
+    *_, recorded = [r for r in tiny.all_records(run) if r["event"] == "evaluation"]
+    assert call("evaluate", str(run), "--checkpoint", "last", "--split", "validation", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["loss"], found["accuracy"]) == (recorded["loss"], recorded["accuracy"])
+
+
 def test_the_scaler_of_fp16_skips_the_same_steps_on_any_number_of_ranks(tmp_path, recipe):
     scales = []
     for ranks in (1, 3):

@@ -51,7 +51,7 @@ def evaluate_run(
     recipe, settings, model = opened.recipe, opened.settings, opened.model
     elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
     options = recipe.complete_options(elsewhere)
-    world = World(device=opened.device)
+    world = World(device=opened.device, virtual_ranks=settings.virtual_ranks or 0)
     seed_alike(settings.seed)
     splits = load_splits(recipe, options, world, wanted=(split,))
     check_classes(opened.content, splits.classes)
