@@ -51,6 +51,15 @@ def test_a_group_of_one_resumes_and_leaves_cleanly(cuda, recipe, tmp_path):
     tiny.assert_same_training(path, whole, 1e-9)
 
 
+def test_virtual_ranks_give_the_same_bits_on_one_rank_and_on_two(cuda, recipe, tmp_path):
+    flags = ("--device", cuda.type, "--virtual-ranks", "4", "--precision", "fp32")
+    alone = train(recipe, tmp_path, "alone", *flags)
+    shared = train(recipe, tmp_path, "shared", *flags, "--oversubscribe", world_size=2)
+    tiny.assert_same_training(shared, alone, tolerance=0)
+    ends = {read_json(run / "result.json")["weights_sha256"] for run in (alone, shared)}
+    assert len(ends) == 1
+
+
 @pytest.mark.gpu(dry=True)
 def test_two_ranks_that_share_the_device_train_as_one(cuda, recipe, tmp_path):
     """NCCL refuses two ranks on one GPU, so Gloo connects them."""

@@ -159,7 +159,8 @@ def test_an_evaluation_on_one_device_gives_the_bits_that_several_ranks_recorded(
     flags = ["--kind", "conv", "--run-dir", str(run)]
     tiny.train(recipe, *flags, world_size=3, folder=tmp_path)
     *_, recorded = [r for r in tiny.all_records(run) if r["event"] == "evaluation"]
-    assert call("evaluate", str(run), "--checkpoint", "last", "--split", "validation", "--json") == 0
+    how = ["--checkpoint", "last", "--split", "validation", "--json"]
+    assert call("evaluate", str(run), *how) == 0
     found = json.loads(capfd.readouterr().out)
     assert (found["loss"], found["accuracy"]) == (recorded["loss"], recorded["accuracy"])
 
