@@ -152,6 +152,28 @@ def test_every_recorded_number_and_every_weight_is_the_same_on_1_to_4_ranks(
     assert len({*digests(runs[0]).values()}) == len(digests(runs[0]))  # the weights do change
 
 
+@pytest.mark.slow
+def test_a_compiled_model_has_the_same_bits_on_one_rank_and_on_two(tmp_path, recipe):
+    runs = [tmp_path / f"on-{ranks}" for ranks in (1, 2)]
+    for ranks, run in enumerate(runs, start=1):
+        flags = ["--compile", "on", "--run-dir", str(run)]
+        tiny.train(recipe, *flags, world_size=ranks, folder=tmp_path)
+        assert any(record["event"] == "compile" for record in tiny.all_records(run))
+    assert_every_bit(runs[1], runs[0])
+
+
+def test_a_mean_over_terms_and_a_metric_of_all_predictions_have_the_same_bits(tmp_path, recipe):
+    parts = """loss_terms=lambda batch: (batch[1] > 0).sum() + 1,
+    metrics={"accuracy": accuracy, "auroc": torchmetrics.AUROC("multiclass", num_classes=3)}"""
+    code = RECIPE.replace('metrics={"accuracy": accuracy}', parts)
+    code = code.replace("import numpy as np\n", "import numpy as np\nimport torchmetrics\n")
+    recipe.write_text(code)
+    runs = [tmp_path / f"on-{ranks}" for ranks in (1, 2, 3)]
+    for ranks, run in enumerate(runs, start=1):
+        tiny.train(recipe, "--run-dir", str(run), world_size=ranks, folder=tmp_path)
+        assert_every_bit(run, runs[0])
+
+
 def test_an_evaluation_on_one_device_gives_the_bits_that_several_ranks_recorded(
     tmp_path, recipe, capfd
 ):
