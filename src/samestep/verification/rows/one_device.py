@@ -24,14 +24,19 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
         return {}
     model = tested.build()
     load_model(model, newest[1])
-    hold_model(model, Seen(), ALL_KINDS)
-    with tested.source(tested.splits.validation, replace(tested.recipe, augment=None)) as source:
+    virtual, loss = tested.settings.virtual_ranks, tested.placed_loss
+    world = replace(tested.world, virtual_ranks=virtual or 0)
+    if virtual is None:
+        hold_model(model, Seen(), ALL_KINDS)
+        loss = tested.loss
+    recipe = replace(tested.recipe, augment=None)
+    with tested.source(tested.splits.validation, recipe, world) as source:
         values = evaluate(
             applied(model, tested.recipe),
             source,
-            tested.loss,
+            loss,
             tested.recipe.metrics,
-            world=tested.world,
+            world=world,
             batch_size=256,
             precision=tested.settings.precision,
             seed=tested.settings.seed,
