@@ -6,7 +6,7 @@ from pathlib import Path
 from samestep.run import checkpoints
 from samestep.training.apply import applied, terms_of
 from samestep.training.evaluation import evaluate
-from samestep.training.snapshot import load_model
+from samestep.training.snapshot import load_evaluated
 from samestep.verification.difference import TrainingDifference, evaluations_apart
 from samestep.verification.evidence import Check, Evidence, TableRow, measured
 from samestep.verification.randomness import ALL_KINDS, Seen, hold_model
@@ -23,7 +23,7 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     if newest is None or tested.splits.validation is None:
         return {}
     model = tested.build()
-    load_model(model, newest[1])
+    load_evaluated(model, newest[1])
     virtual, loss = tested.settings.virtual_ranks, tested.placed_loss
     world = replace(tested.world, virtual_ranks=virtual or 0)
     if virtual is None:
