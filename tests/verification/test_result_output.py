@@ -73,12 +73,25 @@ def test_what_is_unknown_has_one_block_for_all_its_rows():
     assert "2 ranks, accumulation, stop and resume: from step 3" in block
 
 
+def test_with_virtual_ranks_the_table_allows_nothing_and_says_so_in_its_last_line():
+    evidence = undisturbed()
+    facts = replace(evidence.facts, virtual_ranks=4)
+    found = verification(replace(evidence, facts=facts), precisions=("fp32",))
+    lines = shown(found)
+    assert "4 virtual ranks on 1 and 2 ranks, fp32" in " ".join(" ".join(lines[1:3]).split())
+    assert "allowed" not in " ".join(lines)
+    assert "accepted" not in " ".join(lines)
+    assert lines[-1] == "The same training, to the last bit. (3 s)"
+    assert json.loads(as_json(found))["virtual_ranks"] == 4
+
+
 def test_json_has_every_row_and_no_infinity():
     checks = [replace(judge(undisturbed())[1], difference=math.inf)]
     found = json.loads(as_json(verification(undisturbed(), checks=checks)))
     assert list(found) == [
-        *("recipe", "same", "world_sizes", "precisions", "steps", "global_batch_size"),
-        *("last_batch_size", "training_samples", "held_still", "notes", "seconds", "checks"),
+        *("recipe", "same", "world_sizes", "virtual_ranks", "precisions", "steps"),
+        *("global_batch_size", "last_batch_size", "training_samples", "held_still", "notes"),
+        *("seconds", "checks"),
     ]
     assert list(found["checks"][0]) == [
         *("name", "passed", "status", "compared", "tolerance", "difference", "first_step"),

@@ -36,7 +36,7 @@ _ABOUT = (
     "Train {} for a few steps on one process and on several ranks, and compare: losses, gradients, "
     "weights, samples, metrics. What differs is named with its likely cause. Exit codes: 0 the "
     "same training, 1 different (or every rank writes a file), 2 a mistake in the command or the "
-    "recipe."
+    "recipe. With --virtual-ranks nothing is held still, and all has to be equal to the last bit."
 )
 # What a verification decides by itself, or has no use for.
 _NO_EFFECT = (
@@ -85,12 +85,13 @@ def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     command, request = parse(arguments)
     given = names_given(arguments)
-    two = command.quick and "world_sizes" not in given
-    sizes = numbers("world-sizes", "1,2" if two else command.world_sizes, most=_MOST_RANKS)
+    sizes = _sizes(command, request.settings.virtual_ranks, chosen="world_sizes" in given)
     insists = request.settings.oversubscribe
     check_ranks(max(sizes), oversubscribe=insists, flag="--world-sizes")
     accepted = _accepted(command.accept)
     check_positive(tolerance=command.tolerance)
+    if request.settings.virtual_ranks is not None:
+        _check_strict(command)
     device, notes = _device(request.settings, max(sizes))
     request = replace(request, settings=replace(request.settings, device=device))
     started_at = time.time()
@@ -138,6 +139,31 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         yield tell
 
 
+def _sizes(command: Command, virtual: int | None, *, chosen: bool) -> tuple[int, ...]:
+    """Return the numbers of ranks, of which virtual ranks allow none larger than theirs."""
+    if chosen:
+        sizes = numbers("world-sizes", command.world_sizes, most=_MOST_RANKS)
+        if virtual is not None and max(sizes) > virtual:
+            raise UserError(
+                f"--virtual-ranks {virtual} is less than the {max(sizes)} ranks of --world-sizes "
+                f"{command.world_sizes}: each rank computes one or more virtual ranks. Give at "
+                f"least --virtual-ranks {max(sizes)}, or fewer ranks."
+            )
+        return sizes
+    sizes = numbers("world-sizes", "1,2" if command.quick else command.world_sizes)
+    return tuple(size for size in sizes if virtual is None or size <= virtual)
+
+
+def _check_strict(command: Command) -> None:
+    """Refuse what allows a difference: with virtual ranks there is none to be allowed."""
+    for flag, value in (("accept", command.accept), ("tolerance", command.tolerance)):
+        if value:
+            raise UserError(
+                f"--{flag} {value} does not go with --virtual-ranks, with which everything has to "
+                "be equal to the last bit. Leave one of them out."
+            )
+
+
 def _accepted(text: str) -> tuple[Accepted, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     known = list(get_args(Accepted))
@@ -154,7 +180,9 @@ def _batch(settings: Settings, given: set[str]) -> int | None:
     """Return the global batch that was asked for on the command line, if one was."""
     if "global_batch_size" in given:
         return settings.global_batch_size
-    return settings.batch_size if "batch_size" in given else None
+    if "batch_size" not in given or settings.batch_size is None:
+        return None
+    return settings.batch_size * (settings.virtual_ranks or 1)
 
 
 def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.data.blocks import Batch, held_parts
 from samestep.data.keyed_random import mix
+from samestep.data.loader_source import seed_reading
 from samestep.data.trees import describe
 from samestep.errors import UserError, blame
 from samestep.ranks.world import World
@@ -107,7 +108,10 @@ def evaluate(
         for number, batch in enumerate(source.evaluation(batch_size)):
             part = batch.part if world.virtual_ranks else world.rank
             nth = number - first.setdefault(part, number)
-            seed_torch(mix(seed, part, nth), world.device)  # reading draws numbers too
+            drawn = mix(seed, part, nth)
+            if world.virtual_ranks:
+                seed_reading(drawn)  # of Python and NumPy, as their steps do
+            seed_torch(drawn, world.device)  # reading draws numbers too
             outputs = outputs_of(forward or model, batch.inputs, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, batch)

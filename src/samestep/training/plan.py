@@ -82,7 +82,7 @@ def make_plan(
     Raises:
         UserError: the batch sizes contradict each other, or the data is too small.
     """
-    _check_virtual(settings, num_samples, world_size)
+    check_virtual(settings, num_samples, world_size)
     if 0 < num_samples < world_size:
         raise UserError(
             f"{world_size} ranks are more than the {num_samples} training samples: every rank "
@@ -128,7 +128,7 @@ def make_plan(
     )
 
 
-def _check_virtual(settings: Settings, num_samples: int, world_size: int) -> None:
+def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None:
     """Check that there are virtual ranks for all ranks, and samples for all virtual ranks.
 
     Raises:

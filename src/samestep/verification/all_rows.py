@@ -48,11 +48,16 @@ ROWS: tuple[TableRow, ...] = (
 UNKNOWN = "unknown"
 
 
+def rows_of(facts: RecipeFacts) -> list[TableRow]:
+    """Return the rows that a verification has, with virtual ranks or without."""
+    return [row for row in ROWS if row.with_virtual_ranks or facts.virtual_ranks is None]
+
+
 def plan_trainings(
     start: Start, facts: RecipeFacts, chosen: Precision, *, quick: bool = False
 ) -> list[ShortTraining]:
     """Return what one start trains, the decisive ones first: a failure on several ranks ends it."""
-    rows = [row for row in ROWS if not (quick and row.thorough)]
+    rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
     trainings = [row.training for row in rows if row.training]
     taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
     return sorted(taken, key=lambda t: (t.lightning, t.own_precision, t.halves or t.resumes))
@@ -60,9 +65,11 @@ def plan_trainings(
 
 def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
     """Return the facts with what the experiments of all rows found in this process."""
-    found = {row.name: row.look(tested) for row in ROWS if row.look}
+    found = {row.name: row.look(tested) for row in rows_of(facts) if row.look}
     kept = {name: encoded(value) for name, value in found.items() if value is not None}
-    return replace(facts, present=tested.free_step.kinds, found=kept)
+    # With virtual ranks nothing is held still, whatever there is.
+    held = tested.free_step.kinds if facts.virtual_ranks is None else frozenset()
+    return replace(facts, present=held, found=kept)
 
 
 def look_on_rank(tested: RecipeUnderTest, world: World) -> Found:
@@ -80,7 +87,8 @@ def look_on_rank(tested: RecipeUnderTest, world: World) -> Found:
 def judge(evidence: Evidence) -> list[Check]:
     """Return the checks of all rows; of the first one alone if one process could not train."""
     found = []
-    for row in ROWS if evidence.trace(0, MAIN) else ROWS[:1]:
+    rows = rows_of(evidence.facts)
+    for row in rows if evidence.trace(0, MAIN) else rows[:1]:
         left_out = row.thorough and evidence.quick
         answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
         checks = answer if isinstance(answer, list) else [answer]

@@ -15,6 +15,9 @@ from samestep.verification.trace import Trace
 # in a flat image many units lie within rounding of ReLU's kink, and change sides together.
 ROUNDING: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 
+_LAST_BIT = 2.0**-52
+"""The size of a difference in bits of values that were not kept."""
+
 
 @dataclass(frozen=True)
 class TrainingDifference:
@@ -67,7 +70,20 @@ def _in_step(one: Trace, other: Trace, step: int) -> list[Found]:
     if step in one.norms and step in other.norms:
         found.append(("gradient norm", "", relative(one.norms[step], other.norms[step])))
     found += _tensors("gradient", one.gradients.get(step), other.gradients.get(step))
-    return found + _tensors("weight", one.weights.get(step), other.weights.get(step))
+    found += _tensors("weight", one.weights.get(step), other.weights.get(step))
+    found += _bits(one.bits.get(step, {}), other.bits.get(step))
+    epoch = other.epochs.get(step, {})
+    for name, value in one.epochs.get(step, {}).items():
+        found.append((f"{name} of the epoch", "", relative(value, epoch.get(name, math.nan))))
+    return found
+
+
+def _bits(one: Mapping[str, str], other: Mapping[str, str] | None) -> list[Found]:
+    """Return the tensors whose bits differ: also where the values that were kept do not."""
+    if other is None:
+        return []
+    differ = [name for name in one if one[name] != other.get(name)]
+    return [(what, name, _LAST_BIT) for what, _, name in (name.partition(" ") for name in differ)]
 
 
 def _tensors(

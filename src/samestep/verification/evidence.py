@@ -20,6 +20,7 @@ OWN_PRECISION = "precision"
 """The short training in the precision of the user's settings."""
 NOT_REACHED = "the ranks did not come so far"
 LEFT_OUT = "left out by --quick"
+EQUAL = "equal to the last bit"
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,14 @@ class Evidence:
         return [start for start in self.starts if start.world_size > 1]
 
     @property
+    def bits(self) -> bool:
+        """Whether everything has to be equal to the last bit, by virtual ranks."""
+        return self.facts.virtual_ranks is not None
+
+    @property
     def exact(self) -> float:
         """Tolerance of what is compared in the exact precision."""
-        return ROUNDING[self.facts.exact]
+        return 0.0 if self.bits else ROUNDING[self.facts.exact]
 
     def trace(self, place: int, training: str) -> Trace | None:
         """Return rank 0's trace of a short training, if there is one."""
@@ -119,7 +125,7 @@ class Evidence:
     def losses_only(self, training: str = MAIN) -> bool:
         """Whether the losses alone decide: without float64, or as the user wants it."""
         rounded = training == OWN_PRECISION or self.facts.exact != "fp64"
-        return rounded or self.tolerance is not None
+        return (rounded and not self.bits) or self.tolerance is not None
 
     def compare(
         self, trace: Trace, training: str = MAIN, *, reference: Trace | None = None
@@ -128,10 +134,12 @@ class Evidence:
         tolerance, losses_only = self.tolerance_of(training), self.losses_only(training)
         return difference(reference or self.reference, trace, tolerance, losses_only=losses_only)
 
-    def compare_starts(self, training: str) -> dict[Start, TrainingDifference]:
+    def compare_starts(
+        self, training: str, *, reference: Trace | None = None
+    ) -> dict[Start, TrainingDifference]:
         """Compare a short training of all starts that ran it with that of one process."""
         return {
-            start: self.compare(trace, training)
+            start: self.compare(trace, training, reference=reference)
             for start in self.starts
             if (trace := self.trace(start.place, training))
         }
@@ -176,6 +184,8 @@ class TableRow:
     """An experiment of every rank of every start: see `Evidence.found_on_ranks`."""
     explain: Callable[[Evidence], Cause | None] | None = None
     """Returns this row's cause if it was found, for differences in other rows."""
+    with_virtual_ranks: bool = True
+    """False if what it is about makes no difference with virtual ranks, whose shares are fixed."""
     explain_failure: Callable[[Evidence, RankFailure], Cause | None] | None = None
     """Returns this row's cause if a failure shows it."""
 
@@ -185,6 +195,8 @@ def measured(
 ) -> Check:
     """Return the check of a measured difference, with its cause if the row knows it itself."""
     same, where = found.largest <= tolerance, (found.first_step, found.first_parameter, found.what)
+    if same and tolerance == 0:
+        compared = f"{EQUAL}: {compared}"
     known = cause if cause and not same else Cause()
     status: Status = "same" if same else "different"
     return Check(status, compared, found.largest, tolerance, known, *where)
@@ -204,6 +216,8 @@ def cause_check(
     found: Status = "different" if evidence.tolerance is None else "note"
     status = found if cause else "same"
     tolerance = None if difference is None else evidence.exact
+    if evidence.bits and cause is None:
+        compared = f"{EQUAL}: {compared}"
     cause = cause or Cause()
     return Check(status, compared, difference, tolerance, cause, first_step, first_parameter)
 

@@ -65,6 +65,8 @@ class RecipeFacts:
     """The most exact precision that the model can compute in."""
     inexact: str = ""
     """Why this is not float64."""
+    virtual_ranks: int | None = None
+    """With them every training has to be equal to the last bit, and nothing is held still."""
     lightning: bool = False
     """Whether Lightning is there and can take these settings."""
     present: frozenset[Kind] = frozenset()

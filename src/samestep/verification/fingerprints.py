@@ -55,6 +55,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: values_of(t) for name, t in named if t.is_floating_point() and t.numel()}
 
 
+def bits_of(model: nn.Module) -> dict[str, str]:
+    """Return a mark of each gradient, parameter and buffer: equal if all its bits are."""
+    named = [(f"gradient {name}", p.grad) for name, p in model.named_parameters()]
+    named += [(f"weight {name}", p) for name, p in model.named_parameters()]
+    named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
+    return {name: batch_mark(tensor) for name, tensor in named if tensor is not None}
+
+
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return what `values_of` keeps of each parameter's gradient."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]

@@ -74,8 +74,9 @@ def gather(
     """
     starts = plan_starts(sizes, quick=quick)
     lightning = lightning and importlib.util.find_spec("lightning") is not None
-    # Its engine refuses both.
+    # Its engine refuses all three.
     lightning = lightning and request.recipe.loss_terms is None and request.settings.ema is None
+    lightning = lightning and request.settings.virtual_ranks is None
     sizes = tuple(sorted({1, *sizes}))
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     ended: dict[int, str] = {}

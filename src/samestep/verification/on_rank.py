@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from samestep.data.recipe_splits import load_splits
+from samestep.data.stream_lanes import is_stream
 from samestep.errors import LOST_PEER, UserError, caused, is_users
 from samestep.execution.request import Request
 from samestep.execution.session import run_session
 from samestep.ranks.world import World
-from samestep.recipe import Recipe
+from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, in_precision
 from samestep.training.backends import switched
+from samestep.training.plan import check_virtual
 from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Received
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
@@ -93,6 +95,7 @@ class _Start:
         seed_alike(request.settings.seed)
         # A run prepares all of its data; here a few samples are used.
         splits = load_splits(self._recipe, options, self._world, prepare=False)
+        self._hold_bits_still(splits)
         self._splits = without_streams(splits, request.settings.seed)
         self.report.num_samples = num_samples(self._splits.train)
         first = self._start.place == 0
@@ -117,6 +120,14 @@ class _Start:
             loaded = one_device.evaluate_checkpoint(self._tested(), run)
             self.report.found[one_device.NAME] = encoded(loaded)
 
+    def _hold_bits_still(self, splits: Splits) -> None:
+        """Compute with virtual ranks' number of threads; refuse data that they cannot share."""
+        settings, train = self._request.settings, splits.train
+        if settings.virtual_ranks is not None:
+            num = 0 if is_stream(train) else num_samples(train)
+            check_virtual(settings, num, self._world.world_size)
+            torch.set_num_threads(settings.threads or 1)
+
     def _use(self, facts: RecipeFacts) -> None:
         self._facts = facts
         self._few = cut_down(self._splits, facts.size.num_samples, facts.size.num_evaluated)
@@ -136,10 +147,17 @@ class _Start:
             num_samples(getattr(self._splits, name)),
             self._instructions.sizes,
             batch=self._instructions.batch,
+            virtual=settings.virtual_ranks,
             drop_last=settings.drop_last,
             heavy=heavy,
         )
-        return RecipeFacts(num_samples=total, size=size, evaluates=name, lightning=lightning)
+        return RecipeFacts(
+            num_samples=total,
+            size=size,
+            evaluates=name,
+            lightning=lightning,
+            virtual_ranks=settings.virtual_ranks,
+        )
 
     def _look(self, chosen: Precision) -> None:
         """Find out what one process can tell, and leave it for the others."""
@@ -163,7 +181,8 @@ class _Start:
         place, name = self._start.place, training.name
         if training.resumes:
             place, name = place - 1, MAIN
-        held, run = ALL_KINDS - training.free, run_of(self._folder, place, name)
+        held = None if self._facts.virtual_ranks else ALL_KINDS - training.free
+        run = run_of(self._folder, place, name)
         settings = settings_of(
             training, self._request.settings, self._facts, self._world.world_size, run
         )
@@ -171,6 +190,9 @@ class _Start:
             settings = replace(settings, sync_batchnorm=False)
 
         def prepare(model: nn.Module) -> None:
+            if held is None:
+                return
+
             def calibrate() -> Any:
                 tested = self._tested(settings.precision)
                 return tested.forward(model, few_inputs(tested, tested.batch()))
@@ -190,9 +212,12 @@ class _Start:
         )
 
     def _held_recipe(
-        self, held: frozenset[Kind], precision: Precision, *, evaluates: bool
+        self, held: frozenset[Kind] | None, precision: Precision, *, evaluates: bool
     ) -> Recipe:
-        """Return the recipe with its few samples, and without parameters that nothing uses."""
+        """Return the recipe with its few samples, and without parameters that nothing uses.
+
+        Nothing of it is held still, or looked into, where `held` is None.
+        """
         few = self._few if evaluates else replace(self._few, validation=None)
         recipe, allowed = self._recipe, self._request.settings.allows_unused
         unused = [] if allowed else unused_parameters(self._facts)
@@ -204,7 +229,9 @@ class _Start:
                     parameter.requires_grad = False
             return built
 
-        loss = watched(self._tested(precision).placed_loss, Seen(), held)
+        loss = recipe.loss
+        if held is not None:
+            loss = watched(self._tested(precision).placed_loss, Seen(), held)
         return replace(recipe, model=model, data=lambda *_: few, loss=loss)
 
 

@@ -11,9 +11,9 @@ from samestep.execution.session import NATIVE, Engine, Task
 from samestep.run.records import Record
 from samestep.training.between import checkpoint_name, evaluate_now, evaluate_work
 from samestep.training.loop import rehearse
-from samestep.training.meter import Meter
+from samestep.training.meter import Meter, epoch_record
 from samestep.training.work import State, Work, close_epoch, epoch_is_full
-from samestep.verification.fingerprints import gradients_of, sample_marks, weights_of
+from samestep.verification.fingerprints import bits_of, gradients_of, sample_marks, weights_of
 from samestep.verification.short_trainings import ShortTraining
 from samestep.verification.trace import Trace
 
@@ -62,8 +62,13 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             trees = (block.inputs,) if block.parts else (block.inputs, block.targets)
             trace.samples[step] = sample_marks(*trees)
         trace.gradients[step], trace.weights[step] = gradients_of(model), weights_of(model)
+        if work.settings.virtual_ranks:
+            trace.bits[step] = bits_of(model)
         for record in meter.count(taken):
             task.emit(record)
+        if work.settings.virtual_ranks and epoch_is_full(work, state):
+            meter.settle()
+            task.emit(epoch_record(work, state))
         if work.validation is not None and _evaluates(work, state):
             task.emit(evaluate_now(work, state, work.validation)[0])
         if step == stop and training.saves:
@@ -90,6 +95,9 @@ def keep_record(trace: Trace, record: Record) -> None:
         trace.losses[record["step"]] = record["loss"]
         if record["grad_norm"] is not None:
             trace.norms[record["step"]] = record["grad_norm"]
+    if record["event"] == "epoch":
+        metrics = record.get("metrics", {})
+        trace.epochs[record["step"]] = {"loss": record["loss"], **metrics}
     if record["event"] == "evaluation":
         trace.evaluations[record["step"]] = _values(record)
 

@@ -32,10 +32,12 @@ _HELD = {
 def show(found: Verification, console: Console) -> None:
     """Print what was run, the table, and one sentence."""
     facts, size = found.facts, found.facts.size
+    virtual = facts.virtual_ranks
+    shares = f"{count(virtual, 'virtual rank')} " if virtual else ""
     ran = (
         f"{size.steps} steps of {count(size.global_batch, 'sample')} (the last of an epoch: "
         f"{size.rest}), {size.num_samples} of {count(facts.num_samples, 'training sample')}, "
-        f"on {ranks(found.sizes)}, {' and '.join(found.precisions)}"
+        f"{shares}on {ranks(found.sizes)}, {' and '.join(found.precisions)}"
     )
     console.print(Text(f"verified   {found.recipe}", style="bold"))
     console.print(_block("ran", ran))
@@ -50,8 +52,10 @@ def show(found: Verification, console: Console) -> None:
     if facts.present:
         held = ", ".join(words for kind, words in _HELD.items() if kind in facts.present)
         console.print(_block("held still", f"{held}, except in the rows of their names"))
+    if virtual:
+        console.print(_block("held still", "nothing: draws and BatchNorm are as they are"))
     console.print()
-    console.print(_table(found.checks))
+    console.print(_table(found.checks, allowed=not virtual))
     # Rows that say the same are explained together.
     explained: dict[tuple[object, ...], list[Check]] = {}
     for check in found.checks:
@@ -71,6 +75,7 @@ def as_json(found: Verification) -> str:
         "recipe": found.recipe,
         "same": found.same,
         "world_sizes": list(found.sizes),
+        "virtual_ranks": facts.virtual_ranks,
         "precisions": list(found.precisions),
         "steps": size.steps,
         "global_batch_size": size.global_batch,
@@ -106,16 +111,19 @@ def _block(name: str, text: str, style: str = "bold") -> Table:
     return table
 
 
-def _table(checks: list[Check]) -> Table:
+def _table(checks: list[Check], *, allowed: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True, style="bold")
     table.add_column("differs", no_wrap=True, justify="right")
-    table.add_column("allowed", no_wrap=True, justify="right")
+    if allowed:
+        table.add_column("allowed", no_wrap=True, justify="right")
     table.add_column("compared", overflow="fold")
     for check in checks:
         status = Text(check.status, style=_COLOURS[check.status])
-        numbers = (_number(check.difference), _number(check.tolerance))
+        numbers = [_number(check.difference)]
+        if allowed:
+            numbers.append(_number(check.tolerance))
         table.add_row(status, check.name, *numbers, Text(check.compared))
     return table
 
@@ -147,7 +155,8 @@ def _sentence(found: Verification) -> Text:
     if found.same:
         but = f", but for {accepted}: known and accepted" if accepted else ""
         quick = any(check.compared == LEFT_OUT for check in found.checks)
-        text = f"The same training{', as far as --quick looks' if quick else ''}{but}."
+        bits = ", to the last bit" if found.facts.virtual_ranks else ""
+        text = f"The same training{bits}{', as far as --quick looks' if quick else ''}{but}."
     elif {check.name for check in different} == {one_writer.NAME}:
         text = f"The same training, but {causes}."
     else:

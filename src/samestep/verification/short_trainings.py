@@ -36,7 +36,7 @@ class ShortTraining:
     free: frozenset[Kind] = frozenset()
     """What is left as it is; the rest of what differs with the number of ranks is held still."""
     halves: bool = False
-    """Whether each rank takes its share in two micro-steps."""
+    """Whether each rank, or each virtual one, takes its share in two micro-steps."""
     resumes: bool = False
     """Whether it goes on from the checkpoint of the start before."""
     saves: bool = False
@@ -49,6 +49,8 @@ class ShortTraining:
         """Whether a start takes it, where the user's settings chose a precision."""
         if start.closing or self.resumes:
             return self.resumes and start.place > 0
+        if self.halves and facts.virtual_ranks:
+            return facts.size.halves(facts.virtual_ranks)
         if self.own_precision:
             return chosen != facts.exact
         if self.free or self.lightning:  # one process and the fewest ranks are enough
@@ -62,7 +64,7 @@ def settings_of(
 ) -> Settings:
     """Return the user's settings, changed to those of a short training."""
     size = facts.size
-    share = -(-size.global_batch // world_size)
+    share = -(-size.global_batch // (settings.virtual_ranks or world_size))
     precision = settings.precision if training.own_precision else facts.exact
     return replace(
         in_precision(settings, precision),

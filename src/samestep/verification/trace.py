@@ -17,10 +17,14 @@ class Trace:
     """Step → parameter → its norm and values, as `fingerprints.values_of` keeps them."""
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """After each step; under Lightning after the last one only."""
+    bits: dict[int, dict[str, str]] = field(default_factory=dict)
+    """With virtual ranks: step → gradient, parameter or buffer → a mark of all its bits."""
     samples: dict[int, list[str]] = field(default_factory=dict)
     """The samples of this rank, in their order."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step → loss and metrics over all samples; 0 is before training."""
+    epochs: dict[int, dict[str, float]] = field(default_factory=dict)
+    """With virtual ranks: step that ends an epoch → loss and metrics over what was trained."""
     evaluated: list[str] = field(default_factory=list)
     """The samples that this rank evaluated before training."""
     begun: int = 0

@@ -60,7 +60,8 @@ def changing_part(evidence: Evidence) -> Part | None:
 
 def _explain(evidence: Evidence) -> Cause | None:
     changes = evidence.found(NAME, Changes)
-    if changes is None:
+    # A virtual rank always reads the same samples together.
+    if changes is None or (changes.batchwise and evidence.bits):
         return None
     when = "each time the same sample is read in the same epoch"
     if changes.batchwise:
@@ -70,7 +71,8 @@ def _explain(evidence: Evidence) -> Cause | None:
 
 
 def _answer(evidence: Evidence) -> Check:
-    return cause_check(evidence, "a sample read again, in other batches", _explain(evidence))
+    compared = f"a sample read again{'' if evidence.bits else ', in other batches'}"
+    return cause_check(evidence, compared, _explain(evidence))
 
 
 ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)

@@ -29,4 +29,6 @@ def _answer(evidence: Evidence) -> Check:
     return answer(evidence, "dropout", "draws as they are", cause)
 
 
-ROW = TableRow(name=NAME, look=_look, training=left_free("dropout"), answer=_answer)
+ROW = TableRow(
+    name=NAME, look=_look, training=left_free("dropout"), answer=_answer, with_virtual_ranks=False
+)

@@ -72,5 +72,10 @@ def _answer(evidence: Evidence) -> Check:
 
 
 ROW = TableRow(
-    name=NAME, look=_look, answer=_answer, explain=_bent, explain_failure=_explain_failure
+    name=NAME,
+    look=_look,
+    answer=_answer,
+    explain=_bent,
+    explain_failure=_explain_failure,
+    with_virtual_ranks=False,
 )

@@ -120,4 +120,4 @@ def _answer(evidence: Evidence) -> Check:
     return cause_check(evidence, "of a batch, and of its parts", _explain(evidence), found.full)
 
 
-ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)
+ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain, with_virtual_ranks=False)

@@ -106,7 +106,7 @@ def largest_difference(evidence: Evidence) -> TrainingDifference:
 
 def _trains_the_same(evidence: Evidence, trace: Trace) -> bool:
     """Whether weights are equal but for rounding so small that it turns no prediction around."""
-    exact = evidence.facts.exact == "fp64"
+    exact = evidence.facts.exact == "fp64" or evidence.bits
     return exact and evidence.compare(trace).largest <= evidence.exact
 
 
@@ -115,7 +115,7 @@ def _answer(evidence: Evidence) -> Check:
         return Check("skipped", evidence.not_compared())
     found = largest_difference(evidence)
     compared = f"{', '.join(evidence.reference.evaluations[0])} before and after steps"
-    if found.largest > evidence.exact:
+    if found.largest > evidence.exact or evidence.bits:
         return measured(compared, found, evidence.exact, _cause(evidence, found.what))
     # What these few weights do not show, other outputs do.
     alone = evidence.found(NAME, dict[str, float]) or {}

@@ -6,7 +6,7 @@ from pathlib import Path
 from samestep.run import checkpoints
 from samestep.training.apply import applied, terms_of
 from samestep.training.evaluation import evaluate
-from samestep.training.snapshot import load_model
+from samestep.training.snapshot import load_evaluated
 from samestep.verification.difference import TrainingDifference, evaluations_apart
 from samestep.verification.evidence import Check, Evidence, TableRow, measured
 from samestep.verification.randomness import ALL_KINDS, Seen, hold_model
@@ -23,15 +23,20 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     if newest is None or tested.splits.validation is None:
         return {}
     model = tested.build()
-    load_model(model, newest[1])
-    hold_model(model, Seen(), ALL_KINDS)
-    with tested.source(tested.splits.validation, replace(tested.recipe, augment=None)) as source:
+    load_evaluated(model, newest[1])
+    virtual, loss = tested.settings.virtual_ranks, tested.placed_loss
+    world = replace(tested.world, virtual_ranks=virtual or 0)
+    if virtual is None:
+        hold_model(model, Seen(), ALL_KINDS)
+        loss = tested.loss
+    recipe = replace(tested.recipe, augment=None)
+    with tested.source(tested.splits.validation, recipe, world) as source:
         values = evaluate(
             applied(model, tested.recipe),
             source,
-            tested.loss,
+            loss,
             tested.recipe.metrics,
-            world=tested.world,
+            world=world,
             batch_size=256,
             precision=tested.settings.precision,
             seed=tested.settings.seed,

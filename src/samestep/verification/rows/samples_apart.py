@@ -93,4 +93,4 @@ def _answer(evidence: Evidence) -> Check:
     return cause_check(evidence, "outputs, with others in the batch", cause, difference)
 
 
-ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain)
+ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain, with_virtual_ranks=False)

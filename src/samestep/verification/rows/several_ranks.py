@@ -17,18 +17,20 @@ def _answer(evidence: Evidence) -> list[Check]:
 
 
 def _compare(evidence: Evidence, start: Start) -> Check:
-    smallest, larger = divmod(evidence.facts.size.global_batch, start.world_size)
+    virtual = evidence.facts.virtual_ranks
+    shared = virtual or evidence.facts.size.global_batch
+    smallest, larger = divmod(shared, start.world_size)
     shares = [smallest + (rank < larger) for rank in range(start.world_size)]
     parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
     # The weights of ranks are compared with each other even where losses alone decide.
     what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
-    compared = f"{what}: {parts}"
+    compared = f"{parts} virtual ranks" if virtual else f"{what}: {parts}"
     trace = evidence.trace(start.place, MAIN)
     if trace is None or evidence.died(start.place):
         return failed_start(evidence, compared, start.place)
     last = evidence.facts.size.steps
     first, *others = (
-        Trace(losses={last: 0.0}, weights={last: trace.weights[last]})
+        Trace(losses={last: 0.0}, weights={last: trace.weights[last]}, bits=trace.bits)
         for trace in evidence.traces[start.place, MAIN]
     )
     between = (difference(first, other, evidence.exact) for other in others)

@@ -103,7 +103,8 @@ def _answer(evidence: Evidence) -> Check:
             "Draw without generator=: torch's own is seeded in every step.",
         )
         return cause_check(evidence, "no generator that goes on by itself", cause)
-    if found and not found.remembers and found.generators:
+    # Virtual ranks seed Python's and NumPy's generators, too.
+    if found and not found.remembers and found.generators and not evidence.bits:
         cause = Cause(
             CAUSE,
             f"The model or the loss draws from {' and '.join(found.generators)}, whose state "
@@ -114,7 +115,8 @@ def _answer(evidence: Evidence) -> Check:
         return answer(evidence, "state", "draws as they are", cause)
     difference = found.remembers.difference if found and found.remembers else None
     difference = change_of_loss(evidence) if difference is None else difference
-    return cause_check(evidence, "a second forward gives the same", _explain(evidence), difference)
+    compared = "a second forward" if evidence.bits else "a second forward gives the same"
+    return cause_check(evidence, compared, _explain(evidence), difference)
 
 
 ROW = TableRow(name=NAME, look=_look, training=left_free("state"), answer=_answer, explain=_explain)
