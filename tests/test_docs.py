@@ -15,6 +15,7 @@ from tests.cifar_files import write_binary
 from tests.command_line import start
 from tests.idx_files import write_mnist
 from tests.image_files import write_images
+from tests.processes import TIMEOUT_S
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,7 +70,6 @@ RUN_PAGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
 def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch):
     bin_folder = Path(sys.executable).parent
@@ -95,7 +95,7 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
 def typed(words: list[str], folder: Path) -> tuple[int, str]:
     """Run a command as it is typed; return its exit code and what it said."""
     done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        words, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.run.records import read_records
-from tests.cluster.sandbox import FINAL, RunningSandbox, wait_for
+from tests.cluster.sandbox import FINAL, WITHIN_S, RunningSandbox, wait_for
+from tests.processes import TIMEOUT_S
 
 # 120 samples, 30 steps an epoch; PACE is the seconds of a step, read anew for each.
 RECIPE = """
@@ -54,14 +55,14 @@ class Submitted:
         path = self.run / f"slurm-{self.job}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, state: str, within_s: float = 90.0) -> None:
+    def wait(self, state: str, within_s: float = WITHIN_S) -> None:
         """Wait until the job is in a state; any other end fails."""
         try:
             self.sandbox.wait_for_state(self.job, state, within_s=within_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from error
 
-    def wait_for_step(self, step: int, within_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, within_s: float = WITHIN_S) -> None:
         """Wait until the training has come to a step."""
 
         def is_there() -> bool:
@@ -125,7 +126,7 @@ def samestep(
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=TIMEOUT_S,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from samestep.run.records import read_records
 from tests.cluster.jobs import samestep, set_pace, submit, write_recipe
+from tests.processes import TIMEOUT_S
 
 
 def local_losses(folder: Path) -> list[tuple[int, float]]:
@@ -18,7 +19,7 @@ def local_losses(folder: Path) -> list[tuple[int, float]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     records = read_records(folder / "local")
@@ -201,7 +202,7 @@ def test_flags_win_over_the_shell_and_the_job_around_it_leaves_no_trace(sandbox,
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[1]

@@ -19,7 +19,7 @@ from samestep.data.loader_source import LoaderSource
 from samestep.data.memory_source import MemorySource
 from samestep.data.order import epoch_order, steps_per_epoch
 from samestep.ranks.world import World
-from tests.processes import run_ranks
+from tests.processes import TIMEOUT_S, run_ranks
 
 SEED = 11
 WORLD_SIZES = (1, 2, 3)
@@ -519,7 +519,7 @@ def test_python_ends_where_a_loader_is_still_held():
         [sys.executable, "-c", HELD_BY_A_MODULE],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

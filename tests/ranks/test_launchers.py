@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import RECIPE, read_json
-from tests.processes import start_ranks
+from tests.processes import TIMEOUT_S, start_ranks
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 TORCHRUN = [
@@ -30,7 +30,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=TIMEOUT_S,
     )
 
 
@@ -83,7 +83,7 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     )
     started = time.monotonic()
     done = run(command, tmp_path)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100  # Gloo by itself would wait for half an hour
     assert done.returncode == (2 if launcher == "nproc" else 1)
     told = re.findall(r"^samestep: .*", done.stderr, re.MULTILINE)
     assert len(told) == 1, done.stderr
