@@ -432,6 +432,7 @@ def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
     assert what(run, "finish")[0]["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_a_word_is_none_that_was_completed(tmp_path):
     done, run = script(tmp_path, TRACKER, "fail")
     assert "RuntimeError: their own" in done.stderr

@@ -146,6 +146,7 @@ Path(f"found-{rank}.json").write_text(json.dumps(found))
 """
 
 
+@pytest.mark.slow  # the examples of a loop of one's own start so, too
 def test_a_script_of_ones_own_meets_the_other_ranks_under_torchrun(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = run([*TORCHRUN, "mine.py"], tmp_path)
