@@ -34,6 +34,11 @@ def pytest_configure():
         settings.load_profile("samestep")
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the longest tests that stand alone, lest one of them is what all wait for."""
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
+
+
 def _is_memory_for_files() -> bool:
     """Whether tests can write into memory: a short training waits longer for a disk's `fsync`."""
     if not MEMORY.is_dir() or not os.access(MEMORY, os.W_OK):

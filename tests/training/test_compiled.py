@@ -1,6 +1,7 @@
 """Compiled steps take the eager trajectory, for every optimizer, and say what was compiled.
 
 All compiled runs share one process: compiling is slow, and importing the compiler is half of it.
+What they compile is tried uncompiled in test_whole_step.py, which is not slow.
 """
 
 import os
@@ -174,6 +175,7 @@ def assert_same_optimizer(one, other, tolerance):
                 torch.testing.assert_close(mine[key], value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_steps_take_the_eager_trajectory(trained, name):
     """Records, weights, buffers and the optimizer's state; also the steps that run eagerly."""
@@ -181,6 +183,7 @@ def test_compiled_steps_take_the_eager_trajectory(trained, name):
     assert_close(folder / f"{name} on", folder / f"{name} off", CASES[name].tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FALLS_BACK)
 def test_where_whole_steps_would_train_something_else_the_model_alone_is_compiled(trained, name):
     folder, *_ = trained
@@ -190,6 +193,7 @@ def test_where_whole_steps_would_train_something_else_the_model_alone_is_compile
     assert {"unused": "unused.weight", "reassigned": "calls"}[name] in note["what"]
 
 
+@pytest.mark.slow
 def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained):
     """Their checkpoints are the same, the optimizer's state included."""
     folder, *_ = trained
@@ -210,6 +214,7 @@ def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained
     assert_same_optimizer(mine["optimizer"], its["optimizer"], 1e-12)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_the_learning_rate_does_not_compile_anew(trained):
     """The rates go in as a tensor; as numbers, each group of steps would be a graph of its own."""
     _, graphs, _ = trained
@@ -217,6 +222,7 @@ def test_a_schedule_of_the_learning_rate_does_not_compile_anew(trained):
     assert graphs == dict.fromkeys(CASES, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_records_say_once_what_was_compiled(trained, name):
     folder, *_ = trained
@@ -228,6 +234,7 @@ def test_the_records_say_once_what_was_compiled(trained, name):
     assert not [r for r in read_records(folder / f"{name} off") if r["event"] == "compile"]
 
 
+@pytest.mark.slow
 def test_the_seconds_of_compiling_do_not_count_as_training(trained):
     folder, *_ = trained
     records = list(read_records(folder / "adam on"))
@@ -280,6 +287,7 @@ def test_a_graph_holds_no_more_steps_than_there_are_in_a_row(
     assert _steps_per_graph(settings, plan, steps_per_block) == expected
 
 
+@pytest.mark.slow
 def test_dropout_in_a_graph_of_whole_steps_keeps_some_values_of_each_step(trained):
     """The compiler could use a mask before it was drawn: no input reached the loss any more."""
     *_, ran = trained
