@@ -250,6 +250,7 @@ def _train_on_two_ranks(arguments):
     raise SystemExit(main(arguments))
 
 
+@pytest.mark.slow
 def test_on_several_ranks_the_model_is_compiled_and_the_steps_are_the_same(tmp_path):
     recipe = tiny.write_recipe(tmp_path, SMALL)
     flags = ["--max-steps", "24", "--clip-norm", "0.05"]
