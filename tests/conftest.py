@@ -9,7 +9,8 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -72,6 +73,13 @@ def refused(capfd) -> Callable[..., str]:
         return one_message(code, printed + told)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[Path]:
+    """A folder on the disk, not below /dev: what is written there is nobody's doing."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder).resolve()
 
 
 def _whole_run(folder: Path, world_size: int) -> Path:

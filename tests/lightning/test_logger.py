@@ -418,6 +418,7 @@ def script(folder, *arguments):
     return done, run
 
 
+@pytest.mark.slow
 def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
     done, run = script(tmp_path, TRACKER)
     assert (done.returncode, done.stdout) == (0, "")

@@ -34,7 +34,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("nproc", marks=pytest.mark.slow)])
 def test_a_launcher_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path, launcher):
     train = ["train", "spiral", "--epochs", "1", "--num-samples", "500", "--run-dir", "run"]
     command = (

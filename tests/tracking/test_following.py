@@ -206,6 +206,7 @@ def test_a_resumed_run_keeps_its_trackers_and_flags_change_them(tmp_path):
     assert sent(run)["train"] == expected(run)["train"], "what was missed in between was made up"
 
 
+@pytest.mark.slow
 def test_ranks_that_samestep_starts_have_one_tracker_too(tmp_path):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     command = (
