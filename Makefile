@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 # Slow tests and those of tests/cluster wait longer still: measured, half of both cores' time.
 SLOW_WORKERS ?= 4
+# Where Python may not keep compiled modules, each process that a test starts compiles them anew.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 .PHONY: train test test-all lint bench gpu-kit dist clean help

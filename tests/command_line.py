@@ -153,8 +153,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 
 
 def tree(folder: Path) -> set[Path]:
-    """Return everything below a folder."""
-    return set(folder.rglob("*"))
+    """Return everything below a folder, but for what Python keeps of compiled modules."""
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
 def read_json(path: Path) -> Any:

@@ -1,22 +1,52 @@
-"""For all tests: Ctrl-C is heeded, and in CI (SAMESTEP_NO_SKIP) a skipped test is a failure.
+"""For all tests: Ctrl-C is heeded, folders of tests lie in memory, and no example has a deadline.
+
+In CI (SAMESTEP_NO_SKIP) a skipped test is a failure.
 
 Tests marked `gpu` are the exception: they may be skipped in CI too.
 """
 
+import contextlib
 import os
+import shutil
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.command_line import call, one_message
+
+MEMORY, NEEDS = Path("/dev/shm"), 6 << 30
 
 
 def pytest_configure():
     """Heed Ctrl-C, and let what is started here heed it, also where a shell began us with `&`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _is_memory_for_files():
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    with contextlib.suppress(ImportError):  # tests/gpu runs where it is not installed
+        from hypothesis import settings
+
+        # An example takes longer than a fifth of a second wherever other processes have the cores.
+        settings.register_profile("samestep")
+        settings.load_profile("samestep")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest tests that stand alone, lest one of them is what all wait for."""
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
+
+
+def _is_memory_for_files() -> bool:
+    """Whether tests can write into memory: a short training waits longer for a disk's `fsync`."""
+    if not MEMORY.is_dir() or not os.access(MEMORY, os.W_OK):
+        return False
+    can_execute = not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+    free = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available)
+    return can_execute and free >= NEEDS
 
 
 @pytest.fixture
@@ -43,6 +73,13 @@ def refused(capfd) -> Callable[..., str]:
         return one_message(code, printed + told)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[Path]:
+    """A folder on the disk, not below /dev: what is written there is nobody's doing."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder).resolve()
 
 
 def _whole_run(folder: Path, world_size: int) -> Path:

@@ -9,13 +9,14 @@ import pytest
 from samestep.cli import VERBS
 from samestep.version import __version__
 from tests.command_line import call
+from tests.processes import TIMEOUT_S
 
 SCRIPT = Path(sys.executable).with_name("samestep")
 AS_MODULE = [sys.executable, "-m", "samestep"]
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("command", [[SCRIPT], AS_MODULE], ids=["script", "module"])

@@ -78,6 +78,7 @@ def measured(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_dry_part_leaves_one_file_and_the_page_shows_its_rows(tmp_path):
     before = files(RESULTS)
     done = bench("startup", "--dry", "--out", tmp_path / "out")

@@ -207,13 +207,14 @@ def gpu_sh(*arguments, root=ROOT, **variables):
     )
 
 
-@pytest.mark.parametrize("wrong", [("check",), ("check", "part", "--dry"), ("measure", "--dry")])
+@pytest.mark.parametrize("wrong", [("check",), ("check", "part", "--dry")])
 def test_what_cannot_be_done_here_is_refused(wrong, tmp_path):
     done = gpu_sh(*wrong, OUT=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_check_runs_dry(tmp_path):
     """Each test of tests/gpu is in the record, and what is not run on the CPU says why."""
     done = gpu_sh("check", "--dry", OUT=tmp_path)
@@ -247,9 +248,8 @@ def test_a_failure_ends_the_check_with_1(tmp_path):
         assert told in row["message"]
 
 
-@pytest.mark.parametrize("part", [(), ("start-up",)])
-def test_the_bench_passes_its_part_on_and_its_exit_code_back(part, tmp_path):
-    root = tmp_path / "copy"
+def test_the_bench_passes_its_part_on_and_its_exit_code_back(tmp_path):
+    root, part = tmp_path / "copy", ("start-up",)
     shutil.copytree(ROOT / "tools", root / "tools")
     (root / "benchmarks").mkdir()
     program = "import json, os, sys\nfrom pathlib import Path\n"

@@ -1,15 +1,19 @@
 """Submit training to the sandbox as a user does, and look at what it left."""
 
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samestep.run.records import read_records
-from tests.cluster.sandbox import FINAL, RunningSandbox, wait_for
+from tests.cluster.sandbox import FINAL, WITHIN_S, RunningSandbox, wait_for
+from tests.processes import start_ranks
 
 # 120 samples, 30 steps an epoch; PACE is the seconds of a step, read anew for each.
 RECIPE = """
@@ -54,14 +58,14 @@ class Submitted:
         path = self.run / f"slurm-{self.job}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, state: str, within_s: float = 90.0) -> None:
+    def wait(self, state: str, within_s: float = WITHIN_S) -> None:
         """Wait until the job is in a state; any other end fails."""
         try:
             self.sandbox.wait_for_state(self.job, state, within_s=within_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from error
 
-    def wait_for_step(self, step: int, within_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, within_s: float = WITHIN_S) -> None:
         """Wait until the training has come to a step."""
 
         def is_there() -> bool:
@@ -117,16 +121,28 @@ def set_pace(folder: Path, seconds: float | None) -> None:
 def samestep(
     sandbox: RunningSandbox, folder: Path, *words: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run samestep's command line in a folder, with the sandbox as its cluster."""
-    return subprocess.run(
-        [sys.executable, "-m", "samestep", *words],
-        cwd=folder,
-        env=sandbox.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
+    """Run samestep's command line in a folder, with the sandbox as its cluster.
+
+    What it does in a job is the job's own Python; this one is forked, without seconds of imports.
+    """
+    outputs = folder.with_name(f"{folder.name}-outputs-{next(_calls)}")
+    ranks = start_ranks(_command_line, 1, outputs, words, folder, outputs, sandbox.environment)
+    (code,) = ranks.wait()
+    told = (outputs / "errors.txt").read_text()
+    return subprocess.CompletedProcess(words, code, ranks.printed(0), told)
+
+
+_calls = itertools.count()
+
+
+def _command_line(words: Sequence[str], folder: Path, outputs: Path, shell: dict[str, str]) -> None:
+    from samestep.cli import main
+
+    os.dup2(os.open(outputs / "errors.txt", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    os.environ.clear()
+    os.environ.update(shell)
+    os.chdir(folder)
+    sys.exit(main(list(words)))
 
 
 def submit(sandbox: RunningSandbox, folder: Path, *words: str) -> Submitted:

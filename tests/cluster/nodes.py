@@ -10,7 +10,7 @@ from samestep.slurm.sandbox import daemons
 from samestep.slurm.sandbox.cluster import status
 from samestep.slurm.sandbox.processes import Process, end, find_processes, send, wait_until
 
-_BACK_WITHIN_S = 30.0
+_BACK_WITHIN_S = 120.0
 
 
 def kill_node(folder: Path, node: str) -> None:

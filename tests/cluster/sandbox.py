@@ -10,7 +10,8 @@ from pathlib import Path
 
 from samestep.slurm.sandbox.daemons import missing_programs
 
-WITHIN_S = 60.0
+WITHIN_S = 300.0
+"""Ends what hangs, and nothing that is only slow."""
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 

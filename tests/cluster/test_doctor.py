@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.doctor.tables import reds, rows_of
+from tests.processes import TIMEOUT_S
 
 DOCTOR = ("samestep", "doctor", "--json", "--budget-s", "1")
 PYTHON = (sys.executable, "-m", *DOCTOR)
@@ -20,7 +21,7 @@ def srun(sandbox, folder, *command: str, **more: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=TIMEOUT_S,
         env=sandbox.environment | {"OMP_NUM_THREADS": "1"} | more,
     )
 

@@ -11,7 +11,7 @@ from tests.cluster.hosts import ADDRESSES, NAMES, Hosts, ip, two_hosts
 from tests.doctor.tables import reds, rows_in
 
 PORT = 29502
-WITHIN_S = 90
+WITHIN_S = 300
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def submit(sandbox, folder, name, *arguments):
 def end(sandbox, folder, job, state="COMPLETED"):
     """Wait for the end of a job, which must be this one; return what it printed."""
     try:
-        sandbox.wait_for_state(job, *FINAL, within_s=120)
+        sandbox.wait_for_state(job, *FINAL)
     finally:
         (output,) = folder.glob(f"*-{job}.out")
         print(output.read_text())  # shown where the test fails
@@ -128,7 +128,7 @@ def end_of_script(sandbox, folder, command, *options, state="COMPLETED"):
     script = f"export MASTER_ADDR=127.0.0.1 OMP_NUM_THREADS=1\n{command}"
     job = sandbox.submit(folder, script, *options)
     try:
-        sandbox.wait_for_state(job, *FINAL, within_s=120)
+        sandbox.wait_for_state(job, *FINAL)
     finally:
         printed = (folder / "out").read_text()
         print(printed)  # shown where the test fails

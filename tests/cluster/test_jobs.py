@@ -9,18 +9,13 @@ import pytest
 
 from samestep.run.records import read_records
 from tests.cluster.jobs import samestep, set_pace, submit, write_recipe
+from tests.command_line import run
+from tests.processes import TIMEOUT_S
 
 
 def local_losses(folder: Path) -> list[tuple[int, float]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", "train", "tiny.py", "--run-dir", "local"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
+    recipe = str(folder / "tiny.py")
+    run("train", recipe, "--run-dir", str(folder / "local"), folder=folder / "outputs")
     records = read_records(folder / "local")
     return [(r["step"], r["loss"]) for r in records if r["event"] == "step"]
 
@@ -34,16 +29,7 @@ def local(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("nodes", "tasks", "launcher"),
-    [
-        (1, 1, "srun"),
-        (1, 2, "srun"),
-        (2, 1, "srun"),
-        (2, 2, "srun"),
-        (1, 1, "torchrun"),
-        (1, 2, "torchrun"),
-        (2, 1, "torchrun"),
-        (2, 2, "torchrun"),
-    ],
+    [(1, 1, "srun"), (2, 2, "srun"), (1, 2, "torchrun"), (2, 2, "torchrun")],
 )
 def test_a_job_completes_with_the_losses_of_the_local_run(
     sandbox, tmp_path, local, nodes, tasks, launcher
@@ -201,7 +187,7 @@ def test_flags_win_over_the_shell_and_the_job_around_it_leaves_no_trace(sandbox,
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[1]

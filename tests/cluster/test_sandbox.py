@@ -17,6 +17,7 @@ from samestep.slurm.sandbox.cluster import down, status, up
 from samestep.slurm.sandbox.processes import find_processes
 from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import RunningSandbox, wait_for
+from tests.processes import TIMEOUT_S
 
 SAY_WHERE = 'echo "$SLURM_PROCID $SLURMD_NODENAME $MASTER_ADDR"'
 
@@ -52,7 +53,7 @@ def test_a_requeued_job_starts_again_within_seconds(sandbox, tmp_path):
     # A task that is signalled while it is launched hears nothing, and is killed 30 s later.
     wait_for(lambda: starts() == 4 * ["start 0"])
     sandbox.run("scontrol", "requeue", job)
-    took_s = wait_for(lambda: starts() == 4 * ["start 0"] + 4 * ["start 1"], within_s=30)
+    took_s = wait_for(lambda: starts() == 4 * ["start 0"] + 4 * ["start 1"])
     print(f"requeue: {took_s:.1f} s")
     sandbox.run("scancel", job)
     sandbox.wait_for_state(job, "CANCELLED")
@@ -280,7 +281,7 @@ sys.exit(main(sys.argv[1:]))' "$@"
             capture_output=True,
             text=True,
             check=False,
-            timeout=90,
+            timeout=TIMEOUT_S,
         )
         assert done.returncode == 0, done.stderr
         ranks = [f"{rank} nobody" for rank in range(4)]

@@ -11,6 +11,8 @@ from tests import tiny
 from tests.command_line import refusal, run
 from tests.comparison.made_runs import write_run
 
+pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once for all of them
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.command_line import refusal
+from tests.processes import TIMEOUT_S
 from tests.tiny import write_recipe
 
 
@@ -15,7 +16,7 @@ def scale(folder, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "samestep", "scale", *arguments],
         cwd=folder,
-        timeout=120,
+        timeout=TIMEOUT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ from samestep.cli import main
 from samestep.slurm.defaults import keep_options, kept_options
 from samestep.slurm.options import JobOptions
 from tests.command_line import RECIPE
+from tests.processes import TIMEOUT_S
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +183,7 @@ def test_a_run_goes_on_with_what_its_job_asked_for_and_flags_change_it(here, slu
 
 def samestep(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -245,7 +246,9 @@ def test_cancel_waits_until_the_jobs_script_can_be_told(slurm, run, capfd, monke
             assert not [call for call in slurm.calls if call.startswith("scancel")]
             begun.write_text("5 0\n")
 
-    monkeypatch.setattr(cancel.time, "sleep", sleep)
+    # Not `time.sleep` itself: another test's thread may still be sleeping in this process.
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(cancel, "time", clock)
     assert main(["slurm", "cancel", "5"]) == 0
     assert len(waited) == 3
     assert slurm.calls[-1] == "scancel --batch --signal=USR2 5"

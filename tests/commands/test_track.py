@@ -15,6 +15,7 @@ from samestep.run.directory import lock_run
 from samestep.run.files import hold
 from tests import tiny
 from tests.command_line import run as run_command
+from tests.processes import TIMEOUT_S
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 from tests.tracking.test_following import TRACKER, sent, train, what
@@ -37,7 +38,7 @@ def run(finished, tmp_path):
 def track(*arguments, code=0):
     """Run `samestep track`; return what it printed."""
     command = [sys.executable, "-m", "samestep", "track", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     if code:

@@ -17,6 +17,7 @@ from samestep.errors import UserError
 from samestep.settings import Settings
 from tests.command_line import RECIPE, read_json, refusal, run, start, tree
 from tests.idx_files import write_mnist
+from tests.processes import TIMEOUT_S
 
 TYPES = typing.get_type_hints(Settings)
 NUMBERS = [
@@ -468,7 +469,7 @@ def test_a_mistake_is_found_before_the_ranks_are_started(here):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 2
     assert re.fullmatch(r"samestep: --epochs .* 0\b.*\n", done.stderr)

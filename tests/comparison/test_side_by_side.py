@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.comparison.curves import Point, between, by_samples, by_seconds, samples_at
@@ -164,7 +164,6 @@ def test_between_two_records_a_value_lies_on_their_line_and_never_beyond_them():
     assert by_samples([one, [Point(0, 31, 1.0, 1.0), Point(0, 35, 1.0, 1.0)]]) is None
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 1000), st.floats(-1e3, 1e3), min_size=1, max_size=8))
 def test_a_line_through_marks_goes_through_each_of_them(table):
     marks = sorted((float(x), y) for x, y in table.items())

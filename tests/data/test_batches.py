@@ -19,7 +19,7 @@ from samestep.data.loader_source import LoaderSource
 from samestep.data.memory_source import MemorySource
 from samestep.data.order import epoch_order, steps_per_epoch
 from samestep.ranks.world import World
-from tests.processes import run_ranks
+from tests.processes import TIMEOUT_S, run_ranks
 
 SEED = 11
 WORLD_SIZES = (1, 2, 3)
@@ -115,7 +115,7 @@ arguments = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("kind", [tuple, lambda pair: Listed(*pair)], ids=["memory", "loader"])
 @given(arguments, st.integers(1, 4))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_ranks_together_read_the_order_from_any_step_on(kind, given, world_size):
     num, batch = given["num_samples"], given["global_batch"]
     data = samples(num)
@@ -205,7 +205,7 @@ def test_what_is_drawn_for_a_sample_is_the_same_on_any_ranks_and_with_any_worker
 
 
 @given(arguments, st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_augmentation_belongs_to_seed_epoch_and_sample_in_memory_and_loaded(given, world_size):
     num, batch = given["num_samples"], given["global_batch"]
     for data in (samples(num), Listed(*samples(num))):
@@ -310,7 +310,7 @@ def test_a_transform_in_place_leaves_the_data_as_it_is(kind):
 
 @pytest.mark.parametrize("kind", [tuple, lambda pair: Listed(*pair)], ids=["memory", "loader"])
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 20))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_an_evaluation_reads_each_sample_once_also_on_more_ranks_than_samples(
     kind, num, world_size, batch_size
 ):
@@ -353,7 +353,7 @@ def test_a_rank_without_a_share_stands_in_with_weight_0(kind, num, global_batch)
 
 
 @given(st.integers(1, 700), st.integers(1, 9), st.integers(0, 80), st.integers(1, 3))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_resumed_epoch_has_the_same_blocks_from_there_on(
     num, global_batch, first_step, world_size
 ):
@@ -382,7 +382,7 @@ def test_one_gather_serves_several_steps_of_small_samples():
 
 
 @given(st.integers(1, 9000), st.integers(1, 3), st.integers(1, 100))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_block_holds_as_many_steps_as_are_said_but_at_the_end(width, world_size, global_batch):
     data = torch.zeros(500, width, dtype=torch.uint8), torch.arange(500)
     one = source(data, 0, world_size)
@@ -394,7 +394,6 @@ def test_a_block_holds_as_many_steps_as_are_said_but_at_the_end(width, world_siz
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.data())
-@settings(deadline=None)
 def test_a_part_of_a_block_holds_the_rows_of_its_steps(num_steps, rows, data):
     inputs = {"x": torch.arange(num_steps * rows), "y": torch.arange(num_steps * rows)[:, None]}
     targets = torch.arange(num_steps * rows) * 10
@@ -412,7 +411,6 @@ def test_a_part_of_a_block_holds_the_rows_of_its_steps(num_steps, rows, data):
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.booleans())
-@settings(deadline=None)
 def test_a_block_falls_into_its_single_steps(num_steps, rows, tree):
     inputs = torch.arange(num_steps * rows * 2).view(-1, 2)
     block = Block(
@@ -519,7 +517,7 @@ def test_python_ends_where_a_loader_is_still_held():
         [sys.executable, "-c", HELD_BY_A_MODULE],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,6 @@ def as_signed(value: int) -> int:
 
 
 @given(st.lists(INTEGERS, min_size=1, max_size=20))
-@settings(deadline=None)
 def test_tensors_are_mixed_like_python_integers(values):
     tensor = torch.tensor([as_signed(value) for value in values])
     assert keys._mix_tensor(tensor).tolist() == [as_signed(keys._mix64(v)) for v in values]
@@ -35,7 +34,6 @@ def test_the_numbers_are_those_of_splitmix64():
 
 
 @given(SEEDS, EPOCHS, st.lists(st.integers(0, 2**40), min_size=1, max_size=30))
-@settings(deadline=None)
 def test_a_samples_key_is_the_mixture_of_seed_epoch_and_sample(seed, epoch, samples):
     expected = [
         as_signed(keys._mix64((mix(seed, epoch) + sample * keys._GOLDEN) % 2**64))
@@ -51,7 +49,6 @@ def test_a_samples_key_is_the_mixture_of_seed_epoch_and_sample(seed, epoch, samp
     st.lists(st.integers(1, 39), max_size=5),
     st.integers(1, 6),
 )
-@settings(deadline=None)
 def test_what_is_drawn_for_a_sample_does_not_depend_on_its_batch(seed, epoch, order, cuts, draws):
     whole = uniform(sample_keys(seed, epoch, torch.arange(40)), draws)
     batches = torch.tensor(order).tensor_split(sorted(cuts))
@@ -60,14 +57,14 @@ def test_what_is_drawn_for_a_sample_does_not_depend_on_its_batch(seed, epoch, or
 
 
 @given(SEEDS, EPOCHS, st.integers(1, 6), st.integers(1, 6))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_drawing_more_numbers_does_not_change_the_first(seed, epoch, few, more):
     key = sample_keys(seed, epoch, torch.arange(10))
     assert torch.equal(uniform(key, few + more)[:, :few], uniform(key, few))
 
 
 @given(SEEDS, EPOCHS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_drawn_numbers_lie_in_the_half_open_interval(seed, epoch):
     drawn = uniform(sample_keys(seed, epoch, torch.arange(500)), 4)
     assert drawn.dtype == torch.float32
@@ -77,7 +74,6 @@ def test_drawn_numbers_lie_in_the_half_open_interval(seed, epoch):
 
 
 @given(st.lists(SEEDS, min_size=1, max_size=4), st.lists(SEEDS, min_size=1, max_size=4))
-@settings(deadline=None)
 def test_mix_gives_63_bits_and_tells_its_arguments_apart(one, other):
     assert 0 <= mix(*one) < 2**63
     assert (mix(*one) == mix(*other)) == (one == other)

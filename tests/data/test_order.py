@@ -56,7 +56,7 @@ epochs = st.builds(
 
 
 @given(epochs, WORLD_SIZES)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_all_ranks_together_train_each_sample_exactly_once_an_epoch(epoch, world_size):
     trained = sorted(i for step in epoch.taken(epoch.steps, world_size) for i in step)
     if epoch.drop_last:
@@ -68,7 +68,7 @@ def test_all_ranks_together_train_each_sample_exactly_once_an_epoch(epoch, world
 
 
 @given(epochs, WORLD_SIZES)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_every_step_is_full_but_perhaps_the_last(epoch, world_size):
     *full, last = [len(step) for step in epoch.taken(epoch.steps, world_size)] or [0]
     assert set(full) <= {epoch.global_batch}
@@ -79,13 +79,13 @@ def test_every_step_is_full_but_perhaps_the_last(epoch, world_size):
 
 
 @given(epochs, WORLD_SIZES)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_step_takes_the_same_samples_on_any_number_of_ranks(epoch, world_size):
     assert epoch.taken(epoch.steps, world_size) == epoch.taken(epoch.steps, 1)
 
 
 @given(epochs, WORLD_SIZES)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_the_ranks_shares_of_a_step_differ_by_at_most_one_sample(epoch, world_size):
     for step in epoch.steps:
         sizes = [len(part) for part in epoch.shares(step, world_size)]
@@ -94,7 +94,7 @@ def test_the_ranks_shares_of_a_step_differ_by_at_most_one_sample(epoch, world_si
 
 
 @given(epochs, st.lists(WORLD_SIZES, min_size=1, max_size=4), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_resuming_at_any_step_on_any_number_of_ranks_goes_on_with_the_same_samples(
     epoch, world_sizes, data
 ):
@@ -112,7 +112,7 @@ def test_resuming_at_any_step_on_any_number_of_ranks_goes_on_with_the_same_sampl
 
 
 @given(epochs, WORLD_SIZES, st.integers(1, 8), st.integers(1, 5))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_batch_size_and_accumulate_only_cut_the_same_step_into_pieces(
     epoch, world_size, batch_size, accumulate
 ):
@@ -134,7 +134,6 @@ def test_batch_size_and_accumulate_only_cut_the_same_step_into_pieces(
 
 
 @given(st.integers(0, 100), st.integers(0, 100), WORLD_SIZES)
-@settings(deadline=None)
 def test_shares_are_consecutive_and_complete(start, length, world_size):
     positions = range(start, start + length)
     shares = [share(positions, rank, world_size) for rank in range(world_size)]
@@ -142,14 +141,14 @@ def test_shares_are_consecutive_and_complete(start, length, world_size):
 
 
 @given(SEEDS, EPOCHS, EPOCHS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_another_epoch_has_another_order(seed, one, other):
     same = torch.equal(epoch_order(100, seed, one), epoch_order(100, seed, other))
     assert same == (one == other)
 
 
 @given(SEEDS, SEEDS, EPOCHS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_another_seed_has_another_order(one, other, epoch):
     same = torch.equal(epoch_order(100, one, epoch), epoch_order(100, other, epoch))
     assert same == (one == other)

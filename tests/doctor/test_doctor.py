@@ -163,7 +163,7 @@ def test_one_process_alone_is_well_and_leaves_nothing(tmp_path):
     started = time.monotonic()
     ranks = doctor(tmp_path, world_size=1)
     assert ranks.wait() == [0], ranks.output()
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 200
     table = table_of(ranks)
     assert table["status"] in ("green", "yellow")
     assert all(row.keys() == KEYS for row in table["checks"])
@@ -207,7 +207,7 @@ FAULTS = {
     ),
     "other_facts_on_1": ([1, 0], MEETS, {"roll call": "rank 1 "}, ""),
     "never_comes_1": ([1, 0], IN_VAIN, {"roll call": "rank 1 of 2"}, ""),
-    "ended_early": ([1, 0], ("--timeout-s", "80"), {"roll call": "launcher"}, ""),
+    "ended_early": ([1, 0], ("--timeout-s", "400"), {"roll call": "launcher"}, ""),
     "no_name_on_1": (
         [1, 1],
         IN_VAIN,
@@ -228,7 +228,7 @@ def test_each_planted_fault_is_a_red_row_with_advice_and_nobody_hangs(tmp_path, 
     started = time.monotonic()
     ranks = doctor(tmp_path, plant, *options)
     assert ranks.wait() == codes, ranks.output()
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 200
     table = table_of(ranks)
     assert table["status"] == "red"
     rows = rows_in(table)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.command_line import end_with_first_failure
-from tests.processes import start_ranks
+from tests.processes import TIMEOUT_S, start_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN_DISTRIBUTED = str(ROOT / "examples" / "mnist_torchrun" / "train_distributed.py")
@@ -82,7 +82,7 @@ def run(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
 
 

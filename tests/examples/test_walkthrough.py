@@ -14,6 +14,7 @@ from samestep.data import cifar
 from samestep.models.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
 from tests.examples.programs import ROOT, environment
+from tests.processes import TIMEOUT_S
 
 FOLDER = ROOT / "examples" / "cifar10_lightning"
 NOTEBOOK = FOLDER / "walkthrough.ipynb"
@@ -35,7 +36,7 @@ SMALL = {
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 # The notebook is executed once, for all tests of this file.
-pytestmark = [pytest.mark.xdist_group("walkthrough"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.xdist_group("walkthrough")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def executed(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -330,7 +331,7 @@ def test_a_run_does_not_write_over_another_one_and_shares_its_batch(tmp_path):
             env=environment(WORLD_SIZE="2", RANK="0"),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=TIMEOUT_S,
         )
         assert done.returncode == 2
         assert done.stderr.endswith(f"train.py: error: {message}\n")

@@ -34,9 +34,14 @@ def tiny_recipe(tmp_path):
     return tiny.write_recipe(tmp_path, TINY)
 
 
-@pytest.mark.gpu(dry=True)
-@pytest.mark.parametrize("precision", CLOSE)
-@pytest.mark.parametrize("recipe", ["spiral", "mnist", "cifar10", "augmented"])
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [
+        pytest.param(recipe, precision, marks=pytest.mark.gpu(dry=precision == "fp32"))
+        for recipe in ("spiral", "mnist", "cifar10", "augmented")
+        for precision in CLOSE
+    ],
+)
 def test_the_losses_of_the_first_steps_are_those_of_the_cpu(
     cuda, ieee, recipe, precision, mnist, cifar10, tmp_path
 ):

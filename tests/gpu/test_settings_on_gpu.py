@@ -129,8 +129,7 @@ def test_a_run_says_which_kernels_it_computes_with(cuda, recipe, tmp_path):
     assert start["kernels"] == kernels
 
 
-@pytest.mark.gpu(dry=True)
-@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("compiled", [pytest.param("off", marks=pytest.mark.gpu(dry=True)), "on"])
 def test_weights_in_bfloat16_train(cuda, recipe, tmp_path, compiled):
     flags = ("--precision", "bf16", "--param-dtype", "bf16", "--compile", compiled)
     path = train(cuda, recipe(), tmp_path, "run", *flags)

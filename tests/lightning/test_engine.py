@@ -12,7 +12,7 @@ from tests import tiny
 from tests.cifar_files import write_binary
 from tests.command_line import read_json, run
 from tests.idx_files import write_mnist
-from tests.processes import run_ranks, samestep, start_ranks
+from tests.processes import TIMEOUT_S, run_ranks, samestep, start_ranks
 from tests.training.test_own_optimizer import BRANCHES, OWN
 from tests.training.test_trajectory import CONVNET, LOADED
 
@@ -428,5 +428,5 @@ def in_python(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )

@@ -18,7 +18,7 @@ import pytest
 
 from tests import tiny
 from tests.command_line import read_json
-from tests.processes import run_ranks, start_ranks
+from tests.processes import TIMEOUT_S, run_ranks, start_ranks
 from tests.processes import samestep as run_samestep
 from tests.tracking import own_tracker, readers
 from tests.tracking.test_following import PATIENCE_S, TRACKER, children_of, send
@@ -28,7 +28,6 @@ MISSING = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
 REAL_CLIENTS = (
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
-    pytest.mark.timeout(600),
     pytest.mark.slow,  # tests/tracking has the clients on runs of samestep's own
 )
 PLANTED = "hunter2" * 6
@@ -413,12 +412,13 @@ def script(folder, *arguments):
         text=True,
         check=False,
         env={**os.environ, **QUIET},
-        timeout=90,
+        timeout=TIMEOUT_S,
     )
     (run,) = (path for path in (folder / "runs" / "script").iterdir() if path.is_dir())
     return done, run
 
 
+@pytest.mark.slow
 def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
     done, run = script(tmp_path, TRACKER)
     assert (done.returncode, done.stdout) == (0, "")
@@ -433,6 +433,7 @@ def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
     assert what(run, "finish")[0]["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_a_word_is_none_that_was_completed(tmp_path):
     done, run = script(tmp_path, TRACKER, "fail")
     assert "RuntimeError: their own" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 from samestep import UserError
 from samestep.profiling.script_ranks import RankZeroEnded, ScriptRanks
 from samestep.ranks.launch import Launch
-from tests.processes import free_port
+from tests.processes import TIMEOUT_S, free_port
 
 
 def rank(number, port, world_size=2, within_s=30.0):
@@ -21,7 +21,7 @@ def both(*functions):
     port = free_port()
     with ThreadPoolExecutor(len(functions)) as pool:
         calls = [pool.submit(f, rank(number, port)) for number, f in enumerate(functions)]
-        return [call.result(timeout=60) for call in calls]
+        return [call.result(timeout=TIMEOUT_S) for call in calls]
 
 
 def test_all_ranks_hear_what_rank_0_answers_and_rank_0_what_all_have_found():

@@ -1,6 +1,7 @@
 """Which interface carries the traffic, and what a name that leads nowhere comes to."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_a_name_server_that_needs_a_moment_is_asked_again(monkeypatch):
         return answer
 
     monkeypatch.setattr(addresses.socket, "getaddrinfo", ask)
-    monkeypatch.setattr(addresses.time, "sleep", lambda _: None)
+    monkeypatch.setattr(addresses, "time", SimpleNamespace(sleep=lambda _: None))
     assert resolve_master("node1") == "10.1.2.3"
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from samestep.run.records import read_records
 from tests.command_line import RECIPE, read_json
-from tests.processes import start_ranks
+from tests.processes import TIMEOUT_S, start_ranks
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 TORCHRUN = [
@@ -34,11 +34,11 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=TIMEOUT_S,
     )
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "nproc"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("nproc", marks=pytest.mark.slow)])
 def test_a_launcher_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path, launcher):
     train = ["train", "spiral", "--epochs", "1", "--num-samples", "500", "--run-dir", "run"]
     command = (
@@ -87,7 +87,7 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     )
     started = time.monotonic()
     done = run(command, tmp_path)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100  # Gloo by itself would wait for half an hour
     assert done.returncode == (2 if launcher == "nproc" else 1)
     told = re.findall(r"^samestep: .*", done.stderr, re.MULTILINE)
     assert len(told) == 1, done.stderr
@@ -271,6 +271,7 @@ Path(f"found-{rank}.json").write_text(json.dumps(found))
 """
 
 
+@pytest.mark.slow  # the examples of a loop of one's own start so, too
 def test_a_script_of_ones_own_meets_the_other_ranks_under_torchrun(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = run([*TORCHRUN, "mine.py"], tmp_path)

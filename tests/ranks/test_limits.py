@@ -13,7 +13,7 @@ from samestep.ranks import limits
 from samestep.ranks.limits import check_workers, cores, ranks_to_start, threads_wished
 from samestep.ranks.world import choose_device, find_world
 from tests.command_line import RECIPE, refusal, run
-from tests.processes import launch_environment
+from tests.processes import TIMEOUT_S, launch_environment
 
 MOST = 4 * cores()
 LOADED = RECIPE.replace(
@@ -104,7 +104,7 @@ def test_the_users_number_of_threads_is_told_from_a_launchers(environment, threa
 def test_ranks_that_samestep_starts_compute_with_the_users_number_of_threads(recipe):
     command = (sys.executable, "-m", "samestep", "train", "small.py", "--nproc", "2")
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    subprocess.run([*command, "--run-dir", "run"], check=True, env=environment, timeout=240)
+    subprocess.run([*command, "--run-dir", "run"], check=True, env=environment, timeout=TIMEOUT_S)
     assert (
         json.loads(recipe.with_name("run").joinpath("environment.json").read_text())["threads"] == 2
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import start_samestep
+from tests.processes import TIMEOUT_S, start_samestep
 from tests.tiny import until, write_recipe
 
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261122"))
@@ -39,7 +39,7 @@ def test_a_rank_whose_launcher_is_gone_ends_before_it_imports_anything(tmp_path)
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 1
     assert "samestep.ranks.startup" in done.stderr
@@ -52,7 +52,7 @@ def test_a_command_that_a_rank_starts_is_no_rank(tmp_path):
         env={**os.environ, "SAMESTEP_PARENT": "1", "SAMESTEP_RANK_PROCESS": str(os.getpid())},
         cwd=tmp_path,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0
 

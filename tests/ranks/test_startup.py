@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import RECIPE
+from tests.processes import TIMEOUT_S
 
 # A process of the real command line gets the signal at the moment at which a module is imported.
 SIGNALLED = """
@@ -36,7 +37,7 @@ def run(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=TIMEOUT_S,
     )
 
 

@@ -17,6 +17,7 @@ from tests.command_line import run
 from tests.cricket_files import ball, innings, match, write
 
 pytest.importorskip("torch_geometric")
+pytestmark = pytest.mark.xdist_group("cricket")  # it is trained once for all of them
 
 SCORED = Path(__file__).parents[2] / "benchmarks" / "results" / "cricket" / "run"
 SMALL = ("--balls-per-match", "12", "--width", "8", "--threads", "1", "--max-steps", "8")

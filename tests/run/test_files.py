@@ -30,7 +30,6 @@ def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pi
         assert [p.name for p in Path(folder).iterdir()] == ["file"]
 
 
-@settings(deadline=None)
 @given(
     st.none() | st.binary(max_size=50),
     contents,

@@ -1,6 +1,7 @@
 """A run in a job shows that it takes steps, and not more often than needed."""
 
 import os
+from types import SimpleNamespace
 
 from samestep.run import heartbeat
 from samestep.run.heartbeat import FILE, Heartbeat
@@ -8,7 +9,7 @@ from samestep.run.heartbeat import FILE, Heartbeat
 
 def test_a_step_is_seen_at_once_and_then_every_few_seconds(tmp_path, monkeypatch):
     now = 100.0
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
     heart, path = Heartbeat(tmp_path), tmp_path / FILE
     seen = []
     for _ in range(60):

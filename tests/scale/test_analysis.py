@@ -47,7 +47,7 @@ def test_in_strong_scaling_what_does_not_shrink_is_lost():
     assert why
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
     st.lists(st.floats(0.1, 10), min_size=1, max_size=4),

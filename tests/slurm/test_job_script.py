@@ -131,7 +131,7 @@ def test_of_a_range_of_nodes_nothing_holds_the_number_of_the_first_start(launche
 WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=20)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(run=WORDS, argument=WORDS)
 def test_any_path_and_any_argument_reach_the_ranks_as_they_are(run, argument):
     text = script_text(job(JobOptions(), run=f"/{run}", command=("train.py", argument)))

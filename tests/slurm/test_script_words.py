@@ -83,7 +83,7 @@ def line(text: str, start: str) -> str:
     return re.search(rf"^{start}.*$", text, re.MULTILINE)[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     folder=NASTY | TEXTS,
     arguments=st.lists(TEXTS | NASTY, min_size=1, max_size=3),
@@ -102,14 +102,14 @@ def test_interpreter_and_arguments_pass_the_inner_shell_unchanged(folder, argume
     assert tuple(said[-len(command) :]) == command
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(TEXTS | NASTY)
 def test_a_variable_has_its_value_unchanged(value):
     text = script(env=(f"VALUE={value}",))
     assert evaluated(f"{line(text, 'export VALUE=')}\nprintf '%s\\0' \"$VALUE\"") == [value]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(NASTY)
 def test_a_container_is_one_word(image):
     words = start_words(script(container=f"/images/{image}.sif", mounts=(f"/data/{image}",)))
@@ -160,7 +160,7 @@ def test_a_rank_has_its_share_of_the_cores_and_one_at_least(cores, ranks, each):
     assert said == [str(each)]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(1, 2**31 - 1))
 def test_the_ranks_meet_at_a_port_below_those_that_linux_hands_out(job):
     sets = line(script(), "export MASTER_PORT=")

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
-    pytest.mark.timeout(600),
 ]
 
 PLANTED = "hunter2" * 6

@@ -17,7 +17,7 @@ from samestep import read_records
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
-from tests.processes import start_ranks
+from tests.processes import TIMEOUT_S, start_ranks
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 
@@ -206,6 +206,7 @@ def test_a_resumed_run_keeps_its_trackers_and_flags_change_them(tmp_path):
     assert sent(run)["train"] == expected(run)["train"], "what was missed in between was made up"
 
 
+@pytest.mark.slow
 def test_ranks_that_samestep_starts_have_one_tracker_too(tmp_path):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     command = (
@@ -222,7 +223,7 @@ def test_ranks_that_samestep_starts_have_one_tracker_too(tmp_path):
         "--run-dir",
         run,
     )
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert len(what(run, "start")) == 1
     assert sent(run) == expected(run)
@@ -313,7 +314,7 @@ def test_a_signal_ends_the_training_without_its_hanging_tracker(tmp_path, fault)
         TRACKER_FAULT=fault,
     )
     # The tracker's own limit is 120 s, longer than this wait.
-    assert ranks.wait(60) == [128 + signal.SIGTERM]
+    assert ranks.wait(110) == [128 + signal.SIGTERM]
     assert read_json(run / "result.json")["status"] == "stopped"
     assert ranks.output().count("warning own_tracker failed: ") == 1
     assert not children_of(run)

@@ -13,6 +13,7 @@ from tests.processes import run_ranks
 from tests.tracking import readers
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("trackers"),
     pytest.mark.filterwarnings("ignore"),  # the clients' own, in a process that makes them errors
 ]

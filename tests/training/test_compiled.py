@@ -1,6 +1,7 @@
 """Compiled steps take the eager trajectory, for every optimizer, and say what was compiled.
 
 All compiled runs share one process: compiling is slow, and importing the compiler is half of it.
+What they compile is tried uncompiled in test_whole_step.py, which is not slow.
 """
 
 import os
@@ -70,7 +71,7 @@ class Case:
 
 
 CASES = {
-    "adam": Case("--weight-decay 0.1 --clip-norm 0.05 --lr 0.03", 4),
+    "adam": Case("--weight-decay 0.1 --clip-norm 0.05 --lr 0.03", 2),
     "adamw": Case(
         "--precision fp32 --optimizer adamw --weight-decay 0.2 --schedule cosine --warmup-steps 9",
         2,
@@ -82,7 +83,6 @@ CASES = {
         "--batch-size 6 --accumulate 2",
         2,
     ),
-    "plain sgd, a step a graph": Case("--optimizer sgd --lr 0.1", 1),
     "large": Case(
         "--optimizer adamw --weight-decay 0.2 --clip-norm 0.05 --batch-size 6 --accumulate 2",
         1,
@@ -106,7 +106,7 @@ def _train_all(folder, cases):
     from samestep.training import compiled, whole_step
 
     is_small = whole_step.is_small
-    graphs = {}
+    drawn, graphs = _steps_with_dropout(), {}
     for number, (name, case) in enumerate(cases.items()):
         compiled._STEPS_PER_GRAPH = case.steps_per_graph
         for module in (compiled, whole_step):
@@ -126,19 +126,26 @@ def _train_all(folder, cases):
             for last, kind in (("30", "off"), ("66", "on")):
                 resume = ["train", run, "--resume", "--max-steps", last, "--compile", kind]
                 assert main(resume) == 0
-    return graphs
+    return graphs, drawn
+
+
+def _steps_with_dropout():
+    """Return what a graph of whole steps gave that moved no weight, so that masks alone differ."""
+    settings = settings_of()
+    step = whole(trainee(model(dropout=0.5), settings), settings)
+    return run(step, blocks(settings, together=IN_A_GRAPH)[:3], lr=0.0)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the folder of all runs, and how many graphs each compiled run made."""
+    """Return the folder of all runs, how many graphs each compiled run made, steps with dropout."""
     folder = tmp_path_factory.mktemp("compiled")
     tiny.write_recipe(folder, SMALL)
     tiny.write_recipe(folder, NORMALISED, "normalised.py")
     tiny.write_recipe(folder, UNUSED, "unused.py")
     tiny.write_recipe(folder, REASSIGNED, "reassigned.py")
-    (graphs,) = run_ranks(_train_all, 1, folder / "output", folder, {**CASES, **FALLS_BACK})
-    return folder, graphs
+    (found,) = run_ranks(_train_all, 1, folder / "output", folder, {**CASES, **FALLS_BACK})
+    return folder, *found
 
 
 def assert_close(one, other, tolerance):
@@ -168,25 +175,28 @@ def assert_same_optimizer(one, other, tolerance):
                 torch.testing.assert_close(mine[key], value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_steps_take_the_eager_trajectory(trained, name):
     """Records, weights, buffers and the optimizer's state; also the steps that run eagerly."""
-    folder, _ = trained
+    folder, *_ = trained
     assert_close(folder / f"{name} on", folder / f"{name} off", CASES[name].tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FALLS_BACK)
 def test_where_whole_steps_would_train_something_else_the_model_alone_is_compiled(trained, name):
-    folder, _ = trained
+    folder, *_ = trained
     assert_close(folder / f"{name} on", folder / f"{name} off", 1e-12)
     (note,) = [r for r in read_records(folder / f"{name} on") if r["event"] == "compile"]
     assert note["steps_per_graph"] == 0
     assert {"unused": "unused.weight", "reassigned": "calls"}[name] in note["what"]
 
 
+@pytest.mark.slow
 def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained):
     """Their checkpoints are the same, the optimizer's state included."""
-    folder, _ = trained
+    folder, *_ = trained
 
     def steps(run):
         return [r for r in tiny.account(run) if r["event"] == "step"]
@@ -204,16 +214,18 @@ def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained
     assert_same_optimizer(mine["optimizer"], its["optimizer"], 1e-12)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_the_learning_rate_does_not_compile_anew(trained):
     """The rates go in as a tensor; as numbers, each group of steps would be a graph of its own."""
-    _, graphs = trained
+    _, graphs, _ = trained
     graphs = {name: graphs[name] for name in CASES}
     assert graphs == dict.fromkeys(CASES, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_records_say_once_what_was_compiled(trained, name):
-    folder, _ = trained
+    folder, *_ = trained
     notes = [r for r in read_records(folder / f"{name} on") if r["event"] == "compile"]
     assert len(notes) == 1
     assert notes[0]["steps_per_graph"] == CASES[name].steps_per_graph
@@ -222,8 +234,9 @@ def test_the_records_say_once_what_was_compiled(trained, name):
     assert not [r for r in read_records(folder / f"{name} off") if r["event"] == "compile"]
 
 
+@pytest.mark.slow
 def test_the_seconds_of_compiling_do_not_count_as_training(trained):
-    folder, _ = trained
+    folder, *_ = trained
     records = list(read_records(folder / "adam on"))
     compiling = next(r["seconds"] for r in records if r["event"] == "compile")
     training = [r["seconds"] for r in records if r["event"] == "step"][-1]
@@ -237,6 +250,7 @@ def _train_on_two_ranks(arguments):
     raise SystemExit(main(arguments))
 
 
+@pytest.mark.slow
 def test_on_several_ranks_the_model_is_compiled_and_the_steps_are_the_same(tmp_path):
     recipe = tiny.write_recipe(tmp_path, SMALL)
     flags = ["--max-steps", "24", "--clip-norm", "0.05"]
@@ -274,11 +288,10 @@ def test_a_graph_holds_no_more_steps_than_there_are_in_a_row(
     assert _steps_per_graph(settings, plan, steps_per_block) == expected
 
 
-def test_dropout_in_a_graph_of_whole_steps_keeps_some_values_of_each_step():
+@pytest.mark.slow
+def test_dropout_in_a_graph_of_whole_steps_keeps_some_values_of_each_step(trained):
     """The compiler could use a mask before it was drawn: no input reached the loss any more."""
-    settings = settings_of()
-    step = whole(trainee(model(dropout=0.5), settings), settings)
-    ran = run(step, blocks(settings, together=IN_A_GRAPH)[:3], lr=0.0)
+    *_, ran = trained
     (note,) = ran.notes
     assert note["steps_per_graph"] == IN_A_GRAPH
     # With nothing but the last bias, a loss would depend on the number of targets of a class alone.

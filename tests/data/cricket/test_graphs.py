@@ -84,7 +84,7 @@ def test_distances_grow_with_the_balls_between(source):
     torch.testing.assert_close(near, torch.log(apart) / np.log(120))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data(), history=st.sampled_from([0, 7, 150]))
 def test_a_batch_is_what_geometric_makes_of_single_graphs(source, data, history):
     from torch_geometric.data import Batch
@@ -151,7 +151,7 @@ def spoil(card, number, place, draw, *, cut):
     return card
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     place=st.integers(0, 60),

@@ -65,7 +65,7 @@ def walk(card):
                 gone.append(one)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10**6))
 def test_what_is_known_is_what_a_scorer_would_have_written_down(seed):
     files = list(documents(3, seed))
@@ -76,7 +76,7 @@ def test_what_is_known_is_what_a_scorer_would_have_written_down(seed):
         np.testing.assert_array_equal(getattr(known, name), expected, err_msg=name)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10**6), horizon=st.sampled_from([1, 5, 10, None]))
 def test_the_target_is_the_runs_of_the_balls_up_to_the_horizon(seed, horizon):
     files = list(documents(2, seed))
