@@ -9,7 +9,8 @@ TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
 WORKERS ?= 3
-# Slow tests and those of tests/cluster wait longer still: measured, half of both cores' time.
+# Slow tests and those of tests/cluster wait longer still. Three workers would begin with groups that
+# wait (tests/cluster's, trackers'); the fourth computes meanwhile.
 SLOW_WORKERS ?= 4
 # Where Python may not keep compiled modules, each process that a test starts compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=

@@ -119,7 +119,7 @@ def forked(line: list[str], folder: Path) -> tuple[int, str]:
     if words[:2] == ["-m", "samestep"]:
         program, *words = words[1:]
     cache = {"XDG_CACHE_HOME": str(folder / "cache")}
-    if program == "python" and "cifar10_lightning" not in words[0]:
+    if program == "python" and (ranks == 1 or "cifar10_lightning" not in words[0]):
         done = script(*words, folder=folder, world_size=ranks, **cache)
         return done.returncode, done.stdout + done.stderr
     if words[0] not in OF_ONE_PROCESS or "--nproc" in words:

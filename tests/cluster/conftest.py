@@ -11,11 +11,13 @@ from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 def pytest_itemcollected(item):
     """Mark this folder's tests, which need a real Slurm, and keep those of a sandbox together.
 
-    Those that wait longest have a sandbox of their own, beside the others.
+    The longest file has a sandbox of its own, beside the others; two hosts need none.
     """
     item.add_marker(pytest.mark.cluster)
-    waits = item.path.stem in ("test_survival", "test_examples", "test_elastic")
-    item.add_marker(pytest.mark.xdist_group("long jobs" if waits else "cluster"))
+    group = {"test_survival": "long jobs"}.get(item.path.stem, "cluster")
+    if item.path.stem in ("test_doctor_network", "test_two_hosts", "test_elastic"):
+        group = "hosts"
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

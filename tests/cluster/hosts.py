@@ -24,7 +24,7 @@ from tests.examples.programs import environment
 ADDRESSES = ("10.77.5.1", "10.77.5.2")
 PORT = 29501  # nothing else listens in a namespace of our own
 NAMES = ("hosta", "hostb")
-WITHIN_S = 60
+WITHIN_S = 300
 FOLLOWS_WITHIN_S = 3
 
 

@@ -13,7 +13,7 @@ import torch
 from samestep.data import cifar
 from samestep.models.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
-from tests.examples.programs import ROOT, environment
+from tests.examples.programs import ROOT, environment, forked
 from tests.processes import TIMEOUT_S
 
 FOLDER = ROOT / "examples" / "cifar10_lightning"
@@ -324,14 +324,7 @@ def test_a_run_does_not_write_over_another_one_and_shares_its_batch(tmp_path):
         (("--output", "there"), "--output there is there already; each run needs a new folder."),
         (("--global_batch_size", "7"), "--global_batch_size 7 cannot be shared by 2 ranks."),
     ):
-        done = subprocess.run(
-            [sys.executable, str(FOLDER / "train.py"), "data", *words],
-            cwd=tmp_path,
-            check=False,
-            env=environment(WORLD_SIZE="2", RANK="0"),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+        command = (str(FOLDER / "train.py"), "data", *words)
+        done = forked(*command, folder=tmp_path, WORLD_SIZE="2", RANK="0")
         assert done.returncode == 2
         assert done.stderr.endswith(f"train.py: error: {message}\n")
