@@ -111,12 +111,9 @@ def evaluate(
         for number, batch in enumerate(source.evaluation(batch_size)):
             part = batch.part if world.virtual_ranks else world.rank
             nth = number - first.setdefault(part, number)
-            drawn = mix(seed, part, nth)
-            if world.virtual_ranks:
-                seed_reading(drawn)  # of Python and NumPy, as their steps do
-                if nth == 0:
-                    put_back()
-            seed_torch(drawn, world.device)  # reading draws numbers too
+            if nth == 0:
+                put_back()
+            _draw_as(mix(seed, part, nth), world)  # reading draws numbers too
             outputs = outputs_of(forward or model, batch.inputs, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, batch)
@@ -128,6 +125,13 @@ def evaluate(
             raise EvaluationError(str(error), on_all_ranks=True) from error
     put_back()
     return totals.means()
+
+
+def _draw_as(drawn: int, world: World) -> None:
+    """Seed what a forward draws from: of virtual ranks Python and NumPy, too, as in their steps."""
+    if world.virtual_ranks:
+        seed_reading(drawn)
+    seed_torch(drawn, world.device)
 
 
 @contextmanager
