@@ -232,7 +232,12 @@ _NOT_NEGATIVE = (
 
 
 # What may differ when a run goes on; anything else would make it another training.
-_DECIDE_ON_BITS = frozenset({"threads", "deterministic", "compile", "channels_last"})
+_DECIDE_ON_BITS = frozenset(
+    {
+        *("threads", "deterministic", "compile", "channels_last", "eval_batch_size"),
+        *("find_unused", "static_graph"),  # with them, what gets no gradient stays as it is
+    }
+)
 MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),

@@ -19,6 +19,7 @@ from samestep.training.evaluation import Totals
 from samestep.training.metrics import Objects
 from tests import tiny
 from tests.faults import Fault
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -372,6 +373,26 @@ def test_the_best_checkpoint_follows_the_direction_of_the_metric_object(tmp_path
     found = [r["median"] for r in read_records(run) if r.get("split") == "validation"]
     assert len(set(found)) == 4
     assert tiny.read_index(run)["best"]["metric"] == min(found)
+
+
+def counted_on_ranks() -> float:
+    """Return what a metric that counts samples computes of two on each rank; runs on each."""
+    import torchmetrics
+
+    from samestep.ranks.world import find_world, join, leave
+
+    world = find_world("cpu")
+    join(world)
+    objects = Objects({"n": torchmetrics.SumMetric()}, CPU)
+    for metric in objects._metrics.values():
+        metric.update(torch.ones(2))
+    found = objects.values(world)["n"]
+    leave(world)
+    return found
+
+
+def test_a_metric_object_counts_each_sample_once_among_processes(tmp_path):
+    assert run_ranks(counted_on_ranks, 3, tmp_path) == [6.0] * 3
 
 
 def test_a_metric_object_says_itself_which_way_is_better(tmp_path):

@@ -9,7 +9,7 @@ Each virtual rank starts from what the buffers were before the step. Afterwards
 Both are functions of the virtual ranks alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,16 +41,10 @@ class StepBuffers:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._known = False
-        self._watch(
-            _Place(module, key, f"{prefix}.{key}" if prefix else key)
-            for prefix, module in model.named_modules()
-            for key, buffer in module._buffers.items()  # noqa: SLF001
-            if buffer is not None
-        )
+        self._watch(_places(model))
         self._all = [*self._floats, *self._others]
 
-    def _watch(self, found: Iterable[_Place]) -> None:
-        places = list(found)
+    def _watch(self, places: Sequence[_Place]) -> None:
         self._floats = [place for place in places if place.tensor.is_floating_point()]
         self._others = [place for place in places if not place.tensor.is_floating_point()]
 
@@ -127,7 +121,20 @@ class StepBuffers:
             place_of += tensor.nbytes
         if not self._known:
             self._known = True
+            self._check_finite(moved)
             self._watch([p for p, moves in zip(self._all, changed, strict=True) if moves])
+
+    def _check_finite(self, moved: Tensor) -> None:
+        """Check that no buffer moves away from an infinity: the mean of that is no number."""
+        gone_in = self._before.isinf() & (moved != 0)
+        sizes = [place.tensor.numel() for place in self._floats]
+        for place, gone in zip(self._floats, torch.split(gone_in, sizes), strict=True):
+            if gone.any():
+                raise UserError(
+                    f"--virtual-ranks: the model's buffer {place.name} is infinite before the "
+                    "first step, so it cannot move by the mean of what virtual ranks make of it. "
+                    "Begin with a number, or leave the setting out."
+                )
 
     def _flat(self) -> Tensor:
         tensors = [place.tensor.reshape(-1).to(self._dtype) for place in self._floats]
@@ -147,6 +154,30 @@ class StepBuffers:
                     "not in the first one, which decides what virtual ranks add up. Let each "
                     "forward of a training step write it, or leave the setting out."
                 )
+
+
+@torch.no_grad()
+def keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Return what brings a model's buffers back to what they are now."""
+    places = _places(model)
+    kept = [place.tensor.clone() for place in places]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for place, before in zip(places, kept, strict=True):
+            if place.tensor.shape == before.shape and not torch.equal(place.tensor, before):
+                place.tensor.copy_(before)
+
+    return put_back
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    return [
+        _Place(module, key, f"{prefix}.{key}" if prefix else key)
+        for prefix, module in model.named_modules()
+        for key, buffer in module._buffers.items()  # noqa: SLF001
+        if buffer is not None
+    ]
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from samestep.errors import UserError, blame
 from samestep.ranks.world import World
 from samestep.settings import Precision, Settings
 from samestep.training.apply import Terms, call
+from samestep.training.buffers import keep_buffers
 from samestep.training.confusion import Confusion
 from samestep.training.metrics import Objects, functions_of, told, values_of
 from samestep.training.parts import sum_over_parts
@@ -102,16 +103,17 @@ def evaluate(
         EvaluationError: on every rank, what the recipe gets wrong on any of them.
     """
     totals = Totals(loss, metrics, world, classes, terms)
+    # A forward may write buffers, and ranks compute another number of them.
+    put_back = keep_buffers(model) if world.virtual_ranks else lambda: None
 
     def count_all() -> None:
         first: dict[int, int] = {}
         for number, batch in enumerate(source.evaluation(batch_size)):
             part = batch.part if world.virtual_ranks else world.rank
             nth = number - first.setdefault(part, number)
-            drawn = mix(seed, part, nth)
-            if world.virtual_ranks:
-                seed_reading(drawn)  # of Python and NumPy, as their steps do
-            seed_torch(drawn, world.device)  # reading draws numbers too
+            if nth == 0:
+                put_back()
+            _draw_as(mix(seed, part, nth), world)  # reading draws numbers too
             outputs = outputs_of(forward or model, batch.inputs, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, batch)
@@ -121,7 +123,15 @@ def evaluate(
             world.on_every(count_all)
         except UserError as error:
             raise EvaluationError(str(error), on_all_ranks=True) from error
+    put_back()
     return totals.means()
+
+
+def _draw_as(drawn: int, world: World) -> None:
+    """Seed what a forward draws from: of virtual ranks Python and NumPy, too, as in their steps."""
+    if world.virtual_ranks:
+        seed_reading(drawn)
+    seed_torch(drawn, world.device)
 
 
 @contextmanager

@@ -159,7 +159,6 @@ class Objects:
             UserError: one computes something else.
         """
         for name, metric in self._metrics.items():
-            metric.sync_on_compute = False
             value: Any = 0.0
             with contextlib.suppress(Exception):  # of a few samples, perhaps all of one class
                 value = _computed(metric)
@@ -172,7 +171,6 @@ def _merge(metric: Any, ranks: Iterable[dict[str, Any]]) -> None:
     Of a single one there is nothing to reduce.
     """
     metric.reset()
-    metric.sync_on_compute = False
     found = list(ranks)
     for name, reduction in metric._reductions.items() if found else ():  # noqa: SLF001
         values = [states[name] for states in found]
@@ -196,6 +194,9 @@ def _number(name: str, metric: Any) -> float:
 
 
 def _computed(metric: Any) -> Any:
+    # It has the states of all ranks already: torchmetrics would add up equal ones once a rank. It
+    # reads `sync_on_compute` when a metric is made, and this from then on.
+    metric._to_sync = False  # noqa: SLF001
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of metrics that no sample of a small set reaches
         return metric.compute()

@@ -25,6 +25,7 @@ from samestep.training.buffers import StepBuffers
 from samestep.training.nondeterministic import refused_operation
 from samestep.training.phases import Phases
 from samestep.training.step import EagerStep, Trainee, Weights, check_used, seed_torch
+from samestep.training.still import Still
 from samestep.training.tree import TreeSum
 from samestep.training.tree_reduce import Tensors, TreeReduce, add_tensors
 
@@ -47,6 +48,9 @@ class VirtualStep(EagerStep):
         wide = any(p.dtype == torch.float64 for p in self._parameters)
         self._dtype = torch.float64 if wide else torch.float32
         self._buffers = StepBuffers(trainee.model, self._dtype)
+        self._still = Still(trainee)
+        self._draws = "optimizer" in trainee.own
+        """Whether the update may draw random numbers."""
         self._reduce: TreeReduce | None = None
         self._numbers = -1
         """How many numbers travel with the gradients."""
@@ -63,13 +67,17 @@ class VirtualStep(EagerStep):
         """
         present = min(self._world.num_parts, block.global_size)
         self._buffers.begin()
+        self._still.begin()
         if not block.parts and not self._agreed:
             self._agree_without()
         tree = TreeSum(add_tensors)
         for part, micro_steps in groupby(block.parts, key=lambda micro_step: micro_step.place):
             tree.push(self._share(part, tuple(micro_steps)), part)
+        self._to_check = False
         *gradients, numbers = self._reducer()(tree.roots, present)
         loss, terms = self._settle(gradients, numbers, block.global_size, present)
+        if self._draws:
+            self._draw_as(self._world.num_parts)
         self._phases.lap("all_reduce" if self._world.connected else "backward")
         # The ranks' parts of a loss are added up where it is read.
         return loss if self._world.is_main else torch.zeros_like(loss), terms
@@ -82,9 +90,7 @@ class VirtualStep(EagerStep):
 
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return the gradients of a virtual rank, and the numbers that travel with them."""
-        drawn = mix(self._settings.seed, self._step, part)
-        seed_reading(drawn)  # of Python and NumPy, for models that ask them
-        seed_torch(drawn, self._world.device)
+        self._draw_as(part)
         weights = (self._weights_of if self._agreed else self._first_weights)(micro_steps)
         losses = []
         for micro_step, weight in zip(micro_steps, weights, strict=True):
@@ -106,11 +112,17 @@ class VirtualStep(EagerStep):
         if self._trainee.terms is not None:
             numbers.append(self._terms.to(self._dtype).view(1))
         numbers += [*self._used(), *self._buffers.moved(part)]
+        self._still.check()
         if self._to_check:
-            self._to_check = False
             check_used(self._trainee.model)
         gradients = [self._gradient(p) for p in self._parameters]
         return [*gradients, torch.cat(numbers) if len(numbers) > 1 else numbers[0]]
+
+    def _draw_as(self, part: int) -> None:
+        """Seed every generator for a virtual rank of this step, or for what follows them all."""
+        drawn = mix(self._settings.seed, self._step, part)
+        seed_reading(drawn)  # of Python and NumPy, for models that ask them
+        seed_torch(drawn, self._world.device)
 
     def _used(self) -> list[Tensor]:
         """Return which parameters have a gradient, where some may have none."""
