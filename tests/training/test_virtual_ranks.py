@@ -83,6 +83,9 @@ def data(options):
         train = Drawn(*train)
     return Splits(train=train, validation=(x[63:], y[63:]))
 
+def clamp(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
 def model(options):
     if options.kind == "conv":
         return nn.Sequential(
@@ -92,8 +95,11 @@ def model(options):
         return Texts(options.kind)
     if options.kind == "branches":
         return Branches()
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3),
-                         nn.Linear(16, 3))
+    built = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3),
+                          nn.Linear(16, 3))
+    for parameter in built.parameters() if options.kind == "hooked" else ():
+        parameter.register_post_accumulate_grad_hook(clamp)
+    return built
 
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
@@ -115,6 +121,7 @@ FLAGS = {
     "samples from files, by workers": ["--kind", "files", "--num-workers", "2"],
     "branches": ["--kind", "branches", "--find-unused"],
     "micro-steps, clipping": ["--kind", "conv", *ONE_BY_ONE, "--clip-norm", "0.05"],
+    "hooks on gradients": ["--kind", "hooked"],
     "bf16": ["--kind", "conv", "--precision", "bf16"],
     "fp16": ["--kind", "mlp", "--precision", "fp16", "--lr", "0.1"],
     "an average of weights": ["--ema", "0.9", "--optimizer", "sgd", "--momentum", "0.9"],

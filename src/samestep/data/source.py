@@ -102,10 +102,14 @@ class Source(ABC):
         for block, stored, targets in self._read(unread, epoch):
             rows, inputs = block.rows * block.num_steps, stored
             if how.augment is not None:
-                keys = sample_keys(how.seed, epoch, send(block.inputs, device))
+                keys = self._keys(epoch, send(block.inputs, device))
                 inputs = self._call("augment", rows, how.augment, inputs, keys)
             inputs, targets = self._finish(inputs, targets, rows)  # noqa: PLW2901
             yield replace(block, inputs=inputs, targets=targets)
+
+    def _keys(self, epoch: int, indices: Tensor) -> Tensor:
+        """Return the keys of samples in an epoch, for the augmentation."""
+        return sample_keys(self._reading.seed, epoch, indices)
 
     def close(self) -> None:  # noqa: B027 - memory needs no end
         """End what reads the data; it cannot be read any more."""
@@ -157,6 +161,8 @@ class OrderedSource(Source):
             raise UserError("The recipe's data has no samples.")
         super().__init__(reading)
         self.num_samples = num_samples
+        self._table: tuple[int, Tensor] | None = None
+        """An epoch, and the keys of all samples in it."""
 
     def blocks(
         self,
@@ -205,6 +211,18 @@ class OrderedSource(Source):
         ((inputs, targets),) = self._read_in_turn([first])
         part = held_parts(self._world).start
         return Batch(*self._finish(inputs, targets, len(first)), len(first), part=part)
+
+    def _keys(self, epoch: int, indices: Tensor) -> Tensor:
+        """Return the keys of samples in an epoch, for the augmentation.
+
+        Virtual ranks look them up: each asks by itself, for few.
+        """
+        if not self._world.virtual_ranks:
+            return super()._keys(epoch, indices)
+        if self._table is None or self._table[0] != epoch:
+            every = torch.arange(self.num_samples, device=indices.device)
+            self._table = epoch, super()._keys(epoch, every)
+        return self._table[1][indices]
 
     @abstractmethod
     def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:

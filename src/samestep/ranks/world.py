@@ -105,26 +105,20 @@ class World(Launch):
             work.wait()
         return received
 
-    def all_to_all(self, sent: Tensor, counts: Sequence[int], own_rows: int) -> Tensor:
-        """Send each rank its shard of this rank's rows; return the same shard of everybody's rows.
+    def all_to_all_into(self, received: Tensor, sent: Tensor, counts: Sequence[int]) -> None:
+        """Send each rank its shard of this rank's rows; take the same shard of everybody's rows.
 
         Args:
-            sent: (world size, `own_rows`, shard).
+            received: (sum of counts, shard), in rank order.
+            sent: (world size, rows of this rank, shard).
             counts: the rows of each rank.
-            own_rows: the rows of this rank.
-
-        Returns:
-            (sum of counts, shard), in rank order.
         """
-        shard = sent.shape[-1]
-        received = sent.new_empty(sum(counts), shard)
         dist.all_to_all_single(
             received,
-            sent.view(-1, shard),
+            sent.view(-1, sent.shape[-1]),
             output_split_sizes=list(counts),
-            input_split_sizes=[own_rows] * self.world_size,
+            input_split_sizes=[sent.shape[1]] * self.world_size,
         )
-        return received
 
     def all_gather_into(self, gathered: Tensor, shard: Tensor) -> None:
         """Fill a tensor with the equal shards of all ranks, in rank order."""

@@ -32,6 +32,8 @@ def switched(settings: Settings, device: torch.device) -> Iterator[None]:
             stack.enter_context(_float32_products(settings.matmul_precision))
         if settings.deterministic:
             stack.enter_context(_deterministic(device))
+            if settings.virtual_ranks is not None:
+                stack.enter_context(_unfilled())
         elif settings.cudnn_benchmark:
             stack.enter_context(_cudnn(benchmark=True))
         yield
@@ -119,3 +121,18 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(kept, warn_only=warns)
         if adds:
             os.environ.pop(_WORKSPACE, None)
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Leave new memory as it is: deterministic mode fills it with NaN, a twentieth of a step.
+
+    A model that reads what it has never written shows in the digests of the weights.
+    """
+    mode: Any = torch.utils.deterministic
+    kept = mode.fill_uninitialized_memory
+    mode.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        mode.fill_uninitialized_memory = kept

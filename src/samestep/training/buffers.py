@@ -41,27 +41,32 @@ class StepBuffers:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._known = False
-        self._watch(_places(model))
-        self._all = [*self._floats, *self._others]
+        self._all = _places(model)
+        self._watch(self._all)
 
     def _watch(self, places: Sequence[_Place]) -> None:
         self._floats = [place for place in places if place.tensor.is_floating_point()]
         self._others = [place for place in places if not place.tensor.is_floating_point()]
+        self._num_bytes = sum(place.tensor.nbytes for place in self._others)
+        self._all = [*self._floats, *self._others, *(p for p in self._all if p not in {*places})]
+        # Until it is known which buffers change, any may.
+        self._marked = self._all[len(places) :] if self._known else self._all
 
     @property
     def size(self) -> int:
         """The numbers that `moved` returns in the coming step."""
         flags = 0 if self._known else len(self._all)
-        others = sum(place.tensor.nbytes for place in self._others)
-        return flags + sum(place.tensor.numel() for place in self._floats) + others
+        return flags + sum(place.tensor.numel() for place in self._floats) + self._num_bytes
 
     def begin(self) -> None:
         """Keep what the buffers are before a step."""
         if not self._all:
             return
-        self._kept = [(p, p.tensor.clone()) for p in (*self._floats, *self._others)]
-        self._before = self._flat()
-        self._marks = self._mark()
+        floats, others = _now(self._floats), _now(self._others)
+        self._before = self._flat(floats)
+        self._kept = [*_cut(self._before, floats), *(tensor.clone() for tensor in others)]
+        self._no_bytes = self._before.new_zeros(self._num_bytes)
+        self._marks = _marks(self._marked)
 
     @torch.no_grad()
     def moved(self, part: int) -> list[Tensor]:
@@ -76,27 +81,25 @@ class StepBuffers:
         """
         if not self._all:
             return []
-        changed = [now != before for now, before in zip(self._mark(), self._marks, strict=True)]
-        found = []
-        if not self._known:
+        floats, others = _now(self._floats), _now(self._others)
+        pairs = zip(_marks(self._marked), self._marks, strict=True)
+        changed = [now != before for now, before in pairs]
+        after, found = self._flat(floats), []
+        if not self._known or after.shape != self._before.shape:
+            self._check_shapes([*floats, *others])
             # Kernels of batch normalisation write without counting it as a change.
-            wrote = [not torch.equal(place.tensor, kept) for place, kept in self._kept]
+            pairs_of_values = zip((*floats, *others), self._kept, strict=True)
+            wrote = [not torch.equal(now, kept) for now, kept in pairs_of_values]
             flags = [one or other for one, other in zip(changed, wrote, strict=True)]
             found.append(torch.tensor(flags, dtype=self._dtype, device=self._before.device))
-        after = self._flat()
-        if after.shape != self._before.shape:
-            name = next(p.name for p, kept in self._kept if p.tensor.shape != kept.shape)
-            raise UserError(
-                f"--virtual-ranks: the model's buffer {name} changes its shape in forward, so what "
-                "virtual ranks make of it cannot be added up. Leave the setting out."
-            )
         # Where nothing moves, infinities, as in masks, must not become NaN.
         found.append(torch.where(after == self._before, 0.0, after - self._before))
-        found += [_bytes(place.tensor, self._dtype) * (part == 0) for place in self._others]
-        for place, kept in self._kept:
-            place.tensor.copy_(kept)
-        self._check_still(changed)
-        self._marks = self._mark()
+        found.append(self._no_bytes if part else self._bytes(others))
+        if self._kept:
+            torch._foreach_copy_([*floats, *others], self._kept)
+        if self._known:
+            self._check_still(changed)
+        self._marks = _marks(self._marked)
         return found
 
     @torch.no_grad()
@@ -108,17 +111,14 @@ class StepBuffers:
         if not self._known:
             changed = (total[: len(self._all)] > 0).tolist()
             total = total[len(self._all) :]
-        moved, place_of = total[: len(self._before)] / present, len(self._before)
-        after, start = torch.where(moved == 0, self._before, self._before + moved), 0
-        for place in self._floats:
-            tensor = place.tensor
-            tensor.copy_(after[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
-        for place in self._others:
-            tensor = place.tensor
-            sent = total[place_of : place_of + tensor.nbytes].to(torch.uint8)
-            tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
-            place_of += tensor.nbytes
+        sums, sent = total[: len(self._before)], total[len(self._before) :].to(torch.uint8)
+        moved = sums / present
+        after = torch.where(moved == 0, self._before, self._before + moved)
+        if floats := _now(self._floats):
+            torch._foreach_copy_(floats, _cut(after, floats))
+        others = _now(self._others)
+        for tensor, part in zip(others, torch.split(sent, [t.nbytes for t in others]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
         if not self._known:
             self._known = True
             self._check_finite(moved)
@@ -136,19 +136,29 @@ class StepBuffers:
                     "Begin with a number, or leave the setting out."
                 )
 
-    def _flat(self) -> Tensor:
-        tensors = [place.tensor.reshape(-1).to(self._dtype) for place in self._floats]
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
-            return torch.empty(0, dtype=self._dtype, device=self._all[0].tensor.device)
-        return torch.cat(tensors)
+            return self._all[0].tensor.new_empty(0, dtype=self._dtype)
+        flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
+        return torch.cat(flat).to(self._dtype)
 
-    def _mark(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for place in self._all for tensor in [place.tensor]]  # noqa: SLF001
+    def _bytes(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the bytes of tensors as numbers of a type that holds each of them exactly."""
+        found = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        return torch.cat(found).to(self._dtype) if found else self._no_bytes
 
-    def _check_still(self, changed: list[bool]) -> None:
-        watched = {*self._floats, *self._others}
-        for place, moves in zip(self._all, changed, strict=True):
-            if moves and place not in watched:
+    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
+        for place, now, kept in zip(self._all, tensors, self._kept, strict=False):
+            if now.shape != kept.shape:
+                raise UserError(
+                    f"--virtual-ranks: the model's buffer {place.name} changes its shape in "
+                    "forward, so what virtual ranks make of it cannot be added up. Leave the "
+                    "setting out."
+                )
+
+    def _check_still(self, changed: Sequence[bool]) -> None:
+        for place, moves in zip(self._marked, changed, strict=True):
+            if moves:
                 raise UserError(
                     f"--virtual-ranks: the model's buffer {place.name} changed in this step, but "
                     "not in the first one, which decides what virtual ranks add up. Let each "
@@ -180,6 +190,15 @@ def _places(model: nn.Module) -> list[_Place]:
     ]
 
 
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor's bytes as numbers of another type, which holds each of them exactly."""
-    return tensor.contiguous().view(-1).view(torch.uint8).to(dtype)
+def _now(places: Sequence[_Place]) -> list[Tensor]:
+    return [place.tensor for place in places]
+
+
+def _marks(places: Sequence[_Place]) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in _now(places)]  # noqa: SLF001
+
+
+def _cut(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a vector in the shapes of the tensors that it was made of."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -40,6 +40,12 @@ class TreeSum(Generic[T]):
             level, number = level + 1, number // 2
         self.roots.append(Root(level, number, value))
 
+    def left_of(self, part: int) -> T | None:
+        """Give the part to the left back, if this is its right neighbour and it is the last."""
+        if part % 2 and self.roots and self.roots[-1][:2] == (0, part - 1):
+            return self.roots.pop().value
+        return None
+
     def total(self) -> T:
         """Return the sum of all parts, once they are all here, from part 0 on."""
         value = self.roots.pop().value

@@ -50,7 +50,9 @@ class TreeReduce:
 
     def __init__(self, world: World, like: Sequence[Tensor], bucket_mb: int | None) -> None:
         self._world, self._like = world, like
-        self._buckets = list(_buckets(like, world.world_size, (bucket_mb or 25) << 20))
+        self._bucket_bytes = (bucket_mb or 25) << 20
+        self._buckets = list(_buckets(like, world.world_size, self._bucket_bytes))
+        self._rooms: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __call__(self, own: Sequence[Root[Tensors]], present: int) -> Tensors:
         """Return the sums over parts 0 … `present` - 1, the same on every rank.
@@ -66,37 +68,50 @@ class TreeReduce:
             return tree.total()
         held = [held_parts(world, rank) for rank in range(world.world_size)]
         roots = [roots_over(part for part in parts if part < present) for parts in held]
-        sums: Tensors = []
+        # A rank's first tensors take the sums.
+        sums = own[0].value if own else [_empty_like(like, world.device) for like in self._like]
         for bucket in self._buckets:
-            sums += self._reduced(bucket, own, roots)
+            self._reduce(bucket, own, roots, sums[bucket.places.start : bucket.places.stop])
         return sums
 
-    def _reduced(
-        self, bucket: _Bucket, own: Sequence[Root[Tensors]], roots: Sequence[Sequence[Root[None]]]
-    ) -> Tensors:
-        like = [self._like[place] for place in bucket.places]
-        size = self._world.world_size
-        sent = torch.empty(
-            len(own), size * bucket.shard, dtype=like[0].dtype, device=self._world.device
-        )
-        for row, root in zip(sent, own, strict=True):
-            torch._foreach_copy_(_views(row, bucket, like), [root.value[p] for p in bucket.places])
-            for place in bucket.places:
-                root.value[place] = _NOTHING
-        if len(own) > 1:
-            sent = sent.view(len(own), size, bucket.shard).transpose(0, 1).contiguous()
-        received = self._world.all_to_all(
-            sent.view(size, len(own), bucket.shard), [len(rank) for rank in roots], len(own)
-        )
+    def _reduce(
+        self,
+        bucket: _Bucket,
+        own: Sequence[Root[Tensors]],
+        roots: Sequence[Sequence[Root[None]]],
+        sums: Tensors,
+    ) -> None:
+        """Fill the tensors of a bucket with the sums."""
+        size, like = self._world.world_size, self._like[bucket.places.start : bucket.places.stop]
+        counts = [len(rank) for rank in roots]
+        rows = self._room("sent", sums[0], max(1, len(own)), size * bucket.shard)
+        into = self._room("received", sums[0], sum(counts), bucket.shard)
+        views = [_views(row, bucket, like) for row in rows]
+        for view, root in zip(views, own, strict=False):
+            places = bucket.places
+            torch._foreach_copy_(view, root.value[places.start : places.stop])
+            if root is not own[0]:
+                root.value[places.start : places.stop] = [_NOTHING] * len(places)
+        sent = rows[: len(own)].view(len(own), size, bucket.shard)
+        self._world.all_to_all_into(into, sent.transpose(0, 1).contiguous(), counts)
         tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
         in_order = [root for rank in roots for root in rank]
-        for row, (level, number, _) in zip(received, in_order, strict=True):
+        for row, (level, number, _) in zip(into, in_order, strict=True):
             tree.push(row, number, level)
-        # What was sent is not needed any more; a rank without a part has sent nothing.
-        room = sent.view(-1) if len(own) else received.new_empty(size * bucket.shard)
-        whole = room[: size * bucket.shard]
-        self._world.all_gather_into(whole, tree.total())
-        return _views(whole, bucket, like)
+        self._world.all_gather_into(rows[0], tree.total())  # what was sent is not needed any more
+        torch._foreach_copy_(sums, views[0])
+
+    def _room(self, name: str, like: Tensor, rows: int, columns: int) -> Tensor:
+        """Return memory for the exchange, kept from step to step.
+
+        New memory each time would leave holes among the gradients, and the process would grow.
+        """
+        room = self._rooms.get((name, like.dtype))
+        if room is None or room.numel() < rows * columns:
+            room = like.new_empty(rows * columns)
+            if room.nbytes <= 4 * self._bucket_bytes:  # a tensor larger than a bucket is alone
+                self._rooms[name, like.dtype] = room
+        return room[: rows * columns].view(rows, columns)
 
 
 def _buckets(like: Sequence[Tensor], world_size: int, most_bytes: int) -> list[_Bucket]:
@@ -119,8 +134,12 @@ def _buckets(like: Sequence[Tensor], world_size: int, most_bytes: int) -> list[_
 
 
 def _views(row: Tensor, bucket: _Bucket, like: Sequence[Tensor]) -> Tensors:
-    """Return the tensors of a bucket, laid out as those that they are like."""
+    """Return the tensors of a bucket within a row, laid out as those that they are like."""
     return [
         torch.as_strided(row, tensor.shape, tensor.stride(), row.storage_offset() + offset)
         for tensor, offset in zip(like, bucket.offsets, strict=True)
     ]
+
+
+def _empty_like(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

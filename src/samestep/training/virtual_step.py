@@ -71,8 +71,14 @@ class VirtualStep(EagerStep):
         if not block.parts and not self._agreed:
             self._agree_without()
         tree = TreeSum(add_tensors)
-        for part, micro_steps in groupby(block.parts, key=lambda micro_step: micro_step.place):
-            tree.push(self._share(part, tuple(micro_steps)), part)
+        in_place = not self._to_check and self._may_add_in_place()
+        for part, parts in groupby(block.parts, key=lambda micro_step: micro_step.place):
+            micro_steps = tuple(parts)
+            left = tree.left_of(part) if in_place and len(micro_steps) == 1 else None
+            if left is not None:
+                tree.push(self._add_share(left, part, micro_steps), part // 2, level=1)
+            else:
+                tree.push(self._share(part, micro_steps), part)
         self._to_check = False
         *gradients, numbers = self._reducer()(tree.roots, present)
         loss, terms = self._settle(gradients, numbers, block.global_size, present)
@@ -87,6 +93,26 @@ class VirtualStep(EagerStep):
         for _ in range(1 if self._trainee.terms is None else 2):
             self._world.on_every(lambda: None)
         self._agreed = True
+
+    def _add_share(self, left: Tensors, part: int, micro_steps: Sequence[Block]) -> Tensors:
+        """Return the sum of the virtual rank to the left and this one, which autograd adds up.
+
+        It adds in place, as `add_tensors` does, while the gradient is in the processor's cache.
+        """
+        for parameter, gradient in zip(self._parameters, left, strict=False):
+            parameter.grad = gradient
+        before = [(id(gradient), gradient._version) for gradient in left]  # noqa: SLF001
+        found = self._share(part, micro_steps)
+        for gradient, known in zip(found[:-1], before, strict=False):
+            if (id(gradient), gradient._version) == known:  # noqa: SLF001
+                gradient.add_(0.0)  # not used by this virtual rank: -0.0 + 0.0 is 0.0
+        found[-1].add_(left[-1])
+        return found
+
+    def _may_add_in_place(self) -> bool:
+        """Whether autograd may add up two virtual ranks: nobody asks what each of them gave."""
+        hooks = (p._post_accumulate_grad_hooks for p in self._parameters)  # noqa: SLF001
+        return not (self._settings.allows_unused or any(hooks))
 
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return the gradients of a virtual rank, and the numbers that travel with them."""
