@@ -107,7 +107,8 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         classes=splits.classes,
     )
     request = replace(request, recipe=replace(recipe, metrics=metrics))
-    measured = EpochMetrics(metrics, world.device, held_parts(world))
+    virtual = world.virtual_ranks > 0
+    measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
     state = State(watch=_watch(request, splits), measured=measured)
     return Built(with_forward(work), state, splits, threads)
 

@@ -15,7 +15,7 @@ from samestep.run import checkpoints
 from samestep.run.directory import is_run
 from samestep.run.index import Entry, announce, read_index, remove_unannounced
 from samestep.run.records import Record, read_records
-from samestep.training.snapshot import capture, restore, weights_sha256
+from samestep.training.snapshot import capture, restore
 from samestep.training.work import State, Work
 
 Write = Callable[[str, float | None, dict[str, Any]], Record]
@@ -44,9 +44,6 @@ def make_writer(work: Work, state: State, path: Path, made_with: str = "") -> Wr
         epoch = position["epoch"] + (position.get("step_in_epoch", 0) > 0)  # the one it is in
         if metric is not None and not math.isfinite(metric):
             metric = None  # JSON has neither, and such a checkpoint is no candidate for the best
-        weights = {}
-        if work.settings.virtual_ranks is not None:
-            weights = {"weights_sha256": weights_sha256(work.trainee.model)}
         entry = Entry(path=name, step=step, epoch=epoch, sha256=digest, metric=metric)
         index = replace(index, monitor=state.watch.metric, mode=state.watch.mode)
         index = announce(folder, index, entry, work.settings.keep_top_k, spared)
@@ -55,7 +52,7 @@ def make_writer(work: Work, state: State, path: Path, made_with: str = "") -> Wr
             "step": step,
             "path": f"checkpoints/{name}",
             "sha256": digest,
-            **weights,
+            **{k: content[k] for k in ("weights_sha256",) if k in content},
         }
 
     return write

@@ -36,13 +36,20 @@ class EpochMetrics:
         metrics: of the recipe.
         device: where the outputs are.
         parts: virtual ranks of this rank; by default what it trains is one part.
+        by_step: whether an object takes in each step by itself, so that its bits do not depend on
+            when the sums are brought up to date.
     """
 
     def __init__(
-        self, metrics: Mapping[str, Any], device: torch.device, parts: range = range(1)
+        self,
+        metrics: Mapping[str, Any],
+        device: torch.device,
+        parts: range = range(1),
+        *,
+        by_step: bool = False,
     ) -> None:
         self._first = parts.start
-        self._parts = [_PartMetrics(metrics, device) for _ in parts]
+        self._parts = [_PartMetrics(metrics, device, by_step=by_step) for _ in parts]
 
     def __bool__(self) -> bool:
         return bool(self._parts[0])
@@ -102,12 +109,13 @@ class EpochMetrics:
 class _PartMetrics:
     """Metrics of one part."""
 
-    def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device, *, by_step: bool) -> None:
         self.functions = functions_of(metrics)
         # Apple's GPU has no float64.
         self._home = torch.device("cpu") if device.type == "mps" else device
         self.objects = Objects(metrics, device)
         self.names = list(metrics)
+        self._most_steps = 1 if by_step and self.objects else _MOST_STEPS
         self.reset()
 
     def __bool__(self) -> bool:
@@ -116,7 +124,7 @@ class _PartMetrics:
     def reset(self) -> None:
         """Begin a new epoch."""
         self._seen: list[Seen] = []
-        self._most = _MOST_STEPS
+        self._most = self._most_steps
         self._unread: list[Tensor] = []
         self._sums, self._samples = [0.0] * len(self.functions), 0
         self.late: set[str] = set()
@@ -131,7 +139,7 @@ class _PartMetrics:
         if not self._seen:
             leaves = [leaf for leaf in tree_leaves(one.outputs) if isinstance(leaf, Tensor)]
             each = max(1, sum(leaf.nbytes for leaf in leaves))
-            self._most = max(1, min(_MOST_STEPS, _MOST_BYTES // each))
+            self._most = max(1, min(self._most_steps, _MOST_BYTES // each))
         self._seen.append(one)
 
     def _look(self) -> None:

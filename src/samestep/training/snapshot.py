@@ -38,12 +38,18 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "measured": state.measured.state(),
         "stream": _marks(work, state.position),
     }
+    virtual = work.settings.virtual_ranks is not None
+    if virtual:
+        mine["weights"] = weights_sha256(work.trainee.model)
     ranks = work.world.gather(mine)
+    if virtual:
+        _check_alike([rank["weights"] for rank in ranks], state.position.step)
     return {
         "format": FORMAT,
         "recipe": recipe,
         "classes": list(work.classes),
         "model": work.trainee.model.state_dict(),
+        **({"weights_sha256": mine["weights"]} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
         "optimizer": work.trainee.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
@@ -68,6 +74,23 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         },
         "stream": [rank["stream"] for rank in ranks],
     }
+
+
+def _check_alike(digests: Sequence[str], step: int) -> None:
+    """Check that all ranks have the same weights and buffers.
+
+    Raises:
+        UserError: on every rank, that they have not.
+    """
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise UserError(
+                f"--virtual-ranks: after step {step} ranks 0 and {rank} have other weights or "
+                "buffers. The model or the loss keeps something that virtual ranks change and "
+                "samestep cannot see; `samestep verify RECIPE --virtual-ranks V` names the first "
+                "step and tensor. Keep it in a buffer that each forward of a training step writes.",
+                on_all_ranks=True,
+            )
 
 
 def _order_of_stream(work: Work) -> dict[str, int]:
