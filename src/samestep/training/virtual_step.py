@@ -109,8 +109,9 @@ class VirtualStep(EagerStep):
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return the gradients of a virtual rank, and the numbers that travel with them."""
         drawn = mix(self._settings.seed, self._step, part)
-        seed_reading(drawn)  # of Python and NumPy, for models that ask them
-        seed_torch(drawn, self._world.device)
+        seed_reading(drawn)  # also Python's generator and NumPy's, for models that ask them
+        if self._world.device.type != "cpu":
+            seed_torch(drawn, self._world.device)
         weights = (self._weights_of if self._agreed else self._first_weights)(micro_steps)
         losses = []
         for micro_step, weight in zip(micro_steps, weights, strict=True):
