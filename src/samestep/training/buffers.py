@@ -92,8 +92,7 @@ class StepBuffers:
             wrote = [not torch.equal(now, kept) for now, kept in pairs_of_values]
             flags = [one or other for one, other in zip(changed, wrote, strict=True)]
             found.append(torch.tensor(flags, dtype=self._dtype, device=self._before.device))
-        # Where nothing moves, infinities, as in masks, must not become NaN.
-        found.append(torch.where(after == self._before, 0.0, after - self._before))
+        found.append(after - self._before)
         found.append(self._no_bytes if part else self._bytes(others))
         if self._kept:
             torch._foreach_copy_([*floats, *others], self._kept)
@@ -113,7 +112,9 @@ class StepBuffers:
             total = total[len(self._all) :]
         sums, sent = total[: len(self._before)], total[len(self._before) :].to(torch.uint8)
         moved = sums / present
-        after = torch.where(moved == 0, self._before, self._before + moved)
+        # Infinities that stay, as in masks, have moved by NaN.
+        stays = moved.isnan() & ~self._before.isfinite()
+        after = torch.where(stays, self._before, self._before + moved)
         if floats := _now(self._floats):
             torch._foreach_copy_(floats, _cut(after, floats))
         others = _now(self._others)
@@ -126,7 +127,7 @@ class StepBuffers:
 
     def _check_finite(self, moved: Tensor) -> None:
         """Check that no buffer moves away from an infinity: the mean of that is no number."""
-        gone_in = self._before.isinf() & (moved != 0)
+        gone_in = self._before.isinf() & ~moved.isnan()  # infinities that stay move by NaN
         sizes = [place.tensor.numel() for place in self._floats]
         for place, gone in zip(self._floats, torch.split(gone_in, sizes), strict=True):
             if gone.any():

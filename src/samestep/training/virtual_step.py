@@ -147,8 +147,9 @@ class VirtualStep(EagerStep):
     def _draw_as(self, part: int) -> None:
         """Seed every generator for a virtual rank of this step, or for what follows them all."""
         drawn = mix(self._settings.seed, self._step, part)
-        seed_reading(drawn)  # of Python and NumPy, for models that ask them
-        seed_torch(drawn, self._world.device)
+        seed_reading(drawn)  # also Python's generator and NumPy's, for models that ask them
+        if self._world.device.type != "cpu":
+            seed_torch(drawn, self._world.device)
 
     def _used(self) -> list[Tensor]:
         """Return which parameters have a gradient, where some may have none."""
