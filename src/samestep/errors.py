@@ -109,8 +109,8 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
         told = UserError(f"{what}{text} {_LESS_MEMORY}")
     elif refused:
         told = UserError(
-            f"--deterministic, which --virtual-ranks needs: {what}{text} Use another operation "
-            "there, or leave the setting out."
+            f"--deterministic: {what}{text} Use another operation there, or leave the setting out; "
+            "--virtual-ranks needs it, too."
         )
     else:
         return None

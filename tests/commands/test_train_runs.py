@@ -462,7 +462,8 @@ def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
         "cudnn_benchmark": False,  # which deterministic operations exclude
         "num_workers": 0,
         "global_batch_size": 32,
-        "batch_size": 16,
+        "virtual_ranks": 4,
+        "batch_size": 4,
         "accumulate": 2,
         # The spiral's network has nothing that these could apply to.
         "checkpoint_activations": False,
