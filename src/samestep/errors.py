@@ -119,10 +119,7 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
 
 
 def _in_module(error: BaseException) -> str:
-    """Return " in the module CLASS": the innermost one whose forward raised; nothing if none did.
-
-    Its backward has no line of Python.
-    """
+    """Return " in the module CLASS", the innermost one whose forward raised; else nothing."""
     found, step = "", error.__traceback__
     while step is not None:
         code, owner = step.tb_frame.f_code, step.tb_frame.f_locals.get("self")

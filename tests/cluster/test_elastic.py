@@ -35,7 +35,7 @@ def model():
 
 def loss(outputs, targets):
     if PACE.exists() and outputs.requires_grad:
-        time.sleep(float(PACE.read_text()))
+        time.sleep(float(PACE.read_text()))  # a model as slow to train as the test wants it
     return nn.functional.cross_entropy(outputs, targets)
 
 recipe = Recipe(model=model, data=data, loss=loss,

@@ -49,7 +49,7 @@ def promise_record(work: Work) -> dict[str, object]:
 
 def promise_notes(work: Work, path: Path) -> list[str]:
     """Return what is to be told of a run that goes on where other bits come out."""
-    if not work.world.virtual_ranks:
+    if not (work.world.virtual_ranks and work.world.is_main):
         return []
     starts = [r["arithmetic"] for r in read_records(path) if "arithmetic" in r]
     now = arithmetic(work.world.device)

@@ -7,7 +7,7 @@ backward, clipping and update together, for several steps at once, removes what 
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -117,13 +117,11 @@ class ModelStep(EagerStep):
         if not self._to_compile:
             return super().__call__(block, step, lrs, want_norm=want_norm)
         self._to_compile = False
-        before = time.perf_counter()
-        with self._phases.left_out(), explained():
-            result = super().__call__(block, step, lrs, want_norm=want_norm)
         what = "the model's forward and backward; optimizer and all-reduce are not compiled"
         if self.why:
             what += f"; whole steps are not, since {self.why}"
-        return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
+        take = super().__call__
+        return _timed(what, self._phases, lambda: take(block, step, lrs, want_norm=want_norm))
 
 
 class VirtualModelStep(VirtualStep):
@@ -136,11 +134,9 @@ class VirtualModelStep(VirtualStep):
         if not self._to_compile:
             return super().__call__(block, step, lrs, want_norm=want_norm)
         self._to_compile = False
-        before = time.perf_counter()
-        with self._phases.left_out(), explained():
-            result = super().__call__(block, step, lrs, want_norm=want_norm)
         what = "the model's forward and backward; optimizer and tree of sums are not compiled"
-        return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
+        take = super().__call__
+        return _timed(what, self._phases, lambda: take(block, step, lrs, want_norm=want_norm))
 
     def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
         if part.rows == self._batch_size:
@@ -222,6 +218,14 @@ class WholeStep(EagerStep):
         )
         self._compiled_model.why = why
         self._phases.whole = self._was_whole
+
+
+def _timed(what: str, phases: Phases, take: Callable[[], StepResult]) -> StepResult:
+    """Return the first step of a compiled model, with a note on how long that took."""
+    before = time.perf_counter()
+    with phases.left_out(), explained():
+        result = take()
+    return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
 
 
 def _one_by_one(
