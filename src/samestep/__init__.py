@@ -1,14 +1,30 @@
 """Train the same step on one process and on many.
 
-The names below are imported when they are first used, so that importing samestep is cheap.
+    run = samestep.train("spiral", epochs=3, nproc=2)    # a name, a file, or a samestep.Recipe
+    run.result["test"], run.history, run.epochs          # plain dicts, ready for pandas
+    model = samestep.load(run, checkpoint="best")        # an nn.Module in eval mode
+    samestep.evaluate(run, split="validation")
+    samestep.predict(run, ["a.csv", "b.csv"])
+    samestep.verify("spiral", world_sizes=(1, 2))["same"]
+    samestep.compare(run, "runs/ID")["same_training"]
+
+    samestep.Recipe, Splits                              # a model and its data
+    samestep.open_run                                    # for a training loop of your own
+
+The names are imported when they are first used, so that importing samestep is cheap.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from samestep.version import __version__
 
 if TYPE_CHECKING:
+    from samestep.api.checkpoints import evaluate, load, predict
+    from samestep.api.checks import compare, verify
+    from samestep.api.trained_run import TrainedRun
+    from samestep.api.training import train
     from samestep.data.keyed_random import normal, uniform
     from samestep.data.random_split import split_indices
     from samestep.data.spiral import SpiralDataset
@@ -43,18 +59,25 @@ __all__ = [
     "SpiralDataset",
     "Splits",
     "TrackerLogger",
+    "TrainedRun",
     "UserError",
     "__version__",
     "barrier",
     "cleanup",
+    "compare",
+    "evaluate",
     "is_main_process",
+    "load",
     "normal",
     "open_run",
+    "predict",
     "read_records",
     "reduce_tensor",
     "setup_distributed",
     "split_indices",
+    "train",
     "uniform",
+    "verify",
 ]
 
 _HOMES = {
@@ -68,17 +91,24 @@ _HOMES = {
     "SpiralDataset": "data.spiral",
     "Splits": "recipe",
     "TrackerLogger": "lightning",
+    "TrainedRun": "api.trained_run",
     "UserError": "errors",
     "barrier": "ranks.process_group",
     "cleanup": "ranks.process_group",
+    "compare": "api.checks",
+    "evaluate": "api.checkpoints",
     "is_main_process": "ranks.process_group",
+    "load": "api.checkpoints",
     "normal": "data.keyed_random",
     "open_run": "own_loop.own_run",
+    "predict": "api.checkpoints",
     "read_records": "run.records",
     "reduce_tensor": "ranks.process_group",
     "setup_distributed": "ranks.process_group",
     "split_indices": "data.random_split",
+    "train": "api.training",
     "uniform": "data.keyed_random",
+    "verify": "api.checks",
 }
 
 
@@ -86,3 +116,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
     return getattr(importlib.import_module(f"samestep.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Return the names, for `help(samestep)` and completion; Lightning's where it is installed."""
+    there = importlib.util.find_spec("lightning") is not None
+    return [name for name in __all__ if there or _HOMES.get(name) != "lightning"]

@@ -1,5 +1,6 @@
 """`samestep compare`: runs side by side, from their directories alone."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Annotated
 import tyro
 
 from samestep.commands.help import Switch, parse_flags
+from samestep.comparison.as_json import as_table
 from samestep.comparison.side_by_side import compare_runs
 from samestep.comparison.text_report import lines
-from samestep.comparison.to_json import to_json
 
 _EXAMPLES = ("compare runs/ONE runs/OTHER", "compare runs/spiral-* --target 0.95 --plot curves.png")
 
@@ -48,5 +49,6 @@ def main(arguments: list[str]) -> int:
         from samestep.comparison.plot import plot  # noqa: PLC0415 - matplotlib is an extra
 
         plot(found, command.plot)
-    sys.stdout.write((to_json(found) if command.json else "\n".join(lines(found))) + "\n")
+    text = json.dumps(as_table(found), indent=2) if command.json else "\n".join(lines(found))
+    sys.stdout.write(f"{text}\n")
     return 0

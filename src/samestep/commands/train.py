@@ -1,28 +1,22 @@
 """`samestep train`: a recipe, a recipe file or a run, on whatever this is started on."""
 
-import json
 import os
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from samestep.api.as_rank import train_as_rank
+from samestep.api.sent import train_sent
 from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
 from samestep.execution.request import Request
-from samestep.execution.session import NATIVE, run_session
-from samestep.ranks.failure import STARTED_AT
+from samestep.ranks.failure import TASK
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
-from samestep.ranks.world import find_world, join, leave
 from samestep.screen.progress import Screen
-from samestep.tracking.choice import check_installed, chosen
-from samestep.tracking.tracker_processes import TrackerProcesses
-from samestep.training.stopping import catch_signals
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,9 @@ class Command:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Run the verb; ranks that `samestep.train` starts find their task."""
+    if task := os.environ.get(TASK):
+        return run_as_rank(lambda log: train_sent(Path(task), log))
     return run_as_rank(lambda log: _train(arguments, log))
 
 
@@ -72,50 +68,7 @@ def _train(arguments: list[str], log: RankLog) -> int:
         device=settings.device,
         oversubscribe=settings.oversubscribe,
     )
-    return _run_rank(request, log) if code is None else code
-
-
-def _run_rank(request: Request, log: RankLog) -> int:
-    """Train as one rank of the world that the environment describes."""
-    settings, engine = request.settings, NATIVE
-    if settings.engine != "native":
-        from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
-
-        check_settings(settings, request.recipe)
-        if request.allow_change:
-            raise UserError(
-                "--allow-change needs --engine native: Lightning goes on with the optimizer and "
-                "the schedule of its own checkpoint."
-            )
-        engine = LIGHTNING
-    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
-    join(world, settings.timeout_s)
-    world.on_main(lambda: check_installed(chosen(settings.track)))
-    screen = Screen()
-    with (
-        catch_signals() as received,
-        TrackerProcesses(
-            settings,
-            request.recipe.name,
-            screen.show,
-            is_main=world.is_main,
-            stopped=lambda: bool(received.signum),
-        ) as trackers,
-    ):
-        with screen:
-            outcome = run_session(
-                request,
-                world,
-                received=received,
-                show=trackers.show,
-                begin=log.move_to,
-                started_at=float(os.environ.get(STARTED_AT, time.time())),
-                engine=engine,
-            )
-        # Before the ranks part: a launcher may end all with the first that leaves with a signal's
-        # code.
-        if world.is_main:
-            screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
-            sys.stdout.flush()
-    leave(world)
+    if code is not None:
+        return code
+    outcome = train_as_rank(request, Screen(), log.move_to)
     return 128 + outcome.signum if outcome.signum else 0

@@ -13,7 +13,7 @@ from samestep.errors import UserError
 from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
-from samestep.recipe import Splits
+from samestep.recipe import Recipe, Splits
 from samestep.training.apply import applied, terms_of
 from samestep.training.backends import switched
 from samestep.training.dry_run import fitting_metrics
@@ -31,6 +31,7 @@ def evaluate_run(
     device: Device = "auto",
     data_dir: str | None = None,
     skip_bad: int | None = None,
+    given: Recipe | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics of a checkpoint over a split, in one process.
 
@@ -43,11 +44,12 @@ def evaluate_run(
         device: where to evaluate.
         data_dir: where the data is, for a recipe that has this option.
         skip_bad: how many files of it may be unreadable, for a recipe that has this option.
+        given: a recipe, instead of the one that the run names.
 
     Raises:
         UserError: there is no such run, checkpoint or split, or the checkpoint does not fit.
     """
-    opened = open_checkpoint(path, name, device=device)
+    opened = open_checkpoint(path, name, device=device, recipe=given)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
     elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
     options = recipe.complete_options(elsewhere)

@@ -36,20 +36,23 @@ class Opened:
     dtype: torch.dtype
 
 
-def open_checkpoint(path: Path, name: str = "best", *, device: Device = "auto") -> Opened:
+def open_checkpoint(
+    path: Path, name: str = "best", *, device: Device = "auto", recipe: Recipe | None = None
+) -> Opened:
     """Return a checkpoint of a run as a model.
 
     Args:
         path: the run's directory.
         name: "best", "last", or a file name in its checkpoints/.
         device: where to compute.
+        recipe: instead of the one that the run names.
 
     Raises:
         UserError: there is no such run or checkpoint, or it does not fit the recipe.
     """
     if not is_run(path):
         raise UserError(f"{path} holds no run: there is no settings.toml in it.")
-    start = draft(str(path.resolve()))  # a run may be called like a recipe
+    start = draft(str(path.resolve()), None, recipe)  # a run may be called like a recipe
     recipe, options, settings = start.recipe, start.options(), start.settings()
     entry = find_checkpoint(path / "checkpoints", name)
     content = checkpoints.load(path / "checkpoints", entry)

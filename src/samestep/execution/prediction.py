@@ -87,18 +87,21 @@ def _is_pair(sample: Any) -> bool:
     return isinstance(sample, tuple) and len(sample) == 2
 
 
-def open_predictor(path: Path, name: str = "best", *, device: Device = "auto") -> Predictor:
+def open_predictor(
+    path: Path, name: str = "best", *, device: Device = "auto", given: Recipe | None = None
+) -> Predictor:
     """Return a checkpoint of a run, ready to be asked in this process.
 
     Args:
         path: the run's directory.
         name: "best", "last", or a file name in its checkpoints/.
         device: where to compute.
+        given: a recipe, instead of the one that the run names.
 
     Raises:
         UserError: there is no such run or checkpoint, or its recipe reads no files.
     """
-    opened = open_checkpoint(path, name, device=device)
+    opened = open_checkpoint(path, name, device=device, recipe=given)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
     if recipe.read is None:
         raise UserError(

@@ -26,6 +26,8 @@ _COLUMNS = 100
 
 RECIPE_COPY = "recipe.py"
 """A user's recipe file as it was when the run began, in the run's directory."""
+FROM_PYTHON = "python:"
+"""Begins the source of a recipe that was handed over as an object: no file has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class Request:
 
     recipe: Recipe
     source: str
-    """The recipe's name, or the absolute path of its file."""
+    """The recipe's name, the absolute path of its file, or `FROM_PYTHON` and its name."""
     options: Any
     """An instance of the recipe's options, or None if it has none."""
     settings: Settings
@@ -65,12 +67,21 @@ class Draft:
         return self.recipe.options(**self.options_layer) if self.recipe.options else None
 
 
-def draft(target: str, config: Path | None = None) -> Draft:
+def draft(target: str | None, config: Path | None = None, recipe: Recipe | None = None) -> Draft:
     """Return the draft for a recipe's name, a recipe file, or the directory of a run.
+
+    Args:
+        target: one of these; None for the recipe that is given.
+        config: a TOML file above the recipe's defaults.
+        recipe: an object, instead of a target, or instead of what the run names.
 
     Raises:
         UserError: the target is none of these, or a TOML file has an unknown or ill-typed key.
     """
+    if target is None:
+        assert recipe is not None
+        target = FROM_PYTHON + recipe.name
+        return _layered(target, recipe, None, [(config, read_toml(config))] if config else [])
     named_recipe = target in recipe_names()  # a folder of data may well be called mnist
     run = Path(target) if not named_recipe and is_run(Path(target)) else None
     if run is None and not named_recipe and Path(target).is_dir():
@@ -92,14 +103,25 @@ def draft(target: str, config: Path | None = None) -> Draft:
                 f"{path} is for recipe {named[-1]!r}, and {source!r} was asked for. Name that "
                 "recipe, or take the key `recipe` out of the file."
             )
-    recipe = _recipe_of_run(run, source) if run else find_recipe(source)
+    if recipe is None:
+        recipe = _recipe_of_run(run, source) if run else find_recipe(source)
+    else:  # another file, as the run's own copy, may have it under another name
+        recipe = dataclasses.replace(recipe, name=_name_of(source))
     if source.endswith(".py"):
         source = str(Path(source).resolve())
-    typed, _ = _split(dict(recipe.settings), recipe, Path(source))
-    layers: list[dict[str, object]] = [typed]
+    return _layered(source, recipe, run, tables)
+
+
+def _layered(
+    source: str, recipe: Recipe, run: Path | None, tables: list[tuple[Path, dict[str, Any]]]
+) -> Draft:
+    """Return the draft of a recipe with the tables above its own settings."""
+    own, _ = typed(dict(recipe.settings), recipe, source)
+    layers: list[dict[str, object]] = [own]
     options: dict[str, object] = {}
     for path, table in tables:
-        ours, theirs = _split(table, recipe, path)
+        table.pop("recipe", None)
+        ours, theirs = typed(table, recipe, path)
         layers.append(ours)
         options.update(theirs)
     return Draft(
@@ -111,8 +133,19 @@ def draft(target: str, config: Path | None = None) -> Draft:
     )
 
 
+def _name_of(source: str) -> str:
+    """Return the name of the recipe that a run names."""
+    return Path(source).stem if source.endswith(".py") else source.removeprefix(FROM_PYTHON)
+
+
 def _recipe_of_run(run: Path, source: str) -> Recipe:
     """Return a run's recipe: its file where it was, or the copy that the run keeps."""
+    if source.startswith(FROM_PYTHON):
+        raise UserError(
+            f"The recipe of {run} was made in Python, and no file has it. Give it there, too: "
+            f"samestep.load({str(run)!r}, recipe=…), and so for train, evaluate and predict; or "
+            "write it into a file, and give recipe= that file."
+        )
     kept = run / RECIPE_COPY
     if source.endswith(".py") and not Path(source).is_file() and kept.is_file():
         return dataclasses.replace(find_recipe(str(kept)), name=Path(source).stem)
@@ -137,10 +170,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
 
 
-def _split(
-    table: dict[str, Any], recipe: Recipe, path: Path
+def typed(
+    table: dict[str, Any], recipe: Recipe, where: Path | str
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the settings and the recipe's options of a table, each of its declared type."""
+    """Return the settings and the recipe's options of a table, each of its declared type.
+
+    Raises:
+        UserError: a name is neither, or a value is of another type; `where` begins the message.
+    """
     types = _field_types(Settings)
     option_types = _field_types(recipe.options) if recipe.options else {}
     ours: dict[str, object] = {}
@@ -152,14 +189,14 @@ def _split(
                 f" The options of {recipe.name}: {', '.join(option_types)}." if option_types else ""
             )
             raise UserError(
-                f"{path}: unknown setting {key!r}. {did_you_mean(key, [*valid, *option_types])}"
+                f"{where}: unknown setting {key!r}. {did_you_mean(key, [*valid, *option_types])}"
                 f"The settings: {', '.join(valid)}.{own}"
             )
         home, kind = (ours, types[key]) if key in types else (theirs, option_types[key])
         try:
             home[key] = msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            raise UserError(f"{path}: {key} = {value!r}: {error}.") from error
+            raise UserError(f"{where}: {key} = {value!r}: {error}.") from error
     return ours, theirs
 
 
@@ -198,7 +235,7 @@ def finish(
     merged = merge_layers(start.settings_layer, flags)
     run_dir = str(merged.get("run_dir") or "")
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
-        run = draft(run_dir)
+        run = draft(run_dir, None, start.recipe if start.source.startswith(FROM_PYTHON) else None)
         options = _as_completed(run, options)
         _check_repeated(run, start, merged, options, allowed)
         merged.pop("accumulate", None)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -40,15 +41,14 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C ends all at once. If a
     rank fails, the agent ends the others. Signals and variables are then as they were before.
     """
-    # The agent's own accounts of a failure are for its developers; ours follows. This process
-    # does nothing else, so nothing else is silenced.
-    logging.disable(logging.CRITICAL)
     if unheeded_signal():
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to be told
-    variables = dict(os.environ)
+    variables, disabled = dict(os.environ), logging.root.manager.disable
     # The agent keeps them, and would raise its own exception where nobody expects it.
-    kept = stop_signals()
+    kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
     handlers = [signal.getsignal(number) for number in kept]
+    # The agent's own accounts of a failure are for its developers; ours follows.
+    logging.disable(logging.CRITICAL)
     os.environ[PARENT] = str(os.getpid())
     os.environ.setdefault(STARTED_AT, str(time.time()))
     if task:
@@ -63,6 +63,7 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     finally:
         for number, handler in zip(kept, handlers, strict=True):
             signal.signal(number, handler)
+        logging.disable(disabled)
         os.environ.clear()
         os.environ.update(variables)
 

@@ -62,6 +62,11 @@ def leave_unheeded(signum: int) -> None:
     _held.append(signum)
 
 
+def forget_signals() -> None:
+    """Forget what came before: a process that trains again and again begins anew each time."""
+    _held.clear()
+
+
 def unheeded_signal() -> int:
     """Return the newest signal that came and that nothing has acted on, or 0."""
     return _held[-1] if _held else 0

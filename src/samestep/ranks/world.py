@@ -361,13 +361,18 @@ def leave(world: World) -> None:
         dist.destroy_process_group()
 
 
+def in_process_group() -> bool:
+    """Whether this process is connected to others already, by whatever has made the group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def abandon(code: int) -> None:
     """End this process at once, after a failure, if it is connected to others; else do nothing.
 
     The usual end of Python meets the group's threads still waiting for the others, and aborted 2 of
     30 failed ranks with a message from C++ and the wrong exit code.
     """
-    if dist.is_available() and dist.is_initialized():
+    if in_process_group():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,14 +29,29 @@ class Received:
     signum: int = 0
 
 
+Again = Callable[[], None]
+"""What a second SIGINT does."""
+
+
+def end_process() -> None:
+    """End at once: Python's own teardown could wait for the other ranks."""
+    os._exit(128 + signal.SIGINT)
+
+
 @contextmanager
-def catch_signals() -> Iterator[Received]:
-    """Turn the stop signals into a request; a second SIGINT ends at once."""
+def catch_signals(again: Again = end_process) -> Iterator[Received]:
+    """Turn the stop signals into a request; a second SIGINT ends at once.
+
+    Signals reach a process's main thread alone: in another one there is nothing to catch.
+    """
     received = Received(unheeded_signal())
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def remember(signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGINT and received.signum == signal.SIGINT:
-            os._exit(128 + signum)  # Python's own teardown could wait for the other ranks
+            again()
         if Signals(signum).name == "SIGHUP":
             _leave_terminal()
         received.signum = signum

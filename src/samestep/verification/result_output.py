@@ -1,6 +1,5 @@
 """The table for people, the object for programs."""
 
-import json
 import math
 from typing import Any
 
@@ -68,10 +67,10 @@ def show(found: Verification, console: Console) -> None:
     console.print(_sentence(found))
 
 
-def as_json(found: Verification) -> str:
-    """Return everything as one JSON object."""
+def as_table(found: Verification) -> dict[str, Any]:
+    """Return everything as JSON has it."""
     facts, size = found.facts, found.facts.size
-    table = {
+    return {
         "recipe": found.recipe,
         "same": found.same,
         "world_sizes": list(found.sizes),
@@ -86,7 +85,6 @@ def as_json(found: Verification) -> str:
         "seconds": found.seconds,
         "checks": [_object(check) for check in found.checks],
     }
-    return json.dumps(table, indent=2)
 
 
 def _object(check: Check) -> dict[str, Any]:

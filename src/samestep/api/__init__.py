@@ -1,0 +1,1 @@
+"""What the verbs do, as functions of the package."""

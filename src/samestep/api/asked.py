@@ -1,0 +1,130 @@
+"""From the arguments of a call in Python to the request that a command line would make."""
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.execution.request import Draft, Request, draft, finish, typed
+from samestep.recipe import Recipe, find_recipe
+from samestep.run.directory import is_run
+from samestep.settings import Settings, merge_layers
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_UNNAMED = "recipe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a call asks for; ranks that it starts are sent the same."""
+
+    target: str | None
+    """A recipe's name, its file, or the directory of a run; None for a recipe of its own."""
+    recipe: Recipe | None = None
+    """Handed over as an object: instead of a target, or for a run that has no file of it."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    """Settings and the recipe's options."""
+    config: Path | None = None
+    resume: bool = False
+    allow_change: tuple[str, ...] = ()
+
+
+def asked_of(
+    what: "str | os.PathLike[str] | Recipe",
+    recipe: "Recipe | str | os.PathLike[str] | None" = None,
+    **more: Any,
+) -> Asked:
+    """Return what a call asks for.
+
+    Args:
+        what: a recipe, by its name, its file or itself; or the directory of a run.
+        recipe: the run's, where it is to be another than the one that the run names.
+        more: the other fields of `Asked`.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if isinstance(what, Recipe):
+        if recipe is not None:
+            raise UserError("Two recipes were given: leave recipe= out, or name a run first.")
+        return Asked(target=None, recipe=named(what), **more)
+    if not isinstance(what, str | os.PathLike):
+        raise UserError(
+            f"The first argument is of type {type(what).__name__}; it must be a recipe (its name, "
+            "its file ending in .py, or a samestep.Recipe) or the directory of a run."
+        )
+    target = os.fspath(what)
+    if recipe is not None and not is_run(Path(target)):
+        raise UserError(f"recipe= goes with the directory of a run, and {target} is none.")
+    return Asked(target=target, recipe=given_recipe(recipe), **more)
+
+
+def given_recipe(recipe: "Recipe | str | os.PathLike[str] | None") -> Recipe | None:
+    """Return a recipe that a caller gives as an object, by name or by file.
+
+    Raises:
+        UserError: there is no such recipe.
+    """
+    if recipe is None or isinstance(recipe, Recipe):
+        return None if recipe is None else named(recipe)
+    return find_recipe(os.fspath(recipe))
+
+
+def named(recipe: Recipe) -> Recipe:
+    """Return a recipe with a name: its run directories and records begin with it.
+
+    Raises:
+        UserError: its name is none that a file can have.
+    """
+    if not recipe.name:
+        return replace(recipe, name=_UNNAMED)
+    if not _NAME.fullmatch(recipe.name):
+        raise UserError(
+            f"Recipe(name={recipe.name!r}): use letters, digits, '_', '-' and '.'; run directories "
+            "are called after it."
+        )
+    return recipe
+
+
+def request_of(asked: Asked, no_effect: Collection[str] = (), verb: str = "train") -> Request:
+    """Return the request that a call makes.
+
+    Args:
+        asked: the call.
+        no_effect: names of settings that the verb decides by itself.
+        verb: the name of the function, for messages.
+
+    Raises:
+        UserError: anything in it is wrong.
+    """
+    start = draft(asked.target, asked.config, asked.recipe)
+    where = f"samestep.{verb}()"
+    given = {name: _plain(value) for name, value in asked.keywords.items()}
+    for name in sorted(given.keys() & set(no_effect)):
+        raise UserError(f"{where}: {name} has no effect, since it chooses its own steps.")
+    settings, options = typed(given, start.recipe, where)
+    return finish(
+        start,
+        Settings(**merge_layers(start.settings_layer, settings)),  # type: ignore[arg-type]
+        _options(start, options),
+        given={*given},
+        resume=asked.resume,
+        allow_change=",".join(asked.allow_change) or None,
+    )
+
+
+def _options(start: Draft, given: dict[str, object]) -> Any:
+    options = start.options()
+    return replace(options, **given) if given else options
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as text, and a number of NumPy as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value

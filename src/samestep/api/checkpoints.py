@@ -1,0 +1,158 @@
+"""`samestep.load`, `evaluate` and `predict`: a checkpoint of a run, asked from Python."""
+
+import ast
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from samestep.api.as_before import as_before
+from samestep.api.asked import given_recipe
+from samestep.api.one_line import one_line
+from samestep.errors import UserError
+from samestep.execution.evaluation import evaluate_run
+from samestep.execution.opening import open_checkpoint
+from samestep.execution.prediction import as_table, check_files, open_predictor, predict_files
+from samestep.execution.request import RECIPE_COPY, read_toml
+from samestep.ranks.world import Device
+from samestep.recipe import Recipe
+from samestep.run.directory import is_run
+
+AnyPath = str | os.PathLike[str]
+AnyRecipe = Recipe | str | os.PathLike[str] | None
+
+
+@one_line
+def load(
+    run: AnyPath, checkpoint: str = "best", *, recipe: AnyRecipe = None, device: Device = "cpu"
+) -> nn.Module:
+    """Return the model of a run with the weights of a checkpoint, in eval mode.
+
+        model = samestep.load("runs/ID")
+        with torch.no_grad():
+            outputs = model(inputs)
+
+    It is a plain `nn.Module`, built by the recipe's `model` and in the precision of the run. What
+    the recipe's `transform` does to stored inputs is not a part of it. With `--ema` the weights are
+    the average.
+
+    Args:
+        run: the run, or its directory.
+        checkpoint: "best", "last", or a file name in its checkpoints/.
+        recipe: the recipe, or its file, where the run has no file of it or that has changed.
+        device: where the model is to be.
+
+    Raises:
+        UserError: there is no such run or checkpoint, it does not fit the recipe, or the file of
+            the recipe has changed since.
+    """
+    path = Path(run)
+    if recipe is None:
+        _check_unchanged(path)
+    with as_before():
+        return open_checkpoint(path, checkpoint, device=device, recipe=given_recipe(recipe)).model
+
+
+@one_line
+def evaluate(
+    run: AnyPath,
+    checkpoint: str = "best",
+    *,
+    split: Literal["train", "validation", "test"] = "test",
+    recipe: AnyRecipe = None,
+    device: Device = "auto",
+    data_dir: AnyPath | None = None,
+    skip_bad: int | None = None,
+) -> dict[str, Any]:
+    """Return loss and metrics of a checkpoint over a split, as `samestep evaluate --json` has them.
+
+    Args:
+        run: the run, or its directory.
+        checkpoint: "best", "last", or a file name in its checkpoints/.
+        split: the part of the data.
+        recipe: the recipe, or its file, where the run has no file of it.
+        device: where to evaluate; "auto" takes the best device here.
+        data_dir: folder of the data, where it is not the one that the run was trained on.
+        skip_bad: how many files of it may be unreadable, for a recipe that has this option.
+
+    Raises:
+        UserError: there is no such run, checkpoint or split, or the checkpoint does not fit.
+    """
+    if split not in ("train", "validation", "test"):
+        raise UserError(f"split={split!r}: it must be 'train', 'validation' or 'test'.")
+    with as_before():
+        return evaluate_run(
+            Path(run),
+            checkpoint,
+            split=split,
+            device=device,
+            data_dir=None if data_dir is None else os.fspath(data_dir),
+            skip_bad=skip_bad,
+            given=given_recipe(recipe),
+        )
+
+
+@one_line
+def predict(
+    run: AnyPath,
+    files: AnyPath | Iterable[AnyPath],
+    checkpoint: str = "best",
+    *,
+    top: int = 5,
+    recipe: AnyRecipe = None,
+    device: Device = "auto",
+) -> list[dict[str, Any]]:
+    """Return what a checkpoint makes of files: a dict per file, or per row of a file.
+
+    Each is what `samestep predict --json` prints: `file`, `row` where a file has several, and
+    `classes` with their probabilities, or what the recipe shows; `problem` of what cannot be read.
+
+    Args:
+        run: the run, or its directory.
+        files: one file or several.
+        checkpoint: "best", "last", or a file name in its checkpoints/.
+        top: how many classes to name.
+        recipe: the recipe, or its file, where the run has no file of it.
+        device: where to compute; "auto" takes the best device here.
+
+    Raises:
+        UserError: there is no such run, checkpoint or file, or the recipe does not say how to read
+            a file.
+    """
+    paths = [Path(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+    if not paths:
+        raise UserError("files is empty; name one or more.")
+    if top < 1:
+        raise UserError(f"top={top}: it must be 1 or more.")
+    check_files(paths)
+    with as_before():
+        found = open_predictor(Path(run), checkpoint, device=device, given=given_recipe(recipe))
+        return [as_table(one) for one in predict_files(found, paths, top=top)]
+
+
+def _check_unchanged(run: Path) -> None:
+    """Check that the recipe's file is as it was when the run began; comments may differ.
+
+    Raises:
+        UserError: it is not.
+    """
+    kept = run / RECIPE_COPY
+    if not is_run(run) or not kept.is_file():
+        return
+    source = Path(str(read_toml(run / "settings.toml").get("recipe")))
+    if source.is_file() and _meaning(source) != _meaning(kept):
+        raise UserError(
+            f"{source} has changed since {run} began, so it may build another model. Load the run "
+            f"with the recipe as it was: recipe={str(kept)!r}; or as it is now: "
+            f"recipe={str(source)!r}."
+        )
+
+
+def _meaning(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    try:
+        return ast.dump(ast.parse(text))
+    except SyntaxError:
+        return text

@@ -1,0 +1,48 @@
+"""A mistake of the user's is one line, in a script and in a notebook: no traceback of ours."""
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from samestep.errors import UserError, raised_at
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What IPython calls the code of a cell.
+_CELL = re.compile(
+    r"(?P<file>\S*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]+>):(?P<line>\d+)"
+)
+
+
+def one_line(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose `UserError` is shown as one line, where nobody catches it."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            error.args = (_CELL.sub(_cell, str(error)),)
+            if sys.excepthook is sys.__excepthook__:  # another one is somebody else's
+                sys.excepthook = _show
+            raise
+
+    return called
+
+
+def _cell(place: re.Match[str]) -> str:
+    """Return how a notebook's reader knows the place."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    named = shell and shell.compile.format_code_name(place["file"])
+    return f"{named[1]} line {place['line']}" if named else place[0]
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, UserError):
+        sys.stderr.write(f"samestep: {error} [called{raised_at(error)}]\n")
+    else:
+        sys.__excepthook__(kind, error, traceback)

@@ -1,0 +1,81 @@
+"""A run as Python sees it: its records and its result, from its directory alone."""
+
+import json
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.run.directory import is_run
+from samestep.run.records import NOT_METRICS, Record, read_records
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run, by its directory: `samestep.TrainedRun("runs/ID")`.
+
+    What it tells is read from the files when it is asked for, so a run that goes on tells more.
+
+    Raises:
+        UserError: there is no run in this directory.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+        if not is_run(self.path):
+            raise UserError(f"{self.path} holds no run: there is no settings.toml in it.")
+
+    def __fspath__(self) -> str:
+        """Return the path, so that a run can be named wherever a path can."""
+        return os.fspath(self.path)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """How the run ended, as result.json has it: status, best, test, weights_sha256 and more.
+
+        Raises:
+            UserError: it has not ended yet, or was killed.
+        """
+        try:
+            found: dict[str, Any] = json.loads((self.path / "result.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.path} has no result.json that can be read: the run is going on, or was "
+                "killed. Go on with it: samestep.train(run, resume=True)."
+            ) from error
+        return found
+
+    @property
+    def history(self) -> list[Record]:
+        """Every record, oldest first, as one uninterrupted run would have written them.
+
+        `event` says which kind one is: start, step, epoch, evaluation, checkpoint, stop …
+        """
+        return list(read_records(self.path))
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """A row per epoch, flat, ready for `pandas.DataFrame`: losses, metrics, times.
+
+        What was measured on the validation set begins with `validation_`.
+        """
+        rows: dict[int, dict[str, Any]] = {}
+        for record in self.history:
+            if record["event"] == "epoch":
+                flat = {name: v for name, v in record.items() if not isinstance(v, dict | list)}
+                rows[record["epoch"]] = {**flat, **record.get("metrics", {})}
+                rows[record["epoch"]].pop("event")
+            elif record["event"] == "evaluation" and record["split"] == "validation":
+                row = next((r for r in rows.values() if r["step"] == record["step"]), {})
+                measured = {name: v for name, v in record.items() if name not in NOT_METRICS}
+                row |= {f"validation_{name}": v for name, v in measured.items()}
+        return list(rows.values())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that it was trained with, and its recipe's options under `options`."""
+        return tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8"))
