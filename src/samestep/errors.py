@@ -34,6 +34,10 @@ class UserError(Exception):
         self.on_all_ranks = on_all_ranks
         """Whether every rank raises it by agreement, so that rank 0 alone needs to tell."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the message is all that the user needs."""
+        return [f"samestep: {self}"]
+
 
 class AlreadyTold(SystemExit):
     """The command ends with this exit code, and the user knows why."""

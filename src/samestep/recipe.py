@@ -325,6 +325,14 @@ def _what_to_install(error: Exception) -> str:
     return f"Install it: pip install 'samestep[{_EXTRAS[name]}]'. "
 
 
+_being_read: list[Path] = []
+
+
+def being_read() -> Path | None:
+    """Return the recipe file that this process is reading at the moment, if any."""
+    return _being_read[-1] if _being_read else None
+
+
 def _from_file(path: Path) -> Recipe:
     if not path.is_file():
         raise UserError(
@@ -338,6 +346,7 @@ def _from_file(path: Path) -> Recipe:
     # Loader workers and dataclasses look a class's module up by its name.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.parent.resolve()))  # the file may import its neighbours
+    _being_read.append(path)
     try:
         with no_exit():
             spec.loader.exec_module(module)
@@ -354,6 +363,8 @@ def _from_file(path: Path) -> Recipe:
             f"{path}:{line}: {type(error).__name__}: {error}. {_what_to_install(error)}"
             "The recipe file could not be run."
         ) from error
+    finally:
+        _being_read.pop()
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
         found = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"

@@ -86,11 +86,8 @@ def test_one_slow_step_does_not_make_the_eta_jump():
 
 def shown(width: int, *, terminal: bool) -> list[str]:
     """Return the lines of a short run."""
-    screen = Screen()
     file = io.StringIO()
-    console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
-    screen._console = console
-    screen._bar.live.console = console
+    screen = Screen(Console(file=file, width=width, force_terminal=terminal, color_system=None))
     with screen:
         screen.show(PLAN)
         screen.show({"event": "epoch", "epoch": 1, "step": 219, "loss": 0.6, "samples_per_s": 1e4})

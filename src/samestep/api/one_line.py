@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 # What IPython calls the code of a cell.
 _CELL = re.compile(
-    r"(?P<file>\S*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]+>):(?P<line>\d+)"
+    r"(?P<file>[^\s(]*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]+>):(?P<line>\d+)"
 )
 
 

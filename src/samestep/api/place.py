@@ -7,6 +7,7 @@ from samestep.errors import UserError
 from samestep.ranks.failure import TASK
 from samestep.ranks.startup import PARENT
 from samestep.ranks.world import in_process_group
+from samestep.recipe import being_read
 
 GUARD = (
     'Put the call under `if __name__ == "__main__":`, so that a process that only reads this file '
@@ -21,6 +22,8 @@ def check_place(function: str) -> None:
         UserError: it was started for something else, or is connected to others.
     """
     name = f"samestep.{function}()"
+    if (file := being_read()) is not None:
+        raise UserError(f"{name} was called while {file} was read as a recipe. {GUARD}")
     if PARENT in os.environ or TASK in os.environ:
         raise UserError(f"{name} was called in a rank that it has started. {GUARD}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,40 +70,60 @@ def train(
     Raises:
         UserError: anything in it can be mended by the user; also if a rank fails.
     """
-    check_place("train")
-    asked = asked_of(
-        what,
-        recipe,
-        keywords=settings,
-        config=None if config is None else Path(config),
-        resume=resume,
-        allow_change=tuple(allow_change),
-    )
-    if not _busy.acquire(blocking=False):
-        raise UserError(
-            f"samestep.train() was called while this process trains, or reads a recipe. {GUARD}"
+
+    def call(log: RankLog) -> TrainedRun:
+        check_place("train")
+        asked = asked_of(
+            what,
+            recipe,
+            keywords=settings,
+            config=None if config is None else Path(config),
+            resume=resume,
+            allow_change=tuple(allow_change),
         )
+        return _train(asked, nproc, Nothing() if quiet else Screen(), log)
+
+    return _told_once(call)
+
+
+def _told_once(call: Callable[[RankLog], TrainedRun]) -> TrainedRun:
+    """Train; among the ranks of a launcher one alone tells of a failure, and all end.
+
+    Raises:
+        UserError: in a process alone.
+        SystemExit: among ranks.
+    """
+    log = RankLog(rank_of())
     try:
-        return _train(asked, nproc, Nothing() if quiet else Screen())
+        return call(log)
+    except Exception as error:
+        if _launched():
+            end_failed(error, log, connected=in_process_group())
+        raise
+
+
+def _launched() -> bool:
+    return detect_launch(os.environ).world_size > 1
+
+
+def _train(asked: Asked, nproc: NumRanks, screen: Shows, log: RankLog) -> TrainedRun:
+    if not _busy.acquire(blocking=False):
+        raise UserError(f"samestep.train() was called while this process trains. {GUARD}")
+    try:
+        forget_signals()
+        request = request_of(asked)
+        if request.resume and request.settings.run_dir is None:
+            raise UserError(
+                "resume=True needs a run: name its directory first, samestep.train(run, "
+                "resume=True); or give run_dir, to begin there and go on there when called again."
+            )
+        number = _number(nproc, request)
+        if number > 1:
+            return _on_ranks(number, asked, screen)
+        with as_before():
+            return _here(request, screen, log)
     finally:
         _busy.release()
-
-
-def _train(asked: Asked, nproc: NumRanks, screen: Shows) -> TrainedRun:
-    forget_signals()
-    request = request_of(asked)
-    if request.resume and request.settings.run_dir is None:
-        raise UserError(
-            "resume=True needs a run: name its directory first, samestep.train(run, resume=True); "
-            "or give run_dir, to begin there and go on there when called again."
-        )
-    number = _number(nproc, request)
-    if number > 1:
-        return _on_ranks(number, asked, screen)
-    if detect_launch(os.environ).world_size > 1:
-        return _as_one_of_many(request, screen)
-    with as_before():
-        return _here(request, screen, RankLog(0))
 
 
 def _number(nproc: NumRanks, request: Request) -> int:
@@ -114,7 +135,7 @@ def _number(nproc: NumRanks, request: Request) -> int:
     settings = request.settings
     if not (nproc == "auto" or (isinstance(nproc, int) and not isinstance(nproc, bool))):
         raise UserError(f'nproc={nproc!r}: it must be a number of ranks, or "auto".')
-    if nproc == "auto" and detect_launch(os.environ).world_size > 1:
+    if nproc == "auto" and _launched():
         return 1
     if nproc not in ("auto", 1):
         refuse_inside_launcher(f"nproc={nproc}", "Leave nproc out.")
@@ -135,16 +156,6 @@ def _here(request: Request, screen: Shows, log: RankLog) -> TrainedRun:
 
     outcome = train_as_rank(request, screen, begin, again=again)
     return _stopped(outcome.path, outcome.signum)
-
-
-def _as_one_of_many(request: Request, screen: Shows) -> TrainedRun:
-    """Train as one of the ranks that a launcher has started; a failure is told once, by one."""
-    log = RankLog(rank_of())
-    try:
-        return _here(request, screen, log)
-    except Exception as error:
-        end_failed(error, log, connected=in_process_group())
-        raise
 
 
 def _on_ranks(number: int, asked: Asked, screen: Shows) -> TrainedRun:

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
 
 from samestep.run.records import NOT_METRICS, Record
 from samestep.screen.bar import BarState
 from samestep.screen.class_table import class_table
+from samestep.screen.live_bar import bar_for, in_notebook
 from samestep.screen.words import count, duration, short, wrapped
 
 NOT_FINITE = "not finite"
@@ -36,28 +36,22 @@ def metrics_of(record: Record) -> dict[str, str]:
 class Screen:
     """Show the records of one run as they come."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, console: Console | None = None) -> None:
+        # A kernel says that it is a terminal; what it prints is wrapped by the notebook, if at all.
+        terminal = False if in_notebook() else None
+        usual = Console(highlight=False, force_jupyter=False, force_terminal=terminal)
+        self._console = console or usual
         self._plan: Record = {}
         self._state: BarState | None = None
         self._epoch: Record | None = None
-        self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),  # of one width: the bar does not jump
-            console=self._console,
-            auto_refresh=False,  # a thread that redraws would take turns with the training
-            transient=True,
-            expand=True,
-        )
-        self._task = self._bar.add_task("", total=None, epoch="", numbers="", visible=False)
+        self._bar = bar_for(self._console)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._flush_epoch()
-        if self._console.is_terminal:
+        if self._bar is not None:
             self._bar.stop()
 
     def show(self, record: Record) -> None:
@@ -108,9 +102,6 @@ class Screen:
             self._row("note", note, 8, "yellow")
         for name, value in rows.items():
             self._row(name, value, 8)
-        if self._console.is_terminal:
-            self._bar.update(self._task, total=plan["total_steps"], visible=True)
-            self._bar.start()
         self._draw(BarState(plan=plan), refresh=True)
 
     def _show_resume(self, record: Record) -> None:
@@ -137,16 +128,8 @@ class Screen:
 
     def _draw(self, state: BarState, *, refresh: bool) -> None:
         self._state = state
-        if not self._console.is_terminal:
-            return
-        self._bar.update(
-            self._task,
-            completed=state.step,
-            epoch=state.epoch,
-            numbers=state.numbers(self._console.width),
-        )
-        if refresh:
-            self._bar.refresh()
+        if self._bar is not None:
+            self._bar.draw(state, refresh=refresh)
 
     def _show_epoch(self, record: Record) -> None:
         self._epoch = record

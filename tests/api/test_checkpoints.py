@@ -1,0 +1,121 @@
+"""`samestep.load`, `evaluate` and `predict`: a run's model, from its directory or its recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep import UserError
+from tests.api.recipes import made
+from tests.command_line import RECIPE, run
+
+READS = f"""{RECIPE}
+from dataclasses import replace
+recipe = replace(recipe, read=lambda path: [torch.tensor([float(n) for n in line.split()])
+                                            for line in path.read_text().splitlines()])
+""".replace("lambda path:", "lambda _, path:")
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch) -> samestep.TrainedRun:
+    """A run of a recipe file that reads files."""
+    monkeypatch.chdir(tmp_path)
+    Path("small.py").write_text(READS)
+    return samestep.train("small.py", run_dir="run", quiet=True)
+
+
+def inputs_and_targets() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(90, 4, generator=torch.Generator().manual_seed(7))
+    return x[75:], (x[75:, 0] > 0).long()
+
+
+@pytest.mark.parametrize("checkpoint", ["best", "last", "checkpoint_epoch_1.pt"])
+def test_a_loaded_model_is_plain_torch_with_the_weights_that_were_evaluated(trained, checkpoint):
+    model = samestep.load(trained, checkpoint)
+    assert type(model) is nn.Linear
+    assert not model.training
+    x, y = inputs_and_targets()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(x), y).item()
+    found = samestep.evaluate(trained, checkpoint)
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert set(found) >= {"checkpoint", "split", "accuracy", "samples"}
+
+
+def test_evaluate_and_predict_return_what_the_verbs_print(trained, tmp_path):
+    Path("rows.txt").write_text("1 2 3 4\n-1 0 0 0\n")
+    Path("bad.txt").write_text("one two\n")
+    files = ["rows.txt", Path("bad.txt")]
+    outputs = tmp_path / "outputs"
+    said = run("evaluate", "run", "--json", "--split", "validation", folder=outputs).printed(0)
+    assert samestep.evaluate(trained, split="validation") == json.loads(said)
+    found = samestep.predict("run", files, top=1)
+    assert [row.get("row") for row in found] == [1, 2, None]
+    assert found[0]["classes"][0].keys() == {"class", "probability"}
+    assert "problem" in found[2]
+    assert samestep.predict("run", "rows.txt", top=1) == found[:2]
+
+
+def test_a_recipe_of_no_file_is_given_to_load_and_evaluate(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = made()
+    trained = samestep.train(recipe, quiet=True)
+    for ask in (samestep.load, samestep.evaluate):
+        with pytest.raises(UserError):
+            ask(trained)
+    assert samestep.evaluate(trained, recipe=recipe)["loss"] == pytest.approx(
+        trained.result["test"]["loss"], rel=1e-5
+    )
+    assert isinstance(samestep.load(trained, recipe=recipe), nn.Linear)
+
+
+def test_another_model_than_the_checkpoints_is_refused(trained):
+    with pytest.raises(UserError):
+        samestep.load(trained, recipe=made(lambda: nn.Linear(4, 3)))
+
+
+def test_a_recipe_file_that_has_changed_is_named_with_both_ways_to_load(trained):
+    wide = READS.replace("nn.Linear(4, 2)", "nn.Linear(4, 9)")
+    Path("small.py").write_text(f"# a comment changes nothing\n{READS}")
+    samestep.load(trained)
+    Path("small.py").write_text(wide)
+    with pytest.raises(UserError) as told:
+        samestep.load(trained)
+    assert "run/recipe.py" in str(told.value)
+    model = samestep.load(trained, recipe="run/recipe.py")
+    assert model.out_features == 2
+    with pytest.raises(UserError):
+        samestep.load(trained, recipe="small.py")
+
+
+def test_a_recipe_file_that_is_gone_is_read_from_the_run_and_a_lost_copy_is_told(trained):
+    Path("small.py").unlink()
+    assert samestep.load(trained).out_features == 2
+    Path("run/recipe.py").unlink()
+    with pytest.raises(UserError):
+        samestep.load(trained)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: samestep.load("run", "checkpoint_epoch_9.pt"),
+        lambda: samestep.load("run", device="cuda"),
+        lambda: samestep.evaluate("run", split="all"),
+        lambda: samestep.evaluate("run", data_dir="elsewhere"),
+        lambda: samestep.predict("run", []),
+        lambda: samestep.predict("run", "nowhere.txt"),
+        lambda: samestep.predict("run", "small.py", top=0),
+        lambda: samestep.predict("run", Path()),
+    ],
+    ids=["checkpoint", "device", "split", "data_dir", "none", "missing", "top", "folder"],
+)
+def test_a_mistake_is_one_message(trained, call):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(UserError) as told:
+        call()
+    assert len(str(told.value).splitlines()) == 1

@@ -1,0 +1,234 @@
+"""`samestep.train` and `verify` on ranks: recipes sent to them, failures, interrupts, launchers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep import Recipe, UserError
+from samestep.api.asked import Asked
+from samestep.api.sent import Sent, receive, send
+from tests.api.recipes import made
+from tests.examples.programs import environment, forked
+from tests.processes import TIMEOUT_S
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def in_a_notebook(text: str) -> dict:
+    """Run the text of a cell: its functions belong to __main__, and no file has them."""
+    names = {"__name__": "__main__"}
+    exec(compile(text, "/tmp/ipykernel_7/1.py", "exec"), names)
+    return names
+
+
+CELL = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+width = 2
+x = torch.randn(60, 4, generator=torch.Generator().manual_seed(7))
+y = (x[:, 0] > 0).long()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+    def forward(self, x):
+        return self.layer(x)
+
+def data():
+    return Splits(train=(x, y), test=(x, y))
+
+def fails():
+    raise ValueError("of mine")
+
+settings = {"epochs": 2, "global_batch_size": 12}
+recipe = Recipe(model=Net, data=data, settings=settings, name="mine")
+failing = Recipe(model=fails, data=data, settings=settings)
+"""
+
+
+def test_a_recipe_of_a_notebook_trains_alike_on_one_rank_and_on_two_and_goes_on():
+    recipe = in_a_notebook(CELL)["recipe"]
+    threads = set(threading.enumerate())
+    variables, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    one = samestep.train(recipe, quiet=True)
+    two = samestep.train(recipe, nproc=2, epochs=1, quiet=True)
+    assert two.history[0]["world_size"] == 2
+    assert not list(two.path.rglob("*.pkl"))
+    two = samestep.train(two, recipe=recipe, resume=True, nproc=2, epochs=2, quiet=True)
+    assert samestep.compare(one, two)["same_training"][0]["verdict"] in ("equal", "rounding")
+    assert set(threading.enumerate()) == threads
+    assert dict(os.environ) == variables
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_failure_of_a_rank_is_one_message_that_names_the_cell(monkeypatch):
+    with pytest.raises(UserError) as told:
+        samestep.train(in_a_notebook(CELL)["failing"], nproc=2, quiet=True)
+    assert "of mine" in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+
+
+def captures(what: object) -> Recipe:
+    def model():
+        return nn.Linear(4, 2 + (what is None))
+
+    return made(model)
+
+
+@pytest.mark.parametrize("what", ["file", "lock", "generator", "inner"])
+def test_what_cannot_be_sent_is_named_before_any_rank_starts(what, here):
+    culprit = {
+        "file": lambda: Path("log").open("w"),  # noqa: SIM115 - it is open while it is captured
+        "lock": threading.Lock,
+        "generator": lambda: (n for n in range(3)),
+        "inner": lambda: {"deep": [threading.Lock()]},
+    }[what]()
+    with pytest.raises(UserError) as told:
+        samestep.train(captures(culprit), nproc=2, quiet=True)
+    said = str(told.value)
+    assert "model" in said
+    assert ("deep" if what == "inner" else "'what'") in said
+    assert __file__ in said
+    if what == "file":
+        assert "log" in said
+        culprit.close()
+    assert not (here / "runs").exists()
+
+
+def test_a_call_is_read_by_its_own_user_alone_and_finds_the_callers_modules(here, monkeypatch):
+    (here / "mine").mkdir()
+    (here / "mine" / "nets.py").write_text(
+        "from torch import nn\ndef net(): return nn.Linear(4, 2)"
+    )
+    monkeypatch.syspath_prepend(here / "mine")
+    import nets
+
+    send(Sent(asked=Asked(target=None, recipe=made(nets.net))), here / "call")
+    assert (here / "call").stat().st_mode & 0o077 == 0
+    monkeypatch.delitem(sys.modules, "nets")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(here / "mine")])
+    assert isinstance(receive(here / "call").asked.recipe.model(), nn.Linear)
+
+
+def test_a_module_that_the_ranks_do_not_find_is_told(here, monkeypatch):
+    module = type(sys)("gone")
+    exec("def net(): pass", vars(module))
+    module.net.__module__ = "gone"
+    monkeypatch.setitem(sys.modules, "gone", module)
+    send(Sent(asked=Asked(target=None, recipe=made(module.net))), here / "call")
+    monkeypatch.delitem(sys.modules, "gone")
+    with pytest.raises(UserError) as told:
+        receive(here / "call")
+    assert "gone" in str(told.value)
+
+
+SCRIPT = f"""
+import samestep
+{CELL}
+run = samestep.train(recipe, quiet=True)
+print("first", run.result["weights_sha256"], run.history[0]["world_size"])
+run = samestep.train(run, recipe=recipe, resume=True, epochs=3, quiet=True)
+print("second", run.result["steps"])
+"""
+
+
+def test_a_script_that_a_launcher_starts_trains_on_its_ranks_and_again(here):
+    (here / "script.py").write_text(SCRIPT)
+    done = forked("script.py", folder=here, world_size=2)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert sum(line.startswith("first") and line.endswith(" 2") for line in told) >= 1
+    assert "second 15" in told
+    assert len(list((here / "runs").iterdir())) == 1
+
+
+def test_a_mistake_among_a_launchers_ranks_is_told_once(here):
+    (here / "script.py").write_text("import samestep\nsamestep.train('spirl')\n")
+    done = forked("script.py", folder=here, world_size=2)
+    assert done.returncode == 2
+    assert done.stderr.count("spirl") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_beside_a_launchers_are_refused(here):
+    (here / "script.py").write_text(f"{CELL}\nimport samestep\nsamestep.train(recipe, nproc=2)\n")
+    done = forked("script.py", folder=here, world_size=2)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_starts_its_ranks_once(here):
+    (here / "script.py").write_text(
+        f"{CELL}\nimport samestep\nprint('begins')\n"
+        "run = samestep.train(recipe, nproc=2, num_workers=0, quiet=True)\n"
+        "print(run.result['status'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=here,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.stdout.split() == ["begins", "completed"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_module_that_trains_when_a_rank_imports_it_is_told(here, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_PARENT", "1")
+    with pytest.raises(UserError) as told:
+        samestep.train(made(), quiet=True)
+    assert "__main__" in str(told.value)
+    with pytest.raises(UserError):
+        samestep.verify(made())
+
+
+@pytest.mark.slow
+def test_a_recipe_of_a_notebook_is_verified():
+    found = samestep.verify(in_a_notebook(CELL)["recipe"], world_sizes=(2,), quick=True)
+    assert found["same"] is True
+    assert found["world_sizes"] == [1, 2]
+    assert {check["status"] for check in found["checks"]} <= {"same", "note", "skipped"}
+
+
+class Stops(nn.Linear):
+    """A model within which Ctrl-C reaches the process that started the ranks."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + (self.training and len(x) == 5)
+        if self.training and self.calls == 9:
+            self.calls += 1
+            os.kill(os.getppid(), signal.SIGINT)
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_several_ranks_saves_and_returns_the_run():
+    many = {"global_batch_size": 10, "epochs": 1_000, "checkpoint_every_epochs": 1_000}
+    stopped = samestep.train(
+        made(lambda: Stops(4, 2), settings={"batch_size": None}), nproc=2, quiet=True, **many
+    )
+    assert stopped.result["status"] == "stopped"
+    assert stopped.result["steps"] < 6_000
+    assert stopped.history[-2]["event"] == "checkpoint" or stopped.history[-1]["event"] == "stop"
+    assert torch.get_num_threads() >= 1

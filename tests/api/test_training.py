@@ -1,0 +1,263 @@
+"""`samestep.train` in the process that calls it: one rank, a run to look at, and interrupts."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep import UserError, read_records
+from tests.api.recipes import Interrupts, made
+from tests.command_line import RECIPE, read_json, run
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """A working directory that holds a small recipe."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "small.py").write_text(RECIPE)
+    return folder
+
+
+def test_it_trains_what_the_command_line_trains(here):
+    run("train", "small.py", "--lr", "0.01", "--run-dir", "typed", folder=here.parent / "outputs")
+    called = samestep.train("small.py", lr=0.01, run_dir="called", quiet=True)
+    typed = read_json(here / "typed" / "result.json")
+    for name in ("weights_sha256", "test", "best", "steps", "status"):
+        assert called.result[name] == typed[name]
+    assert (here / "called" / "settings.toml").read_text() == (
+        here / "typed" / "settings.toml"
+    ).read_text()
+
+
+def test_the_run_tells_its_records_as_plain_dicts():
+    trained = samestep.train(made(), quiet=True)
+    assert trained.history == list(read_records(trained.path))
+    assert trained.history[0]["event"] == "start"
+    assert [row["epoch"] for row in trained.epochs] == [1, 2, 3, 4]
+    measured = [r["loss"] for r in trained.history if r.get("split") == "validation"]
+    assert [row["validation_loss"] for row in trained.epochs] == measured
+    assert all(isinstance(v, int | float) for row in trained.epochs for v in row.values())
+    assert trained.result == read_json(trained.path / "result.json")
+    assert trained.settings["epochs"] == 4
+    assert os.fspath(trained) == str(trained.path)
+
+
+def test_a_recipe_made_in_python_leaves_no_pickle_in_the_run():
+    trained = samestep.train(made(), quiet=True)
+    files = {path.name for path in trained.path.rglob("*") if path.is_file()}
+    assert not [
+        name
+        for name in files
+        if not name.endswith((".json", ".jsonl", ".toml", ".pt")) and name != "run.lock"
+    ]
+    for file in trained.path.rglob("*.pt"):
+        torch.load(file, weights_only=True)
+
+
+def test_it_goes_on_with_a_run_by_the_run_its_path_or_its_run_dir():
+    recipe = made()
+    whole = samestep.train(recipe, quiet=True, run_dir="whole").result["weights_sha256"]
+    part = samestep.train(recipe, quiet=True, run_dir="part", epochs=1)
+    samestep.train(part, recipe=recipe, resume=True, epochs=2, quiet=True)
+    samestep.train("part", recipe=recipe, resume=True, epochs=3, quiet=True)
+    again = samestep.train(recipe, run_dir=Path("part"), resume=True, quiet=True)
+    assert again.result["weights_sha256"] == whole
+    assert sum(record["event"] == "resume" for record in again.history) == 3
+
+
+def test_numbers_of_numpy_and_paths_are_settings_too():
+    trained = samestep.train(
+        made(), epochs=np.int64(1), lr=np.float64(0.5), run_dir=Path("x"), quiet=True
+    )
+    assert (trained.settings["epochs"], trained.settings["lr"]) == (1, 0.5)
+    assert trained.path == Path("x")
+
+
+def seed() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002 - the global generator is what a user may draw from
+
+
+def draws() -> tuple:
+    return torch.rand(2).tolist(), random.random(), np.random.random()  # noqa: NPY002
+
+
+def test_random_numbers_and_threads_of_the_caller_stay_as_they_were():
+    seed()
+    expected = draws()
+    seed()
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+    environment = dict(os.environ)
+    trained = samestep.train(made(), epochs=1, threads=threads + 1, quiet=True)
+    samestep.evaluate(trained, recipe=made())
+    samestep.load(trained, recipe=made())
+    assert draws() == expected
+    assert torch.get_num_threads() == threads
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert dict(os.environ) == environment
+
+
+def test_quiet_prints_nothing_and_else_the_run_is_named(capfd):
+    samestep.train(made(), epochs=1, quiet=True)
+    assert capfd.readouterr() == ("", "")
+    trained = samestep.train(made(), epochs=1)
+    assert str(trained.path) in capfd.readouterr().out
+
+
+def test_an_interrupt_stops_after_the_step_saves_and_returns_the_run():
+    recipe = made()
+    whole = samestep.train(recipe, quiet=True).result["weights_sha256"]
+    stopped = samestep.train(made(lambda: Interrupts(9)), quiet=True)
+    assert stopped.result["status"] == "stopped"
+    assert stopped.result["steps"] == 9
+    again = samestep.train(stopped, recipe=recipe, resume=True, quiet=True)
+    assert again.result["weights_sha256"] == whole
+
+
+def test_a_second_interrupt_ends_the_training_and_not_the_process():
+    class Twice(Interrupts):
+        def forward(self, x):
+            with contextlib.suppress(KeyError):
+                if self.training and self.calls == 8:
+                    os.kill(os.getpid(), signal.SIGINT)
+            return super().forward(x)
+
+    # The first comes within step 9, and the second before that step is over.
+    with pytest.raises(UserError):
+        samestep.train(made(lambda: Twice(9)), quiet=True, run_dir="twice")
+    resumed = samestep.train(made(), run_dir="twice", resume=True, quiet=True)
+    assert resumed.result["status"] == "completed"
+    assert (
+        samestep.train(made(), quiet=True).result["weights_sha256"]
+        == (resumed.result["weights_sha256"])
+    )
+
+
+def test_a_signal_that_ends_the_process_does_so_once_all_is_saved():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(sorted(Path("t").iterdir())))
+    try:
+        samestep.train(made(lambda: Interrupts(9, signum=signal.SIGTERM)), run_dir="t", quiet=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [Path("t/result.json") in files for files in heard] == [True]
+
+
+def test_it_trains_in_a_thread_too():
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(samestep.train(made(), epochs=1, quiet=True).result["status"])
+    )
+    thread.start()
+    thread.join()
+    assert found == ["completed"]
+
+
+REFUSED = {
+    "no such recipe": lambda: samestep.train("spirl"),
+    "no such file": lambda: samestep.train("nowhere.py"),
+    "no recipe at all": lambda: samestep.train(3),
+    "an unknown setting": lambda: samestep.train(made(), epoch=2),
+    "a setting of another type": lambda: samestep.train(made(), epochs="two"),
+    "a setting out of range": lambda: samestep.train(made(), epochs=0),
+    "no number of ranks": lambda: samestep.train(made(), nproc="two"),
+    "True ranks": lambda: samestep.train(made(), nproc=True),
+    "zero ranks": lambda: samestep.train(made(), nproc=0),
+    "resume without a run": lambda: samestep.train(made(), resume=True),
+    "allow_change without resume": lambda: samestep.train(made(), allow_change=["lr"]),
+    "a name that is no name": lambda: samestep.train(made(name="../up")),
+    "two recipes": lambda: samestep.train(made(), recipe=made()),
+    "a recipe beside a recipe": lambda: samestep.train("spiral", recipe=made()),
+    "a missing config": lambda: samestep.train(made(), config="nowhere.toml"),
+    "a model that fails": lambda: samestep.train(made(lambda: 1 / 0)),
+    "no sizes to verify": lambda: samestep.verify(made(), world_sizes=()),
+    "sizes that are none": lambda: samestep.verify(made(), world_sizes=(0, 1)),
+    "a setting that verify chooses": lambda: samestep.verify(made(), epochs=3),
+    "what cannot be accepted": lambda: samestep.verify(made(), accept="loss"),
+    "one run to compare": lambda: samestep.compare("a"),
+    "no run to load": lambda: samestep.load("nowhere"),
+    "no run at all": lambda: samestep.TrainedRun("nowhere"),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED.keys())
+def test_a_mistake_is_one_message_and_leaves_no_run(call, here):
+    with pytest.raises(UserError) as told:
+        call()
+    assert len(str(told.value).splitlines()) == 1
+    assert not (here / "runs").exists()
+    # What a notebook shows of it.
+    assert told.value._render_traceback_() == [f"samestep: {told.value}"]
+
+
+def test_a_mistake_that_nobody_catches_is_one_line_with_the_place_of_the_call(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    try:
+        samestep.train("spirl")
+    except UserError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert __file__ in line
+    try:
+        raise ValueError("of the user's own")
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_process_in_a_group_of_its_own_is_told_so():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError):
+            samestep.train(made(), quiet=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_recipe_file_that_trains_when_it_is_read_is_told_so(here):
+    (here / "eager.py").write_text(f"{RECIPE}\nimport samestep\nsamestep.train('eager.py')\n")
+    with pytest.raises(UserError) as told:
+        samestep.train("eager.py", quiet=True)
+    assert "__main__" in str(told.value)
+    assert not (here / "runs").exists()
+
+
+def test_a_training_within_a_training_is_told_so():
+    def nested():
+        samestep.train(made(), quiet=True)
+        return nn.Linear(4, 2)
+
+    with pytest.raises(UserError):
+        samestep.train(made(nested), quiet=True)
+    assert samestep.train(made(), epochs=1, quiet=True).result["status"] == "completed"
+
+
+def test_what_a_run_has_not_yet_is_told(here):
+    trained = samestep.train(made(), epochs=1, quiet=True)
+    (trained.path / "result.json").unlink()
+    with pytest.raises(UserError):
+        trained.result  # noqa: B018 - reading it is the test
+
+
+def test_the_help_of_the_package_shows_its_functions():
+    import pydoc
+
+    text = pydoc.plain(pydoc.render_doc(samestep))
+    for name in ("train", "load", "evaluate", "predict", "verify", "compare"):
+        assert f"\n    {name}(" in text
+    assert {*dir(samestep)} <= {*samestep.__all__}
+    json.dumps(sorted(dir(samestep)))
