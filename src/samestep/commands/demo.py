@@ -1,0 +1,137 @@
+"""`samestep demo`: one training on one rank, and again: killed on two ranks, resumed on three."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from samestep.commands.help import parse_flags
+from samestep.ranks.process import refuse_inside_launcher
+from samestep.run.directory import new_run_path
+from samestep.screen.curve import BOTH, FIRST, SECOND, curve_lines
+from samestep.screen.words import wrapped
+
+if TYPE_CHECKING:
+    from samestep.api.trained_run import TrainedRun
+
+_EXAMPLES = ("demo", "demo --runs /tmp/runs")
+_RANKS, _OTHER_RANKS = 2, 3
+_WIDTH, _HEIGHT = 72, 8
+_BECAUSE = (
+    "on other numbers of ranks, through a kill, with dropout. `--virtual-ranks` makes it so; without "
+    "it the losses are equal to rounding, and dropout draws other numbers."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Show on this machine what samestep promises, in under a minute.
+
+    It trains a small network on one rank. Then it trains it again on two ranks, kills all their
+    processes in the middle, and goes on with three; and compares both trainings.
+    """
+
+    runs: Path = Path("runs")
+    """Folder of the two runs, which stay there to look at."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb; the exit code is 1 if the two trainings differ."""
+    command = parse_flags(Command, "demo", arguments, *_EXAMPLES)
+    refuse_inside_launcher("samestep demo", "Start it alone.")
+    console, began = Console(highlight=False), time.monotonic()
+    one, two = (new_run_path(f"demo-{name}", command.runs) for name in ("whole", "killed"))
+    with _step(console, "1 rank", "trains the spiral: two arms of points to tell apart") as done:
+        from samestep.api import demonstration  # noqa: PLC0415 - it takes seconds: say so before
+
+        whole = _completed(demonstration.train_whole(one))
+        test = whole.result["test"]
+        done(f"{demonstration.STEPS} steps, accuracy {test['accuracy']:.4f} on the test set")
+    with _step(console, f"{_RANKS} ranks", "train the same from the beginning") as done:
+        killed = demonstration.train_and_kill(two, _RANKS)
+        done(
+            f"SIGKILL to all {killed.processes} processes after step {killed.step}; the newest "
+            f"checkpoint is of step {killed.checkpoint}"
+        )
+    with _step(console, f"{_OTHER_RANKS} ranks", f"go on from step {killed.checkpoint}") as done:
+        resumed = _completed(demonstration.resume(two, _OTHER_RANKS))
+        done(f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}")
+    alike = demonstration.proof(whole, resumed)
+    curves = [[r["loss"] for r in run.history if r["event"] == "step"] for run in (whole, resumed)]
+    out = sys.stdout.write
+    out("\nThe loss of each step, and where the second training was killed:\n\n")
+    out("\n".join(curve_lines(*curves, _WIDTH, _HEIGHT)) + "\n")
+    out(_axis(killed.step / demonstration.STEPS) + "\n")
+    out(f"       {BOTH} both   {FIRST} the first alone   {SECOND} the second alone\n\n")
+    digests = [run.result["weights_sha256"] for run in (whole, resumed)]
+    out(f"losses   {alike.steps} steps in both, largest difference {alike.largest:g}\n")
+    out(f"weights  {digests[0][:16]}… and {digests[1][:16]}… (SHA-256)\n\n")
+    same = alike.verdict == "equal" and len({*digests}) == 1
+    if not same:
+        out(_plain("The two trainings differ. That must not be: please report it, with both runs."))
+    else:
+        seconds = time.monotonic() - began
+        out(_plain(f"The same training to the last bit, in {seconds:.0f} s: {_BECAUSE}"))
+    out(f"\nruns     {one}\n         {two}\n")
+    out("".join(f"{name:<9}{line}\n" for name, line in _next(one, two)))
+    return 0 if same else 1
+
+
+def _completed(run: "TrainedRun") -> "TrainedRun":
+    if run.result["status"] != "completed":  # Ctrl-C has stopped it
+        raise KeyboardInterrupt
+    return run
+
+
+def _next(one: Path, two: Path) -> list[tuple[str, str]]:
+    """Return what to try next."""
+    lines = [
+        f"samestep compare {one} {two}",
+        "samestep train spiral --nproc 2",
+        "samestep new regression mine.py   # a recipe of your own",
+    ]
+    return list(zip(["try", *[""] * len(lines)], lines, strict=False))
+
+
+def _axis(killed: float) -> str:
+    """Return the line below the curves: which ranks took which steps."""
+    columns = _WIDTH - 7
+    before = round(killed * columns)
+    left = f"{_RANKS} ranks ".ljust(before - 1, "─")
+    right = f" {_OTHER_RANKS} ranks ".ljust(columns - before, "─")
+    return f"       {left}✗{right}"
+
+
+def _plain(text: str) -> str:
+    return "\n".join(wrapped(text, "", _WIDTH + 8)) + "\n"
+
+
+@contextmanager
+def _step(console: Console, who: str, what: str) -> "Iterator[_Say]":
+    """Say who does what, and what came of it once it is done."""
+    began, say = time.monotonic(), _Say()
+    head = f"[bold]{who:<8}[/] {what}"
+    console.print(f"{head} …" if not console.is_terminal else head, soft_wrap=True)
+    sys.stdout.flush()
+    with console.status("        ") if console.is_terminal else _nothing():
+        yield say
+    console.print(f"         {say.said} ({time.monotonic() - began:.0f} s)", soft_wrap=True)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+class _Say:
+    """Keep what is to be said of a step."""
+
+    said = ""
+
+    def __call__(self, text: str) -> None:
+        self.said = text
