@@ -18,6 +18,7 @@ from samestep.api.training import train
 from samestep.comparison.same_training import SameTraining
 from samestep.comparison.side_by_side import compare_runs
 from samestep.errors import UserError
+from samestep.run.records import Record
 
 EPOCHS, STEPS_PER_EPOCH, GLOBAL_BATCH, VIRTUAL_RANKS, LR = 10, 37, 192, 6, 0.004
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -119,7 +120,7 @@ def _kill(process: "subprocess.Popen[str]") -> int:
     return 1 + len(victims)
 
 
-def _records(run: Path, event: str) -> list[dict[str, object]]:
+def _records(run: Path, event: str) -> list[Record]:
     """Return the whole lines of one kind, while another process writes them."""
     try:
         lines = (run / "events.jsonl").read_bytes().split(b"\n")[:-1]

@@ -13,7 +13,7 @@ from rich.console import Console
 from samestep.commands.help import parse_flags
 from samestep.ranks.process import refuse_inside_launcher
 from samestep.run.directory import new_run_path
-from samestep.screen.curve import BOTH, FIRST, SECOND, curve_lines
+from samestep.screen.curve import BOTH, FIRST, LABEL, SECOND, curve_lines
 from samestep.screen.words import wrapped
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _EXAMPLES = ("demo", "demo --runs /tmp/runs")
 _RANKS, _OTHER_RANKS = 2, 3
 _WIDTH, _HEIGHT = 72, 8
 _BECAUSE = (
-    "on other numbers of ranks, through a kill, with dropout. `--virtual-ranks` makes it so; without "
-    "it the losses are equal to rounding, and dropout draws other numbers."
+    "on other numbers of ranks, through a kill, with dropout. `--virtual-ranks` makes it so; "
+    "without it the losses are equal to rounding, and dropout draws other numbers."
 )
 
 
@@ -62,12 +62,14 @@ def main(arguments: list[str]) -> int:
         resumed = _completed(demonstration.resume(two, _OTHER_RANKS))
         done(f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}")
     alike = demonstration.proof(whole, resumed)
-    curves = [[r["loss"] for r in run.history if r["event"] == "step"] for run in (whole, resumed)]
+    ours, theirs = (
+        [r["loss"] for r in run.history if r["event"] == "step"] for run in (whole, resumed)
+    )
     out = sys.stdout.write
     out("\nThe loss of each step, and where the second training was killed:\n\n")
-    out("\n".join(curve_lines(*curves, _WIDTH, _HEIGHT)) + "\n")
+    out("\n".join(curve_lines(ours, theirs, _WIDTH, _HEIGHT)) + "\n")
     out(_axis(killed.step / demonstration.STEPS) + "\n")
-    out(f"       {BOTH} both   {FIRST} the first alone   {SECOND} the second alone\n\n")
+    out(f"{' ' * LABEL}{BOTH} both   {FIRST} the first alone   {SECOND} the second alone\n\n")
     digests = [run.result["weights_sha256"] for run in (whole, resumed)]
     out(f"losses   {alike.steps} steps in both, largest difference {alike.largest:g}\n")
     out(f"weights  {digests[0][:16]}… and {digests[1][:16]}… (SHA-256)\n\n")
@@ -100,11 +102,11 @@ def _next(one: Path, two: Path) -> list[tuple[str, str]]:
 
 def _axis(killed: float) -> str:
     """Return the line below the curves: which ranks took which steps."""
-    columns = _WIDTH - 7
+    columns = _WIDTH - LABEL
     before = round(killed * columns)
     left = f"{_RANKS} ranks ".ljust(before - 1, "─")
     right = f" {_OTHER_RANKS} ranks ".ljust(columns - before, "─")
-    return f"       {left}✗{right}"
+    return f"{' ' * LABEL}{left}✗{right}"
 
 
 def _plain(text: str) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BOTH, FIRST, SECOND = "●", "○", "×"
-_LABEL = 7
+LABEL = 9
+"""Columns of the axis's numbers."""
 
 
 def curve_lines(
@@ -18,7 +19,7 @@ def curve_lines(
         width: columns in all, with the numbers of the axis.
         height: lines.
     """
-    columns = max(1, min(width - _LABEL, len(first)))
+    columns = max(1, min(width - LABEL, len(first)))
     ours, theirs = _binned(first, columns), _binned(second, columns)
     low, high = min(*ours, *theirs), max(*ours, *theirs)
     span = (high - low) or 1.0
@@ -35,8 +36,8 @@ def curve_lines(
                 here, " "
             )
         value = high - span * row / max(1, height - 1)
-        label = f"{value:.2f}" if row in (0, height - 1) else ""
-        lines.append(f"{label:>{_LABEL - 1}} {points}".rstrip())
+        label = f"{value:.2g}" if row in (0, height - 1) else ""
+        lines.append(f"{label:>{LABEL - 1}} {points}".rstrip())
     return lines
 
 
