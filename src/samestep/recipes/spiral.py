@@ -1,8 +1,12 @@
 """Two interleaved spirals and a small MLP: the whole path from one process to many, in seconds."""
 
+import csv
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from samestep.data.random_split import split_indices
 from samestep.data.spiral import SpiralDataset
@@ -57,10 +61,30 @@ def data(options: SpiralOptions) -> Splits:
     )
 
 
+def read(_: SpiralOptions, file: Path) -> list[Tensor]:
+    """Return the points of a file: two numbers a line, `x,y`, below a heading or not."""
+    rows = [row for row in csv.reader(file.read_text(encoding="utf-8").splitlines()) if row]
+    first = 1 if rows and not _is_number(rows[0][0]) else 0
+    points = []
+    for number, row in enumerate(rows[first:], first + 1):
+        if len(row) != 2 or not all(map(_is_number, row)):
+            raise ValueError(f"line {number} is {','.join(row)!r}, and two numbers were expected")
+        points.append(torch.tensor([float(value) for value in row]))
+    return points
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
 recipe = Recipe(
     model=model,
     data=data,
     options=SpiralOptions,
+    read=read,
     accepts=("dropout",),
     settings={
         "epochs": 30,
