@@ -55,13 +55,16 @@ class Built:
     """CPU threads of this rank."""
 
 
-def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
+def build(
+    request: Request, world: World, wrap_model: Wrap = wrap, splits: Splits | None = None
+) -> Built:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
 
     Args:
         request: the recipe, its completed options, and the settings.
         world: this rank among the others.
         wrap_model: puts the model on all ranks.
+        splits: the data, where it has been loaded already.
 
     Raises:
         UserError: on every rank, for anything the user can mend.
@@ -71,7 +74,7 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     check_precision(settings.precision, world.device)
     check_promise(world)
     seed_alike(settings.seed)
-    splits = load_splits(recipe, request.options, world)
+    splits = splits or load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
     dtype = data_dtype(settings.precision)
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
