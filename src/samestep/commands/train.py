@@ -55,12 +55,40 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
     command, request = parse_target("train", about, Command, arguments, *lines)
+    check_resume(request)
+    return command, request
+
+
+def check_resume(request: Request) -> None:
+    """Check that what is to go on has a place where it may have begun.
+
+    Raises:
+        UserError: it has none.
+    """
     if request.resume and request.settings.run_dir is None:
         raise UserError(
             "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
             "there and go on there whenever the command is repeated."
         )
-    return command, request
+
+
+def check_engine(request: Request) -> None:
+    """Check that the engine takes these settings and this recipe.
+
+    Raises:
+        UserError: it does not.
+    """
+    settings = request.settings
+    if settings.engine == "native":
+        return
+    from samestep.lightning.engine import check_settings  # noqa: PLC0415 - an extra
+
+    check_settings(settings, request.recipe)
+    if request.allow_change:
+        raise UserError(
+            "--allow-change needs --engine native: Lightning goes on with the optimizer and "
+            "the schedule of its own checkpoint."
+        )
 
 
 def _train(arguments: list[str], log: RankLog) -> int:
@@ -78,15 +106,10 @@ def _train(arguments: list[str], log: RankLog) -> int:
 def _run_rank(request: Request, log: RankLog) -> int:
     """Train as one rank of the world that the environment describes."""
     settings, engine = request.settings, NATIVE
+    check_engine(request)
     if settings.engine != "native":
-        from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
+        from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
 
-        check_settings(settings, request.recipe)
-        if request.allow_change:
-            raise UserError(
-                "--allow-change needs --engine native: Lightning goes on with the optimizer and "
-                "the schedule of its own checkpoint."
-            )
         engine = LIGHTNING
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world, settings.timeout_s)

@@ -56,7 +56,12 @@ class Built:
 
 
 def build(
-    request: Request, world: World, wrap_model: Wrap = wrap, splits: Splits | None = None
+    request: Request,
+    world: World,
+    wrap_model: Wrap = wrap,
+    splits: Splits | None = None,
+    *,
+    tries: bool = True,
 ) -> Built:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
 
@@ -65,6 +70,7 @@ def build(
         world: this rank among the others.
         wrap_model: puts the model on all ranks.
         splits: the data, where it has been loaded already.
+        tries: whether a few samples go through the model now; without, all metrics are taken.
 
     Raises:
         UserError: on every rank, for anything the user can mend.
@@ -92,7 +98,9 @@ def build(
     loss = place_loss(recipe.loss, world.device, dtype)
     validation = source(splits.validation) if splits.validation is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
-    metrics = _try_out(trial, validation, splits.test, source, world)
+    metrics: Metrics = recipe.metrics
+    if tries:
+        metrics = _try_out(trial, validation, splits.test, source, world)
     compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     tried = replace(recipe, loss=loss, metrics=metrics)
     trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model, train)
