@@ -23,13 +23,11 @@ def memory_rows(told: Explanation) -> Iterator[tuple[str, str]]:
         yield "average", f"{_told(memory.average)} (--ema), once more while it evaluates"
     samples = count(told.step.most, "sample")
     yield "a batch", f"{size(memory.batch.bytes)}: inputs and targets of a micro-step, {samples}"
-    yield (
-        "activations",
-        (
-            f"{size(memory.activations.bytes)}: what one forward of {samples} keeps for its backward"
-            f"{_again(told)}"
-        ),
+    text = (
+        f"{size(memory.activations.bytes)}: what one forward of {samples} keeps for its backward"
+        f"{_again(told)}"
     )
+    yield "activations", text
     yield "data", _data(told, memory)
     yield "together", f"{size(memory.total)} per rank"
     yield from _not_counted(told)
@@ -80,16 +78,14 @@ def _not_counted(told: Explanation) -> Iterator[tuple[str, str]]:
     if ranks:
         missing.append("what ranks send each other")
     if told.settings.num_workers:
-        missing.append(f"{count(told.settings.num_workers, 'loader process')}es per rank")
+        missing.append(f"the loader processes ({told.settings.num_workers} per rank)")
     if told.device == "cpu":
         base = f"Python and PyTorch themselves (about {RANK_BYTES >> 20} MiB)"
         yield "not counted", f"{base}, {', '.join(missing)}"
         return
     yield "not counted", f"Python and PyTorch themselves, {', '.join(missing)}"
-    yield (
-        "on the GPU",
-        (
-            "What a rank reserves beyond this is not known here: the numbers above were counted on "
-            "the CPU, and a GPU's kernels may keep more."
-        ),
+    text = (
+        "What a rank reserves beyond this is not known here: the numbers above were counted on "
+        "the CPU, and a GPU's kernels may keep more."
     )
+    yield "on the GPU", text
