@@ -1,5 +1,6 @@
 """When a training evaluates and saves, from where it stands to its end, and what is kept of it."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -100,12 +101,18 @@ def kept_files(events: tuple[Event, ...], keep_top_k: int | None, before: Index)
     return Kept(fewest=min(counts), most=max(counts))
 
 
-def first_stop(patience: int | None, events: tuple[Event, ...]) -> Event | None:
-    """Return the evaluation after which --patience can stop the training first, if it can."""
-    watch = Watch(metric="", mode="min")
-    for event in events if patience is not None else ():
+def first_stop(patience: int | None, events: tuple[Event, ...], watch: Watch) -> Event | None:
+    """Return the evaluation after which --patience can stop the training first, if it can.
+
+    `watch` is the monitored metric so far; none of the evaluations to come improves on it.
+    """
+    if patience is None:
+        return None
+    for event in events:
         if event.evaluates:
-            watch = watch.after(0.0, event.epoch, 0.0)  # the first is the best, no other is better
-            if patience is not None and watch.evaluations_since >= patience:
+            # The very first evaluation is an improvement, whatever it gives.
+            worse = 0.0 if watch.reference is None else math.nan
+            watch = watch.after(worse, event.epoch, 0.0)
+            if watch.evaluations_since >= patience:
                 return event
     return None

@@ -8,7 +8,7 @@ import torch
 
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
-from samestep.execution.build import Built, build
+from samestep.execution.build import Built, build, planned
 from samestep.execution.request import Request
 from samestep.execution.saving import Resumed, go_on, newest_whole
 from samestep.execution.session import choose_path, completed, notes_of
@@ -27,7 +27,7 @@ from samestep.settings import Settings
 from samestep.training.backends import switched
 from samestep.training.draws import batch_norms
 from samestep.training.evaluation import evaluation_batch
-from samestep.training.plan import Plan, make_plan
+from samestep.training.plan import Plan
 from samestep.training.precision import data_dtype
 from samestep.training.prepare import prepare
 from samestep.training.work import Work
@@ -154,7 +154,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             evaluations=_evaluations(settings, plan, built),
             events=events,
             kept=None if events is None else kept_files(events, settings.keep_top_k, before),
-            stops_first=first_stop(settings.patience, events or ()),
+            stops_first=first_stop(settings.patience, events or (), built.state.watch),
             checkpoint_bytes=checkpoint_bytes(request, told) if memory is not None else None,
             notes=(
                 *built.splits.notes,
@@ -188,13 +188,7 @@ def _plan(request: Request, built: Built, world: ImaginedWorld) -> Plan:
     work, settings = built.work, request.settings
     if settings.sync_batchnorm and not batch_norms(work.trainee.model):
         prepare(work.trainee.model, settings, World(), data_dtype(settings.precision))  # refuses it
-    return make_plan(
-        settings,
-        work.train.num_samples,
-        world.world_size,
-        resumed=request.resume,
-        schedule=request.recipe.schedule,
-    )
+    return planned(request, work.train.num_samples, world.world_size)
 
 
 def _as_asked(work: Work, settings: Settings, plan: Plan, device: str) -> Work:

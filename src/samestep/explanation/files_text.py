@@ -32,7 +32,9 @@ def evaluation_rows(told: Explanation) -> Iterator[tuple[str, str]]:
         yield "the best", f"is the one with the {better} {how.monitor}"
     if settings.patience is not None:
         first = told.stops_first
-        where = f"; after step {first.step:,} at the earliest" if first else ""
+        where = "" if events is None else ": not before the end"
+        if first is not None and first.step < told.plan.total_steps:
+            where = f"; after step {first.step:,} at the earliest"
         yield (
             "may stop",
             f"after {count(settings.patience, 'evaluation')} without improvement{where}",

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from samestep.errors import UserError
+from samestep.execution.build import planned
 from samestep.execution.request import Request
-from samestep.training.plan import Plan, make_plan
+from samestep.training.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,7 @@ def other_sizes(request: Request, plan: Plan) -> tuple[OtherSize, ...]:
 
 def _other(request: Request, plan: Plan, ranks: int) -> OtherSize:
     try:
-        other = make_plan(
-            request.settings,
-            plan.num_samples,
-            ranks,
-            resumed=request.resume,
-            schedule=request.recipe.schedule,
-        )
+        other = planned(request, plan.num_samples, ranks)
     except UserError as error:
         return OtherSize(ranks=ranks, refused=str(error))
     return OtherSize(

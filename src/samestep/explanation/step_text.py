@@ -19,10 +19,8 @@ def where_rows(told: Explanation) -> Iterator[tuple[str, str]]:
         nodes = f" = {count(world.num_nodes, 'node')} × {world.local_world_size} ranks per node"
     yield "ranks", f"{world.world_size:,}{nodes}; each is a process with all of the model"
     if told.plan.virtual_ranks:
-        yield (
-            "virtual ranks",
-            f"{told.plan.virtual_ranks}: fixed shares of each step, whatever the number of ranks",
-        )
+        virtual = count(told.plan.virtual_ranks, "virtual rank")
+        yield "shares", f"{virtual}: fixed shares of each step, whatever the number of ranks"
     connected = f", connected by {world.backend}" if world.world_size > 1 else ""
     yield "device", f"{told.device}{connected}, {settings.precision}"
     yield "run", told.run or f"a new directory, runs/{told.recipe}-…"
