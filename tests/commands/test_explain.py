@@ -109,6 +109,11 @@ def test_the_length_of_a_stream_is_not_known(tmp_path, explained):
     assert told["memory"]["data"]["bytes"] == 0
 
 
+def test_what_a_recipe_prints_is_not_in_the_object(tmp_path, explained):
+    text = tiny.RECIPE.replace("def data(options):", "def data(options):\n    print('reading')")
+    assert explained(tiny.write_recipe(tmp_path, text))["recipe"] == "tiny"
+
+
 def test_eight_gpus_on_two_nodes_are_explained_without_any(explained):
     told = explained(
         "spiral", "--nproc", 4, "--nodes", 2, "--device", "cuda", "--precision", "fp16"
@@ -216,7 +221,7 @@ def test_a_run_that_would_become_another_training_is_refused(tmp_path, refused):
     [
         ("--nproc 0", "--nproc"),
         ("--nodes 0", "--nodes"),
-        ("--nproc 9999 --nodes 9999", "65536"),
+        ("--nproc 999 --nodes 999", "4096"),
         ("--new --resume", "--new"),
         ("--global-batch-size 32 --nproc 3", "--global-batch-size"),
         ("--nproc 7001", "7001"),

@@ -1,6 +1,7 @@
 """`samestep explain`: what a training will do, before anything runs."""
 
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from samestep.settings import Settings
 from samestep.tracking.choice import check_installed, chosen
 
 _EXAMPLES = ("explain spiral --nproc 8 --epochs 5", "explain runs/ID --nproc 2 --nodes 2 --json")
-_MOST_RANKS = 65_536
+_MOST_RANKS = 4096
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ def _explain(arguments: list[str]) -> int:
     check_engine(request)
     check_installed(chosen(settings.track))
     world, device = _imagined(command, settings)
-    told = explain(request, world, device)
+    # What a recipe prints would stand before the JSON object.
+    with redirect_stdout(sys.stderr if command.json else sys.stdout):
+        told = explain(request, world, device)
     sys.stdout.write(f"{to_json(told)}\n" if command.json else text_of(told))
     return 0
 

@@ -53,7 +53,10 @@ def equal_rows(told: Explanation) -> Iterator[tuple[str, str]]:
     for reason in reasons:
         yield "not equal", reason
     if not reasons:
-        yield "not equal", "nothing found: the model draws nothing and has no batch normalisation"
+        without = "has no batch normalisation"
+        if drawn.batch_norms:
+            without = "normalises over the samples of all ranks (--sync-batchnorm)"
+        yield "not equal", f"nothing found: the model draws nothing and {without}"
     else:
         remedy = "" if plan.is_stream else "--virtual-ranks makes them equal; "
         yield "remedy", f"{remedy}samestep verify checks all the rest"

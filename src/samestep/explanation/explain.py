@@ -30,6 +30,7 @@ from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan
 from samestep.training.precision import data_dtype
 from samestep.training.prepare import prepare
+from samestep.training.snapshot import seed_alike
 from samestep.training.work import Work
 
 
@@ -174,6 +175,7 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
     settings = replace(request.settings, compile="off", num_workers=0, sync_batchnorm=synchronised)
     plain = replace(request, settings=settings)
     # Ranks that prepare data together would wait for each other.
+    seed_alike(settings.seed)
     splits = load_splits(request.recipe, request.options, World())
     try:
         return build(plain, world, splits=splits), ""

@@ -67,7 +67,8 @@ def _data(told: Explanation, memory: RankMemory) -> str:
     if told.device == "cuda":
         where = "on its GPU where they fit a quarter of it, else in the CPU's memory"
     number = count(memory.data.elements, "sample")
-    return f"{size(memory.data.bytes)}: {number} to train and validate with, all of them {where}"
+    what = "to train and validate with" if told.evaluations.has_validation else "to train with"
+    return f"{size(memory.data.bytes)}: {number} {what}, all of them {where}"
 
 
 def _not_counted(told: Explanation) -> Iterator[tuple[str, str]]:
@@ -77,6 +78,8 @@ def _not_counted(told: Explanation) -> Iterator[tuple[str, str]]:
     missing = ["results inside an operation", "what the allocator keeps in reserve"]
     if ranks:
         missing.append("what ranks send each other")
+    if told.settings.compile == "on":
+        missing.append("what compiling changes")
     if told.settings.num_workers:
         missing.append(f"the loader processes ({told.settings.num_workers} per rank)")
     if told.device == "cpu":

@@ -162,7 +162,8 @@ def rates_rows(told: Explanation) -> Iterator[tuple[str, str]]:
     ramp = (
         f"{count(settings.warmup_steps, 'step')} of warm-up, then " if settings.warmup_steps else ""
     )
-    yield "schedule", f"{ramp}{own}"
+    longer = settings.warmup_steps >= plan.total_steps
+    yield "schedule", f"{ramp}{own}{': it ends within the warm-up' if longer else ''}"
     for rate in told.rates:
         yield f"step {rate.step:,}", f"{rate.lr:.6g}  {rate.what}"
     yield "optimizer", told.optimizer
