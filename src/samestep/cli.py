@@ -14,6 +14,7 @@ _STARTED_AT = time.time()
 VERBS = {
     "demo": "see it work: one rank, killed on two, resumed on three, the same bits",
     "train": "train a recipe or a recipe file; with --resume, go on with a run",
+    "explain": "say what a training will do before it runs: batches, memory, rates, files",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "say what a checkpoint of a run makes of files: classes, numbers, rows",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",

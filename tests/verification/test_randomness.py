@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.verification.randomness import KINDS, Seen, hold_model, watched
+from samestep.training.draws import KINDS, Seen, watched
+from samestep.verification.randomness import hold_model
 
 ALL = frozenset(KINDS)
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

@@ -78,20 +78,34 @@ def train_as_rank(
     return outcome
 
 
+def check_engine(request: Request) -> None:
+    """Check that the engine takes these settings and this recipe.
+
+    Raises:
+        UserError: it does not.
+    """
+    settings = request.settings
+    if settings.engine == "native":
+        return
+    from samestep.lightning.engine import check_settings  # noqa: PLC0415 - an extra
+
+    check_settings(settings, request.recipe)
+    if request.allow_change:
+        raise UserError(
+            "--allow-change needs --engine native: Lightning goes on with the optimizer and "
+            "the schedule of its own checkpoint."
+        )
+
+
 def _engine(request: Request) -> Engine:
     """Return what takes the steps.
 
     Raises:
         UserError: Lightning is not installed, or cannot do what the settings say.
     """
+    check_engine(request)
     if request.settings.engine == "native":
         return NATIVE
-    from samestep.lightning.engine import LIGHTNING, check_settings  # noqa: PLC0415 - an extra
+    from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
 
-    check_settings(request.settings, request.recipe)
-    if request.allow_change:
-        raise UserError(
-            "--allow-change needs --engine native: Lightning goes on with the optimizer and "
-            "the schedule of its own checkpoint."
-        )
     return LIGHTNING

@@ -51,12 +51,21 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
     command, request = parse_target("train", about, Command, arguments, *lines)
+    check_resume(request)
+    return command, request
+
+
+def check_resume(request: Request) -> None:
+    """Check that what is to go on has a place where it may have begun.
+
+    Raises:
+        UserError: it has none.
+    """
     if request.resume and request.settings.run_dir is None:
         raise UserError(
             "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
             "there and go on there whenever the command is repeated."
         )
-    return command, request
 
 
 def _train(arguments: list[str], log: RankLog) -> int:

@@ -54,6 +54,7 @@ class MemorySource(OrderedSource):
         """Whether the data is where the model is; else batches of it are copied."""
         home = device if self.is_resident else torch.device("cpu")
         self._inputs, self.targets = (tensor.to(home).contiguous() for tensor in stored)
+        self.held_bytes = self._inputs.nbytes + self.targets.nbytes
         self._order_device = self._inputs.device
         row = max(1, inputs[:1].numel() * 4)  # bytes of a sample as float32
         most = _BYTES_PER_GATHER_ON_CUDA if device.type == "cuda" else _BYTES_PER_GATHER

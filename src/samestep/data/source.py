@@ -57,6 +57,8 @@ class Source(ABC):
 
     num_samples: int
     """0 of a stream, whose length nobody knows."""
+    held_bytes: int = 0
+    """Bytes of the samples that it keeps in memory, all of them on every rank."""
     _rows_are_samples = False
     """Whether each tensor of a batch must have a row for each sample; of graphs it need not."""
     _collates = False
@@ -186,7 +188,7 @@ class OrderedSource(Source):
             return
         # Virtual ranks are read one by one, too: a kernel may round otherwise where rows begin
         # elsewhere in memory.
-        blocks, again = tee((block, list(_micro_steps(block, cut, world))) for block in unread)
+        blocks, again = tee((block, list(micro_steps(block, cut, world))) for block in unread)
         ready = self._ready(chain.from_iterable(parts for _, parts in again), epoch)
         for block, parts in blocks:
             yield replace(block, parts=tuple(islice(ready, len(parts))))
@@ -229,7 +231,7 @@ class OrderedSource(Source):
         """Yield the stored inputs and the targets of consecutive samples, on the device."""
 
 
-def _micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
+def micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
     """Cut a block of indices into micro-steps: those of each virtual rank, if there are any."""
     first = 0
     for part in held_parts(world):

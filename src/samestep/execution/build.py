@@ -34,7 +34,7 @@ from samestep.training.memory import keep_freed_memory
 from samestep.training.optimizer import optimizer_of
 from samestep.training.parallel import Wrap, make_counter, wrap
 from samestep.training.phases import make_phases
-from samestep.training.plan import make_plan
+from samestep.training.plan import Plan, make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.prepare import place_loss, prepare
 from samestep.training.snapshot import random_numbers, seed_alike, seed_rank
@@ -55,13 +55,22 @@ class Built:
     """CPU threads of this rank."""
 
 
-def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
+def build(
+    request: Request,
+    world: World,
+    wrap_model: Wrap = wrap,
+    splits: Splits | None = None,
+    *,
+    tries: bool = True,
+) -> Built:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
 
     Args:
         request: the recipe, its completed options, and the settings.
         world: this rank among the others.
         wrap_model: puts the model on all ranks.
+        splits: the data, where it has been loaded already.
+        tries: whether a few samples go through the model now; without, all metrics are taken.
 
     Raises:
         UserError: on every rank, for anything the user can mend.
@@ -71,28 +80,27 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
     check_precision(settings.precision, world.device)
     check_promise(world)
     seed_alike(settings.seed)
-    splits = load_splits(recipe, request.options, world)
+    splits = splits or load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
     dtype = data_dtype(settings.precision)
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
     train = source(splits.train, lap=phases.lap)
     num_samples = _agree_on_size(train, world)
-    planned = partial(make_plan, settings, num_samples, world.world_size)
-    plan = world.on_every(lambda: planned(resumed=request.resume, schedule=recipe.schedule))
+    plan = world.on_every(lambda: planned(request, num_samples, world.world_size))
     seed_alike(settings.seed)
-    model = world.on_every(
-        lambda: prepare(recipe.build_model(request.options), settings, world, dtype)
-    )
+    new = partial(recipe.build_model, request.options)
+    model = world.on_every(lambda: prepare(new(), settings, world, dtype))
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
     keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
     validation = source(splits.validation) if splits.validation is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
-    metrics = _try_out(trial, validation, splits.test, source, world)
+    test = splits.test
+    metrics = _try_out(trial, validation, test, source, world) if tries else recipe.metrics
     compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
-    tried = replace(recipe, loss=loss, metrics=metrics)
-    trainee = _make_trainee(tried, model, settings, world, plan.lr, compiles, wrap_model, train)
+    recipe = replace(recipe, loss=loss, metrics=metrics)
+    trainee = _make_trainee(recipe, model, settings, world, plan.lr, compiles, wrap_model, train)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -106,11 +114,28 @@ def build(request: Request, world: World, wrap_model: Wrap = wrap) -> Built:
         phases=phases,
         classes=splits.classes,
     )
-    request = replace(request, recipe=replace(recipe, metrics=metrics))
+    return Built(with_forward(work), _beginning(request, work, splits), splits, threads)
+
+
+def _beginning(request: Request, work: Work, splits: Splits) -> State:
+    """Return where a new training stands."""
+    metrics, world = work.metrics, work.world
+    request = replace(request, recipe=replace(request.recipe, metrics=metrics))
     virtual = world.virtual_ranks > 0
     measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
-    state = State(watch=_watch(request, splits), measured=measured)
-    return Built(with_forward(work), state, splits, threads)
+    return State(watch=_watch(request, splits), measured=measured)
+
+
+def planned(request: Request, num_samples: int, world_size: int) -> Plan:
+    """Return what follows from a request on so many ranks.
+
+    Raises:
+        UserError: as `make_plan`.
+    """
+    schedule = request.recipe.schedule
+    return make_plan(
+        request.settings, num_samples, world_size, resumed=request.resume, schedule=schedule
+    )
 
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:

@@ -96,8 +96,24 @@ def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | 
     if not request.resume or not world.on_main(lambda: is_run(path)):
         return None
     found = load_newest(path, world)
-    if found is None:
-        return None
+    return None if found is None else go_on(request, work, state, path, found)
+
+
+def go_on(
+    request: Request,
+    work: Work,
+    state: State,
+    path: Path,
+    found: tuple[Entry, dict[str, Any], list[str]],
+) -> Resumed:
+    """Bring a training to where a run's checkpoint stands; return what it goes on from.
+
+    `found` is what `load_newest` or `newest_whole` has returned.
+
+    Raises:
+        UserError: it would become another training.
+    """
+    world = work.world
     entry, saved, problems = found
     made_with, changes = saved.get("made_with"), {}
     if made_with:  # checkpoints of earlier versions do not say
@@ -119,7 +135,7 @@ def load_newest(path: Path, world: World) -> tuple[Entry, dict[str, Any], list[s
     content: dict[str, Any] = {}
 
     def newest() -> tuple[Entry, list[str]] | None:
-        found = _newest(path)
+        found = newest_whole(path)
         if found is None:
             return None
         entry, saved, problems = found
@@ -142,7 +158,12 @@ def _remove_unannounced(path: Path) -> None:
     remove_unannounced(path / "checkpoints", announced, since)
 
 
-def _newest(path: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
+def newest_whole(path: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
+    """Return what `load_newest` does, on one rank, and leave the directory as it is.
+
+    Raises:
+        UserError: the run announced checkpoints, and none is there.
+    """
     found = checkpoints.load_newest(path / "checkpoints")
     if found is None and any(r["event"] == "checkpoint" for r in read_records(path)):
         raise UserError(

@@ -269,7 +269,7 @@ def _announce(
 def _start_record(request: Request, built: Built, path: Path, resumed: object) -> Record:
     work, splits = built.work, built.splits
     world = work.world
-    notes = _notes(request, built, path, resumed=resumed is not None)
+    notes = notes_of(request, built, path, resumed=resumed is not None)
     return {
         "event": "start",
         "format": RUN_FORMAT,
@@ -297,7 +297,7 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
     }
 
 
-def _notes(request: Request, built: Built, path: Path, *, resumed: bool) -> list[str]:
+def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> list[str]:
     """Say which settings have no effect here, and where there is nothing left to do."""
     notes = []
     work, settings = built.work, built.work.settings
@@ -361,7 +361,7 @@ def _without_effect(work: Work) -> list[str]:
         )
     if settings.sync_batchnorm and world.world_size == 1:
         notes.append("--sync-batchnorm has no effect on one rank: it sees the whole batch.")
-    if settings.bucket_cap_mb is not None and not world.connected:
+    if settings.bucket_cap_mb is not None and world.world_size == 1 and not world.connected:
         notes.append("--bucket-cap-mb has no effect on one rank: it reduces nothing.")
     if settings.cudnn_benchmark and world.device.type != "cuda":
         notes.append("--cudnn-benchmark has no effect: cuDNN serves NVIDIA GPUs alone.")

@@ -18,6 +18,18 @@ def short(number: float) -> str:
     return f"{number:.3g}G"
 
 
+def size(num_bytes: int) -> str:
+    """Return bytes in decimal units: 942 bytes, 9.42 kB, 94.2 MB, 9.42 GB."""
+    if num_bytes < 1000:
+        return count(num_bytes, "byte")
+    number = float(num_bytes)
+    for unit in ("kB", "MB", "GB"):
+        number /= 1000
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+    return f"{number / 1000:.3g} TB"
+
+
 def duration(seconds: float) -> str:
     """Return seconds as H:MM:SS, or M:SS below an hour."""
     minutes, rest = divmod(int(seconds + 0.5), 60)

@@ -13,6 +13,7 @@ import torch
 from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.run.records import Record
+from samestep.training.due import due_after_epoch, due_within_epoch
 from samestep.training.evaluation import (
     Evaluable,
     EvaluationError,
@@ -41,10 +42,10 @@ class Between:
 
 def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iterable[Record]:
     """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
-    settings, step = work.settings, state.position.step
+    step = state.position.step
     agreed = between.agreement.after(step)
-    evaluates = _due(settings.eval_every_steps, step)
-    saves = _due(settings.checkpoint_every_steps, step) or agreed.wished
+    evaluates, saves = due_within_epoch(work.settings, step)
+    saves = saves or agreed.wished
     if (evaluates or saves) and (epoch_is_full(work, state) or is_done(work, state)):
         evaluates = saves = False  # the end of the epoch does it anyway
     if not (evaluates or saves or agreed.signum):
@@ -91,15 +92,11 @@ def catch_up(work: Work, state: State, between: Between) -> Iterator[Record]:
 
 def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]:
     """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
-    settings, position = work.settings, state.position
-    number, last = position.epoch + 1, is_done(work, state)
+    position, last = state.position, is_done(work, state)
     epoch = epoch_record(work, state)
-    evaluates = last or _due(settings.eval_every_epochs, number)
-    saves = last or _due(settings.checkpoint_every_epochs, number)
+    due = due_after_epoch(work.settings, position.epoch + 1, position.step, last=last)
     metric = None
-    if work.validation is not None and (
-        evaluates or _due(settings.eval_every_steps, position.step)
-    ):
+    if work.validation is not None and due.evaluates:
         metric = yield from _evaluate(work, state, between, work.validation, epoch)
         if state.signum:
             return
@@ -107,7 +104,7 @@ def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]
         yield epoch
     if epoch_is_full(work, state):
         close_epoch(work, state)
-    if saves or state.stop_reason or _due(settings.checkpoint_every_steps, position.step):
+    if due.saves or state.stop_reason:
         yield save_now(work, state, between, metric)
 
 
@@ -141,10 +138,6 @@ def _evaluate(
 
 def _stop(state: State, signum: int) -> None:
     state.signum, state.stop_reason = signum, Signals(signum).name
-
-
-def _due(every: int | None, count: int) -> bool:
-    return every is not None and count % every == 0
 
 
 def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, float]:

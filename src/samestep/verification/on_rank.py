@@ -19,6 +19,7 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, in_precision
 from samestep.training.backends import switched
+from samestep.training.draws import ALL_KINDS, Kind, Seen, watched
 from samestep.training.plan import check_virtual
 from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Received
@@ -40,7 +41,7 @@ from samestep.verification.few_samples import (
     num_samples,
     without_streams,
 )
-from samestep.verification.randomness import ALL_KINDS, Kind, Seen, hold_model, watched
+from samestep.verification.randomness import hold_model
 from samestep.verification.recipe_under_test import RecipeUnderTest, exact_precision, few_inputs
 from samestep.verification.record import keep_record, recording
 from samestep.verification.rows import one_device, one_writer

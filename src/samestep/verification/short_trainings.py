@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.settings import Precision, Settings, in_precision
+from samestep.training.draws import Kind
 from samestep.verification.exchange import RecipeFacts, Start
-from samestep.verification.randomness import Kind
 
 MAIN = "main"
 """The short training that all rows rest on."""

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from samestep.run import checkpoints
 from samestep.training.apply import applied, terms_of
+from samestep.training.draws import ALL_KINDS, Seen
 from samestep.training.evaluation import evaluate
 from samestep.training.snapshot import load_evaluated
 from samestep.verification.difference import TrainingDifference, evaluations_apart
 from samestep.verification.evidence import Check, Evidence, TableRow, measured
-from samestep.verification.randomness import ALL_KINDS, Seen, hold_model
+from samestep.verification.randomness import hold_model
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows import metrics
 from samestep.verification.short_trainings import MAIN

@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any, TextIO, cast
 
 from samestep.errors import is_users
+from samestep.training.draws import place_of, users_line
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow
 from samestep.verification.exchange import decoded
-from samestep.verification.randomness import place_of, users_line
 
 NAME = "one writer"
 _COMPARED = "what other ranks than 0 print, write"

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.training.draws import batch_norms
 from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.module_outputs import ModuleDifference, first_difference
-from samestep.verification.randomness import batch_norms
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
 from samestep.verification.rows.state import remembers
 

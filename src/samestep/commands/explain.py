@@ -1,0 +1,110 @@
+"""`samestep explain`: what a training will do, before anything runs."""
+
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from samestep.api.as_rank import check_engine
+from samestep.commands.help import Nproc, Switch, check_positive, recipe_files
+from samestep.commands.target import parse_target
+from samestep.commands.train import check_resume
+from samestep.errors import UserError
+from samestep.execution.request import Request
+from samestep.explanation.explain import explain
+from samestep.explanation.text import text_of
+from samestep.explanation.to_json import to_json
+from samestep.ranks.imagined import ImaginedWorld
+from samestep.ranks.limits import ranks_to_start
+from samestep.ranks.process import refuse_inside_launcher, run_as_rank
+from samestep.ranks.world import choose_backend, choose_device
+from samestep.run.directory import is_run
+from samestep.settings import Settings
+from samestep.tracking.choice import check_installed, chosen
+
+_EXAMPLES = ("explain spiral --nproc 8 --epochs 5", "explain runs/ID --nproc 2 --nodes 2 --json")
+_MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Command:
+    """What this command itself takes, beside the settings."""
+
+    config: Path | None = None
+    """TOML file of settings and options; flags win over it."""
+    nproc: Nproc = 1
+    """Ranks on a node, which need not be here; auto: as many as train would start here."""
+    nodes: int = 1
+    """Nodes with so many ranks each."""
+    new: Switch = False
+    """Of a run: explain a new run with its settings, as `samestep train RUN` begins one."""
+    resume: Switch = False
+    """Explain how a run goes on; of a RUN this is the default."""
+    allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    """As `samestep train RUN --resume` takes it: settings that may differ."""
+    json: Switch = False
+    """Print one JSON object with all numbers."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    return run_as_rank(lambda _log: _explain(arguments))
+
+
+def _explain(arguments: list[str]) -> int:
+    refuse_inside_launcher("samestep explain", "Start it as one process.")
+    command, request = _parse(arguments)
+    settings = request.settings
+    check_engine(request)
+    check_installed(chosen(settings.track))
+    world, device = _imagined(command, settings)
+    # What a recipe prints would stand before the JSON object.
+    with redirect_stdout(sys.stderr if command.json else sys.stdout):
+        told = explain(request, world, device)
+    sys.stdout.write(f"{to_json(told)}\n" if command.json else text_of(told))
+    return 0
+
+
+def _parse(arguments: list[str]) -> tuple[Command, Request]:
+    """Return the command and the request; a run goes on unless a new one is asked for."""
+    about = "Explain what training {} will do: ranks, batches, memory, learning rate, checkpoints."
+    given = set(arguments[1:])
+    if {"--new", "--resume"} <= given:
+        raise UserError("--new and --resume exclude each other: leave one of them out.")
+    if arguments and _is_run(arguments[0]) and not given & {"--new", "--resume"}:
+        arguments = [*arguments, "--resume"]
+    command, request = parse_target("explain", about, Command, arguments, *_EXAMPLES)
+    check_resume(request)
+    return command, request
+
+
+def _is_run(target: str) -> bool:
+    return target not in recipe_files() and is_run(Path(target))
+
+
+def _imagined(command: Command, settings: Settings) -> tuple[ImaginedWorld, str]:
+    """Return the world to explain, with this process in the place of rank 0, and its device."""
+    nproc = command.nproc
+    if nproc == "auto":
+        nproc = ranks_to_start("auto", settings.device)
+    check_positive(nproc=nproc, nodes=command.nodes)
+    ranks = nproc * command.nodes
+    if ranks > _MOST_RANKS:
+        raise UserError(f"{ranks} ranks are too many to explain; give at most {_MOST_RANKS}.")
+    device = settings.device
+    if device == "auto":
+        found = choose_device("auto", 0).type
+        # Gloo cannot reduce what lies on Apple's GPU.
+        device = "cuda" if found == "cuda" else "mps" if found == "mps" and ranks == 1 else "cpu"
+    backend = choose_backend(settings.backend, torch.device(device))
+    world = ImaginedWorld(
+        world_size=ranks,
+        local_world_size=nproc,
+        num_nodes=command.nodes,
+        backend=backend if ranks > 1 else "none",
+    )
+    return world, device

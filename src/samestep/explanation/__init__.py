@@ -1,0 +1,1 @@
+"""What a training will do, told before it runs: by the functions that train."""

@@ -1,0 +1,236 @@
+"""What one rank holds in memory: counted of the real model, optimizer and data, in one real step.
+
+The step is that of one micro-step's samples, on the CPU, whatever device the training will be on.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from samestep.data.batches import open_split
+from samestep.data.blocks import Block, held_parts
+from samestep.data.trees import map_tensors, tree_leaves
+from samestep.execution.build import Built
+from samestep.execution.request import Request
+from samestep.machine import free_memory_bytes
+from samestep.ranks.world import World
+from samestep.training.draws import Seen, batch_norms, watched
+from samestep.training.plan import Plan, learning_rate
+from samestep.training.precision import data_dtype
+from samestep.training.step import EagerStep, Trainee, check_used
+from samestep.training.tree import TreeSum
+
+_TIMES_THE_WEIGHTS = 4
+"""What a step takes at least: weights, gradients, and two numbers per weight in the optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something that a rank holds."""
+
+    bytes: int
+    elements: int
+    copies: int = 1
+    """How many of them are held at a time; `bytes` counts all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What one rank holds in the middle of a step, as far as it can be counted."""
+
+    weights: Part
+    """The trained weights, and those that are frozen."""
+    buffers: Part
+    gradients: Part
+    """More than one copy with virtual ranks, whose sums wait for each other."""
+    optimizer: dict[str, Part]
+    """Name of the state → all weights' part of it."""
+    average: Part
+    """Of --ema."""
+    batch: Part
+    """Inputs and targets of one micro-step."""
+    activations: Part
+    """What one micro-step's forward keeps for its backward."""
+    data: Part
+    """Samples held in memory, all of them on every rank."""
+
+    @property
+    def total(self) -> int:
+        """The bytes of all parts."""
+        parts = [getattr(self, name) for name in _SINGLE]
+        return sum(part.bytes for part in (*parts, *self.optimizer.values()))
+
+
+_SINGLE = ("weights", "buffers", "gradients", "average", "batch", "activations", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What a forward does that depends on which samples lie together on a rank."""
+
+    draws: dict[str, str]
+    """Random operation of torch → the user's line that calls it, or nothing."""
+    generators: tuple[str, ...]
+    """Python's or NumPy's, if they are used."""
+    batch_norms: tuple[str, ...]
+    """Names of the layers."""
+
+
+@dataclass
+class _Saved:
+    """The storages that a forward saves for its backward."""
+
+    known: set[int]
+    """Addresses of those that are counted elsewhere."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Address → bytes."""
+    elements: int = 0
+    is_open: bool = True
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count a tensor's storage once."""
+        where = _address(tensor)
+        if self.is_open and where is not None and where not in self.known:
+            size = tensor.untyped_storage().nbytes()
+            self.elements += 0 if where in self.storages else size // tensor.element_size()
+            self.storages[where] = size
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """Count no more: the backward has begun."""
+        self.is_open = False
+        return tensor
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return where a tensor's memory begins; None of one that has none of this kind."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
+        return None
+
+
+def is_too_large(model: nn.Module) -> bool:
+    """Whether a step of this model would take more memory than this machine has free."""
+    free = free_memory_bytes()
+    weights = sum(p.nbytes for p in model.parameters())
+    return free is not None and (_TIMES_THE_WEIGHTS - 1) * weights > free
+
+
+def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[RankMemory, Drawn]:
+    """Take one step of so many samples with a built training; return what it held, and drew.
+
+    The training's weights change by it.
+
+    Raises:
+        UserError: the model or the loss fails, as it would on the first batch of a training.
+    """
+    work, seen = built.work, Seen()
+    trainee = _watched(replace(work.trainee, scaler=None, counter=None, measured=False), seen)
+    block = _real_batch(request, built, rows)
+    batch = _tensors_of(block)
+    model = work.trainee.model
+    model.train()
+    held = [*model.parameters(), *model.buffers(), *batch]
+    saved = _Saved({where for t in held if (where := _address(t)) is not None})
+    step = EagerStep(trainee, work.settings, World(), rows)
+    with saved_tensors_hooks(saved.pack, saved.unpack):
+        step(block, 0, [learning_rate(plan, work.settings, 0)], want_norm=False)
+    if plan.world_size > 1 and not work.settings.allows_unused:
+        check_used(model)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    averages = work.trainee.average.state().values() if work.trainee.average else ()
+    memory = RankMemory(
+        weights=_part(model.parameters()),
+        buffers=_part(model.buffers()),
+        gradients=_part(gradients, copies=_sums_at_a_time(built)),
+        optimizer=_optimizer_parts(work.trainee.optimizer),
+        average=_part(averages),
+        batch=_part(batch),
+        activations=Part(bytes=sum(saved.storages.values()), elements=saved.elements),
+        data=_held(built),
+    )
+    drawn = Drawn(
+        draws=dict(seen.draws),
+        generators=tuple(sorted(seen.generators)),
+        batch_norms=tuple(batch_norms(model)),
+    )
+    return memory, drawn
+
+
+def _watched(trainee: Trainee, seen: Seen) -> Trainee:
+    """Return what a step changes, with a model and a loss that note what they draw."""
+    module = trainee.applied
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    wrapped: Any = watched(forward, seen)
+    return replace(trainee, wrapped=wrapped, loss=watched(trainee.loss, seen))
+
+
+def _real_batch(request: Request, built: Built, rows: int) -> Block:
+    """Return the first samples of the first epoch as a process alone would train on them."""
+    settings = built.work.settings
+    dtype = data_dtype(settings.precision)
+    source = open_split(built.splits.train, World(), request.recipe, settings, dtype)
+    with closing(source):
+        blocks = source.blocks(0, 0, global_batch=rows, drop_last=False)
+        block = next(single for block in blocks for single in block.singles())
+    if block.parts:
+        (part,) = block.parts
+        return replace(part, parts=())
+    # Steps that were gathered together share their memory.
+    inputs = map_tensors(torch.clone, block.inputs)
+    whole = block.targets is block.inputs
+    return replace(
+        block, inputs=inputs, targets=inputs if whole else map_tensors(torch.clone, block.targets)
+    )
+
+
+def _tensors_of(block: Block) -> list[Tensor]:
+    """Return the tensors of a batch, each once."""
+    leaves = tree_leaves((block.inputs, block.targets))
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+
+
+def _sums_at_a_time(built: Built) -> int:
+    """Return how many sums of gradients a rank holds at most while it adds up its virtual ranks."""
+    world = built.work.world
+    tree: TreeSum[None] = TreeSum(lambda _left, _right: None)
+    most = 1
+    for part in held_parts(world) if world.virtual_ranks else ():
+        most = max(most, len(tree.roots) + 1)
+        tree.push(None, part)
+    return most
+
+
+def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+    """Return what an optimizer has gathered, by the names that it gives it."""
+    sizes: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    sizes[name] += leaf.nbytes
+                    numbers[name] += leaf.numel()
+    return {name: Part(bytes=sizes[name], elements=numbers[name]) for name in sizes}
+
+
+def _held(built: Built) -> Part:
+    sources = [s for s in (built.work.train, built.work.validation) if s is not None]
+    samples = sum(source.num_samples for source in sources if source.held_bytes)
+    return Part(bytes=sum(source.held_bytes for source in sources), elements=samples)
+
+
+def _part(tensors: Iterable[Tensor], copies: int = 1) -> Part:
+    found = list(tensors)
+    size, elements = sum(t.nbytes for t in found), sum(t.numel() for t in found)
+    return Part(bytes=size * copies, elements=elements, copies=copies)

@@ -1,0 +1,234 @@
+"""`samestep explain`: what it tells is what the training then does, and it leaves no trace."""
+
+import json
+
+import pytest
+import torch
+
+from samestep import read_records
+from tests import streams, tiny
+from tests.command_line import call, tree
+
+CASES = {
+    "one rank": (1, "--epochs 2"),
+    "micro-steps": (2, "--batch-size 3 --epochs 1"),
+    "scaled": (2, "--lr-scaling linear --base-batch-size 4 --warmup-steps 3 --schedule cosine"),
+    "best kept": (1, "--epochs 3 --keep-top-k 1 --checkpoint-every-epochs 2 --eval-every-steps 5"),
+    "cut short": (1, "--max-steps 15 --ema 0.9 --optimizer sgd --momentum 0.9 --drop-last"),
+    "virtual ranks": (2, "--virtual-ranks 3 --batch-size 2 --epochs 1"),
+}
+
+
+@pytest.fixture
+def explained(capfd):
+    """Explain a training, and return the object that is printed."""
+
+    def explain(*arguments):
+        assert call("explain", *map(str, arguments), "--json") == 0
+        return json.loads(capfd.readouterr().out)
+
+    return explain
+
+
+def bytes_of(tensors):
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def assert_as_trained(told, run):
+    """Compare what was told with the records and the checkpoints of the training itself."""
+    records = list(read_records(run))
+    start = [r for r in records if r["event"] == "start"][-1]
+    assert told["plan"] == {name: start[name] for name in told["plan"]}
+    assert told["memory"]["weights"]["elements"] == start["parameters"]
+    assert told["evaluations"]["monitor"] == start["monitor"]
+    rates = {r["step"]: r["lr"] for r in records if r["event"] == "step"}
+    assert [rate["lr"] for rate in told["rates"]] == [rates[r["step"]] for r in told["rates"]]
+    begin = told["goes_on"]["step"] if told["goes_on"] else 0
+    since = [r for r in records if r.get("step", 0) > begin]
+    saved = [(r["step"], r["path"]) for r in since if r["event"] == "checkpoint"]
+    events = told["events"]
+    assert [(e["step"], f"checkpoints/{e['saves']}") for e in events if e["saves"]] == saved
+    evaluated = [r["step"] for r in since if r["event"] == "evaluation" and r["split"] != "test"]
+    assert [e["step"] for e in events if e["evaluates"]] == evaluated
+    files = list((run / "checkpoints").glob("*.pt"))
+    assert told["kept"]["fewest"] <= len(files) <= told["kept"]["most"]
+    state, memory = tiny.last_state(run), told["memory"]
+    assert memory["weights"]["bytes"] + memory["buffers"]["bytes"] == bytes_of(
+        state["model"].values()
+    )
+    kept = [v for own in state["optimizer"]["state"].values() for v in own.values()]
+    assert sum(part["bytes"] for part in memory["optimizer"].values()) == bytes_of(kept)
+    assert memory["average"]["bytes"] == bytes_of(state.get("ema", {}).values())
+    real = (run / "checkpoints" / tiny.read_index(run)["last"]["path"]).stat().st_size
+    assert told["checkpoint_bytes"] == pytest.approx(real, rel=0.03)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_told_is_what_is_trained(case, tmp_path, explained):
+    ranks, text = CASES[case]
+    recipe, flags = tiny.write_recipe(tmp_path), text.split()
+    if "--epochs" not in flags and "--max-steps" not in flags:
+        flags += ["--epochs", "1"]
+    before = tree(tmp_path)
+    told = explained(recipe, *flags, "--nproc", ranks)
+    assert tree(tmp_path) == before
+    run = tmp_path / "run"
+    tiny.train(recipe, *flags, "--run-dir", str(run), world_size=ranks, folder=tmp_path)
+    assert_as_trained(told, run)
+
+
+def test_a_run_is_explained_as_it_goes_on_on_another_number_of_ranks(tmp_path, explained):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    tiny.train(recipe, "--epochs", "1", "--run-dir", str(run), folder=tmp_path)
+    before = tiny.files(run)
+    told = explained(run, "--max-steps", "30", "--epochs", "9", "--nproc", "2")
+    assert tiny.files(run) == before
+    assert told["plan"]["global_batch_size"] == 12
+    assert (told["goes_on"]["step"], told["goes_on"]["ranks_before"]) == (tiny.STEPS_PER_EPOCH, 1)
+    tiny.resume(run, "--max-steps", "30", "--epochs", "9", world_size=2, folder=tmp_path)
+    assert_as_trained(told, run)
+
+
+def test_a_new_run_with_the_settings_of_a_run_is_explained_where_it_is_asked_for(
+    tmp_path, explained
+):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    tiny.train(recipe, "--epochs", "1", "--run-dir", str(run), folder=tmp_path)
+    told = explained(run, "--new")
+    assert told["goes_on"] is None
+    assert told["events"][0]["step"] == 4
+
+
+def test_the_length_of_a_stream_is_not_known(tmp_path, explained):
+    recipe = streams.write_recipe(tmp_path)
+    told = explained(recipe, "--nproc", 2)
+    unknown = ("num_samples", "steps_per_epoch", "total_steps")
+    assert [told["plan"][name] for name in unknown] == [None] * 3
+    assert told["events"] is None
+    assert [share["samples"] for share in told["step"]["shares"]] == [6]
+    assert told["memory"]["data"]["bytes"] == 0
+
+
+def test_what_a_recipe_prints_is_not_in_the_object(tmp_path, explained):
+    text = tiny.RECIPE.replace("def data(options):", "def data(options):\n    print('reading')")
+    assert explained(tiny.write_recipe(tmp_path, text))["recipe"] == "tiny"
+
+
+def test_eight_gpus_on_two_nodes_are_explained_without_any(explained):
+    told = explained(
+        "spiral", "--nproc", 4, "--nodes", 2, "--device", "cuda", "--precision", "fp16"
+    )
+    assert (told["device"], told["ranks"]["world_size"], told["ranks"]["num_nodes"]) == (
+        "cuda",
+        8,
+        2,
+    )
+    assert told["plan"]["global_batch_size"] == 256
+    assert [other["ranks"] for other in told["others"]] == [1, 4, 8, 16]
+    assert told["memory"]["optimizer"]["exp_avg"]["elements"] == 2834
+
+
+def test_activations_are_what_a_forward_keeps_beside_weights_and_batch(tmp_path, explained):
+    told = explained(tiny.write_recipe(tmp_path))
+    tanh, log_softmax, num_targets = 12 * 16 * 8, 12 * 2 * 8, 8
+    assert told["memory"]["activations"]["bytes"] == tanh + log_softmax + num_targets
+    assert told["memory"]["batch"]["bytes"] == 12 * 8 * 8 + 12 * 8
+    assert told["memory"]["data"]["bytes"] == (131 + 37) * (8 * 8 + 8)
+
+
+def test_the_gradients_of_virtual_ranks_are_counted_as_often_as_they_wait(tmp_path, explained):
+    recipe = tiny.write_recipe(tmp_path)
+    copies = [
+        explained(recipe, "--virtual-ranks", 4, "--nproc", ranks)["memory"]["gradients"]["copies"]
+        for ranks in (1, 2, 4)
+    ]
+    assert copies == [3, 2, 1]
+
+
+RANDOM = """
+from torch import nn
+
+def noisy(options):
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+"""
+
+
+def test_what_differs_on_other_numbers_of_ranks_is_found_in_the_model(tmp_path, explained):
+    text = (RANDOM + tiny.RECIPE).replace("model=model", "model=noisy")
+    drawn = explained(tiny.write_recipe(tmp_path, text))["drawn"]
+    assert drawn["batch_norms"] == ["1"]
+    assert drawn["draws"]
+    assert drawn["generators"] == []
+    plain = explained(tiny.write_recipe(tmp_path))["drawn"]
+    assert (plain["batch_norms"], plain["draws"]) == ([], {})
+
+
+def test_a_model_for_a_gpu_that_does_not_run_here_is_explained_without_its_memory(
+    tmp_path, explained, capfd
+):
+    text = tiny.RECIPE.replace("time.sleep(seconds)", "raise RuntimeError('no kernel')  #")
+    recipe = tiny.write_recipe(tmp_path, text)
+    told = explained(recipe, "--device", "cuda")
+    assert told["memory"] is None
+    assert "no kernel" in told["not_measured"]
+    assert told["plan"]["total_steps"] == tiny.STEPS
+    assert call("explain", str(recipe), "--device", "cpu") == 2
+    assert "no kernel" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--nproc 8", "--nproc 3 --virtual-ranks 5 --keep-top-k 2 --ema 0.9", "--epochs 1 --nodes 3"],
+)
+def test_every_line_for_people_fits_80_columns(flags, capfd):
+    assert call("explain", "spiral", "--global-batch-size", "120", *flags.split()) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "spirla",
+        "spiral --lr 0",
+        "spiral --global-batch-size 32 --accumulate 3",
+        "spiral --lr-scaling linear",
+        "spiral --monitor nothing",
+        "spiral --virtual-ranks 9999",
+        "spiral --batch-size 8000 --drop-last",
+        "spiral --resume",
+        "mnist --data-dir nowhere",
+        "nope.py",
+    ],
+)
+def test_a_mistake_is_told_as_train_tells_it(arguments, here, refused):
+    words = arguments.split()
+    assert refused("explain", *words) == refused("train", *words)
+    assert tree(here) == set()
+
+
+def test_a_run_that_would_become_another_training_is_refused(tmp_path, refused):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    tiny.train(recipe, "--epochs", "1", "--run-dir", str(run), folder=tmp_path)
+    for flag, value in (("--lr", "0.5"), ("--global-batch-size", "24"), ("--seed", "1")):
+        told = refused("explain", str(run), flag, value)
+        assert told == refused("train", str(run), "--resume", flag, value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--nproc 0", "--nproc"),
+        ("--nodes 0", "--nodes"),
+        ("--nproc 999 --nodes 999", "4096"),
+        ("--new --resume", "--new"),
+        ("--global-batch-size 32 --nproc 3", "--global-batch-size"),
+        ("--nproc 7001", "7001"),
+        ("--virtual-ranks 2 --nproc 3", "--virtual-ranks"),
+        ("--backend nccl --device cpu --nproc 2", "--backend"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(flags, says, here, refused):
+    assert says in refused("explain", "spiral", *flags.split())
+    assert tree(here) == set()
