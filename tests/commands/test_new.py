@@ -187,25 +187,16 @@ def test_killed_within_an_epoch_it_goes_on_to_the_same_bits(kind, tmp_path):
     assert ours["weights_sha256"] == theirs["weights_sha256"]
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", RECIPES)
-def test_verify_finds_the_same_training_and_nothing_to_accept(kind, tmp_path):
-    found = verified(written(kind, tmp_path), folder=tmp_path / "ranks")
+def test_verify_finds_the_same_training_and_nothing_to_accept(kind, sizes, tmp_path):
+    found = verified(written(kind, tmp_path), folder=tmp_path / "ranks", sizes=sizes)
     assert found.same, [(c.name, c.cause.name) for c in found.checks if not c.passed]
     assert differing(found) == {}
     assert {c.status for c in found.checks} <= {"same", "skipped"}
-    for row in ("2 ranks", "accumulation", "stop and resume", "samples apart", "loss"):
+    ranks = [f"{size} ranks" for size in sizes[1:]]
+    for row in (*ranks, "accumulation", "stop and resume", "samples apart", "loss"):
         assert check(found, row).status == "same", row
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", RECIPES)
-def test_the_command_that_it_names_calls_it_the_same_on_1_2_and_3_ranks(kind, tmp_path):
-    command = [sys.executable, "-m", "samestep", "verify", str(written(kind, tmp_path)), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["same"], found["world_sizes"]) == (True, [1, 2, 3])
-    assert {row["status"] for row in found["checks"]} <= {"same", "skipped"}
 
 
 # --- data of one's own: kind → what its place says, the file, and what predict shows of it
