@@ -12,7 +12,7 @@ from samestep.version import __version__
 _STARTED_AT = time.time()
 
 VERBS = {
-    "new": "write a recipe file to begin with, of one of six kinds, that trains as it is",
+    "new": "write a file to begin with that trains as it is: a recipe, or a loop of your own",
     "train": "train a recipe or a recipe file; with --resume, go on with a run",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "say what a checkpoint of a run makes of files: classes, numbers, rows",

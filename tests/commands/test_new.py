@@ -115,6 +115,7 @@ REFUSED = {
     "PyTorch": (["regression", "torch.py"], "regression my_torch.py"),
     "Python's random": (["regression", "random.py"], "regression my_random.py"),
     "Python's statistics": (["own-loop", "statistics.py"], "own-loop my_statistics.py"),
+    "a module without a file": (["text", "time.py"], "text my_time.py"),
     "samestep": (["graph", "samestep.py"], "graph my_samestep.py"),
     "an installed module without .py": (["graph", "numpy"], "graph my_numpy.py"),
     "what runs": (["text", "__main__.py"], "text my___main__.py"),

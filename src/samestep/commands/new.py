@@ -93,7 +93,9 @@ def _check_name(kind: str, path: Path) -> None:
     own = kind == "own-loop"  # which is run, not imported
     legal = re.fullmatch(r"\w[\w-]*", stem) if own else stem.isidentifier()
     if not legal or (keyword.iskeyword(stem) and not own):
-        problem = "a name has letters, digits, _ and -" if own else "Python cannot import this name"
+        problem = (
+            "use letters, digits, _ and - in its name" if own else "Python cannot import this name"
+        )
         raise UserError(f"{path}: {problem}. {_better(kind, path, _as_module(stem))}")
     if hidden := _module_that_is_hidden(stem, path.parent):
         raise UserError(
