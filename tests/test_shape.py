@@ -42,12 +42,21 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 
 
+# What `samestep new` writes: the user's code, which imports `samestep` as users do. It is no room.
+TEMPLATES = "templates"
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module: its folder, or itself in the hall."""
+    return module.partition(".")[0]
+
+
 def modules() -> dict[str, ast.Module]:
     """Return the syntax tree of each module of the package by its dotted name."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        if not name.endswith("__init__"):
+        if not name.endswith("__init__") and room_of(name) != TEMPLATES:
             found[name] = ast.parse(path.read_text())
     return found
 
@@ -72,14 +81,13 @@ def own_imports(name: str) -> set[str]:
     return {t if t in MODULES else t.rpartition(".")[0] for t in own}
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module: its folder, or itself in the hall."""
-    return module.partition(".")[0]
-
-
 def test_every_room_is_on_one_floor():
     rooms = {room_of(name) for name in MODULES}
     assert sorted(room for floor in FLOORS for room in floor) == sorted(rooms)
+
+
+def test_no_module_imports_a_template():
+    assert not {name for name in MODULES for own in own_imports(name) if room_of(own) == TEMPLATES}
 
 
 def test_imports_point_one_way():
@@ -126,8 +134,8 @@ def test_what_needs_no_torch_does_not_import_it():
         *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
         *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log"),
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
-        *(".commands.compare", ".commands.data", ".commands.track", ".tracking.follow_run"),
-        *(".tracking.tracker_processes", ".tracking.send_run"),
+        *(".commands.compare", ".commands.data", ".commands.new", ".commands.track"),
+        *(".tracking.follow_run", ".tracking.tracker_processes", ".tracking.send_run"),
     ]
     program = (
         f"import sys, {', '.join('samestep' + n for n in names)}; sys.exit('torch' in sys.modules)"

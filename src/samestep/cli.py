@@ -13,6 +13,7 @@ _STARTED_AT = time.time()
 
 VERBS = {
     "demo": "see it work: one rank, killed on two, resumed on three, the same bits",
+    "new": "write a file to begin with that trains as it is: a recipe, or a loop of your own",
     "train": "train a recipe or a recipe file; with --resume, go on with a run",
     "explain": "say what a training will do before it runs: batches, memory, rates, files",
     "evaluate": "evaluate a checkpoint of a run on one device",

@@ -1,0 +1,90 @@
+"""Predict a number from the columns of a table.
+
+    samestep train NAME.py                    # train; the run goes into a folder in runs/
+    samestep verify NAME.py                   # is it the same training on 1, 2 and 3 ranks?
+    samestep train NAME.py --nproc 2          # the same training, shared by two processes
+    samestep train NAME.py --help             # every setting, such as --lr 0.01
+    samestep predict runs/ID FILE.csv         # a number for each row, from the best checkpoint
+
+It trains at once, on a table that it makes up. Change it from the top down.
+"""
+
+import csv
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from samestep import Recipe, Splits
+
+DATA_FILE: Path | None = None  # --- your data here --- such as Path("houses.csv")
+COLUMNS = ("area", "rooms", "age")  # what to predict from: names in the first line of the file
+TARGET = "price"  # what to predict
+# A network learns best from numbers around 0, about as large as 1. These are the mean and the
+# standard deviation of each column of the training data. `predict` needs them, too.
+MEAN, DEVIATION = (105.0, 3.5, 40.0), (43.0, 1.7, 23.0)
+TARGET_MEAN, TARGET_DEVIATION = 345.0, 137.0
+
+
+def table() -> tuple[Tensor, Tensor]:
+    """Return the columns (rows, columns) and what to predict (rows, 1)."""
+    if DATA_FILE is not None:
+        return read_columns(DATA_FILE, COLUMNS), read_columns(DATA_FILE, (TARGET,))
+    drawn = torch.rand(2000, 4, generator=torch.Generator().manual_seed(0))
+    area, rooms, age = 30 + 150 * drawn[:, 0], 1 + (6 * drawn[:, 1]).floor(), 80 * drawn[:, 2]
+    price = 3 * area + 20 * rooms - 0.01 * age * area + 20 * (drawn[:, 3] - 0.5)
+    return torch.stack([area, rooms, age], dim=1), price.unsqueeze(1)
+
+
+def read_columns(path: Path, names: tuple[str, ...]) -> Tensor:
+    """Return these columns of a CSV file: (rows, columns)."""
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        missing = set(names) - set(rows.fieldnames or ())
+        if missing:
+            raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+        return torch.tensor([[float(row[name]) for name in names] for row in rows])
+
+
+def scaled(columns: Tensor) -> Tensor:
+    return (columns - torch.tensor(MEAN)) / torch.tensor(DEVIATION)
+
+
+def data() -> Splits:
+    """Hold out a tenth to choose the best epoch by, and a tenth to test the result once."""
+    columns, numbers = table()
+    inputs, targets = scaled(columns), (numbers - TARGET_MEAN) / TARGET_DEVIATION
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(1))
+    test, validation, train = order.tensor_split([len(order) // 10, len(order) // 5])
+    return Splits(
+        train=(inputs[train], targets[train]),
+        validation=(inputs[validation], targets[validation]),
+        test=(inputs[test], targets[test]),
+    )
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(len(COLUMNS), 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return how far off the number is, for each row; samestep takes the mean over all ranks."""
+    return TARGET_DEVIATION * (outputs - targets).abs().squeeze(1)
+
+
+def show(outputs: Tensor, _: Tensor | None) -> list[dict[str, float]]:
+    """Return what `samestep predict` shows of each row."""
+    return [{TARGET: TARGET_MEAN + TARGET_DEVIATION * float(output)} for output in outputs]
+
+
+recipe = Recipe(
+    model=model,
+    data=data,
+    loss=nn.functional.mse_loss,
+    metrics={"error": error},
+    lower_is_better=("error",),
+    read=lambda _, path: list(scaled(read_columns(path, COLUMNS))),
+    show=show,
+    # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
+    settings={"epochs": 10, "global_batch_size": 32, "lr": 3e-3, "monitor": "error"},
+)

@@ -1,0 +1,325 @@
+"""`samestep new`: each file it writes trains, learns, goes on exactly and verifies as it stands."""
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from samestep import read_records
+from samestep.cli import main
+from samestep.commands.new import KINDS, TEMPLATES
+from tests import tiny
+from tests.command_line import _process_as_it_was, call, read_json, tree
+from tests.faults import Fault
+from tests.own_loop import same, scripts
+from tests.processes import TIMEOUT_S
+from tests.verification.forked import check, differing, verified
+
+RECIPES = [kind for kind in KINDS if kind != "own-loop"]
+# What each reaches on the validation data with its own settings, and what guessing would.
+LEARNS = {
+    "regression": ("error", 100.0, 10.0),
+    "classification": ("accuracy", 1 / 3, 0.85),
+    "text": ("accuracy", 1 / 2, 0.95),
+    "graph": ("accuracy", 1 / 2, 0.85),
+    "images": ("accuracy", 1 / 3, 0.95),
+}
+
+
+@pytest.fixture(autouse=True)
+def _process():
+    """Forget what a test imported: a name that a module has already is refused."""
+    with _process_as_it_was():
+        yield
+
+
+def written(kind: str, folder: Path, name: str = "mine.py") -> Path:
+    """Write a template into a folder and return its path."""
+    assert call("new", kind, str(folder / name)) == 0
+    return folder / name
+
+
+# --- what is written
+
+
+def test_every_kind_has_a_template_and_every_template_a_kind():
+    files = {path.stem.replace("_", "-") for path in TEMPLATES.glob("[!_]*.py")}
+    assert files == KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_names_itself_and_the_place_for_data_and_is_short(kind, here, capfd):
+    assert call("new", kind, "houses.py") == 0
+    printed, told = capfd.readouterr()
+    assert told == ""
+    lines = (here / "houses.py").read_text().splitlines()
+    assert 40 <= len(lines) <= 100
+    assert not [line for line in lines if "NAME" in line]
+    assert len([line for line in lines if "your data here" in line]) == 1
+    shown = re.findall(r"(?:samestep|python|torchrun) .*houses\.py.*", printed)
+    assert len(shown) == 2, "what to type next"
+    for command in shown:
+        assert f"    {command}" in "\n".join(lines), "the file itself shows the same commands"
+
+
+def test_the_folder_of_the_name_is_where_it_goes_and_commands_can_be_pasted(here, capfd):
+    folder = here / "of mine"
+    folder.mkdir()
+    assert call("new", "text", "of mine/reviews.py") == 0
+    assert "samestep train 'of mine/reviews.py'" in capfd.readouterr().out
+    assert "samestep train reviews.py" in (folder / "reviews.py").read_text()
+
+
+def test_help_has_a_line_for_each_kind_and_needs_no_torch(here):
+    program = (
+        "import sys; from samestep.cli import main; codes = [main(['new', '--help']), "
+        "main(['new', 'text', 'a.py'])]; sys.exit(any(codes) or 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    for kind in KINDS:
+        assert f"\n  {kind} " in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("arguments", [(), ("text",)], ids=["nothing", "a kind alone"])
+def test_without_a_name_the_help_is_shown_and_nothing_written(arguments, here, capfd):
+    assert call("new", *arguments) == 2
+    assert "usage: samestep new" in capfd.readouterr().out
+    assert tree(here) == set()
+
+
+# --- what is refused
+
+# What is wrong → the arguments, and what of them the one message names.
+REFUSED = {
+    "an unknown kind": (["regresion", "a.py"], "'regression'"),
+    "the name first": (["a.py", "text"], "text a.py"),
+    "two names": (["text", "a.py", "b.py"], "a.py b.py"),
+    "a flag": (["text", "a.py", "--force"], "--force"),
+    "no .py": (["text", "reviews"], "text reviews.py"),
+    "another ending": (["text", "data.csv"], "text data_csv.py"),
+    "no name before .py": (["text", ".py"], "text recipe.py"),
+    "a hyphen": (["text", "my-reviews.py"], "text my_reviews.py"),
+    "a dot": (["text", "reviews.v2.py"], "text reviews_v2.py"),
+    "a digit first": (["text", "2nd.py"], "text my_2nd.py"),
+    "a keyword": (["text", "class.py"], "text my_class.py"),
+    "a quote in a script": (["own-loop", "a'b.py"], "own-loop a_b.py"),
+    "PyTorch": (["regression", "torch.py"], "regression my_torch.py"),
+    "Python's random": (["regression", "random.py"], "regression my_random.py"),
+    "Python's statistics": (["own-loop", "statistics.py"], "own-loop my_statistics.py"),
+    "a module without a file": (["text", "time.py"], "text my_time.py"),
+    "samestep": (["graph", "samestep.py"], "graph my_samestep.py"),
+    "an installed module without .py": (["graph", "numpy"], "graph my_numpy.py"),
+    "what runs": (["text", "__main__.py"], "text my___main__.py"),
+    "no folder": (["text", "nowhere/a.py"], "mkdir -p nowhere"),
+    "a file as folder": (["text", "there.py/a.py"], "there.py/a.py"),
+    "a file that is there": (["text", "there.py"], "text there_2.py"),
+    "a folder that is there": (["text", "taken.py"], "text taken_2.py"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_one_message_with_what_to_type_and_writes_nothing(name, here, refused, capfd):
+    arguments, named = REFUSED[name]
+    (here / "there.py").write_text("mine = 1\n")
+    (here / "taken.py").mkdir()
+    before = tree(here)
+    message = refused("new", *arguments)
+    assert named in message
+    assert tree(here) == before
+    assert (here / "there.py").read_text() == "mine = 1\n"
+    if typed := re.search(r"Type: samestep (new .*)", message):
+        words = shlex.split(typed[1])
+        if not {"KIND", "NAME.py"} & set(words):
+            assert call(*words) == 0, "what it says to type works"
+
+
+def test_a_module_beside_the_file_is_not_an_installed_one(here):
+    (here / "houses").mkdir()
+    (here / "houses" / "__init__.py").write_text("")
+    assert call("new", "regression", "houses.py") == 0
+
+
+def test_without_pytorch_geometric_both_new_and_train_say_how_to_install_it(
+    here, refused, monkeypatch, capfd
+):
+    install = "pip install 'samestep[graphs]'"
+    for module in [m for m in sys.modules if m.partition(".")[0] == "torch_geometric"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    assert call("new", "graph", "molecules.py") == 0
+    assert install in capfd.readouterr().out
+    assert install in refused("train", "molecules.py")
+
+
+# --- the recipes
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_it_learns_with_its_own_settings(kind, tmp_path):
+    run = tmp_path / "run"
+    tiny.train(written(kind, tmp_path), "--run-dir", str(run), folder=tmp_path)
+    metric, guessed, reached = LEARNS[kind]
+    found = [r[metric] for r in read_records(run) if r["event"] == "evaluation"]
+    assert (min(found) < reached) if reached < guessed else (max(found) > reached), found
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_killed_within_an_epoch_it_goes_on_to_the_same_bits(kind, tmp_path):
+    recipe = written(kind, tmp_path)
+    flags = ("--epochs", "2", "--checkpoint-every-steps", "6", "--log-every", "1")
+    for name in ("whole", "killed"):
+        faults = (Fault("after a step", 21, signal.SIGKILL),) if name == "killed" else ()
+        path = ("--run-dir", str(tmp_path / name))
+        ranks = tiny.start(recipe, *path, *flags, faults=faults, folder=tmp_path)
+        assert ranks.wait() == [-signal.SIGKILL if faults else 0], ranks.output()
+    assert 0 < tiny.newest_announced(tmp_path / "killed") < 21
+    tiny.resume(tmp_path / "killed", folder=tmp_path)
+    tiny.assert_same_training(tmp_path / "killed", tmp_path / "whole", tolerance=0)
+    ours, theirs = (read_json(tmp_path / name / "result.json") for name in ("killed", "whole"))
+    assert ours["weights_sha256"] == theirs["weights_sha256"]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_verify_finds_the_same_training_and_nothing_to_accept(kind, sizes, tmp_path):
+    found = verified(written(kind, tmp_path), folder=tmp_path / "ranks", sizes=sizes)
+    assert found.same, [(c.name, c.cause.name) for c in found.checks if not c.passed]
+    assert differing(found) == {}
+    assert {c.status for c in found.checks} <= {"same", "skipped"}
+    ranks = [f"{size} ranks" for size in sizes[1:]]
+    for row in (*ranks, "accumulation", "stop and resume", "samples apart", "loss"):
+        assert check(found, row).status == "same", row
+
+
+# --- data of one's own: kind → what its place says, the file, and what predict shows of it
+
+ROWS = 30
+TABLE = "area,rooms,age,price\n" + "".join(
+    f"{50 + n},{1 + n % 5},{n},{200 + n}\n" for n in range(30)
+)
+FISH = "length,width,weight,kind\n" + "".join(
+    f"{20 + n % 3},7,1.{n % 3},{('bass', 'perch', 'trout')[n % 3]}\n" for n in range(ROWS)
+)
+REVIEWS = "".join(
+    f"{('bad', 'good')[n % 2]}\tit was {('weak', 'fun')[n % 2]}\n" for n in range(ROWS)
+)
+GRAPHS = "".join(
+    json.dumps({"nodes": [[1]] * 3, "edges": [[0, 1], [1, 2], [2, 0]][: 2 + n % 2], "label": n % 2})
+    + "\n"
+    for n in range(ROWS)
+)
+OWN = {"regression": TABLE, "classification": FISH, "text": REVIEWS, "graph": GRAPHS}
+
+
+def write_photos(folder: Path) -> Path:
+    """Write a few images of each class and return the folder of all."""
+    for place, name in enumerate(("disc", "square", "stripes")):
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(10):
+            colour = (20 * number, 100 * place, 50)
+            Image.new("RGB", (20, 18), colour).save(folder / "photos" / name / f"{number}.jpg")
+    return folder / "photos"
+
+
+def at_the_place(recipe: Path, data: Path) -> None:
+    """Put a path where the recipe says that it belongs."""
+    text, count = re.subn(
+        r"(Path \| None) = None  # --- y", rf"\1 = Path({str(data)!r})  # y", recipe.read_text()
+    )
+    assert count == 1
+    recipe.write_text(text)
+
+
+def predicted(run: Path, *files: Path, capfd) -> tuple[int, list[dict]]:
+    capfd.readouterr()
+    code = main(["predict", str(run), *map(str, files), "--json"])
+    return code, [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_path, capfd):
+    recipe, run = written(kind, tmp_path), tmp_path / "run"
+    if kind == "images":
+        data = write_photos(tmp_path)
+        files, rows = [data / "disc" / "0.jpg", data / "square" / "0.jpg"], 2
+    else:
+        data = tmp_path / "data"
+        data.write_text(OWN[kind])
+        files, rows = [data], REVIEWS.count("\n")
+    at_the_place(recipe, data)
+    tiny.train(recipe, "--run-dir", str(run), "--epochs", "1", folder=tmp_path)
+    (start,) = (r for r in read_records(run) if r["event"] == "start")
+    assert 0 < start["num_samples"] < 30
+    code, found = predicted(run, *files, capfd=capfd)
+    assert code == 0
+    assert len(found) == rows
+    name = {"regression": "price", "text": "class", "graph": "class"}.get(kind, "classes")
+    assert all(name in one for one in found)
+
+
+def test_a_table_without_a_column_and_a_broken_image_are_named(tmp_path, refused):
+    (tmp_path / "data").write_text("area,rooms\n1,2\n")
+    recipe = written("regression", tmp_path, "houses.py")
+    at_the_place(recipe, tmp_path / "data")
+    assert "no column age" in refused("train", str(recipe))
+    recipe, photos = written("images", tmp_path, "photos_of.py"), write_photos(tmp_path)
+    at_the_place(recipe, photos)
+    (photos / "disc" / "half.jpg").write_bytes(b"")
+    assert "disc/half.jpg" in refused("train", str(recipe))
+
+
+# --- the script
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The script's run in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    scripts.run(written("own-loop", folder), "run", folder=folder)
+    return folder / "run"
+
+
+def test_the_script_learns(alone):
+    held_out = [r["loss"] for r in read_records(alone) if r["event"] == "evaluation"]
+    assert len(held_out) == 10
+    assert held_out[-1] < held_out[0] / 4
+
+
+def test_the_script_trains_the_same_on_two_ranks_and_compare_says_so(alone, tmp_path, capfd):
+    scripts.run(written("own-loop", tmp_path), "run", world_size=2, folder=tmp_path)
+    same.assert_same(tmp_path / "run", alone)
+    capfd.readouterr()
+    assert main(["compare", str(alone), str(tmp_path / "run"), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["same_training"][0]["verdict"] in ("equal", "rounding")
+
+
+def test_the_script_that_was_killed_goes_on_to_the_same_bits(alone, tmp_path):
+    script = written("own-loop", tmp_path)
+    kill = scripts.Strike(45, signal.SIGKILL)
+    scripts.run(script, "run", folder=tmp_path, strike=kill, code=-signal.SIGKILL)
+    scripts.run(script, "run", folder=tmp_path)
+    same.assert_same(tmp_path / "run", alone, tolerance=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [["python"], ["torchrun", "--nproc_per_node=2"]], ids=len)
+def test_the_script_runs_by_the_commands_that_it_names(launcher, tmp_path):
+    program = [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:]]
+    script = written("own-loop", tmp_path)
+    command = [*program, script.name, "runs/one"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("epoch ")]) == 10
+    assert read_json(tmp_path / "runs" / "one" / "result.json")["status"] == "completed"
