@@ -172,4 +172,5 @@ _LIBRARIES = (*(os.path.dirname(file) + os.sep for file in (__file__, os.__file_
 def is_users(file: str) -> bool:
     """Whether a file of a traceback is neither samestep's nor Python's nor installed."""
     installed = "site-packages" in file or "dist-packages" in file
-    return not installed and not file.startswith(_LIBRARIES)
+    command = file.endswith(f"{os.sep}bin{os.sep}samestep")  # as pip installs it
+    return not installed and not command and not file.startswith(_LIBRARIES)
