@@ -57,13 +57,19 @@ def main() -> int:
         _row("`samestep.train`, nproc=2", two),
         _row("`samestep train --nproc 2`", typed),
         "",
-        f"- 1 rank: {over:+.2f} s beside {MOST_RATIO} × the account; target: at most "
-        f"{MOST_EXTRA_S:+.1f} s, {_verdict(over, MOST_EXTRA_S)}.",
-        f"- nproc=2: {over_two:+.2f} s beside {MOST_RATIO} × the account; target: at most "
-        f"{MOST_EXTRA_S:+.1f} s and one start of ranks, here the command line's rest of "
-        f"{start:.2f} s, {_verdict(over_two, MOST_EXTRA_S + start)}.",
-        f"- `samestep demo`: {demo:.1f} s; target: at most {MOST_DEMO_S:.0f} s, "
-        f"{_verdict(demo, MOST_DEMO_S)}.",
+        (
+            f"- 1 rank: {over:+.2f} s beside {MOST_RATIO} × the account; target: at most "
+            f"{MOST_EXTRA_S:+.1f} s, {_verdict(over, MOST_EXTRA_S)}."
+        ),
+        (
+            f"- nproc=2: {over_two:+.2f} s beside {MOST_RATIO} × the account; target: at most "
+            f"{MOST_EXTRA_S:+.1f} s and one start of ranks, here the command line's rest of "
+            f"{start:.2f} s, {_verdict(over_two, MOST_EXTRA_S + start)}."
+        ),
+        (
+            f"- `samestep demo`: {demo:.1f} s; target: at most {MOST_DEMO_S:.0f} s, "
+            f"{_verdict(demo, MOST_DEMO_S)}."
+        ),
         f"- Medians of {rounds} rounds. The account is that of the run's records: training,",
         "  evaluations and checkpoints, without the test at the end.",
     ]
