@@ -38,7 +38,15 @@ def assert_ends_with_two_examples(text: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("train",), ("train", "spiral"), ("train", "mnist"), ("evaluate",), ("data",), ("track",)],
+    [
+        ("train",),
+        ("train", "spiral"),
+        ("train", "mnist"),
+        ("evaluate",),
+        ("data",),
+        ("track",),
+        ("runs",),
+    ],
     ids=" ".join,
 )
 def test_the_help_of_a_verb_ends_with_two_examples(arguments, capfd):

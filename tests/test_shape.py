@@ -126,8 +126,8 @@ def test_what_needs_no_torch_does_not_import_it():
         *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
         *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log"),
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
-        *(".commands.compare", ".commands.data", ".commands.track", ".tracking.follow_run"),
-        *(".tracking.tracker_processes", ".tracking.send_run"),
+        *(".commands.compare", ".commands.data", ".commands.runs", ".commands.track"),
+        *(".tracking.follow_run", ".tracking.tracker_processes", ".tracking.send_run"),
     ]
     program = (
         f"import sys, {', '.join('samestep' + n for n in names)}; sys.exit('torch' in sys.modules)"
