@@ -10,9 +10,11 @@ from typing import Annotated
 import tyro
 
 from samestep.commands.help import Switch, parse_flags
+from samestep.nearby import find_nearby
 from samestep.run.summary import Sort, read_runs, sorted_runs
 from samestep.screen.run_table import as_json, run_lines
 
+_BEGIN = "Begin one: samestep train spiral"
 _EXAMPLES = ("runs", "runs runs --recipe spiral --sort metric")
 
 
@@ -47,6 +49,7 @@ def main(arguments: list[str]) -> int:
         there = ", ".join(sorted({run.recipe for run in found} - {""}))
         sys.stdout.write(f"No run in {command.folder} is of recipe {wanted}. There are: {there}\n")
     else:
-        sys.stdout.write(f"There is no run in {command.folder} yet. Begin one: ")
-        sys.stdout.write("samestep train spiral\n")
+        other = find_nearby("runs", "runs") if is_default else None
+        more = f"There are some in {other}: samestep runs {other}" if other else _BEGIN
+        sys.stdout.write(f"There is no run in {command.folder} yet. {more}\n")
     return 0

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.run.ending import how_it_ended
 from samestep.run.files import read_object
 from samestep.run.records import NOT_METRICS, Record, as_uninterrupted
@@ -102,11 +103,14 @@ def read_run(path: Path) -> RunData:
         UserError: there is no run here at all.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is no directory; name the directories of runs, like runs/ID.")
+        raise UserError(
+            f"{path} is no directory; name the directories of runs, like runs/ID."
+            f"{nearby(path, 'run')}"
+        )
     if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
         raise UserError(
             f"{path} holds no run: neither events.jsonl nor settings.toml is in it. Name the "
-            "directories of runs, like runs/ID."
+            f"directories of runs, like runs/ID.{nearby(path, 'run')}"
         )
     problems: list[str] = []
     records = _records(path / "events.jsonl", problems)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.run.directory import is_run
 from samestep.run.ending import Ending, how_it_ended
 from samestep.run.glimpse import Glimpse, Line, glimpse, open_regular, validations
@@ -80,6 +81,7 @@ def read_runs(folder: Path | str = "runs") -> list[RunSummary]:
     except OSError as error:
         raise UserError(
             f"{folder} cannot be read: {error.strerror}. Name a folder with runs, such as runs/."
+            f"{nearby(folder, 'runs')}"
         ) from error
     if itself:
         above = folder.absolute().parent if folder.name in ("", "..") else folder.parent
