@@ -46,6 +46,7 @@ def assert_ends_with_two_examples(text: str) -> None:
         ("data",),
         ("track",),
         ("runs",),
+        ("completion",),
     ],
     ids=" ".join,
 )

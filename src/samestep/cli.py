@@ -23,6 +23,7 @@ VERBS = {
     "scale": "measure 1, 2, 4 … ranks, and say where the time goes that scaling loses",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
+    "completion": "print a script for bash, zsh or fish that completes all of this",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",
 }
 
