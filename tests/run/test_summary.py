@@ -132,6 +132,22 @@ def test_an_earlier_result_does_not_speak_for_a_resumed_run_that_was_killed(tmp_
     assert (found.steps, found.seconds) == (13, 99.0)
 
 
+def test_nor_for_one_that_was_killed_before_it_wrote_its_own(tmp_path):
+    run = write_run(tmp_path / "run")
+    best = {"metric": "accuracy", "mode": "max", "value": 0.99}
+    write_result(run, best=best, steps=18, training_seconds=1.0)
+    write_index(run, 0.5)
+    with (run / "events.jsonl").open("a") as file:
+        for record in (
+            {"event": "step", "step": 20, "loss": 1.0, "seconds": 99.0},
+            {"event": "stop", "step": 20, "reason": "SIGTERM"},
+        ):
+            file.write(json.dumps(record) + "\n")
+    found = only(tmp_path)
+    assert (found.state, found.value, found.steps) == ("stopped", 0.5, 20)
+    assert found.seconds == 99.0
+
+
 def test_before_the_first_epoch_ends_the_curve_is_of_steps(tmp_path):
     run = write_run(tmp_path / "run", finished=False)
     (run / "events.jsonl").write_text("".join(lines_of(run)[:5]))

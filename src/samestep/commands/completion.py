@@ -18,8 +18,8 @@ recipes, files and runs. Keep it where the shell looks for such scripts:
         fpath=(~/.zfunc $fpath)
   fish  ~/.config/fish/completions/samestep.fish
 
-Make the folder first if it is not there. A new shell then completes. The script stays as
-it is: print it again after an update of samestep.
+Make the folder first if it is not there. A new shell then completes. The script
+stays as it is: print it again after an update of samestep.
 
 """
 _EXAMPLES = (
