@@ -7,6 +7,7 @@
     samestep.predict(run, ["a.csv", "b.csv"])
     samestep.verify("spiral", world_sizes=(1, 2))["same"]
     samestep.compare(run, "runs/ID")["same_training"]
+    samestep.runs("runs", sort="metric")
 
     samestep.Recipe, Splits                              # a model and its data
     samestep.open_run                                    # for a training loop of your own
@@ -23,6 +24,7 @@ from samestep.version import __version__
 if TYPE_CHECKING:
     from samestep.api.checkpoints import evaluate, load, predict
     from samestep.api.checks import compare, verify
+    from samestep.api.listing import runs
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
     from samestep.data.keyed_random import normal, uniform
@@ -73,6 +75,7 @@ __all__ = [
     "predict",
     "read_records",
     "reduce_tensor",
+    "runs",
     "setup_distributed",
     "split_indices",
     "train",
@@ -104,6 +107,7 @@ _HOMES = {
     "predict": "api.checkpoints",
     "read_records": "run.records",
     "reduce_tensor": "ranks.process_group",
+    "runs": "api.listing",
     "setup_distributed": "ranks.process_group",
     "split_indices": "data.random_split",
     "train": "api.training",

@@ -21,10 +21,12 @@ VERBS = {
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
     "profile": "where the time goes, of a recipe or of any script, and what to change",
     "verify": "is it the same training on one process and on many?",
+    "runs": "list the runs in a folder: state, best metric, duration, curve",
     "compare": "put runs side by side: settings, the same training or not, speed, curves",
     "scale": "measure 1, 2, 4 … ranks, and say where the time goes that scaling loses",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
+    "completion": "print a script for bash, zsh or fish that completes all of this",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",
 }
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UserError, defined_at, did_you_mean, no_exit, raised_at
+from samestep.nearby import nearby
 from samestep.settings import Settings
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -298,10 +299,12 @@ def find_recipe(name: str) -> Recipe:
             raise UserError(
                 f"There is no run at {name}: no settings.toml is in it. Give the directory of a "
                 f"run, a recipe file ending in .py, or a recipe: {', '.join(known)}."
+                f"{nearby(name, 'run')}"
             )
         raise UserError(
             f"There is no recipe {name!r}. {did_you_mean(name, known)}The recipes are: "
             f"{', '.join(known)}; or give the path of your own file, ending in .py."
+            f"{nearby(name, 'run') or nearby(f'{name}.py', 'file')}"
         )
     recipe: Recipe = importlib.import_module(f"samestep.recipes.{name}").recipe
     return replace(recipe, name=name)
@@ -337,7 +340,7 @@ def _from_file(path: Path) -> Recipe:
     if not path.is_file():
         raise UserError(
             f"There is no file {path}. Give the path of a recipe file, or a name of: "
-            f"{', '.join(recipe_names())}."
+            f"{', '.join(recipe_names())}.{nearby(path, 'file')}"
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

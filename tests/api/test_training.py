@@ -261,3 +261,22 @@ def test_the_help_of_the_package_shows_its_functions():
         assert f"\n    {name}(" in text
     assert {*dir(samestep)} <= {*samestep.__all__}
     json.dumps(sorted(dir(samestep)))
+
+
+def test_the_runs_of_a_folder_are_listed_also_from_within_a_training():
+    found = []
+
+    class Looks(nn.Linear):
+        def forward(self, x):
+            if self.training and len(x) == 10:
+                found[:] = [run["state"] for run in samestep.runs()]
+            return super().forward(x)
+
+    samestep.train(made(lambda: Looks(4, 2)), epochs=1, quiet=True, run_dir="runs/first")
+    assert found == ["running"]
+    (one,) = samestep.runs(recipe="recipe", sort="metric")
+    assert (one["state"], one["epochs"]) == ("completed", 1)
+    assert samestep.runs(recipe="spiral") == []
+    for call in (lambda: samestep.runs("nowhere"), lambda: samestep.runs(sort="size")):
+        with pytest.raises(UserError):
+            call()

@@ -1,15 +1,20 @@
-"""The classes of MNIST's files, and of Fashion-MNIST's, which have the same names and sizes."""
+"""The classes of MNIST's files and of Fashion-MNIST's; images in files of their own."""
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from samestep import UserError
-from samestep.recipes.mnist import MnistOptions, data
+from samestep.cli import main
+from samestep.data.idx import read_images_and_labels
+from samestep.recipes.mnist import MnistOptions, data, read
 from samestep.training.snapshot import check_classes
 from tests.idx_files import write_mnist
+from tests.image_files import BROKEN
 
 DIGITS = [str(digit) for digit in range(10)]
 # The first labels of its training set, as its publishers' files have them.
@@ -37,3 +42,63 @@ def test_a_checkpoint_of_an_earlier_version_knows_the_classes_by_their_numbers()
     check_classes({"classes": DIGITS}, ["T-shirt/top", *DIGITS[1:]])
     with pytest.raises(UserError, match="'cat'"):
         check_classes({"classes": ["cat", "dog"]}, ["dog", "cat"])
+
+
+def drawn(seed: int = 0) -> np.ndarray:
+    """Return an image as MNIST's are: light on a dark border."""
+    image = np.zeros((28, 28), np.uint8)
+    image[6:22, 8:20] = np.random.default_rng(seed).integers(0, 256, (16, 12))
+    return image
+
+
+def as_read(path: Path, image: Image.Image) -> np.ndarray:
+    image.save(path)
+    return read(MnistOptions(), path).numpy()
+
+
+def test_an_image_of_the_data_saved_as_a_file_is_read_bit_for_bit(tmp_path):
+    image = drawn()
+    for mode in ("L", "RGB", "RGBA"):
+        whole = Image.fromarray(image).convert(mode)
+        assert np.array_equal(as_read(tmp_path / f"{mode}.png", whole), image)
+
+
+def test_ink_on_paper_becomes_light_on_dark(tmp_path):
+    image = drawn()
+    assert np.array_equal(as_read(tmp_path / "ink.png", Image.fromarray(255 - image)), image)
+    transparent = Image.fromarray(np.dstack([np.zeros((28, 28, 3), np.uint8), image]))
+    assert np.array_equal(as_read(tmp_path / "no-paper.png", transparent), image)
+    palette = Image.fromarray(255 - image).quantize(256)
+    assert np.abs(as_read(tmp_path / "palette.png", palette).astype(int) - image).max() <= 8
+
+
+def test_any_size_and_colour_is_read_as_28_x_28_grey(tmp_path):
+    wide = Image.new("RGB", (300, 70), (255, 255, 0))
+    wide.paste((0, 0, 255), (140, 20, 160, 50))
+    found = as_read(tmp_path / "wide.jpg", wide)
+    assert (found.shape, found.dtype) == ((28, 28), np.uint8)
+    assert found[14, 14] > 200, "blue on yellow is dark on light"
+    assert found[0, 0] < 40
+
+
+def test_predict_names_the_digits_in_files_and_the_files_that_are_none(tmp_path, capsys):
+    folder = write_mnist(tmp_path / "data", num_train=600)
+    run = str(tmp_path / "run")
+    train = ("--epochs", "3", "--lr", "0.01", "--run-dir", run)
+    assert main(["train", "mnist", "--data-dir", str(folder), "--threads", "1", *train]) == 0
+    images, labels = read_images_and_labels(folder, "test")
+    files = [tmp_path / f"{place}.png" for place in range(20)]
+    for place, file in enumerate(files):
+        Image.fromarray(255 - images[place] if place % 2 else images[place]).save(file)
+    capsys.readouterr()
+    assert main(["predict", run, *map(str, files), "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["classes"][0]["class"] for one in told] == [str(n) for n in labels[:20]]
+    for kind in ("empty", "truncated", "text"):
+        BROKEN[kind][0](tmp_path / f"{kind}.png")
+    broken = [str(tmp_path / f"{kind}.png") for kind in ("empty", "truncated", "text")]
+    assert main(["predict", run, str(files[0]), *broken, "--json"]) == 1
+    good, *bad = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert good["classes"][0]["class"] == str(labels[0])
+    assert [one["file"] for one in bad] == broken
+    assert all(one["problem"] for one in bad)

@@ -23,6 +23,7 @@ from samestep.commands.help import (
     show_general_help,
 )
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.ranks.failure import TASK, is_lost_peer, leave_for_parent, print_error
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.limits import check_workers, cores
@@ -140,7 +141,9 @@ def is_recipe_file(path: Path) -> bool:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
-        raise UserError(f"There is no file {path} that can be read: {error.strerror}.") from error
+        raise UserError(
+            f"There is no file {path} that can be read: {error.strerror}.{nearby(path, 'file')}"
+        ) from error
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error

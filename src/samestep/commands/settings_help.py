@@ -93,6 +93,11 @@ def _kind(hint: Any) -> tuple[Any, str | None]:
     return hint, metavar
 
 
+def kind_of(hint: Any) -> Any:
+    """Return the type that a flag takes, without None."""
+    return _kind(hint)[0]
+
+
 def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))

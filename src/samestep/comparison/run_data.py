@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from samestep.errors import UserError
-from samestep.run.directory import is_written
+from samestep.nearby import nearby
+from samestep.run.ending import how_it_ended
 from samestep.run.files import read_object
 from samestep.run.records import NOT_METRICS, Record, as_uninterrupted
 
@@ -102,11 +103,14 @@ def read_run(path: Path) -> RunData:
         UserError: there is no run here at all.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is no directory; name the directories of runs, like runs/ID.")
+        raise UserError(
+            f"{path} is no directory; name the directories of runs, like runs/ID."
+            f"{nearby(path, 'run')}"
+        )
     if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
         raise UserError(
             f"{path} holds no run: neither events.jsonl nor settings.toml is in it. Name the "
-            "directories of runs, like runs/ID."
+            f"directories of runs, like runs/ID.{nearby(path, 'run')}"
         )
     problems: list[str] = []
     records = _records(path / "events.jsonl", problems)
@@ -206,16 +210,12 @@ def _facts(path: Path, plan: Record, problems: list[str]) -> dict[str, object]:
 
 def _status(path: Path, records: list[Record], result: dict[str, Any], problems: list[str]) -> str:
     """Say how the latest attempt ended. An earlier one's result does not speak for it."""
-    if is_written(path):
-        return "running"
     last = records[-1] if records else {}
-    if last.get("event") == "stop":
-        if not result:
-            problems.append("result.json is missing or damaged: the test set's figures not known")
-        status = result.get("status", "ended")
-        return f"{status} ({last.get('reason', 'no reason given')})"
-    if result.get("status") == "failed":
-        return f"failed ({result.get('reason', 'no reason given')})"
+    state, reason = how_it_ended(path, last, result)
+    if last.get("event") == "stop" and not result and state != "running":
+        problems.append("result.json is missing or damaged: the test set's figures not known")
+    if state != "killed":
+        return state if state == "running" else f"{state} ({reason or 'no reason given'})"
     try:
         age = time.time() - (path / "events.jsonl").stat().st_mtime
     except OSError:

@@ -9,6 +9,7 @@ from torch import nn
 
 from samestep.errors import UserError
 from samestep.execution.request import draft
+from samestep.nearby import nearby
 from samestep.ranks.world import Device, choose_device
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
@@ -51,7 +52,9 @@ def open_checkpoint(
         UserError: there is no such run or checkpoint, or it does not fit the recipe.
     """
     if not is_run(path):
-        raise UserError(f"{path} holds no run: there is no settings.toml in it.")
+        raise UserError(
+            f"{path} holds no run: there is no settings.toml in it.{nearby(path, 'run')}"
+        )
     start = draft(str(path.resolve()), None, recipe)  # a run may be called like a recipe
     recipe, options, settings = start.recipe, start.options(), start.settings()
     entry = find_checkpoint(path / "checkpoints", name)

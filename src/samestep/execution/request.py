@@ -15,6 +15,7 @@ import tomli_w
 
 from samestep.errors import UserError, did_you_mean
 from samestep.execution.changes import Change, parse_names, refused_flag
+from samestep.nearby import nearby
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
 from samestep.settings import Settings, as_table, may_change, merge_layers
@@ -85,7 +86,10 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     named_recipe = target in recipe_names()  # a folder of data may well be called mnist
     run = Path(target) if not named_recipe and is_run(Path(target)) else None
     if run is None and not named_recipe and Path(target).is_dir():
-        raise UserError(f"{target} is a directory without settings.toml, so it holds no run.")
+        raise UserError(
+            f"{target} is a directory without settings.toml, so it holds no run."
+            f"{nearby(target, 'run')}"
+        )
     tables = [
         (path, read_toml(path)) for path in (run / "settings.toml" if run else None, config) if path
     ]

@@ -89,6 +89,10 @@ def plain(value: Any) -> Any:
     return value
 
 
+_held: dict[Path, BinaryIO] = {}
+"""The locks of this process, by run. To open such a file again, and close it, would give it up."""
+
+
 def lock_run(path: Path) -> BinaryIO:
     """Hold a run for this process; the lock ends with it, however it ends.
 
@@ -96,7 +100,8 @@ def lock_run(path: Path) -> BinaryIO:
         UserError: another process holds it.
     """
     try:
-        return hold(path / "run.lock")
+        _held[path.resolve()] = hold(path / "run.lock")
+        return _held[path.resolve()]
     except Held as owner:
         raise UserError(
             f"{path} is being written by {owner}. Wait until it ends, or stop it first."
@@ -108,6 +113,9 @@ def is_written(path: Path) -> bool:
 
     A process of another machine is seen if the file system passes locks on.
     """
+    own = _held.get(path.resolve())
+    if own is not None and not own.closed:
+        return True
     try:
         import fcntl  # noqa: PLC0415 - absent on Windows
     except ImportError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.run.directory import is_run
 from samestep.slurm.options import read_time
 from samestep.slurm.programs import ProgramError, call
@@ -117,7 +118,9 @@ def find_job_or_run(text: str) -> JobAndRun:
         return _find_number(int(text))
     run = Path(text)
     if not (is_run(run) or (run / "job.sbatch").is_file()):
-        raise UserError(f"{text} is neither a job's number nor the directory of a run.")
+        raise UserError(
+            f"{text} is neither a job's number nor the directory of a run.{nearby(run, 'run')}"
+        )
     run = run.absolute()
     try:
         jobs = my_jobs(run)

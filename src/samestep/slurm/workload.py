@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.run.directory import is_run, new_run_path
 
 
@@ -38,7 +39,7 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
         if path.suffix == ".py" and not is_file:
             raise UserError(
                 f"There is no file {text}. Give a script or a recipe file that exists, a run "
-                f"directory, or a recipe: {', '.join(recipes)}."
+                f"directory, or a recipe: {', '.join(recipes)}.{nearby(path, 'file')}"
             )
         if path.is_dir() and not goes_on:
             raise _not_begun(path)

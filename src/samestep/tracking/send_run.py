@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.run.directory import lock_run
 from samestep.settings import Settings
 from samestep.tracking.access import find_access
@@ -33,7 +34,10 @@ def send_run(
         UserError: there is no run, it is going on, a tracker has it already, or cannot be used.
     """
     if not run.is_dir():
-        raise UserError(f"There is no directory {run}. Give the directory of a run: runs/ID.")
+        raise UserError(
+            f"There is no directory {run}. Give the directory of a run: runs/ID."
+            f"{nearby(run, 'run')}"
+        )
     settings, recipe = _settings_of(run, overrides, say)
     trackers = chosen(settings.track)
     if not trackers:

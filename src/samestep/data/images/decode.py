@@ -45,7 +45,9 @@ def pillow() -> Any:
     return Image
 
 
-def decode(path: Path | str, side: int, *, draft: bool = True, exact: bool = False) -> Tensor:
+def decode(
+    path: Path | str, side: int, *, draft: bool = True, exact: bool = False, on_white: bool = False
+) -> Tensor:
     """Return the middle square of an image, upright and in RGB: (3, side, side) uint8.
 
     The shorter edge is resized to `side` (Pillow's bilinear filter, which averages when it makes
@@ -57,6 +59,7 @@ def decode(path: Path | str, side: int, *, draft: bool = True, exact: bool = Fal
         draft: decode a large JPEG at a fraction of its size (libjpeg's scaled DCT): several times
             faster, and within a few grey levels of the same.
         exact: take no image of another size.
+        on_white: put white behind transparent pixels; else they have the colour that they hide.
 
     Raises:
         UnreadableImageError: the file is empty, truncated, no image, of a size that is not wanted,
@@ -73,11 +76,26 @@ def decode(path: Path | str, side: int, *, draft: bool = True, exact: bool = Fal
                 raise UnreadableImageError(
                     f"it is {image.size[0]} x {image.size[1]}, not {side} x {side}"
                 )
-            return _square(module, image, side, draft=draft)
+            return _square(module, image, side, draft=draft, on_white=on_white)
     except UnreadableImageError:
         raise
     except Exception as error:  # Pillow's formats raise whatever their parsing meets
         raise UnreadableImageError(_why_unreadable(error, path)) from error
+
+
+def decode_grey(path: Path | str, side: int) -> Tensor:
+    """Return the middle square of an image in grey: (side, side) uint8.
+
+    The weights of red, green and blue are those of ITU-R BT.601, as Pillow's; what is grey already
+    keeps its values. Behind transparent pixels is white, as behind a drawing on paper.
+
+    Raises:
+        UnreadableImageError: as `decode`.
+        UserError: Pillow is not installed.
+    """
+    red, green, blue = decode(path, side, on_white=True).to(torch.int32)
+    grey: Tensor = (299 * red + 587 * green + 114 * blue + 500) // 1000
+    return grey.to(torch.uint8)
 
 
 def shorter_edge(path: Path | str) -> int | None:
@@ -94,14 +112,16 @@ def shorter_edge(path: Path | str) -> int | None:
         return None
 
 
-def _square(module: Any, image: "PillowImage.Image", side: int, *, draft: bool) -> Tensor:
+def _square(
+    module: Any, image: "PillowImage.Image", side: int, *, draft: bool, on_white: bool
+) -> Tensor:
     if draft:
         # A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that leaves twice the edge asked
         # for: the resize that follows then still averages over several pixels.
         image.draft(None, (2 * side, 2 * side))
     image.load()  # before the EXIF: to find a PNG's, Pillow would load it and hide what fails
     orientation = _orientation(image)
-    rgb = _to_rgb(module, image)
+    rgb = _to_rgb(module, _on_white(module, image) if on_white else image)
     width, height = rgb.size
     if (width, height) != (side, side):
         edge = min(width, height)
@@ -121,6 +141,15 @@ def _orientation(image: "PillowImage.Image") -> int:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # broken EXIF beside good pixels
         return 1
+
+
+def _on_white(module: Any, image: "PillowImage.Image") -> "PillowImage.Image":
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return image
+    image = image.convert("RGBA")
+    paper: PillowImage.Image = module.new("RGBA", image.size, "white")
+    paper.alpha_composite(image)
+    return paper
 
 
 def _to_rgb(module: Any, image: "PillowImage.Image") -> "PillowImage.Image":

@@ -1,0 +1,348 @@
+"""A folder of runs is read in short, whatever state they are in."""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.run.summary import read_runs, sorted_runs
+from tests.comparison.made_runs import lines_of, write_run
+from tests.comparison.test_run_data import HOLD
+
+KEPT = Path(__file__).parents[1] / "kept"
+
+
+def only(folder):
+    (run,) = read_runs(folder)
+    return run
+
+
+def result_of(run):
+    return json.loads((run / "result.json").read_text())
+
+
+def write_result(run, **more):
+    (run / "result.json").write_text(json.dumps({**result_of(run), **more}))
+
+
+def write_index(run, value=0.5, monitor="accuracy", mode="max"):
+    (run / "checkpoints").mkdir()
+    table = {"best": {"metric": value}, "monitor": monitor, "mode": mode, "checkpoints": []}
+    (run / "checkpoints" / "index.json").write_text(json.dumps(table))
+
+
+def test_a_completed_run_is_told_by_its_result(tmp_path):
+    run = write_run(tmp_path / "run", ranks=2)
+    best = {"metric": "loss", "mode": "min", "value": 0.25, "epoch": 2}
+    write_result(run, best=best, training_seconds=7.5, epochs=3, steps=18)
+    found = only(tmp_path)
+    assert (found.name, found.recipe, found.run_dir) == ("run", "toy", run)
+    assert (found.state, found.reason) == ("completed", "finished")
+    assert (found.metric, found.mode, found.value) == ("loss", "min", 0.25)
+    assert (found.seconds, found.epochs, found.steps, found.world_size) == (7.5, 3, 18, 2)
+    assert found.losses == (1 / 6, 1 / 12, 1 / 18)
+
+
+def test_runs_of_earlier_versions_are_read():
+    found = {run.name: run for run in read_runs(KEPT)}
+    native, lightning = found["format-1-native"], found["format-1-lightning"]
+    assert (native.state, native.metric, native.mode) == ("completed", "accuracy", "max")
+    assert native.value == result_of(KEPT / "format-1-native")["best"]["value"]
+    assert (native.world_size, lightning.world_size) == (2, 1)
+    assert len(native.losses) == 4
+
+
+def test_of_a_run_that_has_not_ended_the_index_tells_the_best_and_the_records_the_rest(tmp_path):
+    run = write_run(tmp_path / "run", finished=False)
+    write_index(run, 0.75)
+    found = only(tmp_path)
+    assert (found.state, found.metric, found.mode, found.value) == (
+        "killed",
+        "accuracy",
+        "max",
+        0.75,
+    )
+    assert (found.epochs, found.steps) == (3, 18)
+    assert found.seconds == pytest.approx(6 * 1.5 + 12 * 0.5)
+
+
+def test_where_no_checkpoint_tells_it_the_best_is_that_of_the_evaluations(tmp_path):
+    run = write_run(tmp_path / "run", finished=False, accuracy=lambda epoch: 1 / epoch)
+    lines = lines_of(run)
+    lines[0] = json.dumps({**json.loads(lines[0]), "monitor": "accuracy"}) + "\n"
+    (run / "events.jsonl").write_text("".join(lines))
+    assert only(tmp_path).value == 1.0
+
+
+def test_a_running_run_is_told_by_its_lock(tmp_path):
+    run = write_run(tmp_path / "run")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout.readline() == "open\n"
+        assert only(tmp_path).state == "running", "a result of an earlier attempt is there"
+        holder.stdin.close()
+    assert only(tmp_path).state == "completed"
+
+
+@pytest.mark.parametrize(("age_s", "state"), [(0, "running"), (600, "killed")])
+def test_a_run_that_another_machine_opened_runs_while_it_writes(tmp_path, age_s, state):
+    run = write_run(tmp_path / "run", finished=False)
+    (run / "run.lock").write_text("process 7 on another-machine\n")
+    written = (run / "events.jsonl").stat().st_mtime - age_s
+    os.utime(run / "events.jsonl", (written, written))
+    assert only(tmp_path).state == state
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [("finished", "completed"), ("SIGTERM", "stopped"), ("failed: out of memory", "failed")],
+)
+def test_without_its_result_the_last_record_tells_how_a_run_ended(tmp_path, reason, state):
+    run = write_run(tmp_path / "run", finished=False)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "stop", "step": 18, "reason": reason}) + "\n")
+    found = only(tmp_path)
+    assert (found.state, found.reason) == (state, reason)
+
+
+def test_an_earlier_result_does_not_speak_for_a_resumed_run_that_was_killed(tmp_path):
+    run = write_run(tmp_path / "run")
+    write_result(run, best={"metric": "accuracy", "value": 0.99}, steps=18)
+    write_index(run, 0.5)
+    start = json.loads(lines_of(run)[0])
+    resume = {"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"}
+    step = {"event": "step", "step": 13, "loss": 1.0, "seconds": 99.0}
+    with (run / "events.jsonl").open("a") as file:
+        for record in ({**start, "resumed": True, "world_size": 4}, resume, step):
+            file.write(json.dumps(record) + "\n")
+    found = only(tmp_path)
+    assert (found.state, found.value, found.world_size) == ("killed", 0.5, 4)
+    assert found.losses == (1 / 6, 1 / 12), "the third epoch is to be done again"
+    assert (found.steps, found.seconds) == (13, 99.0)
+
+
+def test_nor_for_one_that_was_killed_before_it_wrote_its_own(tmp_path):
+    run = write_run(tmp_path / "run")
+    best = {"metric": "accuracy", "mode": "max", "value": 0.99}
+    write_result(run, best=best, steps=18, training_seconds=1.0)
+    write_index(run, 0.5)
+    with (run / "events.jsonl").open("a") as file:
+        for record in (
+            {"event": "step", "step": 20, "loss": 1.0, "seconds": 99.0},
+            {"event": "stop", "step": 20, "reason": "SIGTERM"},
+        ):
+            file.write(json.dumps(record) + "\n")
+    found = only(tmp_path)
+    assert (found.state, found.value, found.steps) == ("stopped", 0.5, 20)
+    assert found.seconds == 99.0
+
+
+def test_before_the_first_epoch_ends_the_curve_is_of_steps(tmp_path):
+    run = write_run(tmp_path / "run", finished=False)
+    (run / "events.jsonl").write_text("".join(lines_of(run)[:5]))
+    found = only(tmp_path)
+    assert (found.losses, found.epochs, found.steps) == ((1, 1 / 2, 1 / 3, 1 / 4), 0, 4)
+
+
+def test_losses_that_are_not_finite_are_nan(tmp_path):
+    run = write_run(tmp_path / "run")
+    text = (run / "events.jsonl").read_text()
+    for number, loss in ((1 / 6, "null"), (1 / 12, "NaN"), (1 / 18, "Infinity")):
+        text = text.replace(f'"loss": {number}', f'"loss": {loss}')
+    (run / "events.jsonl").write_text(text)
+    one, two, three = only(tmp_path).losses
+    assert math.isnan(one)
+    assert math.isnan(two)
+    assert three == math.inf
+
+
+def test_a_loop_of_ones_own_has_no_monitored_metric(tmp_path):
+    run = write_run(tmp_path / "gan")
+    (run / "settings.toml").write_text("epochs = 1\nseed = 0\n[options]\n")
+    found = only(tmp_path)
+    assert (found.recipe, found.metric, found.value) == ("toy", None, None)
+
+
+def test_a_run_that_has_not_begun_has_the_recipe_of_its_settings(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "settings.toml").write_text('recipe = "/home/me/my_recipe.py"\n')
+    found = only(tmp_path)
+    assert (found.state, found.recipe, found.losses) == ("killed", "my_recipe", ())
+
+
+def test_runs_in_a_folder_of_the_folder_are_found_and_profiles_and_files_are_not_runs(tmp_path):
+    write_run(tmp_path / "sweep" / "one")
+    profile = tmp_path / "profile-spiral"
+    profile.mkdir()
+    for name in ("settings.toml", "profile.json", "events.jsonl"):
+        (profile / name).touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".cache").mkdir()
+    assert [run.name for run in read_runs(tmp_path)] == ["sweep/one"]
+
+
+def large(run, *, count, epochs):
+    """Write records of some 60 MB: many steps, and an epoch at even distances."""
+    start = lines_of(run)[0]
+    step = json.dumps({"event": "step", "step": 1, "loss": 2.0, "seconds": 1.0, "pad": "x" * 900})
+    with (run / "events.jsonl").open("w") as file:
+        file.write(start)
+        for epoch in range(1, epochs + 1):
+            file.write((step + "\n") * (count // epochs))
+            at = {"epoch": epoch, "step": epoch * 100, "loss": 1 / epoch, "train_seconds": 1.0}
+            file.write(json.dumps({"event": "epoch", **at}) + "\n")
+        last = {"step": epochs * 100, "loss": 0.5, "seconds": 321.0}
+        file.write(json.dumps({"event": "step", **last}) + "\n")
+
+
+@pytest.mark.parametrize("epochs", [2, 20_000])
+def test_of_large_records_only_blocks_are_read(tmp_path, monkeypatch, epochs):
+    run = write_run(tmp_path / "run", finished=False)
+    large(run, count=60_000, epochs=epochs)
+    read = []
+    real = os.read
+    monkeypatch.setattr(os, "read", lambda file, n: read.append(n) or real(file, n))
+    found = only(tmp_path)
+    assert sum(read) < 2**20 < (run / "events.jsonl").stat().st_size / 50
+    assert (found.epochs, found.steps, found.seconds) == (epochs, epochs * 100, 321.0)
+    assert len(found.losses) >= 12 or epochs == 2
+    assert (found.losses[0] > 10 * found.losses[-1]) == (epochs > 2)
+
+
+def test_the_order_is_the_one_asked_for(tmp_path):
+    for place, (value, seconds) in enumerate([(0.5, 9.0), (0.9, 5.0), (0.7, 7.0)]):
+        run = write_run(tmp_path / f"run-{place}")
+        best = {"metric": "accuracy", "mode": "max", "value": value}
+        write_result(run, best=best, training_seconds=seconds, steps=18)
+        lines = lines_of(run)
+        lines[0] = lines[0].replace('"time": 0.0', f'"time": {[200.0, 300.0, 100.0][place]}')
+        (run / "events.jsonl").write_text("".join(lines))
+    write_run(tmp_path / "run-3", finished=False)
+
+    def places(by):
+        return [int(run.name[-1]) for run in sorted_runs(read_runs(tmp_path), by)]
+
+    assert places("date") == [1, 0, 2, 3]
+    assert places("name") == [0, 1, 2, 3]
+    assert places("metric") == [1, 2, 0, 3]
+    assert places("duration") == [3, 0, 2, 1]
+    assert places("state") == [1, 0, 2, 3]
+
+
+def test_of_a_metric_that_is_to_fall_the_lowest_is_the_best(tmp_path):
+    for name, value in (("high", 2.0), ("low", 1.0)):
+        run = write_run(tmp_path / name)
+        write_result(run, best={"metric": "loss", "mode": "min", "value": value}, steps=18)
+    assert [run.name for run in sorted_runs(read_runs(tmp_path), "metric")] == ["low", "high"]
+
+
+def damaged_folder(folder):
+    """Write runs that cannot be read, each in its own way; return their names."""
+    garbage = bytes(range(256)) * 40
+    for name in ("empty", "torn-start", "garbage", "torn-result", "torn-index", "torn-settings"):
+        (folder / name).mkdir(parents=True)
+    (folder / "torn-start" / "events.jsonl").write_text('{"event": "start", "ti')
+    for name in ("events.jsonl", "settings.toml", "result.json", "run.lock"):
+        (folder / "garbage" / name).write_bytes(garbage)
+    write_run(folder / "torn-result-2")
+    (folder / "torn-result-2" / "result.json").write_text('{"recipe": "to')
+    (folder / "torn-result" / "result.json").write_text("[1, 2]")
+    (folder / "torn-index" / "checkpoints").mkdir()
+    (folder / "torn-index" / "settings.toml").write_text('recipe = "spiral"\n')
+    (folder / "torn-index" / "checkpoints" / "index.json").write_bytes(garbage)
+    (folder / "torn-settings" / "settings.toml").write_text("recipe = [")
+    (folder / "file").write_bytes(garbage)
+    (folder / "loop").symlink_to("loop")
+    (folder / "nowhere").symlink_to("not-there")
+    for name in ("events.jsonl", "result.json"):
+        (folder / f"directory-as-{name}" / name).mkdir(parents=True)
+    (folder / "fifo").mkdir()
+    for name in ("events.jsonl", "result.json", "run.lock", "settings.toml"):
+        os.mkfifo(folder / "fifo" / name)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "result.json").write_text("[" * 100_000)
+    (folder / "deep" / "events.jsonl").write_text('{"event": "start", "x": ' + "[" * 100_000 + "\n")
+    write_run(folder / "newer")
+    text = (folder / "newer" / "events.jsonl").read_text().replace('"time"', '"format": 99, "time"')
+    (folder / "newer" / "events.jsonl").write_text(text)
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_cannot_be_read_is_damaged_and_says_why(tmp_path):
+    names = damaged_folder(tmp_path)
+    found = read_runs(tmp_path)
+    assert {run.name for run in found} == names
+    assert {run.state for run in found} == {"damaged"}
+    assert all(run.reason for run in found)
+    whole = next(run for run in found if run.name == "torn-result-2")
+    assert (len(whole.losses), whole.steps) == (3, 18), "what is whole is told"
+
+
+@contextlib.contextmanager
+def without_root():
+    """Be a user who may not read everything."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_what_may_not_be_read_is_damaged():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        run = write_run(folder / "runs" / "directory")
+        file = write_run(folder / "runs" / "file") / "events.jsonl"
+        closed = folder / "runs" / "closed" / "inside"
+        closed.mkdir(parents=True)
+        for path in (run, file, closed):
+            path.chmod(0)
+        with without_root():
+            found = read_runs(folder / "runs")
+            assert {run.name: run.state for run in found} == dict.fromkeys(
+                ("closed", "directory", "file"), "damaged"
+            )
+            for path in (run, closed):
+                with pytest.raises(UserError, match="Permission denied"):
+                    read_runs(path)
+        for path in (run, file, closed):
+            path.chmod(0o700)
+
+
+VALUES = ["null", "-1", "1e308", "NaN", '"x"', "[1]", "{}", "true", "9" * 400]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_whatever_a_field_holds_the_run_is_listed(tmp_path, value):
+    run = write_run(tmp_path / "run")
+    best = {"metric": "METRIC", "mode": "min", "value": "VALUE"}
+    write_result(run, best=best, training_seconds="VALUE", epochs="VALUE", steps="VALUE")
+    for name in ("result.json", "events.jsonl"):
+        text = (run / name).read_text().replace('"VALUE"', value)
+        text = text.replace('"time": 0.0', f'"time": {value}').replace('"METRIC"', value)
+        (run / name).write_text(text)
+    found = only(tmp_path)
+    assert found.name == "run"
+    assert found.value is None or math.isfinite(found.value)
+    assert sorted_runs([found], "duration") == [found]
+
+
+@pytest.mark.parametrize("name", ["nothing", "file", "run"])
+def test_a_folder_that_is_none_is_refused(tmp_path, name):
+    write_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=name):
+        read_runs(tmp_path / name)

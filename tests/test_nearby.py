@@ -1,0 +1,132 @@
+"""What was not found is looked for nearby, within bounds."""
+
+import os
+import time
+
+import pytest
+
+from samestep import nearby
+from samestep.nearby import find_nearby
+from tests.command_line import RECIPE, call, one_message, refusal
+from tests.comparison.made_runs import write_run
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Make a project with a recipe in a folder and a run; the current folder is the project."""
+    project = tmp_path / "above" / "project"
+    (project / "examples").mkdir(parents=True)
+    (project / "examples" / "mine.py").write_text(RECIPE)
+    (project / "sub" / "deeper").mkdir(parents=True)
+    write_run(project / "runs" / "toy-1")
+    monkeypatch.chdir(project)
+    return project
+
+
+@pytest.mark.parametrize(
+    ("place", "target", "kind", "found"),
+    [
+        (".", "mine.py", "file", "examples/mine.py"),
+        ("sub", "mine.py", "file", "../examples/mine.py"),
+        ("sub", "examples/mine.py", "file", "../examples/mine.py"),
+        ("sub/deeper", "examples/mine.py", "file", "../../examples/mine.py"),
+        ("examples", "examples/mine.py", "file", "mine.py"),
+        (".", "/elsewhere/mine.py", "file", "examples/mine.py"),
+        (".", "other.py", "file", None),
+        (".", "toy-1", "run", "runs/toy-1"),
+        (".", "toy-1/", "run", "runs/toy-1"),
+        ("runs", "runs/toy-1", "run", "toy-1"),
+        ("sub/deeper", "runs/toy-1", "run", "../../runs/toy-1"),
+        ("sub", "runs", "runs", "../runs"),
+        ("..", "runs", "runs", "project/runs"),
+        (".", "toy-2", "run", None),
+        (".", "sub", "runs", None),
+        (".", "..", "runs", None),
+    ],
+)
+def test_it_is_found_as_seen_from_the_current_folder(
+    project, monkeypatch, place, target, kind, found
+):
+    monkeypatch.chdir(project / place)
+    assert find_nearby(target, kind) == found
+
+
+@pytest.mark.parametrize("name", [".hidden", "node_modules", "venv", "runs/one", "with-cfg"])
+def test_folders_of_others_are_not_searched(project, name):
+    (project / name).mkdir(parents=True)
+    (project / name / "its.py").touch()
+    if name == "with-cfg":
+        (project / name / "pyvenv.cfg").touch()
+    assert find_nearby("its.py", "file") is None
+
+
+def test_a_link_to_a_folder_is_not_followed(project):
+    (project / "sub" / "again").symlink_to(project)
+    (project / "one" / "two" / "three").mkdir(parents=True)
+    (project / "one" / "two" / "three" / "deep.py").touch()
+    assert find_nearby("deep.py", "file") == "one/two/three/deep.py"
+    (project / "one" / "two" / "three" / "four").mkdir()
+    (project / "one" / "two" / "three" / "four" / "deeper.py").touch()
+    assert find_nearby("deeper.py", "file") is None, "it is too deep"
+
+
+def test_no_more_folders_are_read_than_the_bound(project, monkeypatch):
+    for number in range(30):
+        (project / f"folder-{number}" / "inner").mkdir(parents=True)
+    monkeypatch.setattr(nearby, "_MOST_FOLDERS", 20)
+    read = []
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: read.append(folder) or real(folder))
+    assert find_nearby("nothing.py", "file") is None
+    assert len(read) <= 20
+
+
+def test_the_search_ends_in_time(project, monkeypatch):
+    monkeypatch.setattr(nearby, "_MOST_S", 0.0)
+    real = os.scandir
+    read = []
+
+    def slow(folder):
+        read.append(folder)
+        time.sleep(0.01)
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", slow)
+    assert find_nearby("mine.py", "file") is None
+    assert len(read) <= 2
+
+
+def test_the_command_is_told_with_the_right_place_in_it(project):
+    told = refusal("train", "mine.py", "--lr", "0.1", folder=project / "output")
+    assert told.endswith("samestep train examples/mine.py --lr 0.1")
+    told = refusal("train", "mine", "--lr", "0.1", folder=project / "output")
+    assert told.endswith("samestep train examples/mine.py --lr 0.1")
+    told = refusal("train", "toy-1", "--resume", folder=project / "output")
+    assert told.endswith("samestep train runs/toy-1 --resume")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("evaluate", "toy-1"),
+        ("predict", "toy-1", "settings.toml"),
+        ("compare", "toy-1", "runs/toy-1"),
+        ("track", "toy-1", "--to", "wandb"),
+        ("profile", "toy-1"),
+        ("verify", "toy-1"),
+        ("slurm", "submit", "toy-1"),
+        ("slurm", "status", "toy-1"),
+    ],
+    ids=" ".join,
+)
+def test_every_verb_that_takes_a_run_says_where_it_is(project, capfd, command):
+    (project / "settings.toml").touch()
+    told = one_message(call(*command), capfd.readouterr().err)
+    assert "runs/toy-1" in told.replace("compare toy-1 runs/toy-1", "")
+
+
+def test_the_runs_of_a_folder_are_found_from_another(project, monkeypatch, capfd):
+    monkeypatch.chdir(project / "sub")
+    assert call("runs") == 0
+    assert "samestep runs ../runs" in capfd.readouterr().out
+    assert "../runs" in one_message(call("runs", "other/runs"), capfd.readouterr().err)
