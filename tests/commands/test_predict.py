@@ -14,7 +14,7 @@ from samestep.cli import main
 from samestep.execution.request import draft
 from samestep.recipe import find_recipe
 from samestep.recipes.images import ImagesOptions, complete
-from tests.command_line import read_json, refusal
+from tests.command_line import RECIPE, read_json, refusal
 from tests.image_files import BROKEN, write_images
 from tests.processes import samestep, start_samestep
 from tests.tiny import all_records, num_records, until
@@ -130,10 +130,12 @@ def test_any_size_and_mode_of_image_is_taken(place, capsys, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def spiral(tmp_path_factory) -> str:
+def readless(tmp_path_factory) -> str:
     """A run of a recipe that reads no files."""
-    folder = tmp_path_factory.mktemp("spiral")
-    train = ("train", "spiral", "--max-steps", "1", "--run-dir", str(folder / "run"))
+    folder = tmp_path_factory.mktemp("readless")
+    (folder / "small.py").write_text(RECIPE)
+    recipe = str(folder / "small.py")
+    train = ("train", recipe, "--max-steps", "1", "--run-dir", str(folder / "run"))
     samestep(*train, folder=folder / "out")
     return str(folder / "run")
 
@@ -147,16 +149,16 @@ def spiral(tmp_path_factory) -> str:
         ("RUN IMAGE --top 0", "--top"),
         ("RUN IMAGE --checkpoint nope", "'nope'"),
         ("EMPTY IMAGE", "EMPTY"),
-        ("SPIRAL IMAGE", "spiral"),
+        ("READLESS IMAGE", "small"),
     ],
 )
-def test_what_predict_cannot_do_is_one_message(place, spiral, refused, tmp_path, arguments, says):
+def test_what_predict_cannot_do_is_one_message(place, readless, refused, tmp_path, arguments, says):
     places = {
         "RUN": str(place / "run"),
         "DATA": str(place / "data"),
         "IMAGE": str(place / "data" / "test" / "cat" / "001.png"),
         "EMPTY": str(tmp_path),
-        "SPIRAL": spiral,
+        "READLESS": readless,
     }
     message = refused("predict", *(places.get(word, word) for word in arguments.split()))
     assert places.get(says, says) in message

@@ -438,9 +438,9 @@ def _mean_of_rank_means():
 
 def _no_gradient_sync():
     """Leave the model unwrapped: N trainings beside each other."""
-    from samestep.commands import train
+    from samestep.api import as_rank
 
-    train.NATIVE = replace(train.NATIVE, wrap=lambda model, *_: model)
+    as_rank.NATIVE = replace(as_rank.NATIVE, wrap=lambda model, *_: model)
 
 
 def _same_data_on_every_rank():

@@ -63,7 +63,11 @@ def data(options: SpiralOptions) -> Splits:
 
 def read(_: SpiralOptions, file: Path) -> list[Tensor]:
     """Return the points of a file: two numbers a line, `x,y`, below a heading or not."""
-    rows = [row for row in csv.reader(file.read_text(encoding="utf-8").splitlines()) if row]
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError("it is no text, and two numbers a line were expected") from error
+    rows = [row for row in csv.reader(text.splitlines()) if row]
     first = 1 if rows and not _is_number(rows[0][0]) else 0
     points = []
     for number, row in enumerate(rows[first:], first + 1):
