@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,68 @@ class Stops(nn.Linear):
             self.calls += 1
             os.kill(os.getppid(), signal.SIGINT)
         return super().forward(x)
+
+
+OPTIONS = f"""{CELL}
+from dataclasses import dataclass, replace
+
+@dataclass(frozen=True)
+class Options:
+    hidden: int | None = None
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(x)
+    def __getitem__(self, index):
+        return x[index], y[index]
+
+def pairs(rows):
+    return Pair(*map(torch.stack, zip(*rows)))
+
+with_options = Recipe(
+    model=lambda options: nn.Sequential(nn.Linear(4, options.hidden), nn.Linear(options.hidden, 2)),
+    data=lambda options: Splits(train=Rows()),
+    options=Options,
+    complete=lambda options: replace(options, hidden=3),
+    collate=pairs,
+    forward=lambda model, pair: model(pair.x),
+    loss=lambda outputs, pair: nn.functional.cross_entropy(outputs, pair.y),
+    metrics={{}},
+    settings=settings,
+)
+"""
+
+
+@pytest.mark.slow
+def test_classes_of_the_callers_main_go_from_rank_to_rank_and_from_workers():
+    recipe = in_a_notebook(OPTIONS)["with_options"]
+    trained = samestep.train(recipe, nproc=2, num_workers=1, quiet=True)
+    assert trained.settings["options"] == {"hidden": 3}
+    assert samestep.verify(recipe, world_sizes=2, quick=True)["same"] is True
+
+
+class StopsTwice(nn.Linear):
+    """A model that does not come to the end of a step, while Ctrl-C is pressed again and again."""
+
+    def forward(self, x):
+        while self.training and len(x) == 5 and torch.distributed.get_rank() == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_two_interrupts_of_several_ranks_end_them_at_once(here):
+    recipe = made(lambda: StopsTwice(4, 2), settings={"batch_size": None, "global_batch_size": 10})
+    with pytest.raises(UserError):
+        samestep.train(recipe, nproc=2, quiet=True, run_dir="twice")
+    again = samestep.train(made(), run_dir="twice", resume=True, quiet=True, global_batch_size=10)
+    assert again.result["status"] == "completed"
 
 
 @pytest.mark.slow

@@ -82,7 +82,8 @@ def test_numbers_of_numpy_and_paths_are_settings_too():
         made(), epochs=np.int64(1), lr=np.float64(0.5), run_dir=Path("x"), quiet=True
     )
     assert (trained.settings["epochs"], trained.settings["lr"]) == (1, 0.5)
-    assert trained.path == Path("x")
+    assert trained.path == Path("x").absolute()
+    assert repr(trained) == "TrainedRun('x')"
 
 
 def seed() -> None:
@@ -110,11 +111,73 @@ def test_random_numbers_and_threads_of_the_caller_stay_as_they_were():
     assert dict(os.environ) == environment
 
 
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+AROUND = {
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "another device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", AROUND)
+def test_modes_of_the_caller_do_not_make_another_training(mode):
+    plain = samestep.train(made(), quiet=True).result["weights_sha256"]
+    with AROUND[mode]():
+        within = samestep.train(made(), quiet=True)
+        assert samestep.evaluate(within, recipe=made())["samples"] == 15
+        modes = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    assert within.result["weights_sha256"] == plain
+    with AROUND[mode]():
+        expected = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    assert modes == expected
+
+
+def test_a_run_is_found_after_a_change_of_the_working_directory(tmp_path):
+    recipe = made()
+    trained = samestep.train(recipe, run_dir="here-then", quiet=True)
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    assert trained.result["status"] == "completed"
+    assert samestep.evaluate(trained, recipe=recipe)["samples"] == 15
+
+
+def test_a_recipe_that_changes_the_working_directory_leaves_the_run_where_it_was_named(here):
+    plain = made()
+
+    def data():
+        (here / "elsewhere").mkdir(exist_ok=True)
+        os.chdir(here / "elsewhere")
+        return plain.data()
+
+    trained = samestep.train(made(data=data), run_dir="named", quiet=True)
+    assert trained.path == here / "named"
+    assert trained.result["status"] == "completed"
+
+
+def test_a_setting_of_several_names_is_a_list_or_one_text():
+    trained = samestep.train(made(), epochs=1, quiet=True)
+    for names in ("lr,momentum", ["lr", "momentum"]):
+        more = {"allow_change": names, "lr": 0.5, "epochs": 2, "quiet": True}
+        samestep.train(trained, recipe=made(), resume=True, **more)
+        (trained.path / "checkpoints" / "checkpoint_epoch_2.pt").unlink()
+    tagged = samestep.train(made(), epochs=1, track_tags=["a", "b"], quiet=True)
+    assert tagged.settings["track_tags"] == "a,b"
+
+
 def test_quiet_prints_nothing_and_else_the_run_is_named(capfd):
     samestep.train(made(), epochs=1, quiet=True)
     assert capfd.readouterr() == ("", "")
     trained = samestep.train(made(), epochs=1)
-    assert str(trained.path) in capfd.readouterr().out
+    assert f"runs/{trained.path.name}" in capfd.readouterr().out
 
 
 def test_an_interrupt_stops_after_the_step_saves_and_returns_the_run():
@@ -190,6 +253,17 @@ REFUSED = {
     "one run to compare": lambda: samestep.compare("a"),
     "no run to load": lambda: samestep.load("nowhere"),
     "no run at all": lambda: samestep.TrainedRun("nowhere"),
+    "an empty target": lambda: samestep.train(""),
+    "a choice that there is not": lambda: samestep.train(made(), compile=True),
+    "numbers of ranks as nproc": lambda: samestep.verify(made(), nproc=2),
+    "a tolerance that is text": lambda: samestep.verify(made(), tolerance="x"),
+    "no path to load": lambda: samestep.load(None),
+    "a list to load": lambda: samestep.load(["runs/a"]),
+    "a list to compare": lambda: samestep.compare(["a", "b"]),
+    "no path of runs": lambda: samestep.runs(None),
+    "a number as a run": lambda: samestep.TrainedRun(3),
+    "a number of files": lambda: samestep.predict("runs/a", 3),
+    "a device that there is not": lambda: samestep.load("runs/a", device="cpux"),
 }
 
 
@@ -199,6 +273,7 @@ def test_a_mistake_is_one_message_and_leaves_no_run(call, here):
         call()
     assert len(str(told.value).splitlines()) == 1
     assert not (here / "runs").exists()
+    assert "--" not in str(told.value), "flags are arguments here"
     # What a notebook shows of it.
     assert told.value._render_traceback_() == [f"samestep: {told.value}"]
 

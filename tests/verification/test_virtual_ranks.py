@@ -11,7 +11,7 @@ from samestep.commands.verify import _verify
 from samestep.errors import UserError
 from samestep.verification.all_rows import UNKNOWN
 from samestep.verification.evidence import EQUAL
-from samestep.verification.result_output import as_json
+from samestep.verification.result_output import as_table
 from samestep.verification.rows import augmentation, processes, state
 from tests.verification import planted
 from tests.verification.forked import check, differing, verified
@@ -59,7 +59,7 @@ def test_dropout_batch_norm_and_all_draws_are_equal_to_the_last_bit(tmp_path):
         assert (row.difference, row.tolerance) == (0, 0)
         assert row.compared.startswith(EQUAL)
     assert check(found, "3 ranks").compared.endswith(": 2 + 1 + 1 virtual ranks")
-    told = json.loads(as_json(found))
+    told = json.loads(json.dumps(as_table(found)))
     assert (told["virtual_ranks"], told["precisions"], told["held_still"]) == (4, ["fp32"], [])
     left_out = {"fp32", "lightning", "BatchNorm", "dropout", "loss", "samples apart", "last batch"}
     assert not left_out & {row["name"] for row in told["checks"]}

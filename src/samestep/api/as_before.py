@@ -1,7 +1,7 @@
-"""What a call in somebody's process leaves as it was."""
+"""A call in somebody's process: it computes as a fresh process would, and leaves all as it was."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -10,10 +10,23 @@ from samestep.training.snapshot import random_numbers
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Leave this process's random numbers and threads as they were."""
-    threads = torch.get_num_threads()
+    """Compute with PyTorch's usual modes; afterwards modes, random numbers, threads are as before.
+
+    Gradients that are turned off, autocast, or another default type or device around the call would
+    otherwise make another training of it.
+    """
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     try:
-        with random_numbers(0):
+        with ExitStack() as stack:
+            stack.enter_context(random_numbers(0))
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+            for kind in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            torch.set_default_dtype(torch.float32)
             yield
     finally:
         torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)

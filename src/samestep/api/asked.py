@@ -57,6 +57,8 @@ def asked_of(
             "its file ending in .py, or a samestep.Recipe) or the directory of a run."
         )
     target = os.fspath(what)
+    if not target:
+        raise UserError("The first argument is empty: name a recipe, a recipe file or a run.")
     if recipe is not None and not is_run(Path(target)):
         raise UserError(f"recipe= goes with the directory of a run, and {target} is none.")
     return Asked(target=target, recipe=given_recipe(recipe), **more)

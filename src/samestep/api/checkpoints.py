@@ -4,13 +4,14 @@ import ast
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from samestep.api.as_before import as_before
 from samestep.api.asked import given_recipe
 from samestep.api.one_line import one_line
+from samestep.api.paths import AnyPath, path_of
 from samestep.errors import UserError
 from samestep.execution.evaluation import evaluate_run
 from samestep.execution.opening import open_checkpoint
@@ -20,7 +21,6 @@ from samestep.ranks.world import Device
 from samestep.recipe import Recipe
 from samestep.run.directory import is_run
 
-AnyPath = str | os.PathLike[str]
 AnyRecipe = Recipe | str | os.PathLike[str] | None
 
 
@@ -48,11 +48,14 @@ def load(
         UserError: there is no such run or checkpoint, it does not fit the recipe, or the file of
             the recipe has changed since.
     """
-    path = Path(run)
+    path = path_of(run, "run")
+    _check_device(device)
     if recipe is None:
         _check_unchanged(path)
     with as_before():
-        return open_checkpoint(path, checkpoint, device=device, recipe=given_recipe(recipe)).model
+        return open_checkpoint(
+            path, _name(checkpoint), device=device, recipe=given_recipe(recipe)
+        ).model
 
 
 @one_line
@@ -82,10 +85,11 @@ def evaluate(
     """
     if split not in ("train", "validation", "test"):
         raise UserError(f"split={split!r}: it must be 'train', 'validation' or 'test'.")
+    _check_device(device)
     with as_before():
         return evaluate_run(
-            Path(run),
-            checkpoint,
+            path_of(run, "run"),
+            _name(checkpoint),
             split=split,
             device=device,
             data_dir=None if data_dir is None else os.fspath(data_dir),
@@ -121,15 +125,30 @@ def predict(
         UserError: there is no such run, checkpoint or file, or the recipe does not say how to read
             a file.
     """
-    paths = [Path(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+    if not isinstance(files, Iterable | os.PathLike):
+        raise UserError(f"files is of type {type(files).__name__}; name one file or several.")
+    named = [files] if isinstance(files, str | os.PathLike) else files
+    paths = [path_of(one, "a file") for one in named]
+    _check_device(device)
     if not paths:
         raise UserError("files is empty; name one or more.")
-    if top < 1:
-        raise UserError(f"top={top}: it must be 1 or more.")
+    if not isinstance(top, int) or top < 1:
+        raise UserError(f"top={top!r}: it must be 1 or more.")
     check_files(paths)
     with as_before():
-        found = open_predictor(Path(run), checkpoint, device=device, given=given_recipe(recipe))
+        path = path_of(run, "run")
+        found = open_predictor(path, _name(checkpoint), device=device, given=given_recipe(recipe))
         return [as_table(one) for one in predict_files(found, paths, top=top)]
+
+
+def _name(checkpoint: Any) -> str:
+    """Return the name of a checkpoint, which may be given with its path."""
+    return path_of(checkpoint, "checkpoint").name
+
+
+def _check_device(device: str) -> None:
+    if device not in get_args(Device):
+        raise UserError(f"device={device!r}: it must be one of {', '.join(get_args(Device))}.")
 
 
 def _check_unchanged(run: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.api.asked import asked_of, request_of
-from samestep.api.checkpoints import AnyPath, AnyRecipe
+from samestep.api.checkpoints import AnyRecipe
 from samestep.api.one_line import one_line
+from samestep.api.paths import AnyPath, path_of
 from samestep.api.place import check_place
 from samestep.api.sent import SENT, Sent, send
 from samestep.comparison import as_json
@@ -26,7 +27,7 @@ from samestep.verification.verifying import MOST_RANKS, NO_EFFECT, Wanted, verif
 def verify(
     what: str | os.PathLike[str] | Recipe,
     *,
-    world_sizes: Sequence[int] | None = None,
+    world_sizes: Sequence[int] | int | None = None,
     quick: bool = False,
     accept: Sequence[str] = (),
     tolerance: float | None = None,
@@ -56,6 +57,8 @@ def verify(
     check_place("verify")
     refuse_inside_launcher("samestep.verify()", "Call it in a process that is alone.")
     given = dict(settings)
+    if "nproc" in given:
+        raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")
     asked = asked_of(what, recipe, keywords=given, config=None if config is None else Path(config))
     request = request_of(asked, NO_EFFECT, "verify")
     wanted = Wanted(
@@ -64,8 +67,8 @@ def verify(
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         tolerance=tolerance,
     )
-    if tolerance is not None and not tolerance > 0:
-        raise UserError(f"tolerance={tolerance}: it must be greater than 0.")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
+        raise UserError(f"tolerance={tolerance!r}: it must be greater than 0.")
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
         call = Path(folder, "call")
 
@@ -76,14 +79,14 @@ def verify(
         return as_table(verify_request(request, wanted, launch, given=given.keys()))
 
 
-def _sizes(given: Sequence[int]) -> tuple[int, ...]:
-    sizes = sorted({*given})
-    whole = all(isinstance(size, int) and 1 <= size <= MOST_RANKS for size in sizes)
-    if not sizes or not whole:
+def _sizes(given: Sequence[int] | int) -> tuple[int, ...]:
+    asked = [given] if isinstance(given, int) else list(given)
+    whole = all(isinstance(size, int) and 1 <= size <= MOST_RANKS for size in asked)
+    if not asked or not whole:
         raise UserError(
             f"world_sizes={given!r}: give whole numbers from 1 to {MOST_RANKS}, as (1, 2, 4)."
         )
-    return tuple(sizes)
+    return tuple(sorted({*asked}))
 
 
 @one_line
@@ -105,5 +108,5 @@ def compare(
     Raises:
         UserError: one is no run, or they have nothing in common.
     """
-    paths = [Path(run) for run in runs]
+    paths = [path_of(run, "a run") for run in runs]
     return as_json.as_table(compare_runs(paths, metric, target, any_recipe=any_recipe))

@@ -1,10 +1,9 @@
 """`samestep.runs`: the runs in a folder, as data."""
 
-from pathlib import Path
 from typing import Any, get_args
 
-from samestep.api.checkpoints import AnyPath
 from samestep.api.one_line import one_line
+from samestep.api.paths import AnyPath, path_of
 from samestep.errors import UserError
 from samestep.run.summary import Sort, read_runs, sorted_runs
 from samestep.screen.run_table import as_json
@@ -26,5 +25,5 @@ def runs(
     """
     if sort not in get_args(Sort):
         raise UserError(f"sort={sort!r}: it must be one of {', '.join(get_args(Sort))}.")
-    found = [run for run in read_runs(Path(folder)) if recipe in (None, run.recipe)]
+    found = [run for run in read_runs(path_of(folder, "folder")) if recipe in (None, run.recipe)]
     return [as_json(run) for run in sorted_runs(found, sort)]

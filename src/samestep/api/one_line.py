@@ -18,6 +18,10 @@ _CELL = re.compile(
 )
 
 
+# A command up to its end, or a flag outside of one.
+_FLAG = re.compile(r"\b(?:samestep|torchrun|pip) [a-z][^.;:]*|--(?P<flag>[a-z][a-z0-9-]+)")
+
+
 def one_line(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function whose `UserError` is shown as one line, where nobody catches it."""
 
@@ -26,12 +30,17 @@ def one_line(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except UserError as error:
-            error.args = (_CELL.sub(_cell, str(error)),)
+            error.args = (_FLAG.sub(_argument, _CELL.sub(_cell, str(error))),)
             if sys.excepthook is sys.__excepthook__:  # another one is somebody else's
                 sys.excepthook = _show
             raise
 
     return called
+
+
+def _argument(found: re.Match[str]) -> str:
+    """Return what a flag is called here; in a command it stays as it is."""
+    return found["flag"].replace("-", "_") if found["flag"] else found[0]
 
 
 def _cell(place: re.Match[str]) -> str:
@@ -43,6 +52,7 @@ def _cell(place: re.Match[str]) -> str:
 
 def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if isinstance(error, UserError):
-        sys.stderr.write(f"samestep: {error} [called{raised_at(error)}]\n")
+        place = raised_at(error)
+        sys.stderr.write(f"samestep: {error}{place and f' [called{place}]'}\n")
     else:
         sys.__excepthook__(kind, error, traceback)

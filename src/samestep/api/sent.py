@@ -4,8 +4,10 @@ A recipe that was made in a notebook is in no file, so it goes by value, through
 file lies in a private temporary folder and is gone with the ranks; it never gets into a run.
 """
 
+import io
 import json
 import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
@@ -38,14 +40,16 @@ def send(sent: Sent, file: Path) -> None:
     Raises:
         UserError: the recipe holds something that cannot be sent to another process.
     """
-    recipe = sent.asked.recipe
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
     try:
-        call = cloudpickle.dumps(sent)
+        pickler.dump(sent)
+        main = cloudpickle.dumps(pickler.of_main)
     except Exception as error:
-        raise UserError(why_not(recipe, sent.asked.keywords, error)) from error
+        raise UserError(why_not(sent.asked.recipe, sent.asked.keywords, error)) from error
     file.touch(mode=0o600)
-    # Two pickles: what the call imports is looked for on the caller's path.
-    file.write_bytes(cloudpickle.dumps(sys.path) + call)
+    # Apart: what the call imports is looked for on the caller's path, which is read before.
+    file.write_bytes(cloudpickle.dumps(sys.path) + main + buffer.getvalue())
 
 
 def receive(file: Path) -> Sent:
@@ -57,6 +61,7 @@ def receive(file: Path) -> Sent:
     with file.open("rb") as content:
         sys.path[:] = [*dict.fromkeys((*cloudpickle.load(content), *sys.path))]
         try:
+            vars(sys.modules["__main__"]).update(cloudpickle.load(content))
             sent = cloudpickle.load(content)
         except Exception as error:
             raise UserError(
@@ -66,6 +71,24 @@ def receive(file: Path) -> Sent:
             ) from error
     assert isinstance(sent, Sent)
     return sent
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Notes what it takes of the caller's `__main__`.
+
+    The ranks' own has it then too, so that what is made of it can go from rank to rank, and from
+    loader workers to a rank, as between processes of one script.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.of_main: dict[str, Any] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        named = isinstance(value, type | types.FunctionType) and value.__module__ == "__main__"
+        if named and value.__qualname__ == value.__name__ != "<lambda>":
+            self.of_main[value.__name__] = value
+        return super().reducer_override(value)
 
 
 class RecordFile:

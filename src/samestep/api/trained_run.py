@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.api.paths import path_of
 from samestep.errors import UserError
 from samestep.run.directory import is_run
 from samestep.run.records import NOT_METRICS, Record, read_records
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedRun:
     """A run, by its directory: `samestep.TrainedRun("runs/ID")`.
 
@@ -25,9 +26,15 @@ class TrainedRun:
     path: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", Path(self.path))
+        # Absolute: the caller may change the working directory.
+        object.__setattr__(self, "path", path_of(self.path, "path").absolute())
         if not is_run(self.path):
             raise UserError(f"{self.path} holds no run: there is no settings.toml in it.")
+
+    def __repr__(self) -> str:
+        here = Path.cwd()
+        shown = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
+        return f"TrainedRun({str(shown)!r})"
 
     def __fspath__(self) -> str:
         """Return the path, so that a run can be named wherever a path can."""
@@ -43,6 +50,8 @@ class TrainedRun:
         try:
             found: dict[str, Any] = json.loads((self.path / "result.json").read_bytes())
         except (OSError, ValueError) as error:
+            if not self.path.is_dir():
+                raise UserError(f"There is no directory {self.path} any more.") from error
             raise UserError(
                 f"{self.path} has no result.json that can be read: the run is going on, or was "
                 "killed. Go on with it: samestep.train(run, resume=True)."

@@ -13,7 +13,7 @@ from samestep.api.as_before import as_before
 from samestep.api.as_rank import Shows, train_as_rank
 from samestep.api.asked import Asked, asked_of, request_of
 from samestep.api.one_line import one_line
-from samestep.api.place import GUARD, check_place
+from samestep.api.place import check_place
 from samestep.api.several_ranks import train_on_ranks
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
@@ -41,7 +41,7 @@ def train(
     resume: bool = False,
     recipe: Recipe | str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | None = None,
-    allow_change: tuple[str, ...] | list[str] = (),
+    allow_change: str | tuple[str, ...] | list[str] = (),
     quiet: bool = False,
     **settings: Any,
 ) -> TrainedRun:
@@ -79,11 +79,16 @@ def train(
             keywords=settings,
             config=None if config is None else Path(config),
             resume=resume,
-            allow_change=tuple(allow_change),
+            allow_change=_names(allow_change),
         )
-        return _train(asked, nproc, Nothing() if quiet else Screen(), log)
+        return _train(asked, nproc, Nothing() if quiet else Screen(go_on=_go_on(asked)), log)
 
     return _told_once(call)
+
+
+def _go_on(asked: Asked) -> str:
+    recipe = "" if asked.recipe is None else "recipe=…, "
+    return f'samestep.train("{{}}", {recipe}resume=True)'
 
 
 def _told_once(call: Callable[[RankLog], TrainedRun]) -> TrainedRun:
@@ -100,6 +105,13 @@ def _told_once(call: Callable[[RankLog], TrainedRun]) -> TrainedRun:
         if _launched():
             end_failed(error, log, connected=in_process_group())
         raise
+    finally:
+        log.give_back()
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    """Return names that are given one by one, or in one text with commas."""
+    return tuple(given.split(",")) if isinstance(given, str) else tuple(given)
 
 
 def _launched() -> bool:
@@ -108,7 +120,10 @@ def _launched() -> bool:
 
 def _train(asked: Asked, nproc: NumRanks, screen: Shows, log: RankLog) -> TrainedRun:
     if not _busy.acquire(blocking=False):
-        raise UserError(f"samestep.train() was called while this process trains. {GUARD}")
+        raise UserError(
+            "samestep.train() was called while this process trains. Wait until that training has "
+            "ended, or train in another process."
+        )
     try:
         forget_signals()
         request = request_of(asked)
@@ -118,9 +133,9 @@ def _train(asked: Asked, nproc: NumRanks, screen: Shows, log: RankLog) -> Traine
                 "resume=True); or give run_dir, to begin there and go on there when called again."
             )
         number = _number(nproc, request)
-        if number > 1:
-            return _on_ranks(number, asked, screen)
         with as_before():
+            if number > 1:
+                return _on_ranks(number, asked, screen)
             return _here(request, screen, log)
     finally:
         _busy.release()
@@ -167,7 +182,9 @@ def _on_ranks(number: int, asked: Asked, screen: Shows) -> TrainedRun:
     if path is None or result is None or not _ended(path):
         if signum not in (0, signal.SIGINT):
             signal.raise_signal(signum)
-        raise UserError(_interrupted_twice(path) if path else "Interrupted before the first step.")
+        if path is None:  # no run had begun
+            raise KeyboardInterrupt
+        raise UserError(_interrupted_twice(path))
     screen.result(path, json.loads(result.read_bytes()))
     return _stopped(path, signum)
 
@@ -186,7 +203,9 @@ def _stopped(path: Path, signum: int) -> TrainedRun:
 
 
 def _interrupted_twice(path: Path | None) -> str:
-    where = f"{str(path)!r}" if path else "run"
+    if path is None:
+        return "Interrupted twice, before the run began: there is nothing to go on with."
+    where = f"{str(path)!r}"
     return (
         "Interrupted twice: the training ended at once, without a checkpoint of where it was. Go "
         f"on from the newest one: samestep.train({where}, resume=True)."

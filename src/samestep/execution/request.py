@@ -197,11 +197,23 @@ def typed(
                 f"The settings: {', '.join(valid)}.{own}"
             )
         home, kind = (ours, types[key]) if key in types else (theirs, option_types[key])
+        if kind in (str, str | None) and isinstance(value, list | tuple):
+            value = ",".join(map(str, value))  # noqa: PLW2901 - as the flag has several
         try:
             home[key] = msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            raise UserError(f"{where}: {key} = {value!r}: {error}.") from error
+            choices = ", ".join(map(repr, _choices(kind)))
+            told = f"it must be one of {choices}" if choices else f"{error}".rstrip(".")
+            raise UserError(f"{where}: {key} = {value!r}: {told}.") from error
     return ours, theirs
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """Return the values that a type is made of, where it is a `Literal`, or one beside None."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    return _choices(parts[0]) if len(parts) == 1 and type(None) in typing.get_args(kind) else ()
 
 
 def _field_types(kind: type) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from samestep.errors import UserError, no_exit
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
 from samestep.execution.promise import promise_notes, promise_record
-from samestep.execution.request import RECIPE_COPY, Request
+from samestep.execution.request import FROM_PYTHON, RECIPE_COPY, Request
 from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.gpus import gpu_uuid
@@ -107,7 +107,8 @@ def _run(
     started_at: float,
     engine: Engine,
 ) -> Outcome:
-    path = world.on_main(lambda: choose_path(request))
+    named = world.on_main(lambda: choose_path(request))
+    path = named.absolute()  # a recipe may change the working directory
     request = completed(request, world)
     built = build(request, world, engine.wrap)
     work, state = built.work, built.state
@@ -120,7 +121,7 @@ def _run(
         if run is not None:
             describe(run, request, built, gpus)
         begun = True
-        _announce(emit, request, built, path, resumed)
+        _announce(emit, request, built, path, named, resumed)
         timed = _Timed(emit, started_at)
         task = Task(
             request=request,
@@ -164,10 +165,16 @@ def choose_path(request: Request) -> Path:
     path = Path(wanted) if wanted else new_run_path(request.recipe.name)
     if not request.resume and is_run(path):
         raise UserError(
-            f"{path} already holds a run. Continue it with: samestep train {path} --resume; "
-            "or choose another --run-dir."
+            f"{path} already holds a run. Continue it with {_go_on(request, path)}, or choose "
+            "another --run-dir."
         )
     return path
+
+
+def _go_on(request: Request, path: Path) -> str:
+    if request.source.startswith(FROM_PYTHON):
+        return f"samestep.train({str(path)!r}, recipe=…, resume=True)"
+    return f"`samestep train {path} --resume`"
 
 
 def open_directory(path: Path, world: World, begin: Callable[[Path], None]) -> Run | None:
@@ -249,10 +256,10 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
 
 
 def _announce(
-    emit: Show, request: Request, built: Built, path: Path, resumed: Resumed | None
+    emit: Show, request: Request, built: Built, path: Path, named: Path, resumed: Resumed | None
 ) -> None:
     """Emit the `start` record, and `resume` where the run goes on."""
-    emit(_start_record(request, built, path, resumed))
+    emit({**_start_record(request, built, path, resumed), "run_dir": str(named)})
     if resumed is not None:
         emit(
             {
@@ -275,7 +282,6 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "format": RUN_FORMAT,
         "time": time.time(),
         "recipe": request.recipe.name,
-        "run_dir": str(path),
         **work.plan.record(),
         "device": str(world.device),
         "backend": world.backend,

@@ -21,8 +21,10 @@ class RankLog:
         self.terminal = 2
         """File descriptor of what the user sees of standard error."""
         self._early: IO[bytes] | None = None
+        self._usual: list[int] = []
         if rank != 0:
-            self.terminal = os.dup(2)
+            self._usual = [os.dup(1), os.dup(2)]
+            self.terminal = self._usual[1]
             self._early = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the rank
             self._redirect(self._early.fileno())
 
@@ -39,6 +41,16 @@ class RankLog:
             self._redirect(log.fileno())
         self._early.close()
         self._early = None
+
+    def give_back(self) -> None:
+        """Print again where this process printed before; nothing follows of this rank."""
+        if not self._usual:
+            return
+        self._flush()
+        for descriptor, usual in zip((1, 2), self._usual, strict=True):
+            os.dup2(usual, descriptor)
+            os.close(usual)
+        self._usual, self.terminal = [], 2
 
     def _redirect(self, descriptor: int) -> None:
         self._flush()

@@ -1,5 +1,6 @@
 """Start ranks on this machine through torchrun's elastic agent."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -8,8 +9,11 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
+import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -38,7 +42,7 @@ def start_ranks(num_ranks: int, arguments: list[str], task: str = "") -> int:
 def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     """Run `samestep` with these arguments on each of some new ranks, which find a task as `TASK`.
 
-    A stop signal is passed on to the ranks and waited for; a second Ctrl-C ends all at once. If a
+    A stop signal is passed on to the ranks and waited for; a second Ctrl-C kills them. If a
     rank fails, the agent ends the others. Signals and variables are then as they were before.
     """
     if unheeded_signal():
@@ -47,6 +51,8 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     # The agent keeps them, and would raise its own exception where nobody expects it.
     kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
     handlers = [signal.getsignal(number) for number in kept]
+    if kept:
+        signal.signal(signal.SIGINT, _interrupter())
     # The agent's own accounts of a failure are for its developers; ours follows.
     logging.disable(logging.CRITICAL)
     os.environ[PARENT] = str(os.getpid())
@@ -68,6 +74,27 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
         os.environ.update(variables)
 
 
+def _interrupter() -> Callable[[int, FrameType | None], None]:
+    """Return what handles Ctrl-C: the agent passes the first on and waits; the second kills."""
+    before, pressed = {child.pid for child in _children()}, False
+
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        if not pressed:
+            pressed = True
+            raise SignalException(f"got signal {signum}", signal.Signals(signum))
+        for child in _children():
+            if child.pid not in before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+    return handle
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
 def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
         config = LaunchConfig(
@@ -81,7 +108,7 @@ def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             local_addr="127.0.0.1",
-            signals_to_handle=",".join(number.name for number in stop_signals()),
+            signals_to_handle=",".join(s.name for s in stop_signals() if s != signal.SIGINT),
         )
         try:
             elastic_launch(config, sys.executable)("-m", "samestep", *arguments)

@@ -33,10 +33,19 @@ def metrics_of(record: Record) -> dict[str, str]:
     }
 
 
-class Screen:
-    """Show the records of one run as they come."""
+_GO_ON = "samestep train {} --resume"
 
-    def __init__(self, console: Console | None = None) -> None:
+
+class Screen:
+    """Show the records of one run as they come.
+
+    Args:
+        console: where to print; by default standard output.
+        go_on: what goes on with a run that was stopped, with {} for its path.
+    """
+
+    def __init__(self, console: Console | None = None, go_on: str = _GO_ON) -> None:
+        self._go_on = go_on
         # A kernel says that it is a terminal; what it prints is wrapped by the notebook, if at all.
         terminal = False if in_notebook() else None
         usual = Console(highlight=False, force_jupyter=False, force_terminal=terminal)
@@ -197,6 +206,7 @@ class Screen:
     def result(self, path: Path, result: dict[str, Any]) -> None:
         """Show how the run ended."""
         best, test = result["best"], result["test"]
+        shown_path = str(self._plan.get("run_dir", path))  # as it was named
         length = self._length(result["steps"], result["epochs"])
         speed = f"{short(result['samples_per_s'])} samples/s"
         rows = [
@@ -211,7 +221,7 @@ class Screen:
             told = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
             rows.append(("test", told))
         rows += _baseline_rows(result.get("baselines", {}))
-        rows.append(("run", str(path)))
+        rows.append(("run", shown_path))
         if test and "confusion" in test:
             lines = class_table(test["per_class"], test["confusion"])
             rows += zip(["classes", *[""] * len(lines)], lines, strict=False)
@@ -219,7 +229,7 @@ class Screen:
         for name, value in rows:
             self._row(name, value, 9)
         if result["status"] == "stopped":
-            self._print(f"\nGo on from here with: samestep train {escape(str(path))} --resume")
+            self._print(f"\nGo on from here with: {escape(self._go_on.format(shown_path))}")
 
 
 def _baseline_rows(baselines: dict[str, dict[str, float | None]]) -> list[tuple[str, str]]:
