@@ -135,6 +135,7 @@ def test_what_needs_no_torch_does_not_import_it():
         *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log"),
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
         *(".commands.compare", ".commands.data", ".commands.new", ".commands.track"),
+        *(".commands.report", ".commands.watch"),
         *(".tracking.follow_run", ".tracking.tracker_processes", ".tracking.send_run"),
     ]
     program = (

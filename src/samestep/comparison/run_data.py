@@ -5,6 +5,7 @@ import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,7 @@ _FIELDS: dict[str, list[Any]] = {
     "compile": [("seconds", _Seconds)],
 }
 _FORMS = {event: msgspec.defstruct(event, fields) for event, fields in _FIELDS.items()}
+_RECORDS = msgspec.json.Decoder(Record)
 _OTHER_FORM = msgspec.defstruct("other", [("event", str)])
 
 
@@ -73,7 +75,14 @@ class RunData:
 
     def of(self, event: str) -> list[Record]:
         """Return the records of one kind."""
-        return [record for record in self.records if record["event"] == event]
+        return [*self._by_event.get(event, ())]
+
+    @cached_property
+    def _by_event(self) -> dict[str, list[Record]]:
+        found: dict[str, list[Record]] = {}
+        for record in self.records:
+            found.setdefault(record["event"], []).append(record)
+        return found
 
     def metrics(self) -> list[str]:
         """Return what the run measured on its validation set, and its training loss."""
@@ -146,7 +155,7 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
         return []
     if torn:
         problems.append("the last line of events.jsonl is half-written, and left out")
-    read = [_record(line) for line in lines]
+    read = _read_lines(lines)
     found = [record for record in read if record is not None]
     damaged = [number for number, record in enumerate(read, start=1) if record is None]
     if damaged:
@@ -156,6 +165,22 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
     if not found:
         problems.append("events.jsonl holds no record yet")
     return as_uninterrupted(found, file.parent)
+
+
+def _read_lines(lines: list[bytes]) -> list[Record | None]:
+    """Return the record of each line; None for a damaged one.
+
+    They are read all at once where none is damaged: a million lines take half the time.
+    """
+    try:
+        found: list[Record] = _RECORDS.decode_lines(b"\n".join(lines))
+        for event, form in _FORMS.items():
+            msgspec.convert([r for r in found if r.get("event") == event], list[form])  # type: ignore[valid-type]
+        others = [r for r in found if r.get("event") not in _FORMS]
+        msgspec.convert(others, list[_OTHER_FORM])  # type: ignore[valid-type]
+    except msgspec.MsgspecError:
+        return [_record(line) for line in lines]
+    return [*found] if len(found) == len(lines) else [_record(line) for line in lines]
 
 
 def _record(line: bytes) -> Record | None:
