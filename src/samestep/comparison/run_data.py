@@ -23,6 +23,8 @@ _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
 _SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
+_LOSS = ("loss", float | None)
+"""Null where it was NaN or infinite, which JSON does not have."""
 _SIZES = ("world_size", "global_batch_size")
 _OF_THE_DATA = ("num_samples", "steps_per_epoch")
 """Of a stream nobody knows them."""
@@ -34,12 +36,12 @@ _FIELDS: dict[str, list[Any]] = {
         *(("resumed", bool), ("format", int, 1), ("lower_is_better", list[str] | None, None)),
     ],
     "step": [
-        *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), ("loss", float)),
+        *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), _LOSS),
         ("grad_norm", float | None, None),
     ],
     "epoch": [
         *(("epoch", _Positive), ("step", _Count), ("samples", _Count)),
-        *(("train_seconds", _Seconds), ("loss", float), ("phases", dict[str, float] | None, None)),
+        *(("train_seconds", _Seconds), _LOSS, ("phases", dict[str, float] | None, None)),
     ],
     "evaluation": [("step", _Count), _SECONDS_IF_ANY],
     "checkpoint": [("step", _Count), ("path", str), _SECONDS_IF_ANY],
@@ -186,7 +188,7 @@ def _read_lines(lines: list[bytes]) -> list[Record | None]:
 def _record(line: bytes) -> Record | None:
     """Return the record of a line, or None if it is none that a run writes."""
     try:
-        record = msgspec.json.decode(line, type=Record)
+        record = _RECORDS.decode(line)
         msgspec.convert(record, _FORMS.get(str(record.get("event")), _OTHER_FORM))
     except msgspec.MsgspecError:
         return None

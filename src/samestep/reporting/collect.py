@@ -76,6 +76,8 @@ class ChartGroup:
 class Beside:
     """What only several runs have: tables of what differs."""
 
+    runs: Table
+    settings: Table | None
     tables: tuple[Table, ...]
     verdicts: tuple[str, ...]
     notes: tuple[str, ...]
@@ -210,6 +212,8 @@ def _tone(status: str) -> str:
 
 def _beside(found: Comparison) -> Beside:
     return Beside(
+        runs=text_parts.overview(found),
+        settings=text_parts.settings(found),
         tables=text_parts.tables(found),
         verdicts=text_parts.verdicts(found),
         notes=tuple(found.notes),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from samestep.comparison.setting_differences import UNSET
 from samestep.comparison.side_by_side import Comparison
 from samestep.comparison.text_report import metric_name, same_training_lines
 from samestep.reporting.shown import Table, number
@@ -26,12 +27,13 @@ def memory(system: Sequence[Record]) -> str:
 
 
 def tables(found: Comparison) -> tuple[Table, ...]:
-    """Return what differs between the runs: settings, speed, phases, metric, time to it."""
-    made = [_overview(found), _settings(found), _speed(found), _phases(found), _target(found)]
+    """Return how the runs differ in numbers: speed, phases, time to the metric."""
+    made = [_speed(found), _phases(found), _target(found)]
     return tuple(table for table in made if table is not None)
 
 
-def _overview(found: Comparison) -> Table:
+def overview(found: Comparison) -> Table:
+    """Return the runs with their names, as a table."""
     best = [
         (min if found.smaller else max)((p.value for p in curve), default=None)
         for curve in found.curves
@@ -51,18 +53,28 @@ def _overview(found: Comparison) -> Table:
     return Table(caption="Runs", head=head, rows=rows)
 
 
-def _settings(found: Comparison) -> Table | None:
-    if not found.differences:
+def settings(found: Comparison) -> Table | None:
+    """Return the settings and facts that differ; of several recipes, those that all have."""
+    differ = found.differences
+    if _recipes(found) > 1:
+        differ = [one for one in differ if UNSET not in one.values]
+    if not differ:
         return None
-    rows = tuple((d.name, *map(_cut, d.values)) for d in found.differences)
-    marked = frozenset(place for place, d in enumerate(found.differences) if d.decides)
+    marked = frozenset(place for place, one in enumerate(differ) if one.decides)
+    notes = ["Marked rows make it another training."] if marked else []
+    if left := len(found.differences) - len(differ):
+        notes.append(f"{left} more are not of all recipes.")
     return Table(
         caption="Settings and facts that differ",
         head=("", *found.names),
-        rows=rows,
+        rows=tuple((one.name, *map(_cut, one.values)) for one in differ),
         marked=marked,
-        note="Marked rows make it another training." if marked else "",
+        note=" ".join(notes),
     )
+
+
+def _recipes(found: Comparison) -> int:
+    return len({run.recipe for run in found.runs if run.recipe})
 
 
 def _cut(text: str) -> str:
@@ -93,7 +105,7 @@ def _phases(found: Comparison) -> Table | None:
 
 
 def _target(found: Comparison) -> Table | None:
-    if found.target is None:
+    if found.target is None or _recipes(found) > 1:
         return None
     sign, goals = "≤" if found.smaller else "≥", found.reached
     shown = {
@@ -109,13 +121,13 @@ def _target(found: Comparison) -> Table | None:
 
 def verdicts(found: Comparison) -> tuple[str, ...]:
     """Return whether each run is the same training as the first; of one recipe alone."""
-    recipes = {run.recipe for run in found.runs if run.recipe}
-    if len(recipes) > 1:
-        told = (
-            f"The runs are of {len(recipes)} recipes ({', '.join(sorted(recipes))}). Their losses "
-            "and metrics measure different things, so they are not compared: each recipe has "
-            "charts of its own below. A sample is other work in each, so their speeds are not "
-            "comparable either."
-        )
-        return (told,)
-    return tuple(same_training_lines(found))
+    if _recipes(found) < 2:
+        return tuple(same_training_lines(found))
+    told = (
+        "Losses and metrics of different recipes measure different things, so each recipe has "
+        "charts of its own below. A sample is other work in each, so speeds are not comparable "
+        "either."
+    )
+    if found.target is not None:
+        told += f" For the same reason the time to {found.target:g} is not told."
+    return (told,)

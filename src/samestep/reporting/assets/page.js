@@ -18,9 +18,9 @@
       const [unit, name] = UNITS.find(([least]) => size >= least);
       return `${+(value / unit).toPrecision(4)}${name}`;
     }
-    return size !== 0 && size < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(5));
+    return size !== 0 && size < 1e-4 ? value.toExponential(1) : String(+value.toPrecision(5));
   };
-  const shown = (value) => (value == null ? "–" : short(value));
+  const shown = (value) => (value == null ? "" : short(value));
 
   // Rows of parts that are added up, the last part at the bottom: areas lie on each other.
   const stacked = (curves) => {
@@ -39,18 +39,22 @@
   const several = (chart) => new Set(chart.curves.map((curve) => curve.run)).size > 1;
 
   const line = (chart, curve, at) => {
-    const base = { label: curve.label, value: (_, value) => shown(value), points: { size: 5 } };
+    const base = { label: curve.label, value: (_, value) => shown(value), points: { size: 5, fill: css("--bg") } };
     if (chart.kind === "stack") {
       const own = color(at);
       const steps = uPlot.paths.stepped({ align: 1 });
       const part = (u, value, series, index) =>
-        index == null ? "–" : shown(chart.curves[series - 1].y[index]);
+        index == null ? "" : shown(chart.curves[series - 1].y[index]);
       return { ...base, value: part, stroke: own, fill: `${own}cc`, width: 1, paths: steps, points: { show: false } };
     }
     const places = { steps: 0, mean: 0, validation: 1, test: 2, part: at };
     const own = color(several(chart) ? curve.run : places[curve.role]);
     const alone = !chart.curves.some((other) => other.role !== "steps");
-    if (curve.role === "steps") return { ...base, stroke: alone ? own : `${own}70`, width: alone ? 1.5 : 1 };
+    if (curve.role === "steps") {
+      if (alone) return { ...base, stroke: own, width: 1.5 };
+      const few = curve.x.length < 3;  // of a single step there is no line
+      return { ...base, stroke: `${own}80`, width: 1, points: { show: few, size: 5 } };
+    }
     const dash = several(chart) && curve.role === "validation" ? [6, 3] : undefined;
     if (curve.role === "test") return { ...base, stroke: own, width: 0, points: { show: true, size: 8, fill: own } };
     return { ...base, stroke: own, width: 2, dash };
@@ -70,7 +74,7 @@
       scales: { x: { time: false }, y: range ? { range } : {} },
       axes: [{ ...axis, space: 70 }, { ...axis, size: 58 }],
       series: [
-        { label: chart.x, value: (_, value) => (value == null ? "–" : value.toLocaleString("en")) },
+        { label: chart.x, value: (_, value) => (value == null ? "" : value.toLocaleString("en")) },
         ...chart.curves.map((curve, at) => line(chart, curve, at)),
       ],
     };
@@ -86,9 +90,10 @@
       if (!chart) continue;
       const width = () => Math.max(host.clientWidth, 200);
       const plot = new uPlot(options(chart, width()), values(chart), host);
-      const watcher = new ResizeObserver(() => {
-        if (Math.abs(width() - plot.width) > 1) plot.setSize({ width: width(), height: 240 });
-      });
+      // After the frame: a size that is set within the observer's own call is reported as an error.
+      const watcher = new ResizeObserver(() => requestAnimationFrame(() => {
+        if (host.isConnected && Math.abs(width() - plot.width) > 1) plot.setSize({ width: width(), height: 240 });
+      }));
       watcher.observe(host);
       plots.push({ id: chart.id, plot, watcher });
     }
