@@ -46,6 +46,8 @@ def assert_ends_with_two_examples(text: str) -> None:
         ("data",),
         ("track",),
         ("new",),
+        ("report",),
+        ("watch",),
     ],
     ids=" ".join,
 )

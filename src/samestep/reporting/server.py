@@ -1,9 +1,11 @@
 """A run's page on this machine alone, which redraws itself while the run goes on."""
 
 import json
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from samestep.errors import UserError
 from samestep.reporting.collect import Report, collect
@@ -47,6 +49,11 @@ class RunServer(ThreadingHTTPServer):
                 self._read = now, collect([self._run])
             return self._read[1]
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left before its answer came."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def _state(self) -> tuple[int, ...]:
         found: list[int] = []
         for name in ("events.jsonl", "result.json", "system.jsonl", "pictures/pictures.json"):
@@ -70,7 +77,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the page or its news."""
         if not self._is_local():
             self._send(403, _TEXT, "This page is for localhost alone.\n")
-        elif self.path == "/":
+            return
+        try:
+            self._answer()
+        except UserError as error:  # the run was moved or deleted meanwhile
+            self._send(503, _TEXT, f"{error}\n")
+
+    def _answer(self) -> None:
+        if self.path == "/":
             page = render(self.server.report(), live=True)
             self._send(200, _HTML, page.html, page.policy)
         elif self.path == "/data.json":

@@ -24,6 +24,8 @@ _BOUND = {
 class StepTime:
     """A step's phases as a table, and what they mean."""
 
+    bound: str
+    """What takes most of a step: compute, waits, all_reduce or other."""
     verdict: str
     table: Table
     between: Table | None
@@ -43,6 +45,8 @@ class RankBar:
 class RankByRank:
     """What each rank did of a step, and whether one of them holds up the others."""
 
+    straggler: int | None
+    """The rank that does."""
     verdict: str
     bars: tuple[RankBar, ...]
     table: Table
@@ -61,8 +65,10 @@ def step_time(run: RunData) -> StepTime | None:
         head=("", "count", "seconds"),
         rows=tuple((k, number(v["count"]), number(v["seconds"])) for k, v in stops.items()),
     )
+    bound, verdict = _verdict(found, whole)
     return StepTime(
-        verdict=_verdict(found, whole),
+        bound=bound,
+        verdict=verdict,
         table=Table(
             caption="Mean of a step on rank 0, without the first epoch if there are more",
             head=("phase", "ms", "share"),
@@ -72,7 +78,7 @@ def step_time(run: RunData) -> StepTime | None:
     )
 
 
-def _verdict(found: Mapping[str, float], whole: float) -> str:
+def _verdict(found: Mapping[str, float], whole: float) -> tuple[str, str]:
     groups = {
         "compute": sum(found.get(name, 0.0) for name in COMPUTE),
         "waits": sum(found.get(name, 0.0) for name in WAITS),
@@ -90,7 +96,7 @@ def _verdict(found: Mapping[str, float], whole: float) -> str:
         "other": f"the rest takes {percent(groups['other'] / whole)}",
     }
     said = [words[name] for name in sorted(groups, key=lambda n: -groups[n]) if groups[name] > 0]
-    return f"{_BOUND[first]}. A step takes {number(whole)} ms: {'; '.join(said)}."
+    return first, f"{_BOUND[first]}. A step takes {number(whole)} ms: {'; '.join(said)}."
 
 
 def rank_by_rank(run: RunData) -> RankByRank | None:
@@ -121,8 +127,10 @@ def rank_by_rank(run: RunData) -> RankByRank | None:
         bars.append(RankBar(rank=rank, parts=tuple(parts)))
     rows = tuple((f"rank {k}", *(number(one[n]) for n in names)) for k, one in enumerate(ms))
     shown = sorted(range(size), key=lambda rank: -_own(ms[rank]))[:64]
+    straggler, verdict = _straggler(ms, longest)
     return RankByRank(
-        verdict=_straggler(ms, longest),
+        straggler=straggler,
+        verdict=verdict,
         bars=tuple(bars[rank] for rank in sorted(shown)),
         table=Table(
             caption="Milliseconds of a step on each rank",
@@ -145,7 +153,7 @@ def _own(ms: Mapping[str, float]) -> float:
     return sum(value for name, value in ms.items() if name != "all_reduce")
 
 
-def _straggler(ms: list[dict[str, float]], step: float) -> str:
+def _straggler(ms: list[dict[str, float]], step: float) -> tuple[int | None, str]:
     own = [_own(one) for one in ms]
     usual = statistics.median(own)
     slowest = max(range(len(own)), key=lambda rank: own[rank])
@@ -155,5 +163,6 @@ def _straggler(ms: list[dict[str, float]], step: float) -> str:
         f"median rank {number(usual)} ms"
     )
     if more < _STRAGGLES * step:
-        return f"No rank holds up the others. {said}."
-    return f"Rank {slowest} holds up the others: all ranks wait for it in the all-reduce. {said}."
+        return None, f"No rank holds up the others. {said}."
+    waits = "all ranks wait for it in the all-reduce"
+    return slowest, f"Rank {slowest} holds up the others: {waits}. {said}."
