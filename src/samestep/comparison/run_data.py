@@ -151,13 +151,13 @@ def read_run(path: Path) -> RunData:
 def _records(file: Path, problems: list[str]) -> list[Record]:
     """Return every record that can be read, those that were superseded left out."""
     try:
-        *lines, torn = file.read_bytes().split(b"\n")
+        whole, newline, torn = file.read_bytes().rpartition(b"\n")
     except OSError:
         problems.append("events.jsonl is missing: nothing is known of its training")
         return []
     if torn:
         problems.append("the last line of events.jsonl is half-written, and left out")
-    read = _read_lines(lines)
+    read = _read_lines(whole) if newline else []
     found = [record for record in read if record is not None]
     damaged = [number for number, record in enumerate(read, start=1) if record is None]
     if damaged:
@@ -169,20 +169,23 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
     return as_uninterrupted(found, file.parent)
 
 
-def _read_lines(lines: list[bytes]) -> list[Record | None]:
+def _read_lines(text: bytes) -> list[Record | None]:
     """Return the record of each line; None for a damaged one.
 
     They are read all at once where none is damaged: a million lines take half the time.
     """
+    by_event: dict[object, list[Record]] = {}
     try:
-        found: list[Record] = _RECORDS.decode_lines(b"\n".join(lines))
-        for event, form in _FORMS.items():
-            msgspec.convert([r for r in found if r.get("event") == event], list[form])  # type: ignore[valid-type]
-        others = [r for r in found if r.get("event") not in _FORMS]
-        msgspec.convert(others, list[_OTHER_FORM])  # type: ignore[valid-type]
-    except msgspec.MsgspecError:
-        return [_record(line) for line in lines]
-    return [*found] if len(found) == len(lines) else [_record(line) for line in lines]
+        found = _RECORDS.decode_lines(text)
+        for record in found:
+            by_event.setdefault(record.get("event"), []).append(record)
+        for event, records in by_event.items():
+            msgspec.convert(records, list[_FORMS.get(str(event), _OTHER_FORM)])  # type: ignore[misc]
+    except (msgspec.MsgspecError, TypeError):  # an event may be a list
+        found = []
+    if found and len(found) == text.count(b"\n") + 1:
+        return [*found]
+    return [_record(line) for line in text.split(b"\n")]
 
 
 def _record(line: bytes) -> Record | None:

@@ -35,7 +35,7 @@ class Lines:
         at = _numbers([r["step"] for r in steps])
         self._samples = at, _numbers([r["samples"] for r in steps])
         logged = run.of("metrics")
-        names = [*{name: None for r in steps for name in r if name not in _OF_A_STEP}]
+        names = sorted({name for name in set().union(*steps) if name not in _OF_A_STEP})
         for name in ("loss", *names):
             self._add(name, "steps", "training, steps", at, [r.get(name) for r in steps])
         for name, _, _ in _MEASURED:
