@@ -69,7 +69,7 @@ def main() -> int:
         "",
         f"- Targets: {'reached' if good else 'missed'}.",
         f"- Medians of {asked.rounds} rounds, of the whole command with its start. Opening is",
-        "  what headless Chromium takes from its start until all charts are drawn and it ends, less",
+        "  what headless Chromium takes from its start until all charts are drawn, less",
         "  what it takes for an empty page.",
     ]
     PAGE.write_text("\n".join([*lines, ""]))

@@ -186,7 +186,7 @@ def _run_part(run: RunData, name: str, place: int) -> RunPart:
         status=run.status,
         tone=_tone(run.status),
         facts=of_run.header(run),
-        problems=run.problems,
+        problems=tuple(map(_sentence, run.problems)),
         notes=tuple(dict.fromkeys(notes)),
         step_time=step_time(run),
         phases=chart,
@@ -200,6 +200,12 @@ def _run_part(run: RunData, name: str, place: int) -> RunPart:
         environment=of_run.environment_table(run),
         commands=of_run.commands(run),
     )
+
+
+def _sentence(text: str) -> str:
+    """Return a text as a sentence; the name of a file stays as it is."""
+    first = text.partition(" ")[0]
+    return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}."
 
 
 def _tone(status: str) -> str:
