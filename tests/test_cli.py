@@ -48,6 +48,8 @@ def assert_ends_with_two_examples(text: str) -> None:
         ("new",),
         ("runs",),
         ("completion",),
+        ("report",),
+        ("watch",),
     ],
     ids=" ".join,
 )

@@ -23,6 +23,8 @@ VERBS = {
     "verify": "is it the same training on one process and on many?",
     "runs": "list the runs in a folder: state, best metric, duration, curve",
     "compare": "put runs side by side: settings, the same training or not, speed, curves",
+    "report": "one page of a run or of several to look at and send: curves, classes, ranks",
+    "watch": "the same page in the browser while a run goes on",
     "scale": "measure 1, 2, 4 … ranks, and say where the time goes that scaling loses",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",

@@ -40,6 +40,8 @@ COMMANDS: dict[str, tuple[str, Target]] = {
     "verify": ("verify:Command+NO_EFFECT", "recipe"),
     "runs": ("runs:Command", "folder"),
     "compare": ("compare:Command", "runs"),
+    "report": ("report:Command", "runs"),
+    "watch": ("watch:Command", "run"),
     "scale": ("scale:Command+_DECIDED", "recipe"),
     "doctor": ("doctor:_Doctor", "file"),
     "data get": ("data:_Get", "none"),

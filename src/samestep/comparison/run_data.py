@@ -5,6 +5,7 @@ import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,8 @@ _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
 _SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
+_LOSS = ("loss", float | None)
+"""Null where it was NaN or infinite, which JSON does not have."""
 _SIZES = ("world_size", "global_batch_size")
 _OF_THE_DATA = ("num_samples", "steps_per_epoch")
 """Of a stream nobody knows them."""
@@ -34,12 +37,12 @@ _FIELDS: dict[str, list[Any]] = {
         *(("resumed", bool), ("format", int, 1), ("lower_is_better", list[str] | None, None)),
     ],
     "step": [
-        *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), ("loss", float)),
+        *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), _LOSS),
         ("grad_norm", float | None, None),
     ],
     "epoch": [
         *(("epoch", _Positive), ("step", _Count), ("samples", _Count)),
-        *(("train_seconds", _Seconds), ("loss", float), ("phases", dict[str, float] | None, None)),
+        *(("train_seconds", _Seconds), _LOSS, ("phases", dict[str, float] | None, None)),
     ],
     "evaluation": [("step", _Count), _SECONDS_IF_ANY],
     "checkpoint": [("step", _Count), ("path", str), _SECONDS_IF_ANY],
@@ -47,6 +50,7 @@ _FIELDS: dict[str, list[Any]] = {
     "compile": [("seconds", _Seconds)],
 }
 _FORMS = {event: msgspec.defstruct(event, fields) for event, fields in _FIELDS.items()}
+_RECORDS = msgspec.json.Decoder(Record)
 _OTHER_FORM = msgspec.defstruct("other", [("event", str)])
 
 
@@ -74,7 +78,14 @@ class RunData:
 
     def of(self, event: str) -> list[Record]:
         """Return the records of one kind."""
-        return [record for record in self.records if record["event"] == event]
+        return [*self._by_event.get(event, ())]
+
+    @cached_property
+    def _by_event(self) -> dict[str, list[Record]]:
+        found: dict[str, list[Record]] = {}
+        for record in self.records:
+            found.setdefault(record["event"], []).append(record)
+        return found
 
     def metrics(self) -> list[str]:
         """Return what the run measured on its validation set, and its training loss."""
@@ -144,13 +155,13 @@ def read_run(path: Path) -> RunData:
 def _records(file: Path, problems: list[str]) -> list[Record]:
     """Return every record that can be read, those that were superseded left out."""
     try:
-        *lines, torn = file.read_bytes().split(b"\n")
+        whole, newline, torn = file.read_bytes().rpartition(b"\n")
     except OSError:
         problems.append("events.jsonl is missing: nothing is known of its training")
         return []
     if torn:
         problems.append("the last line of events.jsonl is half-written, and left out")
-    read = [_record(line) for line in lines]
+    read = _read_lines(whole) if newline else []
     found = [record for record in read if record is not None]
     damaged = [number for number, record in enumerate(read, start=1) if record is None]
     if damaged:
@@ -162,10 +173,29 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
     return as_uninterrupted(found, file.parent)
 
 
+def _read_lines(text: bytes) -> list[Record | None]:
+    """Return the record of each line; None for a damaged one.
+
+    They are read all at once where none is damaged: a million lines take half the time.
+    """
+    by_event: dict[object, list[Record]] = {}
+    try:
+        found = _RECORDS.decode_lines(text)
+        for record in found:
+            by_event.setdefault(record.get("event"), []).append(record)
+        for event, records in by_event.items():
+            msgspec.convert(records, list[_FORMS.get(str(event), _OTHER_FORM)])  # type: ignore[misc]
+    except (msgspec.MsgspecError, TypeError):  # an event may be a list
+        found = []
+    if found and len(found) == text.count(b"\n") + 1:
+        return [*found]
+    return [_record(line) for line in text.split(b"\n")]
+
+
 def _record(line: bytes) -> Record | None:
     """Return the record of a line, or None if it is none that a run writes."""
     try:
-        record = msgspec.json.decode(line, type=Record)
+        record = _RECORDS.decode(line)
         msgspec.convert(record, _FORMS.get(str(record.get("event")), _OTHER_FORM))
     except msgspec.MsgspecError:
         return None

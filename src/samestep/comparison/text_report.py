@@ -58,11 +58,17 @@ def _cut(text: str, most: int) -> str:
 
 def _alike(found: Comparison) -> Iterator[str]:
     yield from ("", "the same training?")
+    for text in same_training_lines(found):
+        yield from wrapped(f"  {text}", "  ")
+
+
+def same_training_lines(found: Comparison) -> Iterator[str]:
+    """Yield a text for each run but the first: whether it is the same training as the first."""
     for place, result in enumerate(found.alike, start=1):
         text = _verdict(result, found.names[place], found.names[0])
         if result.verdict in ("apart", "unknown"):
             text += _reasons(found, place)
-        yield from wrapped(f"  {text}", "  ")
+        yield text
 
 
 def _verdict(found: SameTraining, other: str, one: str) -> str:

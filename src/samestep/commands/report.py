@@ -1,0 +1,38 @@
+"""`samestep report`: one page of a run, of several or of a scaling study, to look at or send."""
+
+import sys
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from samestep.commands.help import Switch, parse_flags
+from samestep.reporting.make import write_report
+
+_EXAMPLES = ("report runs/ID --open", "report runs/ONE runs/OTHER --target 0.95 -o both.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Make one page of runs, a file that needs nothing else: curves, classes, ranks, settings."""
+
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
+    """Directories of runs, going on or killed ones too; or files of `samestep scale --json`."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
+    """By default report.html in the directory of a single run, else in the current one."""
+    target: float | None = None
+    """With several runs: tell when their metric was first at this value, or beyond."""
+    open: Switch = False
+    """Open the page in the browser."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    command = parse_flags(Command, "report", arguments, *_EXAMPLES)
+    file = write_report(command.runs, command.output, command.target)
+    sys.stdout.write(f"{file}\n")
+    if command.open and not webbrowser.open(file.resolve().as_uri()):
+        sys.stderr.write(f"samestep: no browser could be opened; open {file} yourself.\n")
+    return 0

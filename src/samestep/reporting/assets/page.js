@@ -1,0 +1,205 @@
+"use strict";
+// Draws the page's charts from the data in it; a page that is watched asks its server for news.
+(() => {
+  const root = document.documentElement;
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const live = read("report-live");
+  let charts = read("report-data").charts;
+  let plots = [];
+  let printing = false;
+
+  const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const color = (place) => css(`--c${place % 8}`);
+
+  const UNITS = [[1e9, "G"], [1e6, "M"], [1e3, "k"]];
+  const short = (value) => {
+    const size = Math.abs(value);
+    if (size >= 10000) {
+      const [unit, name] = UNITS.find(([least]) => size >= least);
+      return `${+(value / unit).toPrecision(4)}${name}`;
+    }
+    return size !== 0 && size < 1e-4 ? value.toExponential(1) : String(+value.toPrecision(5));
+  };
+  const shown = (value) => (value == null ? "" : short(value));
+
+  // Rows of parts that are added up, the last part at the bottom: areas lie on each other.
+  const stacked = (curves) => {
+    const sums = curves[0].x.map(() => 0);
+    const tops = [];
+    for (const curve of curves.slice().reverse()) {
+      curve.y.forEach((value, at) => { sums[at] += value || 0; });
+      tops.unshift(sums.slice());
+    }
+    return [curves[0].x, ...tops];
+  };
+
+  const values = (chart) =>
+    chart.kind === "stack" ? stacked(chart.curves) : uPlot.join(chart.curves.map((c) => [c.x, c.y]));
+
+  const several = (chart) => new Set(chart.curves.map((curve) => curve.run)).size > 1;
+
+  const line = (chart, curve, at) => {
+    const base = { label: curve.label, value: (_, value) => shown(value), points: { size: 5, fill: css("--bg") } };
+    if (chart.kind === "stack") {
+      const own = color(at);
+      const steps = uPlot.paths.stepped({ align: 1 });
+      const part = (u, value, series, index) =>
+        index == null ? "" : shown(chart.curves[series - 1].y[index]);
+      return { ...base, value: part, stroke: own, fill: `${own}cc`, width: 1, paths: steps, points: { show: false } };
+    }
+    const places = { steps: 0, mean: 0, validation: 1, test: 2, part: at };
+    const own = color(several(chart) ? curve.run : places[curve.role]);
+    const alone = !chart.curves.some((other) => other.role !== "steps");
+    if (curve.role === "steps") {
+      if (alone) return { ...base, stroke: own, width: 1.5 };
+      const few = curve.x.length < 3;  // of a single step there is no line
+      return { ...base, stroke: `${own}80`, width: 1, points: { show: few, size: 5 } };
+    }
+    const dash = several(chart) && curve.role === "validation" ? [6, 3] : undefined;
+    if (curve.role === "test") return { ...base, stroke: own, width: 0, points: { show: true, size: 8, fill: own } };
+    return { ...base, stroke: own, width: 2, dash };
+  };
+
+  const options = (chart, width) => {
+    const axis = {
+      stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 },
+      font: "12px system-ui, sans-serif", values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : short(tick))),
+    };
+    const bands = chart.kind === "stack"
+      ? chart.curves.slice(1).map((_, at) => ({ series: [at + 1, at + 2] })) : [];
+    const range = chart.kind === "stack" ? (_, low, high) => [0, (high || 1) * 1.04] : undefined;
+    return {
+      width, height: 240, bands,
+      cursor: { sync: { key: `by ${chart.x}` }, y: false },
+      scales: { x: { time: false }, y: range ? { range } : {} },
+      axes: [{ ...axis, space: 70 }, { ...axis, size: 58 }],
+      series: [
+        { label: chart.x, value: (_, value) => (value == null ? "" : value.toLocaleString("en")) },
+        ...chart.curves.map((curve, at) => line(chart, curve, at)),
+      ],
+    };
+  };
+
+  const hosts = () => [...document.querySelectorAll("[data-chart]")];
+
+  const draw = () => {
+    plots.forEach(({ plot, watcher }) => { watcher.disconnect(); plot.destroy(); });
+    plots = [];
+    for (const host of hosts()) {
+      const chart = charts.find((one) => one.id === host.dataset.chart);
+      if (!chart) continue;
+      const width = () => Math.max(host.clientWidth, 200);
+      const plot = new uPlot(options(chart, width()), values(chart), host);
+      // After the frame: a size that is set within the observer's own call is reported as an error.
+      const watcher = new ResizeObserver(() => requestAnimationFrame(() => {
+        if (host.isConnected && Math.abs(width() - plot.width) > 1) plot.setSize({ width: width(), height: 240 });
+      }));
+      watcher.observe(host);
+      plots.push({ id: chart.id, plot, watcher });
+    }
+    window.reportReady = plots.length === hosts().length;
+  };
+
+  // The theme: as the system has it, or one of the two.
+  const THEMES = { auto: "automatic", light: "light", dark: "dark" };
+  const button = document.getElementById("theme");
+  const setTheme = (name) => {
+    root.dataset.theme = name;
+    button.textContent = `Theme: ${THEMES[name]}`;
+    draw();
+  };
+  let kept = "auto";
+  try { kept = localStorage.getItem("samestep-theme") || "auto"; } catch { /* a file may not keep it */ }
+  button.addEventListener("click", () => {
+    const names = Object.keys(THEMES);
+    const next = names[(names.indexOf(root.dataset.theme) + 1) % names.length];
+    try { localStorage.setItem("samestep-theme", next); } catch { /* same */ }
+    setTheme(next);
+  });
+  setTheme(kept in THEMES ? kept : "auto");
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  for (const [event, now] of [["beforeprint", true], ["afterprint", false]]) {
+    window.addEventListener(event, () => { if (printing !== now) { printing = now; draw(); } });
+  }
+
+  if (!live) return;
+
+  // News: charts get new data in place; of the rest only what has changed is replaced.
+  const told = document.getElementById("live");
+  const say = (text, ended) => {
+    told.hidden = false;
+    told.classList.toggle("ended", ended);
+    if (told.textContent !== text) told.textContent = text;
+  };
+  const parts = (within) => new Map([...within.querySelectorAll("[data-live]")].map((part) => [part.id, part]));
+  const form = (list) => JSON.stringify(list.map((c) => [c.id, c.kind, c.curves.map((curve) => curve.label)]));
+  const texts = () => new Map([...parts(document)].map(([id, part]) => [id, part.innerHTML]));
+  let before = texts();
+  const framed = document.querySelector("iframe") !== null;
+
+  const replace = (now, next) => {
+    if (now.contains(document.activeElement) && document.activeElement !== now) return false;
+    const open = new Map([...now.querySelectorAll("details")].map((one) => [one.id, one.open]));
+    now.replaceChildren(...next.childNodes);
+    now.querySelectorAll("details").forEach((one) => { if (open.has(one.id)) one.open = open.get(one.id); });
+    return true;
+  };
+
+  const replaceTexts = (now, next) => {
+    // The drawings stay, and so does what has the focus; their numbers and texts are replaced.
+    for (const place of [".gaps", ".values .scroll", ".verdict", ".columns"]) {
+      const from = [...next.querySelectorAll(place)];
+      [...now.querySelectorAll(place)].forEach((one, at) => {
+        if (from[at] && !one.contains(document.activeElement)) one.replaceChildren(...from[at].childNodes);
+      });
+    }
+    const labels = new Map([...next.querySelectorAll("[data-chart]")].map((one) => [one.dataset.chart, one]));
+    now.querySelectorAll("[data-chart]").forEach((one) => {
+      const from = labels.get(one.dataset.chart);
+      if (from) one.setAttribute("aria-label", from.getAttribute("aria-label"));
+    });
+  };
+
+  const take = (news) => {
+    const fresh = new DOMParser().parseFromString(news.body, "text/html");
+    const same = form(charts) === form(news.charts);
+    charts = news.charts;
+    const here = parts(document);
+    const there = parts(fresh);
+    if ([...there.keys()].join() !== [...here.keys()].join()) {
+      document.getElementById("body").replaceChildren(...fresh.body.childNodes);
+      before = texts();
+      draw();
+      return;
+    }
+    for (const [id, part] of there) {
+      const text = part.innerHTML;
+      if (before.get(id) === text) continue;
+      const keep = part.dataset.live === "charts" && same;
+      if (keep) replaceTexts(here.get(id), part);
+      if (keep || replace(here.get(id), part)) before.set(id, text);
+    }
+    if (!same) draw();
+    else plots.forEach(({ id, plot }) => plot.setData(values(charts.find((one) => one.id === id))));
+  };
+
+  const ask = async () => {
+    try {
+      const answer = await fetch("/data.json", { cache: "no-store" });
+      if (!answer.ok) throw new Error(String(answer.status));
+      const news = await answer.json();
+      take(news);
+      say(news.ended ? `Ended: ${news.status}` : `Live: ${news.status}`, news.ended);
+      if (news.ended) {
+        // What a recipe's own page may do stands in the policy, which is read with the page alone.
+        if (document.querySelector("iframe") && !framed) location.reload();
+        window.reportEnded = true;
+        return;
+      }
+    } catch (error) {
+      say(`No news: samestep watch has ended, or cannot be reached (${error.message}).`, true);
+    }
+    setTimeout(ask, live.every_ms);
+  };
+  ask();
+})();

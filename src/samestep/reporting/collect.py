@@ -1,0 +1,226 @@
+"""Everything that a page shows, from run directories alone: read, and put in order."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.comparison.run_data import RunData, read_run
+from samestep.comparison.side_by_side import Comparison, compare_runs
+from samestep.errors import UserError
+from samestep.reporting import facts as of_run
+from samestep.reporting import text_parts
+from samestep.reporting.charts import Lines, charts_of, phases_chart
+from samestep.reporting.classes import ByClass, by_class
+from samestep.reporting.pictures import Gallery, read_gallery
+from samestep.reporting.scaling import ScalingStudy, read_study
+from samestep.reporting.shown import Chart, Table
+from samestep.reporting.steps import RankByRank, StepTime, rank_by_rank, step_time
+from samestep.reporting.timeline import TimeLine, time_line
+from samestep.run.records import Record
+
+SYSTEM = "system.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPart:
+    """What is shown of one run beside its curves."""
+
+    name: str
+    """A, B … among several runs; empty for a single one."""
+    title: str
+    recipe: str
+    status: str
+    tone: str
+    """good, bad, running or unknown: how the status is marked."""
+    facts: of_run.Pairs
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    step_time: StepTime | None
+    phases: Chart | None
+    ranks: RankByRank | None
+    time_line: TimeLine | None
+    classes: ByClass | None
+    gallery: Gallery | None
+    baselines: Table | None
+    memory: str
+    settings: tuple[Table, ...]
+    environment: Table | None
+    commands: of_run.Pairs
+
+    @property
+    def contents(self) -> list[tuple[str, str]]:
+        """Its sections on the page: (anchor, title) of those that are there."""
+        there = {
+            ("time", "Time of a step"): self.step_time or self.phases,
+            ("ranks", "Ranks"): self.ranks,
+            ("timeline", "Time line"): self.time_line,
+            ("classes", "Classes"): self.classes,
+            ("pictures", "Pictures"): self.gallery,
+            ("baselines", "Baselines"): self.baselines,
+            ("settings", "Settings"): self.settings or self.environment,
+            ("commands", "Commands"): self.commands,
+        }
+        return [section for section, found in there.items() if found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartGroup:
+    """Charts of the runs of one recipe."""
+
+    title: str
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What only several runs have: tables of what differs."""
+
+    runs: Table
+    settings: Table | None
+    tables: tuple[Table, ...]
+    verdicts: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A page's whole content."""
+
+    title: str
+    runs: tuple[RunPart, ...] = ()
+    groups: tuple[ChartGroup, ...] = ()
+    beside: Beside | None = None
+    studies: tuple[ScalingStudy, ...] = ()
+
+    @property
+    def charts(self) -> list[Chart]:
+        """All charts that the page's script draws."""
+        phases = [run.phases for run in self.runs if run.phases]
+        return [*(chart for group in self.groups for chart in group.charts), *phases]
+
+    @property
+    def ended(self) -> bool:
+        """Whether no run of it is going on."""
+        return not any(run.tone == "running" for run in self.runs)
+
+
+def collect(paths: Sequence[Path], target: float | None = None) -> Report:
+    """Return what a page of some runs, or of scaling studies, shows.
+
+    Args:
+        paths: run directories, and files of `samestep scale --json`.
+        target: with several runs, tell when their metric was first there.
+
+    Raises:
+        UserError: one is neither, or none is given.
+    """
+    if not paths:
+        raise UserError("Name a run: samestep report runs/ID. Several are put side by side.")
+    files = [path for path in paths if path.is_file()]
+    studies = tuple(read_study(path) for path in files)
+    folders = [path for path in paths if path not in files]
+    if not folders:
+        return Report(title=f"Scaling of {studies[0].recipe}", studies=studies)
+    beside, runs, names = None, [read_run(folders[0])], [""]
+    if len(folders) > 1:
+        found = compare_runs(folders, target=target, any_recipe=True)
+        beside, runs, names = _beside(found), found.runs, found.names
+    named = zip(runs, names, strict=True)
+    return Report(
+        title=_title(runs),
+        runs=tuple(_run_part(run, name, place) for place, (run, name) in enumerate(named)),
+        groups=_groups(runs, names),
+        beside=beside,
+        studies=studies,
+    )
+
+
+def _title(runs: Sequence[RunData]) -> str:
+    if len(runs) == 1:
+        return runs[0].path.resolve().name
+    recipes = list(dict.fromkeys(run.recipe or "unknown" for run in runs))
+    return f"{len(runs)} runs of {', '.join(recipes)}"
+
+
+def _groups(runs: Sequence[RunData], names: Sequence[str]) -> tuple[ChartGroup, ...]:
+    """Return the charts, those of each recipe together: only they have the same axes."""
+    lines = [Lines(run, _system_records(run.path)) for run in runs]
+    recipes = list(dict.fromkeys(run.recipe for run in runs))
+    groups = []
+    for number, recipe in enumerate(recipes, start=1):
+        places = [place for place, run in enumerate(runs) if run.recipe == recipe]
+        suffix = f"-{number}" if number > 1 else ""
+        charts = charts_of([lines[p] for p in places], [names[p] for p in places], places, suffix)
+        title = (recipe or "unknown recipe") if len(recipes) > 1 else ""
+        groups.append(ChartGroup(title=title, charts=tuple(charts)))
+    return tuple(groups)
+
+
+def _system_records(path: Path) -> list[Record]:
+    """Return the samples that a tracker's process took of the machine."""
+    try:
+        lines = (path / SYSTEM).read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found
+
+
+def _run_part(run: RunData, name: str, place: int) -> RunPart:
+    notes = [str(note) for note in run.plan.get("notes") or ()]
+    told = (r for event in ("resume", "evaluation", "baselines") for r in run.of(event))
+    notes += [str(text) for r in told for text in r.get("problems") or ()]
+    chart = phases_chart(run, place, f"-{name.lower()}" if name else "")
+    return RunPart(
+        name=name,
+        title=str(run.path),
+        recipe=run.recipe or "recipe unknown",
+        status=run.status,
+        tone=_tone(run.status),
+        facts=of_run.header(run),
+        problems=tuple(map(_sentence, run.problems)),
+        notes=tuple(dict.fromkeys(notes)),
+        step_time=step_time(run),
+        phases=chart,
+        ranks=rank_by_rank(run),
+        time_line=time_line(run),
+        classes=by_class(run),
+        gallery=read_gallery(run.path),
+        baselines=of_run.baselines_table(run),
+        memory=text_parts.memory(_system_records(run.path)),
+        settings=of_run.settings_tables(run),
+        environment=of_run.environment_table(run),
+        commands=of_run.commands(run),
+    )
+
+
+def _sentence(text: str) -> str:
+    """Return a text as a sentence; the name of a file stays as it is."""
+    first = text.partition(" ")[0]
+    return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}."
+
+
+def _tone(status: str) -> str:
+    if status == "running":
+        return "running"
+    if status.startswith("completed"):
+        return "good"
+    return "bad" if status.startswith("failed") else "unknown"
+
+
+def _beside(found: Comparison) -> Beside:
+    return Beside(
+        runs=text_parts.overview(found),
+        settings=text_parts.settings(found),
+        tables=text_parts.tables(found),
+        verdicts=text_parts.verdicts(found),
+        notes=tuple(found.notes),
+    )

@@ -1,0 +1,198 @@
+"""What is known of a run beside its curves: header, settings, environment, how to repeat it."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from samestep.comparison.run_data import RunData
+from samestep.comparison.throughput import throughput
+from samestep.reporting.shown import Table, number
+from samestep.run.files import read_object
+from samestep.run.records import NOT_METRICS
+from samestep.screen.words import count, duration, short
+from samestep.settings import Settings, flag_name
+
+Pairs = tuple[tuple[str, str], ...]
+_LONGEST = 160
+"""Characters of a value; a list of thousands of names is no setting to read."""
+
+
+def header(run: RunData) -> Pairs:
+    """Return the facts that a reader looks for first."""
+    result, plan = read_object(run.path / "result.json"), run.plan
+    speed = throughput(run)
+    versions = {
+        name: run.facts[name]
+        for name in ("samestep", "python", "torch", "cuda")
+        if name in run.facts
+    }
+    told = {
+        "trained": _trained(run),
+        "best": _best(result),
+        "test": _test(run, result),
+        "duration": _duration(run, result),
+        "ranks": _where(run),
+        "throughput": f"{short(speed.samples_per_s)} samples/s over {speed.basis}" if speed else "",
+        "parameters": f"{plan['parameters']:,}" if isinstance(plan.get("parameters"), int) else "",
+        "precision": str(plan.get("precision", "")),
+        "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
+        "code": _code(run),
+    }
+    return tuple((name, value) for name, value in told.items() if value)
+
+
+def last_step(run: RunData) -> int:
+    """Return the last step that a record tells of."""
+    steps = (r["step"] for r in reversed(run.records) if isinstance(r.get("step"), int))
+    return next(steps, 0)
+
+
+def _trained(run: RunData) -> str:
+    steps = last_step(run)
+    whole = run.plan.get("total_steps")
+    of = f" of {whole:,}" if isinstance(whole, int) and whole > steps else ""
+    epochs = len({r["epoch"] for r in run.of("epoch")})
+    return f"{count(epochs, 'epoch')}, {steps:,}{of} steps"
+
+
+def _best(result: Mapping[str, Any]) -> str:
+    best = result.get("best")
+    if not isinstance(best, dict) or "value" not in best:
+        return ""
+    epoch = f", epoch {best['epoch']}" if best.get("epoch") is not None else ""
+    return f"{best.get('metric', 'metric')} {number(best['value'])} on validation{epoch}"
+
+
+def _test(run: RunData, result: Mapping[str, Any]) -> str:
+    test = result.get("test")
+    if not isinstance(test, dict):
+        found = [r for r in run.of("evaluation") if r.get("split") == "test"]
+        test = found[-1] if found else {}
+    values = {n: v for n, v in test.items() if n not in NOT_METRICS}
+    said = ", ".join(f"{name} {number(value)}" for name, value in list(values.items())[:4])
+    of = f" ({count(test['samples'], 'sample')})" if isinstance(test.get("samples"), int) else ""
+    return said + of if said else ""
+
+
+def _duration(run: RunData, result: Mapping[str, Any]) -> str:
+    seconds = result.get("training_seconds")
+    if not isinstance(seconds, int | float):
+        seconds = next((r["seconds"] for r in reversed(run.of("step"))), None)
+    return f"{duration(seconds)} of training" if seconds is not None else ""
+
+
+def _where(run: RunData) -> str:
+    plan = run.plan
+    if not plan:
+        return ""
+    nodes = plan.get("num_nodes") or 1
+    on = f" on {nodes} nodes" if nodes > 1 else ""
+    batch = f", {count(plan['global_batch_size'], 'sample')} per step"
+    return f"{count(plan['world_size'], 'rank')}{on}, {plan.get('device', 'device unknown')}{batch}"
+
+
+def _code(run: RunData) -> str:
+    kept = run.facts.get("recipe.py")
+    return f"recipe.py, {kept}; kept in the run directory" if kept else ""
+
+
+def settings_tables(run: RunData) -> tuple[Table, ...]:
+    """Return the settings that say what is special about the run, then the others.
+
+    Special is what was given on the command line, and what is not samestep's default: the recipe's
+    own defaults are among it.
+    """
+    usual = {field.name: field.default for field in fields(Settings)}
+    given = {word.partition("=")[0] for word in _command(run) if word.startswith("--")}
+    special: list[tuple[str, ...]] = []
+    others: list[tuple[str, ...]] = []
+    for name, value in (run.settings or {}).items():
+        if name == "recipe":
+            continue
+        if f"--{flag_name(name)}" in given:
+            special.append((name, _shown(value), "given on the command line"))
+        elif name in usual and value != usual[name]:
+            special.append((name, _shown(value), "of the recipe, or derived"))
+        else:
+            others.append((name, _shown(value), "" if name in usual else "option of the recipe"))
+    captions = ("Settings that are not samestep's defaults", "Other settings, and options")
+    head = ("setting", "value", "")
+    return tuple(
+        Table(caption=caption, head=head, rows=tuple(rows))
+        for caption, rows in zip(captions, (special, others), strict=True)
+        if rows
+    )
+
+
+def environment_table(run: RunData) -> Table | None:
+    """Return what environment.json tells, None if it tells nothing."""
+    rows = tuple(_flat(read_object(run.path / "environment.json")))
+    return Table(caption="Environment", head=("", ""), rows=rows) if rows else None
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        elif value not in (None, "", []):
+            yield f"{before}{name}", _shown(value)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        text = " ".join(map(str, value[:_LONGEST])) + (" …" if len(value) > _LONGEST else "")
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _command(run: RunData) -> list[str]:
+    words = read_object(run.path / "environment.json").get("command")
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def commands(run: RunData) -> Pairs:
+    """Return the commands to repeat the run, to go on with it, and to look further."""
+    words = _command(run)
+    path = shlex.quote(str(run.path))
+    told = []
+    own = words[:1] and Path(words[0]).stem not in ("samestep", "__main__")
+    if words:
+        program = ["python", words[0]] if own else ["samestep"]
+        told.append(("repeat it", shlex.join([*program, *words[1:]])))
+    elif run.settings is not None and run.recipe:
+        again = f"samestep train {run.recipe} --config {path}/settings.toml"
+        told.append(("train with the same settings", again))
+    if not own:
+        told += [
+            ("go on with it", f"samestep train {path} --resume"),
+            ("evaluate it", f"samestep evaluate {path} --checkpoint best"),
+        ]
+    told.append(("compare it", f"samestep compare {path} runs/OTHER"))
+    return tuple(told)
+
+
+def baselines_table(run: RunData) -> Table | None:
+    """Return what the model had to beat, beside what it did on the test set."""
+    result = read_object(run.path / "result.json")
+    rows = result.get("baselines")
+    if not isinstance(rows, dict):
+        found = run.of("baselines")
+        rows = found[-1].get("values") if found else None
+    if not isinstance(rows, dict) or not rows:
+        return None
+    told = {name: row for name, row in rows.items() if isinstance(row, dict)}
+    names = list(dict.fromkeys(metric for row in told.values() for metric in row))
+    test = result.get("test")
+    model = [("the model", test)] if isinstance(test, dict) else []
+    shown = [*model, *told.items()]
+    return Table(
+        caption="The model and the baselines on the test set",
+        head=("", *names),
+        rows=tuple((name, *(number(row.get(m)) for m in names)) for name, row in shown),
+        marked=frozenset({0} if model else ()),
+    )

@@ -1,0 +1,146 @@
+"""The page as one file of HTML: style, script and data are in it, nothing is outside."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from samestep.reporting import scaling
+from samestep.reporting.collect import Report
+from samestep.version import __version__
+
+_HERE = Path(__file__).parent
+_JSON_ESCAPES = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
+EVERY_MS = 2000
+"""How often a page that is watched asks for news."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page, and what a browser may do with it."""
+
+    html: str
+    policy: str
+    """Its Content-Security-Policy."""
+
+
+def render(report: Report, *, live: bool = False) -> Page:
+    """Return the page of a report; a live one asks its server for news and redraws itself."""
+    assets = _HERE / "assets"
+    library, script = (_read(assets / name) for name in ("uplot/uPlot.iife.min.js", "page.js"))
+    style = _read(assets / "uplot" / "uPlot.min.css") + _read(assets / "page.css")
+    frames = _framed(report)
+    policy = _policy([library, script, *_scripts(frames)], style, framed=bool(frames), live=live)
+    html = (
+        _templates()
+        .get_template("report.html.j2")
+        .render(
+            report=report,
+            policy=policy,
+            style=Markup(style),  # noqa: S704 - samestep's own file
+            library=Markup(library),  # noqa: S704 - same
+            script=Markup(script),  # noqa: S704 - same
+            data=as_json_script({"charts": [chart.as_json() for chart in report.charts]}),
+            live=as_json_script({"every_ms": EVERY_MS} if live else None),
+            version=__version__,
+            scaling=scaling,
+        )
+    )
+    return Page(html=html, policy=policy)
+
+
+def news(report: Report) -> dict[str, Any]:
+    """Return what a live page replaces: data of its charts, and its sections as HTML."""
+    template = _templates().get_template("body.html.j2")
+    return {
+        "ended": report.ended,
+        "status": ", ".join(run.status for run in report.runs),
+        "charts": [chart.as_json() for chart in report.charts],
+        "body": template.render(report=report, scaling=scaling),
+    }
+
+
+def as_json_script(value: object) -> Markup:
+    """Return JSON that may stand inside of a script element, whatever texts are in it."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return Markup(text.translate(_JSON_ESCAPES))  # noqa: S704 - no markup is left in it
+
+
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str], style: str, *, framed: bool, live: bool) -> str:
+    """Allow the page's own script and style by their hashes, images inside of it, and no more.
+
+    A recipe's own page is in a frame, which inherits this: its scripts are allowed by their hashes
+    too, and its styles cannot be listed.
+    """
+    parts = {
+        "default-src": "'none'",
+        "script-src": " ".join(dict.fromkeys(map(_hash, scripts))),
+        "style-src": "'unsafe-inline'" if framed else _hash(style),
+        "img-src": "data:",
+        **({"connect-src": "'self'"} if live else {}),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in parts.items())
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _framed(report: Report) -> list[str]:
+    galleries = [run.gallery for run in report.runs if run.gallery]
+    return [p.html for gallery in galleries for p in gallery.pictures if p.kind == "html"]
+
+
+class _Scripts(HTMLParser):
+    """Collects what stands between the script tags of a page."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=False)
+        self.found: list[str] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag == "script" and "src" not in dict(attrs)
+        if self._inside:
+            self.found.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.found[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "script"
+
+
+def _scripts(pages: list[str]) -> list[str]:
+    parser = _Scripts()
+    for page in pages:
+        # As a browser reads it: a carriage return is a line feed.
+        parser.feed(re.sub(r"\r\n?", "\n", page))
+        parser.close()
+        parser.reset()
+    return parser.found

@@ -1,0 +1,47 @@
+"""`samestep watch`: it serves until it is interrupted, and refuses what cannot be served."""
+
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from tests.command_line import call, one_message
+from tests.comparison.made_runs import write_run
+from tests.processes import TIMEOUT_S
+
+
+def test_it_prints_its_address_serves_the_page_and_ends_on_ctrl_c(tmp_path):
+    run = write_run(tmp_path / "run", epochs=1)
+    command = [sys.executable, "-m", "samestep", "watch", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as w:
+        try:
+            address = w.stdout.readline().strip()
+            assert address.startswith("http://127.0.0.1:")
+            with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+                assert answer.status == 200
+            w.send_signal(signal.SIGINT)
+            assert w.wait(TIMEOUT_S) == 130
+            assert w.stderr.read() == ""
+        finally:
+            w.kill()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_out_of_range_is_refused(tmp_path, capfd, port):
+    code = call("watch", str(write_run(tmp_path / "run", epochs=1)), f"--port={port}")
+    assert "--port" in one_message(code, capfd.readouterr().err)
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        code = call("watch", str(write_run(tmp_path / "run", epochs=1)), "--port", port)
+    assert port in one_message(code, capfd.readouterr().err)
+
+
+def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path, capfd):
+    code = call("watch", str(tmp_path / "nowhere"))
+    assert "nowhere" in one_message(code, capfd.readouterr().err)

@@ -1,0 +1,176 @@
+"""What a page shows of a run, from its records alone."""
+
+import json
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.reporting.collect import collect
+from tests.comparison.made_runs import lines_of, write_run
+
+
+def change(run, edit):
+    """Rewrite the records of a run."""
+    records = edit([json.loads(line) for line in lines_of(run)])
+    (run / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return run
+
+
+def chart(report, ident):
+    return next(chart for chart in report.charts if chart.id == ident)
+
+
+def test_every_recorded_value_has_a_chart_with_its_curves(tmp_path):
+    report = collect([write_run(tmp_path / "one")])
+    assert [c.id for c in report.charts] == [
+        *("loss", "accuracy", "lr", "grad_norm", "samples_per_s", "phases")
+    ]
+    roles = [(curve.role, len(curve.x)) for curve in chart(report, "loss").curves]
+    assert roles == [("steps", 18), ("mean", 3), ("validation", 3)]
+    assert chart(report, "accuracy").curves[0].y == (0.5, 0.666667, 0.75)
+
+
+def test_phases_are_stacked_and_the_verdict_names_what_bounds_the_training(tmp_path):
+    run = collect([write_run(tmp_path / "one")]).runs[0]
+    assert run.phases.kind == "stack"
+    assert [curve.label for curve in run.phases.curves] == [
+        *("data", "forward", "backward", "optimizer", "other")
+    ]
+    assert run.phases.curves[0].x == (0, 6, 12, 18)
+    assert run.step_time.bound == "compute"
+    waiting = {"data": 0.8, "forward": 0.1, "backward": 0.1}
+    slow = collect([write_run(tmp_path / "slow", phases=waiting)]).runs[0]
+    assert slow.step_time.bound == "waits"
+
+
+def test_a_straggler_is_named_and_equal_ranks_are_not(tmp_path):
+    def with_ranks(compute):
+        def edit(records):
+            for r in records:
+                if r["event"] == "epoch":
+                    waits = [max(compute) - c for c in compute]
+                    r["ranks"] = {"data": [0.0] * 3, "compute": compute, "all_reduce": waits}
+            return records
+
+        return edit
+
+    even = change(write_run(tmp_path / "even", ranks=3), with_ranks([3.0, 3.1, 3.0]))
+    late = change(write_run(tmp_path / "late", ranks=3), with_ranks([3.0, 3.0, 6.0]))
+    assert collect([even]).runs[0].ranks.straggler is None
+    found = collect([late]).runs[0].ranks
+    assert found.straggler == 2
+    # Milliseconds of a step: 12 s in the 12 steps of the epochs but the first.
+    assert found.table.rows[2] == ("rank 2", "0", "1,000", "0")
+
+
+def test_the_time_line_has_every_attempt_with_its_ranks(tmp_path):
+    def resumed(records):
+        start = {**records[0], "resumed": True, "world_size": 4}
+        name = "checkpoint_epoch_2.pt"
+        at = next(i for i, r in enumerate(records) if r.get("path", "").endswith(name))
+        resume = {"event": "resume", "step": 12, "checkpoint": name, "changes": ["lr"]}
+        return [*records[: at + 1], start, resume, *records[at + 1 :]]
+
+    line = collect([change(write_run(tmp_path / "run"), resumed)]).runs[0].time_line
+    assert [(bar.label, bar.begin, bar.length) for bar in line.bars] == [
+        ("1 rank", 0.0, pytest.approx(66.7, abs=0.1)),
+        ("4 ranks", pytest.approx(66.7, abs=0.1), pytest.approx(33.3, abs=0.1)),
+    ]
+    assert [row[6] for row in line.attempts.rows] == ["0–12", "12–18"]
+    assert line.attempts.rows[1][7] == "finished; changed: lr"
+    assert sorted(mark.kind for mark in line.marks) == ["checkpoint"] * 3 + ["resume"]
+
+
+@pytest.mark.parametrize("lines", range(6))
+def test_a_run_is_shown_as_far_as_its_records_go(tmp_path, lines):
+    run = write_run(tmp_path / "run", finished=False)
+    kept = lines_of(run)[:lines]
+    (run / "events.jsonl").write_text("".join(kept) + '{"event": "st')
+    (run / "environment.json").unlink()
+    report = collect([run])
+    # The torn line, the environment, and what lacks: a start record, or any record.
+    assert len(report.runs[0].problems) == (2 if lines else 4)
+    assert bool(report.charts) == (lines > 1)
+
+
+def test_values_that_were_not_finite_are_gaps_that_are_counted(tmp_path):
+    def lost(records):
+        for r in records:
+            if r.get("step") in (3, 4) and r["event"] == "step":
+                r |= {"loss": None, "grad_norm": None}
+        return records
+
+    report = collect([change(write_run(tmp_path / "run"), lost)])
+    assert (chart(report, "loss").gaps, chart(report, "grad_norm").gaps) == (2, 2)
+    assert chart(report, "loss").curves[0].y[2:4] == (None, None)
+    assert report.runs[0].problems == ()
+
+
+def test_classes_come_from_the_test_with_the_worst_first(tmp_path):
+    run = write_run(tmp_path / "run")
+    test = {"per_class": {"cat": 0.9, "dog": 0.5, "fox": None}}
+    test["confusion"] = [[9, 1, 0], [4, 5, 1], [0, 0, 0]]
+    (run / "result.json").write_text(json.dumps({"status": "completed", "test": test}))
+    found = collect([run]).runs[0].classes
+    assert found.split == "test"
+    assert [row[0] for row in found.table.rows] == ["dog", "cat", "fox"]
+    assert found.table.rows[0][3] == "cat (4), fox (1)"
+    assert found.heat.rows[0][0] == (9, 9)
+
+
+def test_of_ten_thousand_classes_the_worst_fifty_are_shown_and_no_square(tmp_path):
+    run = write_run(tmp_path / "run")
+    accuracies = {f"class {n}": n / 10_000 for n in range(10_000)}
+    (run / "result.json").write_text(json.dumps({"test": {"per_class": accuracies}}))
+    found = collect([run]).runs[0].classes
+    assert len(found.table.rows) == 50
+    assert found.table.rows[0][0] == "class 0"
+    assert "10,000" in found.table.note
+    assert found.heat is None
+
+
+def test_settings_of_the_command_line_and_unlike_the_defaults_come_first(tmp_path):
+    run = write_run(tmp_path / "run", seed=42, width=8)
+    command = ["/x/bin/samestep", "train", "toy", "--width", "8"]
+    (run / "environment.json").write_text(json.dumps({"command": command}))
+    part = collect([run]).runs[0]
+    special, others = part.settings
+    assert {row[0] for row in special.rows} == {"lr", "global_batch_size", "epochs", "width"}
+    assert [row[0] for row in others.rows] == ["seed"]
+    assert part.commands[0] == ("repeat it", "samestep train toy --width 8")
+
+
+def test_several_runs_share_axes_and_have_tables_of_what_differs(tmp_path):
+    runs = [write_run(tmp_path / name, lr2=value) for name, value in (("a", 1), ("b", 2))]
+    report = collect(runs, target=0.6)
+    assert {curve.label[0] for curve in chart(report, "loss").curves} == {"A", "B"}
+    assert chart(report, "loss").x == "samples trained"
+    assert chart(report, "loss").curves[0].x[:7] == (10, 20, 30, 40, 50, 60, 70)
+    assert report.beside.settings.rows == (("lr2", "1", "2"),)
+    reached = report.beside.tables[-1]
+    assert reached.rows[0] == ("step", "12", "12")
+
+
+def test_runs_of_two_recipes_have_charts_of_their_own(tmp_path):
+    runs = [write_run(tmp_path / name, recipe=name) for name in ("spiral", "prices")]
+    report = collect(runs)
+    assert [group.title for group in report.groups] == ["spiral", "prices"]
+    idents = [chart.id for chart in report.charts]
+    assert len(idents) == len(set(idents))
+    assert len(report.beside.verdicts) == 1
+
+
+def test_memory_is_drawn_where_a_tracker_took_samples_of_it(tmp_path):
+    run = write_run(tmp_path / "run")
+    sample = {"event": "system", "time": 1.0, "step": 3, "process_memory_gib": 1.5}
+    (run / "system.jsonl").write_text(json.dumps(sample) + "\n")
+    report = collect([run])
+    assert chart(report, "memory").curves[0].y == (1.5,)
+    assert "1.5 GiB" in report.runs[0].memory
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_what_is_no_run_is_refused(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=name):
+        collect([tmp_path / name])

@@ -1,0 +1,94 @@
+"""The page itself: charts have their data, texts are escaped, a browser lets nothing else run."""
+
+import base64
+import hashlib
+import json
+import math
+from itertools import pairwise
+
+from samestep.reporting.collect import collect
+from samestep.reporting.page import render
+from samestep.reporting.series import MOST_POINTS
+from tests.comparison.made_runs import PHASES, write_run
+from tests.reporting.pages import ReadPage
+
+EVIL = "</script><script>alert(1)</script>"
+
+
+def page_of(*runs):
+    rendered = render(collect(list(runs)))
+    return rendered, ReadPage(rendered.html)
+
+
+def test_every_chart_of_the_page_has_its_data_a_label_and_its_numbers(tmp_path):
+    _, page = page_of(write_run(tmp_path / "run"))
+    hosts = [attributes for _, attributes in page.elements if "data-chart" in attributes]
+    assert {host["data-chart"] for host in hosts} == page.charts.keys() != set()
+    assert all(host["role"] == "img" and host["aria-label"] for host in hosts)
+    details = [attributes.get("id") for tag, attributes in page.elements if tag == "details"]
+    assert all(f"values-{ident}" in details for ident in page.charts)
+
+
+def test_ids_are_unique_headings_descend_by_one_and_links_lead_somewhere(tmp_path):
+    runs = [write_run(tmp_path / name, recipe=name) for name in ("a", "b")]
+    for rendered in (page_of(*runs), page_of(runs[0])):
+        page = rendered[1]
+        ids = page.with_attribute("id")
+        assert len(ids) == len(set(ids))
+        levels = [int(tag[1]) for tag, _ in page.elements if tag in ("h1", "h2", "h3", "h4")]
+        assert levels[0] == 1
+        assert levels.count(1) == 1
+        assert all(after <= before + 1 for before, after in pairwise(levels))
+        links = [a["href"] for tag, a in page.elements if tag == "a"]
+        assert {link.removeprefix("#") for link in links} <= set(ids)
+
+
+def test_markup_in_names_appears_as_text_and_never_as_an_element(tmp_path):
+    run = write_run(tmp_path / "run", recipe=EVIL, note=EVIL)
+    test = {"per_class": {EVIL: 0.5, "b": 1.0}, "confusion": [[1, 1], [0, 2]], EVIL: 1.0}
+    (run / "result.json").write_text(json.dumps({"status": EVIL, "test": test}))
+    with (run / "events.jsonl").open("a") as file:
+        record = {"event": "evaluation", "split": "validation", "step": 18, EVIL: 1.0}
+        file.write(json.dumps(record) + "\n")
+    _, page = page_of(run)
+    assert len(page.scripts) == 4
+    assert EVIL in page.shown()
+    assert any(EVIL in chart for chart in page.charts)
+
+
+def test_the_policy_names_the_hash_of_each_script_and_of_the_style(tmp_path):
+    rendered, page = page_of(write_run(tmp_path / "run"))
+    code = [text for name, text in page.scripts.items() if name.startswith("code-")]
+    style = rendered.html.split("<style>")[1].split("</style>")[0]
+    for text in (*code, style):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in rendered.policy
+    assert "unsafe-inline" not in rendered.policy
+    assert rendered.policy in page.with_attribute("content")
+    assert "style" not in {name for _, attributes in page.elements for name in attributes}
+    handlers = {n for _, attributes in page.elements for n in attributes if n.startswith("on")}
+    assert handlers == set()
+
+
+def test_nothing_is_fetched_from_anywhere(tmp_path):
+    _, page = page_of(write_run(tmp_path / "run"))
+    sources = [*page.with_attribute("src"), *page.with_attribute("href")]
+    assert all(source.startswith(("#", "data:")) for source in sources)
+
+
+def test_a_run_of_many_steps_makes_a_small_page(tmp_path):
+    run = write_run(
+        *(tmp_path / "run",), epochs=3000, loss=lambda step: 2 + math.sin(step), phases=PHASES
+    )
+    rendered, page = page_of(run)
+    assert len(rendered.html) < 2_000_000
+    for chart in page.charts.values():
+        assert all(len(curve["x"]) <= MOST_POINTS for curve in chart["curves"])
+
+
+def test_a_run_without_anything_still_makes_a_page(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "settings.toml").write_text("")
+    _, page = page_of(run)
+    assert page.charts == {}
