@@ -31,8 +31,8 @@ $(VENV)/.ready-bench: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchvision "$(TORCHVISION)"
 	touch $@
 
-train: $(VENV)/.ready ## set up, train the spiral recipe, show the result
-	$(BIN)/samestep train spiral
+train: $(VENV)/.ready ## set up, train the spiral recipe, make a page of the result
+	$(BIN)/samestep train spiral --report
 
 test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but this machine
 	$(PYTEST) -m "not slow and not cluster"

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.api.paths import path_of
+from samestep.api.paths import AnyPath, path_of
 from samestep.errors import UserError
 from samestep.run.directory import is_run
+from samestep.run.files import shown_path
 from samestep.run.records import NOT_METRICS, Record, read_records
 
 
@@ -32,9 +33,7 @@ class TrainedRun:
             raise UserError(f"{self.path} holds no run: there is no settings.toml in it.")
 
     def __repr__(self) -> str:
-        here = Path.cwd()
-        shown = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
-        return f"TrainedRun({str(shown)!r})"
+        return f"TrainedRun({shown_path(self.path)!r})"
 
     def __fspath__(self) -> str:
         """Return the path, so that a run can be named wherever a path can."""
@@ -83,6 +82,19 @@ class TrainedRun:
                 measured = {name: v for name, v in record.items() if name not in NOT_METRICS}
                 row |= {f"validation_{name}": v for name, v in measured.items()}
         return list(rows.values())
+
+    def report(self, output: AnyPath | None = None) -> Path:
+        """Make one page of the run, which needs nothing else, and return its file.
+
+        Args:
+            output: the file; by default report.html in the run's directory.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        from samestep.reporting.make import write_report  # noqa: PLC0415 - where it is asked for
+
+        return write_report([self.path], None if output is None else path_of(output, "output"))
 
     @property
     def settings(self) -> dict[str, Any]:

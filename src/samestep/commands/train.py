@@ -1,6 +1,7 @@
 """`samestep train`: a recipe, a recipe file or a run, on whatever this is started on."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from samestep.execution.request import Request
 from samestep.ranks.failure import TASK
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
+from samestep.run.files import shown_path
 from samestep.screen.progress import Screen
 
 
@@ -32,6 +34,8 @@ class Command:
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
     """With --resume, settings that may differ from those of the checkpoint, with commas between
     them: lr,weight_decay. The run then becomes another training."""
+    report: Switch = False
+    """Make report.html in the run's directory at the end: curves and pictures on one page."""
 
 
 def main(arguments: list[str]) -> int:
@@ -80,4 +84,8 @@ def _train(arguments: list[str], log: RankLog) -> int:
     if code is not None:
         return code
     outcome = train_as_rank(request, Screen(), log.move_to)
+    if command.report and log.rank == 0:
+        from samestep.reporting.make import write_report  # noqa: PLC0415 - where it is asked for
+
+        sys.stdout.write(f"report   {shown_path(write_report([outcome.path]))}\n")
     return 128 + outcome.signum if outcome.signum else 0

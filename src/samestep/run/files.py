@@ -85,6 +85,12 @@ def hold(path: Path) -> BinaryIO:
     return file
 
 
+def shown_path(path: Path) -> str:
+    """Return a path as a user would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def _sync_directory(folder: Path) -> None:
     if os.name != "posix":
         return
