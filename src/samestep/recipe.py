@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,9 @@ RESERVED_NAMES = frozenset(
 )
 """What no metric may be called: fields of `evaluation` and `epoch` records, and what `compare`
 offers."""
+
+PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
+"""What no picture of a recipe's own may be called: samestep's have these names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,9 @@ class Recipe:
     picture: Callable[[Any, Path, Sequence[Mapping[str, Any]], Any], None] | None = None
     """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
     figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
+    pictures: Mapping[str, Callable[[nn.Module, Splits], Any]] = field(default_factory=dict)
+    """name → (model, data) → what the run's pictures show beside predictions: a matplotlib figure,
+    or HTML text. Rank 0 calls it when a run ends, with the best weights, in eval mode."""
     baselines: Callable[..., Mapping[str, Mapping[str, float] | str]] | None = None
     """options → name → metric → value: what a model has to beat. Rank 0 calls it once, after the
     test; a sentence in place of the metrics says why one was not measured."""
@@ -167,6 +174,7 @@ class Recipe:
                 names = ", ".join(get_args(Accepted))
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
         self._check_metrics()
+        self._check_pictures()
         for key, builder in (("model", self.model), ("data", self.data)):
             if isinstance(builder, nn.Module) or not callable(builder):
                 raise UserError(
@@ -212,6 +220,21 @@ class Recipe:
                 raise UserError(
                     f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
                     f"{did_you_mean(name, self.metrics)}They are: {', '.join(self.metrics)}."
+                )
+
+    def _check_pictures(self) -> None:
+        """Check that each picture is a function, with a name that its file can have."""
+        for name, draw in self.pictures.items():
+            fits = isinstance(name, str) and re.fullmatch(r"(?a:\w[\w-]{0,59})", name)
+            if not fits or name in PICTURE_NAMES:
+                raise UserError(
+                    f"Recipe(pictures=…) names a picture {name!r}, which cannot be a file's name "
+                    f"here: take letters, digits, - and _, and none of {', '.join(PICTURE_NAMES)}."
+                )
+            if not callable(draw):
+                raise UserError(
+                    f"Recipe(pictures=…): {name!r} is a {type(draw).__name__}; it takes a function "
+                    "(model, data) that returns a matplotlib figure or HTML text."
                 )
 
     def own_parts(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from samestep.data.batches import open_split
 from samestep.errors import UserError, device_error
 from samestep.execution.baselines import as_result, measure_baselines
 from samestep.execution.build import Built
+from samestep.execution.pictures import picture_records
 from samestep.execution.request import Request
 from samestep.recipe import Splits
 from samestep.run import checkpoints
@@ -90,6 +91,9 @@ def finish_run(
             )
             if request.recipe.baselines is not None:
                 baselines = _baselines(request, work, state, emit, agreement)
+    if run is not None and not state.signum:  # on rank 0 alone
+        for record in _pictures(request, built, path, test, agreement):
+            emit(record)
     status = "stopped" if state.signum else "completed"
     emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
     if run is not None:
@@ -124,6 +128,33 @@ def _baselines(
     return as_result(rows)
 
 
+def _pictures(
+    request: Request, built: Built, path: Path, test: dict[str, Any] | None, agreement: Agreement
+) -> list[Record]:
+    """Make the run's pictures with the weights that were tested, else with the best ones."""
+    work, splits = built.work, built.splits
+    if not request.settings.pictures:
+        return []
+    if test is None:
+        best, _ = _best_whole(path / "checkpoints")
+        _load_best(work, checkpoints.load(path / "checkpoints", best) if best else None)
+        name = best.path if best else "last"
+    else:
+        name = test["checkpoint"]
+    step = built.state.position.step
+    return picture_records(
+        request, work, splits, path, checkpoint=name, step=step, agreement=agreement
+    )
+
+
+def _load_best(work: Work, content: dict[str, Any] | None) -> None:
+    """Let the model hold the weights of a checkpoint, as they are evaluated."""
+    if content is not None:
+        load_evaluated(work.trainee.model, content)
+        if work.trainee.average is not None:
+            work.trainee.average.load(None)
+
+
 def _test(
     request: Request, work: Work, splits: Splits, path: Path, agreement: Agreement
 ) -> tuple[dict[str, Any], list[str], int]:
@@ -136,10 +167,7 @@ def _test(
     folder = path / "checkpoints"
     best, problems = world.on_main(lambda: _best_whole(folder))
     if best is not None:
-        content = world.on_every(lambda: checkpoints.load(folder, best))
-        load_evaluated(work.trainee.model, content)
-        if work.trainee.average is not None:
-            work.trainee.average.load(None)
+        _load_best(work, world.on_every(lambda: checkpoints.load(folder, best)))
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
