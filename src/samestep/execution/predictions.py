@@ -46,12 +46,11 @@ def keep_images(
             tile, file = tile_of(some[place][0]), f"{kind}-{number:02}.png"
             tiles[kind].append(tile)
             files[file] = png_of(tile)
-            row = {"file": file, "target": names[targets[place]]}
-            row |= {"predicted": names[predicted[place]], "probability": float(sure[place])}
-            rows[kind].append(row)
+            said = {"predicted": names[predicted[place]], "probability": float(sure[place])}
+            rows[kind].append({"file": file, "target": names[targets[place]], **said})
     if not files:
         return
-    title = f"Predictions: {len(right)} of {len(right) + len(wrong)} right"
+    title = "Predictions: right, and most confidently wrong"
     image = "predictions.png"
     files[image] = sheet_of(tiles["right"], tiles["wrong"])
     album.add({"name": "predictions", "kind": "images", "title": title, **rows}, files, image)

@@ -14,7 +14,7 @@ from samestep.data.spiral import SpiralDataset
 from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
 
-_POINTS_SHOWN, _PLACES = 1000, 160
+_POINTS_SHOWN, _PLACES = 600, 128
 _BLUE, _RED = "#1f5fa8", "#c0392b"
 
 
@@ -89,15 +89,15 @@ def boundary(network: nn.Module, splits: Splits) -> Any:
     axis = torch.linspace(-reach, reach, _PLACES)
     across, up = torch.meshgrid(axis, axis, indexing="xy")
     places = torch.stack([across, up], dim=-1).flatten(0, 1).to(weight)
-    second = network(places).float().softmax(dim=1)[:, 1].view(_PLACES, _PLACES).cpu()
+    second = network(places).float().softmax(dim=1)[:, 1].view(_PLACES, _PLACES).cpu().numpy()
     colours = LinearSegmentedColormap.from_list("arms", [_BLUE, "white", _RED])
     figure = Figure(figsize=(5.4, 5.2))
-    axes = figure.add_axes((0.1, 0.09, 0.86, 0.84))
+    axes = figure.add_axes((0.12, 0.09, 0.85, 0.85))
     around = (-reach, reach, -reach, reach)
     axes.imshow(second, extent=around, origin="lower", cmap=colours, vmin=0, vmax=1, alpha=0.45)
-    axes.contour(axis, axis, second, levels=[0.5], colors="#444444", linewidths=1.2)
+    axes.contour(axis.numpy(), axis.numpy(), second, levels=[0.5], colors="#444444", linewidths=1.2)
     for arm, colour in enumerate((_BLUE, _RED)):
-        x, y = points[labels == arm].T
+        x, y = points[labels == arm].T.numpy()
         axes.plot(x, y, ".", color=colour, markersize=3.5, label=f"arm {arm}")
     axes.legend(loc="upper right", markerscale=2.5, framealpha=0.9)
     axes.set(title="Decision boundary", xlabel="x", ylabel="y")
