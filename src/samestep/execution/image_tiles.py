@@ -77,9 +77,12 @@ def png_of(tile: Tensor) -> bytes:
 
 def sheet_of(right: Sequence[Tensor], wrong: Sequence[Tensor]) -> bytes:
     """Return one PNG file: the right tiles framed in green, below them the wrong ones in red."""
-    side = max(max(tile.shape[:2]) for tile in (*right, *wrong))
+    shapes = [tile.shape for tile in (*right, *wrong)]
+    side = max(max(shape[:2]) for shape in shapes)
     factor = -(-_SEEN // side) if side < _SEEN else 1
-    cell = side * factor + 2 * _FRAME
+    row_pitch, column_pitch = (
+        max(shape[axis] for shape in shapes) * factor + 2 * _FRAME + _GAP for axis in (0, 1)
+    )
     groups = [(tiles, colour) for tiles, colour in ((right, _GREEN), (wrong, _RED)) if tiles]
     columns = min(_COLUMNS, max(len(tiles) for tiles, _ in groups))
     lines = [
@@ -87,13 +90,15 @@ def sheet_of(right: Sequence[Tensor], wrong: Sequence[Tensor]) -> bytes:
         for tiles, colour in groups
         for k in range(0, len(tiles), columns)
     ]
-    pitch = cell + _GAP
-    sheet = torch.full((_GAP + len(lines) * pitch, _GAP + columns * pitch, 3), 255).byte()
+    size = (_GAP + len(lines) * row_pitch, _GAP + columns * column_pitch, 3)
+    sheet = torch.full(size, 255, dtype=torch.uint8)
     for line, (tiles, colour) in enumerate(lines):
         for place, tile in enumerate(tiles):
-            top, left = _GAP + line * pitch, _GAP + place * pitch
-            sheet[top : top + cell, left : left + cell] = torch.tensor(colour, dtype=torch.uint8)
             large = tile.repeat_interleave(factor, 0).repeat_interleave(factor, 1)
-            top, left = top + _FRAME, left + _FRAME
-            sheet[top : top + large.shape[0], left : left + large.shape[1]] = large
+            framed = torch.tensor(colour, dtype=torch.uint8).repeat(
+                large.shape[0] + 2 * _FRAME, large.shape[1] + 2 * _FRAME, 1
+            )
+            framed[_FRAME:-_FRAME, _FRAME:-_FRAME] = large
+            top, left = _GAP + line * row_pitch, _GAP + place * column_pitch
+            sheet[top : top + framed.shape[0], left : left + framed.shape[1]] = framed
     return png_of(sheet)

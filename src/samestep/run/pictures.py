@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import UserError
 from samestep.run.files import cannot_write, read_object
 from samestep.run.png import SIGNATURE
 
@@ -114,21 +113,13 @@ def read_pictures(run: Path) -> list[Entry]:
 
 
 def read_png(run: Path, path: str) -> bytes | None:
-    """Return a PNG file of a run directory; None if it is gone.
-
-    Raises:
-        UserError: it lies outside of the run directory, is no PNG, or is too large.
-    """
+    """Return a PNG file of a run directory; None if it is gone, no PNG, or lies outside of it."""
     file = Path(os.path.realpath(run / path))
     if not file.is_relative_to(os.path.realpath(run)):
-        raise UserError(f"{path} lies outside of {run}: it is not read.")
+        return None
     try:
         with file.open("rb") as opened:
             content = opened.read(LIMIT_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    if len(content) > LIMIT_BYTES or not content.startswith(SIGNATURE):
-        raise UserError(f"{file} is no PNG of at most {LIMIT_BYTES / 1e6:.0f} MB.")
-    return content
+    return content if len(content) <= LIMIT_BYTES and content.startswith(SIGNATURE) else None
