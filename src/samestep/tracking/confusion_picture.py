@@ -39,7 +39,7 @@ def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes 
     image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="fraction of the class", shrink=0.8)
     labels = [_short(name) for name in names]
-    size = 9 if num <= _MOST_NUMBERS else max(3, 9 * _MOST_NUMBERS // num)
+    size = 9 if num <= _MOST_NUMBERS else 6
     turned = 90 if num > 4 else 0
     axes.set_xticks(range(num), labels, rotation=turned, fontsize=size, parse_math=False)
     axes.set_yticks(range(num), labels, fontsize=size, parse_math=False)

@@ -77,7 +77,7 @@ def start(run: TrackedRun) -> Started:
     client.define_metric("step")
     client.define_metric("epoch")
     client.define_metric("epoch/*", step_metric="epoch")
-    for series in ("train", "validation", "test"):
+    for series in ("train", "validation", "test", "pictures"):
         client.define_metric(f"{series}/*", step_metric="step")
     ours = _Client(client, measures=run.pid is not None)
     if run.offline:
@@ -97,12 +97,16 @@ def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
             run.log_artifact(str(entry.file), name=f"checkpoint-{run.id}", type="model")
         elif entry.picture is not None:
             if (image := _image(entry.picture)) is not None:
-                run.log({f"pictures/{entry.picture.name}": image}, step=entry.line)
+                name = f"pictures/{entry.picture.name}"
+                run.log({name: image, **_place(entry)}, step=entry.line)
         elif entry.values:
             if entry.event == "metrics":
                 _draw_over_steps(client, entry)
-            place = {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
-            run.log({**entry.values, **place}, step=entry.line)
+            run.log({**entry.values, **_place(entry)}, step=entry.line)
+
+
+def _place(entry: TrackedRecord) -> dict[str, Any]:
+    return {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
 
 
 def _image(picture: Picture) -> Any:
