@@ -160,6 +160,37 @@ def test_what_show_says_is_kept_for_twenty_samples(tmp_path):
     assert all(isinstance(row["said"], float) and len(row["words"]) <= 400 for row in rows)
 
 
+class Reviews(Dataset):
+    """Texts with a class; `collate` counts the letters."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return "good" * (index % 2) + f"review {index}", index % 2
+
+
+def counted(samples):
+    lengths = torch.tensor([[float(len(text))] for text, _ in samples])
+    return lengths, torch.tensor([label for _, label in samples])
+
+
+def test_rows_say_which_sample_it_is_its_text_and_its_class(tmp_path):
+    recipe = made(
+        model=lambda: nn.Linear(1, 2),
+        data=lambda: Splits(train=Reviews(), test=Reviews(), classes=("bad", "fine")),
+        collate=counted,
+        show=lambda outputs, _: [{"said": int(place)} for place in outputs.argmax(dim=1)],
+    )
+    one = trained(recipe, tmp_path, epochs=1)
+    rows = told(one)["samples"]["rows"]
+    assert len({row["sample"] for row in rows}) == 20
+    for row in rows:
+        text, label = Reviews()[row["sample"]]
+        assert (row["text"], row["target"]) == (text, ("bad", "fine")[label])
+        assert row["said"] in (0, 1)
+
+
 def figure(model, data):
     """Return the weights."""
     from matplotlib.figure import Figure

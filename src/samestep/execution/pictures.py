@@ -159,7 +159,7 @@ def _look(sitting: Sitting, album: Album) -> None:
         rows: list[dict[str, Any]] = []
         for outputs, targets, count in _ask(sitting, few):
             rows += shown_by(recipe.show, outputs, targets, count)
-        keep_rows(album, rows)
+        keep_rows(album, few, rows, sitting.splits.classes)
     kind = _kind(recipe, sitting.splits, few[0])
     if kind is None:
         return

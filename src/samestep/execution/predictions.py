@@ -80,11 +80,32 @@ def _varies(actual: Tensor) -> bool:
     return not bool(((actual == 0) | (actual == 1)).all())
 
 
-def keep_rows(album: Album, rows: Sequence[dict[str, Any]]) -> None:
-    """Keep rows of what the recipe's `show` says, texts cut to what a reader looks at."""
+def keep_rows(
+    album: Album, some: Some, rows: Sequence[dict[str, Any]], classes: Sequence[str]
+) -> None:
+    """Keep rows of what the recipe's `show` says, texts cut to what a reader looks at.
+
+    Before it stands which sample it is, its text if it is stored as one, and its class.
+    """
     if rows:
-        short = [{name: _short(value) for name, value in row.items()} for row in rows]
+        whole = [{**_about(some, place, classes), **row} for place, row in enumerate(rows)]
+        short = [{name: _short(value) for name, value in row.items()} for row in whole]
         album.add({"name": "samples", "kind": "rows", "title": "Samples", "rows": short})
+
+
+def _about(some: Some, place: int, classes: Sequence[str]) -> dict[str, Any]:
+    about: dict[str, Any] = {"sample": some.places[place]} if some.places else {}
+    sample = some[place]
+    stored, target = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
+    if isinstance(stored, str):
+        about["text"] = stored
+    elif isinstance(stored, dict):
+        about |= {str(name): value for name, value in stored.items() if isinstance(value, str)}
+    if isinstance(target, Tensor) and target.numel() == 1 and not target.is_floating_point():
+        target = int(target)
+    if type(target) is int and 0 <= target < len(classes):
+        about["target"] = classes[target]
+    return about
 
 
 def _short(value: Any) -> Any:

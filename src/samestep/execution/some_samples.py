@@ -35,6 +35,8 @@ class Some:
     """Inputs and targets in memory, or a data set."""
     of: int | None
     """How many the split has; None of a stream."""
+    places: tuple[int, ...] = ()
+    """Where each of them is in the split; nothing of a stream."""
 
     def __len__(self) -> int:
         return len(self.data[0]) if isinstance(self.data, tuple) else len(self.data)
@@ -65,15 +67,17 @@ def some_of(data: Any, count: int, seed: int, until: float) -> Some:
     places = random.Random(seed).sample(range(total), min(count, total))  # noqa: S311 - pictures
     if isinstance(data, tuple):
         inputs, targets = data
-        index = torch.tensor(sorted(places), device=inputs.device)
-        return Some((inputs[index], targets[index.to(targets.device)]), total)
+        places.sort()
+        index = torch.tensor(places, device=inputs.device)
+        return Some((inputs[index], targets[index.to(targets.device)]), total, tuple(places))
 
     def read() -> Iterator[Any]:
         for place in places:
             seed_reading(mix(seed, 0, place))
             yield data[place]
 
-    return Some(RowsOfFiles(list(_until(read(), until))), total)
+    samples = list(_until(read(), until))
+    return Some(RowsOfFiles(samples), total, tuple(places[: len(samples)]))
 
 
 def _until(samples: Iterator[Any], until: float) -> Iterator[Any]:
