@@ -291,6 +291,30 @@ def test_what_does_not_fit_is_a_note_and_the_rest_is_there(tmp_path):
     assert size <= LIMIT_BYTES
 
 
+def test_without_a_test_the_best_checkpoint_is_looked_at(tmp_path):
+    x = torch.ones(40, 1)
+
+    def data():
+        return Splits(train=(x, 9 * x), validation=(x, x))
+
+    def weights(model, _data):
+        return f"{model.weight.detach().item():.6f}"
+
+    recipe = made(
+        model=lambda: nn.Linear(1, 1, bias=False),
+        data=data,
+        loss=nn.functional.mse_loss,
+        pictures={"weights": weights},
+        settings={"lr": 0.5, "epochs": 6, "batch_size": 40},
+    )
+    one = trained(recipe, tmp_path)
+    best = read_json(one.path / "checkpoints" / "index.json")["best"]["path"]
+    assert best != "checkpoint_epoch_6.pt", "the last weights are others"
+    assert read_json(one.path / "pictures" / "pictures.json")["checkpoint"] == best
+    known = samestep.load(one, checkpoint="best", recipe=recipe)
+    assert (one.path / "pictures" / "weights.html").read_text() == weights(known, None)
+
+
 def test_a_picture_that_takes_too_long_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "_LIMIT_S", 0.5)
     go_on = threading.Event()

@@ -132,27 +132,28 @@ def _pictures(
     request: Request, built: Built, path: Path, test: dict[str, Any] | None, agreement: Agreement
 ) -> list[Record]:
     """Make the run's pictures with the weights that were tested, else with the best ones."""
-    work, splits = built.work, built.splits
-    if not request.settings.pictures:
-        return []
-    if test is None:
-        best, _ = _best_whole(path / "checkpoints")
-        _load_best(work, checkpoints.load(path / "checkpoints", best) if best else None)
-        name = best.path if best else "last"
-    else:
-        name = test["checkpoint"]
+    work, splits, folder = built.work, built.splits, path / "checkpoints"
+
+    def load_best() -> str:
+        if test is not None:  # the model holds them already
+            return str(test["checkpoint"])
+        best, _ = _best_whole(folder)
+        if best is None:
+            return "last"
+        _load(work, checkpoints.load(folder, best))
+        return best.path
+
     step = built.state.position.step
     return picture_records(
-        request, work, splits, path, checkpoint=name, step=step, agreement=agreement
+        request, work, splits, path, load_best=load_best, step=step, agreement=agreement
     )
 
 
-def _load_best(work: Work, content: dict[str, Any] | None) -> None:
+def _load(work: Work, content: dict[str, Any]) -> None:
     """Let the model hold the weights of a checkpoint, as they are evaluated."""
-    if content is not None:
-        load_evaluated(work.trainee.model, content)
-        if work.trainee.average is not None:
-            work.trainee.average.load(None)
+    load_evaluated(work.trainee.model, content)
+    if work.trainee.average is not None:
+        work.trainee.average.load(None)
 
 
 def _test(
@@ -167,7 +168,7 @@ def _test(
     folder = path / "checkpoints"
     best, problems = world.on_main(lambda: _best_whole(folder))
     if best is not None:
-        _load_best(work, world.on_every(lambda: checkpoints.load(folder, best)))
+        _load(work, world.on_every(lambda: checkpoints.load(folder, best)))
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))

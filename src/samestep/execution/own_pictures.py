@@ -26,12 +26,22 @@ def title_of(name: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def draw_own(recipe: Recipe, model: nn.Module, data: Splits, album: Album, name: str) -> None:
-    """Draw one of the recipe's own pictures; where that fails, a note says why."""
+def draw_own(
+    recipe: Recipe, model: Callable[[], nn.Module], data: Splits, album: Album, name: str
+) -> None:
+    """Draw one of the recipe's own pictures; where that fails, a note says why.
+
+    Args:
+        recipe: whose picture it is.
+        model: returns the model that is given to it.
+        data: what is given to it, too.
+        album: where to keep it.
+        name: of the picture.
+    """
     draw = recipe.pictures[name]
     try:
         with no_exit(), _without_window():
-            found = draw(model, data)
+            found = draw(model(), data)
             if isinstance(found, str):
                 _keep_html(album, name, found)
             elif hasattr(found, "savefig"):

@@ -35,7 +35,7 @@ _READ_S, _ASK_S = 2.0, 2.0
 _NUM_IMAGES, _NUM_POINTS, _NUM_ROWS = 512, 2000, 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Sitting:
     """What pictures are made of."""
 
@@ -43,10 +43,14 @@ class Sitting:
     """As the user wrote it."""
     work: Work
     splits: Splits
+    load_best: Callable[[], str]
+    checkpoint: str = ""
+    """The one whose weights the model holds; empty until it was asked for."""
 
-    @property
     def model(self) -> nn.Module:
-        """The model without what trains it on many ranks, with the weights of the checkpoint."""
+        """Return the model without what trains it on many ranks, with the best weights."""
+        if not self.checkpoint:
+            self.checkpoint = self.load_best()
         return self.work.trainee.model
 
     @property
@@ -62,7 +66,7 @@ def picture_records(
     splits: Splits,
     path: Path,
     *,
-    checkpoint: str,
+    load_best: Callable[[], str],
     step: int,
     agreement: Agreement,
 ) -> list[Record]:
@@ -70,20 +74,21 @@ def picture_records(
 
     Args:
         request: the recipe, and whether pictures are wanted.
-        work: the model, which holds the weights of the checkpoint.
+        work: the model.
         splits: the data.
         path: the run directory.
-        checkpoint: the name of the checkpoint.
+        load_best: lets the model hold the weights of the best checkpoint, and names it; called
+            before the model is asked, if it is at all.
         step: the last step of the training.
         agreement: tells of a signal, which ends it.
     """
     if not request.settings.pictures or agreement.signum:
         return []
-    sitting = Sitting(recipe=request.recipe, work=work, splits=splits)
+    sitting = Sitting(recipe=request.recipe, work=work, splits=splits, load_best=load_best)
     album = _drawn(sitting, agreement, min(_LIMIT_S, request.settings.timeout_s / 2))
     records: list[Record] = []
     try:
-        replace_pictures(path, album, checkpoint=checkpoint, split=sitting.split)
+        replace_pictures(path, album, checkpoint=sitting.checkpoint, split=sitting.split)
     except UserError as error:
         return [{"event": "picture", "step": step, "name": FOLDER, "problem": str(error)}]
     for entry in album.entries:
@@ -108,7 +113,7 @@ def _drawn(sitting: Sitting, agreement: Agreement, limit_s: float) -> Album:
                 make(album)
                 waiting.remove(name)
 
-    with as_evaluated(sitting.model, sitting.work.settings.seed):
+    with as_evaluated(sitting.work.trainee.model, sitting.work.settings.seed):
         thread = Thread(target=draw, daemon=True, name="samestep-pictures")
         deadline = time.monotonic() + limit_s
         thread.start()
@@ -151,6 +156,8 @@ def _planned(sitting: Sitting) -> list[tuple[str, Callable[[Album], None]]]:
 def _look(sitting: Sitting, album: Album) -> None:
     """Keep what is fitting of predictions: rows of `show`, images, points, or nothing."""
     recipe, seed = sitting.recipe, sitting.work.settings.seed
+    if recipe.forward is not None and recipe.show is None:
+        return  # what is in its batches, the recipe alone knows
     data = getattr(sitting.splits, str(sitting.split))
     few = some_of(data, _NUM_ROWS, seed, time.monotonic() + _READ_S)
     if not len(few):
@@ -175,7 +182,7 @@ def _look(sitting: Sitting, album: Album) -> None:
 def _ask(sitting: Sitting, some: Some) -> Iterator[tuple[Any, Any, int]]:
     work, settings = sitting.work, sitting.work.settings
     size, until = evaluation_batch(settings, work.plan.batch_size), time.monotonic() + _ASK_S
-    return ask(sitting.model, some, sitting.recipe, settings, work.world.device, size, until)
+    return ask(sitting.model(), some, sitting.recipe, settings, work.world.device, size, until)
 
 
 def _kind(recipe: Recipe, splits: Splits, sample: Any) -> Literal["images", "points"] | None:

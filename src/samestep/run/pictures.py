@@ -91,7 +91,7 @@ def replace_pictures(run: Path, album: Album, *, checkpoint: str, split: str | N
             new.mkdir()
             for name, content in album.files.items():
                 (new / name).write_bytes(content)
-            text = json.dumps(index, allow_nan=False, ensure_ascii=False, indent=1)
+            text = json.dumps(index, allow_nan=False, indent=1)
             (new / INDEX).write_text(text + "\n", encoding="utf-8")
         if folder.exists():  # a folder that is not empty cannot be replaced in one call
             folder.rename(old)
