@@ -8,6 +8,9 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import lightning.pytorch  # noqa: F401
+import matplotlib.backends.backend_agg
+import matplotlib.backends.backend_svg
+import matplotlib.figure  # noqa: F401 - each run of the spiral ends with a picture
 import torch._dynamo  # DDP imports it when it is built: a second of each rank's
 import torch.distributed  # noqa: F401
 import typeguard  # noqa: F401

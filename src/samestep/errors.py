@@ -153,6 +153,24 @@ def raised_at(error: BaseException) -> str:
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
+_EXTRAS = {
+    "datasets": "huggingface",
+    "lightning": "lightning",
+    "tokenizers": "huggingface",
+    "torch_geometric": "graphs",
+    "transformers": "huggingface",
+}
+"""Which extra of samestep brings a package."""
+
+
+def what_to_install(error: Exception) -> str:
+    """Return the command that installs a package which is missing, where it is known."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or name not in _EXTRAS:
+        return ""
+    return f"Install it: pip install 'samestep[{_EXTRAS[name]}]'. "
+
+
 _METHODS = ("forward", "__getitem__", "__call__", "__iter__")
 
 

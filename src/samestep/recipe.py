@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import UserError, defined_at, did_you_mean, no_exit, raised_at
+from samestep.errors import UserError, defined_at, did_you_mean, no_exit, raised_at, what_to_install
 from samestep.nearby import nearby
 from samestep.settings import Settings
 
@@ -45,6 +46,9 @@ RESERVED_NAMES = frozenset(
 )
 """What no metric may be called: fields of `evaluation` and `epoch` records, and what `compare`
 offers."""
+
+PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
+"""What no picture of a recipe's own may be called: samestep's have these names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,9 @@ class Recipe:
     picture: Callable[[Any, Path, Sequence[Mapping[str, Any]], Any], None] | None = None
     """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
     figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
+    pictures: Mapping[str, Callable[[nn.Module, Splits], Any]] = field(default_factory=dict)
+    """name → (model, data) → what the run's pictures show beside predictions: a matplotlib figure,
+    or HTML text. Rank 0 calls it when a run ends, with the best weights, in eval mode."""
     baselines: Callable[..., Mapping[str, Mapping[str, float] | str]] | None = None
     """options → name → metric → value: what a model has to beat. Rank 0 calls it once, after the
     test; a sentence in place of the metrics says why one was not measured."""
@@ -168,6 +175,7 @@ class Recipe:
                 names = ", ".join(get_args(Accepted))
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
         self._check_metrics()
+        self._check_pictures()
         for key, builder in (("model", self.model), ("data", self.data)):
             if isinstance(builder, nn.Module) or not callable(builder):
                 raise UserError(
@@ -213,6 +221,21 @@ class Recipe:
                 raise UserError(
                     f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
                     f"{did_you_mean(name, self.metrics)}They are: {', '.join(self.metrics)}."
+                )
+
+    def _check_pictures(self) -> None:
+        """Check that each picture is a function, with a name that its file can have."""
+        for name, draw in self.pictures.items():
+            fits = isinstance(name, str) and re.fullmatch(r"(?a:\w[\w-]{0,59})", name)
+            if not fits or name in PICTURE_NAMES:
+                raise UserError(
+                    f"Recipe(pictures=…) names a picture {name!r}, which cannot be a file's name "
+                    f"here: take letters, digits, - and _, and none of {', '.join(PICTURE_NAMES)}."
+                )
+            if not callable(draw):
+                raise UserError(
+                    f"Recipe(pictures=…): {name!r} is a {type(draw).__name__}; it takes a function "
+                    "(model, data) that returns a matplotlib figure or HTML text."
                 )
 
     def own_parts(self) -> tuple[str, ...]:
@@ -310,24 +333,6 @@ def find_recipe(name: str) -> Recipe:
     return replace(recipe, name=name)
 
 
-_EXTRAS = {
-    "datasets": "huggingface",
-    "lightning": "lightning",
-    "tokenizers": "huggingface",
-    "torch_geometric": "graphs",
-    "transformers": "huggingface",
-}
-"""Which extra of samestep brings a package."""
-
-
-def _what_to_install(error: Exception) -> str:
-    """Return the command that installs a package which is missing, where it is known."""
-    name = (getattr(error, "name", None) or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or name not in _EXTRAS:
-        return ""
-    return f"Install it: pip install 'samestep[{_EXTRAS[name]}]'. "
-
-
 _being_read: list[Path] = []
 
 
@@ -363,7 +368,7 @@ def _from_file(path: Path) -> Recipe:
         own = path.resolve()  # frames name the file by its absolute path
         line = next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == own), "?")
         raise UserError(
-            f"{path}:{line}: {type(error).__name__}: {error}. {_what_to_install(error)}"
+            f"{path}:{line}: {type(error).__name__}: {error}. {what_to_install(error)}"
             "The recipe file could not be run."
         ) from error
     finally:

@@ -137,6 +137,9 @@ class Settings:
     min_delta: float = 0.0
     """What counts as an improvement for --patience."""
 
+    pictures: bool = True
+    """Save pictures at the end of the run: predictions, and what the recipe draws."""
+
     track: str | None = None
     """Trackers that rank 0 sends the run to: comet, mlflow, tensorboard, wandb, or your own
     (my_tracker.py, package.module), with commas between them; none drops those of a resumed run."""
@@ -246,7 +249,7 @@ MAY_CHANGE = frozenset(
         *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
-        *("keep_top_k", "data_dir", "download", "cache", "max_corrupt"),
+        *("keep_top_k", "pictures", "data_dir", "download", "cache", "max_corrupt"),
         *("cache_dir", "skip_bad", "trees"),
         *("track", "track_project", "track_name", "track_workspace", "track_tags"),
         *("track_offline", "track_checkpoints", "track_timeout"),

@@ -305,6 +305,7 @@ SETTINGS = {
     "mode": "max",
     "patience": 4,
     "min_delta": 0.0625,
+    "pictures": False,
     "channels_last": True,
     "cudnn_benchmark": True,
     "deterministic": True,

@@ -39,7 +39,10 @@ def _leveldb_records(data: bytes):
 def wandb_rows(run: Path):
     """Return the rows that `run.log` wrote, as tables."""
     return [
-        {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in r.history.item}
+        {
+            item.key or ".".join(item.nested_key): json.loads(item.value_json)
+            for item in r.history.item
+        }
         for _, r in wandb_records(run)
         if r.WhichOneof("record_type") == "history"
     ]

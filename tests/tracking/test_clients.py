@@ -28,9 +28,25 @@ pytestmark = [
 ]
 
 PLANTED = "hunter2" * 6
-RECIPE = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "").replace(
-    '"epochs": 6', '"epochs": 2'
-)
+OWN_PICTURE = """
+def weights(model, data):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(3, 2))
+    figure.subplots().hist(model[0].weight.flatten().tolist())
+    return figure
+
+recipe = Recipe("""
+CHANGES = {
+    '    "checkpoint_every_steps": 4,\n': "",
+    '"epochs": 6': '"epochs": 2',
+    "y[n + 37:]))": 'y[n + 37:]), classes=("no", "<b>$yes"))',
+    "\nrecipe = Recipe(": f"{OWN_PICTURE}pictures={{'weights': weights}}, ",
+}
+RECIPE = tiny.RECIPE
+for _before, _after in CHANGES.items():
+    assert _before in RECIPE
+    RECIPE = RECIPE.replace(_before, _after)
+PICTURES = {"confusion", "weights"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,7 @@ def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
         assert sorted(found) == sorted(metrics_of(tracked.path, series))
     step, values = last_test(tracked.path)
     assert [row["step"] for row in rows if "test/loss" in row] == [11, step]
-    assert values.items() <= rows[-1].items()
+    assert values.items() <= next(row for row in reversed(rows) if "test/loss" in row).items()
     steps = [row["_step"] for row in rows]
     assert steps == sorted(set(steps)), "W&B's own count only goes up, over both executions"
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
@@ -162,6 +178,54 @@ def test_wandb_has_the_settings_the_machine_the_result_and_the_checkpoints(track
     assert (run.project, run.display_name, list(run.tags)) == ("odd ones", "the first", ["a", "b"])
     kinds = [r.WhichOneof("record_type") for r in records]
     assert "request" in kinds or "artifact" in kinds
+
+
+def is_png(content):
+    return content.startswith(b"\x89PNG")
+
+
+def test_wandb_has_the_pictures_in_its_rows_and_files(tracked):
+    rows = readers.wandb_rows(tracked.path)
+    for name in PICTURES:
+        key = f"pictures/{name}.path"
+        files = [Path(row[key]).name for row in rows if key in row]
+        assert len(files) == 2, "one for each end of the run"
+        for wanted in files:
+            (file,) = (tracked.path / "tracking" / "wandb").rglob(wanted)
+            assert is_png(file.read_bytes())
+
+
+def test_comet_has_the_pictures(tracked):
+    folder = tracked.path / "tracking" / "comet"
+    found = {}
+    for path in folder.glob("*.zip"):
+        with zipfile.ZipFile(path) as archive:
+            lines = archive.read("messages.json").decode().splitlines()
+            for message in (json.loads(line) for line in lines):
+                payload = message["payload"]
+                if payload.get("upload_type") == "visualization":
+                    name = payload["additional_params"]["figName"]
+                    found[name] = archive.read(Path(payload["file_path"]).name)
+    assert found.keys() == {f"{name}.png" for name in PICTURES}
+    assert all(map(is_png, found.values()))
+
+
+def test_tensorboard_has_the_pictures_at_their_steps(tracked):
+    reader = readers.tensorboard(tracked.path)
+    assert set(reader.Tags()["images"]) == {f"pictures/{name}" for name in PICTURES}
+    step, _ = last_test(tracked.path)
+    for name in PICTURES:
+        last = reader.Images(f"pictures/{name}")[-1]
+        assert (last.step, is_png(last.encoded_image_string)) == (step, True)
+        assert min(last.width, last.height) > 100
+
+
+def test_mlflow_has_the_pictures_as_artifacts(tracked):
+    store = readers.mlflow_store(tracked.path)
+    experiment = store.get_experiment_by_name("odd ones")
+    (run,) = store.search_runs([experiment.experiment_id])
+    kept = {Path(one.path).name for one in store.list_artifacts(run.info.run_id, "pictures")}
+    assert kept == {f"{name}.png" for name in PICTURES}
 
 
 def test_comet_has_one_experiment_with_every_value_by_step_and_epoch(tracked):

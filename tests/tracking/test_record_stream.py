@@ -1,12 +1,14 @@
 """What of events.jsonl a tracker is given: each step of each series once, whatever was repeated."""
 
 import json
+import struct
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.run.png import png
 from samestep.run.records import read_records
 from samestep.tracking.record_stream import RecordStream, flatten, scalars
 
@@ -120,6 +122,56 @@ def test_an_epoch_stands_at_its_epoch_and_an_evaluation_at_its_step(tmp_path):
     epoch, test = all_of(RecordStream(tmp_path))
     assert (epoch.at, epoch.values) == (3, {"epoch/loss": 1.0})
     assert (test.at, test.values) == (30, {"test/per_class/cat": 0.5})
+
+
+def picture(path, name="one", step=4):
+    return {"event": "picture", "step": step, "name": name, "path": path, "title": "One"}
+
+
+def test_a_picture_is_read_from_the_run_directory_alone(tmp_path):
+    run = tmp_path / "run"
+    (run / "pictures").mkdir(parents=True)
+    image = png(bytes(12), 2, 2, 3)
+    for file in (run / "pictures" / "one.png", tmp_path / "secret.png"):
+        file.write_bytes(image)
+    (run / "pictures" / "link.png").symlink_to(tmp_path / "secret.png")
+    (run / "pictures" / "text.png").write_text("no PNG")
+    records = [
+        picture("pictures/one.png"),
+        picture("../secret.png", "a"),
+        picture(str(tmp_path / "secret.png"), "b"),
+        picture("pictures/link.png", "c"),
+        picture("pictures/one.png", "../d"),
+        picture("pictures/gone.png", "e"),
+        picture("pictures/text.png", "f"),
+        {"event": "picture", "step": 4, "name": "g", "problem": "it could not be drawn"},
+        picture("pictures/one.png"),
+        picture("pictures/one.png", step=5),
+    ]
+    write(run, records)
+    stream = RecordStream(run)
+    found = all_of(stream)
+    shown = [(e.event, e.picture.name, e.step, e.values, e.picture.png()) for e in found]
+    assert shown == [
+        ("picture", "one", 4, {}, image),
+        ("picture", "e", 4, {}, None),
+        ("picture", "f", 4, {}, None),
+        ("picture", "one", 5, {}, image),
+    ]
+    assert stream.events.damaged == [2, 3, 4, 5]
+
+
+def test_the_confusion_matrix_of_a_test_is_a_picture(tmp_path):
+    test = {"event": "evaluation", "split": "test", "step": 30, "epoch": 3, "loss": 1.0}
+    names = {"cat": 0.5, "<script>$x^": None, "_": 0.0}
+    whole = {"per_class": names, "confusion": [[1, 1, 0], [0, 0, 0], [3, 0, 0]]}
+    broken = {"per_class": names, "confusion": [[1, 1, 0], [0, 0]]}
+    write(tmp_path, [{**test, **whole}, {**test, **broken, "step": 31}])
+    first, shown, second = all_of(RecordStream(tmp_path))
+    assert (first.event, shown.event, second.event) == ("test", "picture", "test")
+    assert (shown.step, shown.line, shown.values) == (30, 0, {})
+    content = shown.picture.png()
+    assert struct.unpack(">II", content[16:24]) > (100, 100)
 
 
 def metrics(step, time, /, **values):

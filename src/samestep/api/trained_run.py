@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from samestep.api.paths import AnyPath, path_of
+from samestep.api.run_card import facts_of, run_card
+from samestep.api.run_figure import run_figure
 from samestep.errors import UserError
-from samestep.run.directory import is_run
-from samestep.run.files import shown_path
+from samestep.run.directory import is_run, is_written
+from samestep.run.files import read_object, shown_path
+from samestep.run.index import read_index
 from samestep.run.records import NOT_METRICS, Record, read_records
 
 
@@ -100,3 +103,35 @@ class TrainedRun:
     def settings(self) -> dict[str, Any]:
         """The settings that it was trained with, and its recipe's options under `options`."""
         return tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8"))
+
+    def plot(self) -> Any:
+        """Return a `matplotlib.figure.Figure` of loss and metrics per epoch, the best one marked.
+
+        A notebook shows it; `run.plot().savefig("curves.png")` keeps it.
+
+        Raises:
+            UserError: no epoch has ended yet, or matplotlib is not installed.
+        """
+        rows = self.epochs
+        if not rows:
+            raise UserError(f"{self.path} has no epoch that has ended: there are no curves yet.")
+        index, mark = read_index(self.path / "checkpoints"), None
+        if index.best is not None and index.best.metric is not None:
+            mark = (index.monitor, index.best.epoch, index.best.metric)
+        return run_figure(self.path.resolve().name, rows, mark)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a table of facts, the loss, and the boundary."""
+        result, recipe = read_object(self.path / "result.json"), ""
+        state = str(result.get("status", "no end recorded"))
+        facts: dict[str, str] = {}
+        losses: list[float | None] = []
+        try:
+            recipe = str(self.settings.get("recipe", ""))
+            losses = [row.get("loss") for row in self.epochs]
+        except (UserError, ValueError, KeyError, TypeError) as error:
+            facts["problem"] = str(error)
+        if is_written(self.path):
+            state = "going on"
+        told = {"recipe": recipe, **facts_of(result), **facts}
+        return run_card(self.path, state, told, losses)

@@ -12,6 +12,7 @@ from samestep.data.batches import open_split
 from samestep.errors import UserError, device_error
 from samestep.execution.baselines import as_result, measure_baselines
 from samestep.execution.build import Built
+from samestep.execution.pictures import picture_records
 from samestep.execution.request import Request
 from samestep.recipe import Splits
 from samestep.run import checkpoints
@@ -90,6 +91,9 @@ def finish_run(
             )
             if request.recipe.baselines is not None:
                 baselines = _baselines(request, work, state, emit, agreement)
+    if run is not None and not state.signum:  # on rank 0 alone
+        for record in _pictures(request, built, path, test, agreement):
+            emit(record)
     status = "stopped" if state.signum else "completed"
     emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
     if run is not None:
@@ -124,6 +128,34 @@ def _baselines(
     return as_result(rows)
 
 
+def _pictures(
+    request: Request, built: Built, path: Path, test: dict[str, Any] | None, agreement: Agreement
+) -> list[Record]:
+    """Make the run's pictures with the weights that were tested, else with the best ones."""
+    work, splits, folder = built.work, built.splits, path / "checkpoints"
+
+    def load_best() -> str:
+        if test is not None:  # the model holds them already
+            return str(test["checkpoint"])
+        best, _ = _best_whole(folder)
+        if best is None:
+            return "last"
+        _load(work, checkpoints.load(folder, best))
+        return best.path
+
+    step = built.state.position.step
+    return picture_records(
+        request, work, splits, path, load_best=load_best, step=step, agreement=agreement
+    )
+
+
+def _load(work: Work, content: dict[str, Any]) -> None:
+    """Let the model hold the weights of a checkpoint, as they are evaluated."""
+    load_evaluated(work.trainee.model, content)
+    if work.trainee.average is not None:
+        work.trainee.average.load(None)
+
+
 def _test(
     request: Request, work: Work, splits: Splits, path: Path, agreement: Agreement
 ) -> tuple[dict[str, Any], list[str], int]:
@@ -136,10 +168,7 @@ def _test(
     folder = path / "checkpoints"
     best, problems = world.on_main(lambda: _best_whole(folder))
     if best is not None:
-        content = world.on_every(lambda: checkpoints.load(folder, best))
-        load_evaluated(work.trainee.model, content)
-        if work.trainee.average is not None:
-            work.trainee.average.load(None)
+        _load(work, world.on_every(lambda: checkpoints.load(folder, best)))
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))

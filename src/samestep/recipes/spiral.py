@@ -4,6 +4,7 @@ import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from samestep.data.random_split import split_indices
 from samestep.data.spiral import SpiralDataset
 from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
+
+_POINTS_SHOWN, _PLACES = 600, 128
+_BLUE, _RED = "#1f5fa8", "#c0392b"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,33 @@ def read(_: SpiralOptions, file: Path) -> list[Tensor]:
     return points
 
 
+def boundary(network: nn.Module, splits: Splits) -> Any:
+    """Return a map of which arm the network takes each place for, with test points on top."""
+    from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415 - an extra
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    assert isinstance(splits.test, tuple)
+    points, labels = (tensor[:_POINTS_SHOWN].cpu() for tensor in splits.test)
+    reach = 1.05 * float(points.abs().max())
+    weight = next(network.parameters())
+    axis = torch.linspace(-reach, reach, _PLACES)
+    across, up = torch.meshgrid(axis, axis, indexing="xy")
+    places = torch.stack([across, up], dim=-1).flatten(0, 1).to(weight)
+    second = network(places).float().softmax(dim=1)[:, 1].view(_PLACES, _PLACES).cpu().numpy()
+    colours = LinearSegmentedColormap.from_list("arms", [_BLUE, "white", _RED])
+    figure = Figure(figsize=(5.4, 5.2))
+    axes = figure.add_axes((0.12, 0.09, 0.85, 0.85))
+    around = (-reach, reach, -reach, reach)
+    axes.imshow(second, extent=around, origin="lower", cmap=colours, vmin=0, vmax=1, alpha=0.45)
+    axes.contour(axis.numpy(), axis.numpy(), second, levels=[0.5], colors="#444444", linewidths=1.2)
+    for arm, colour in enumerate((_BLUE, _RED)):
+        x, y = points[labels == arm].T.numpy()
+        axes.plot(x, y, ".", color=colour, markersize=3.5, label=f"arm {arm}")
+    axes.legend(loc="upper right", markerscale=2.5, framealpha=0.9)
+    axes.set(title="Decision boundary", xlabel="x", ylabel="y")
+    return figure
+
+
 def _is_number(text: str) -> bool:
     try:
         return math.isfinite(float(text))
@@ -89,6 +120,7 @@ recipe = Recipe(
     data=data,
     options=SpiralOptions,
     read=read,
+    pictures={"boundary": boundary},
     accepts=("dropout",),
     settings={
         "epochs": 30,

@@ -109,5 +109,5 @@ def _up_to_checkpoint(records: list[Record], resume: Record) -> list[Record]:
     path = f"checkpoints/{resume['checkpoint']}"
     saved = [i for i, r in enumerate(kept) if r["event"] == "checkpoint" and r["path"] == path]
     after = saved[-1] + 1 if saved else len(kept)
-    again = ("step", "epoch", "evaluation", "baselines", "checkpoint")
+    again = ("step", "epoch", "evaluation", "baselines", "picture", "checkpoint")
     return kept[:after] + [r for r in kept[after:] if r["event"] not in again]

@@ -54,6 +54,7 @@ def measure(
         patience=None,
         monitor=None,
         keep_top_k=None,
+        pictures=False,
     )
     recipe = replace(request.recipe, data=_training_part(request.recipe.data))
     outcome = run_session(

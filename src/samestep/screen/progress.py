@@ -162,6 +162,10 @@ class Screen:
                     f"{record['step']:,}: it is no improvement, and a checkpoint here ranks last."
                 )
 
+    def _show_picture(self, record: Record) -> None:
+        if problem := record.get("problem"):
+            self._row("note", f"Picture {record['name']}: {problem}", 8, "yellow")
+
     def _show_baselines(self, record: Record) -> None:
         for problem in record["problems"]:
             self._row("warning", f"The baselines were not measured. {problem}", 8, "yellow")

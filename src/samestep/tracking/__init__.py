@@ -3,8 +3,15 @@
 Each is fed from the run directory by a process of its own, which the training never waits for.
 """
 
-from samestep.tracking.contract import Scalar, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking.contract import (
+    Picture,
+    Scalar,
+    Started,
+    TrackedRecord,
+    TrackedResult,
+    TrackedRun,
+)
 
 Entry, Result = TrackedRecord, TrackedResult  # the names that trackers written earlier import
 
-__all__ = ["Scalar", "Started", "TrackedRecord", "TrackedResult", "TrackedRun"]
+__all__ = ["Picture", "Scalar", "Started", "TrackedRecord", "TrackedResult", "TrackedRun"]

@@ -1,5 +1,6 @@
 """Comet: `--track comet`."""
 
+import io
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -68,6 +69,10 @@ def record(client: Any, entries: Sequence[TrackedRecord]) -> None:
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
             client.log_model("checkpoint", str(entry.file), overwrite=True)
+        elif entry.picture is not None:
+            if content := entry.picture.png():
+                name = f"{entry.picture.name}.png"
+                client.log_image(io.BytesIO(content), name=name, step=entry.step)
         elif entry.values:
             client.log_metrics(dict(entry.values), step=entry.step, epoch=entry.epoch)
     if not isinstance(client, comet_ml.OfflineExperiment) and not client.flush():

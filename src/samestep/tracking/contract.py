@@ -7,7 +7,7 @@
 Each may raise or take its time: it runs in a process of its own, beside the training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -73,11 +73,22 @@ class Started:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Picture:
+    """An image to show: a picture of the run, or the confusion matrix of its test."""
+
+    name: str
+    """Letters, digits, - and _."""
+    title: str
+    png: Callable[[], bytes | None] = field(compare=False)
+    """Reads or draws the PNG file; None where it is gone, or matplotlib is not installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackedRecord:
     """What a record says, as a tracker takes it."""
 
     event: Literal[
-        "step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "system"
+        "step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "picture", "system"
     ]
     """`metrics` are those of a script of the user's own, by the names that it gave them."""
     axis: Literal["step", "epoch"]
@@ -92,6 +103,8 @@ class TrackedRecord:
     """Its line in events.jsonl, from 0; -1 for `system`."""
     file: Path | None = None
     """The checkpoint, where checkpoints are sent."""
+    picture: Picture | None = None
+    """What a record of the event `picture` shows; it has no values."""
 
     @property
     def at(self) -> int:

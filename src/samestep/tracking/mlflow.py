@@ -4,6 +4,8 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -86,6 +88,11 @@ def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
     for entry in entries:
         if entry.file is not None and entry.file.is_file():
             store.log_artifact(run, str(entry.file), "checkpoints")
+        if entry.picture is not None and (content := entry.picture.png()):
+            with TemporaryDirectory() as folder:
+                image = Path(folder, f"{entry.picture.name}.png")
+                image.write_bytes(content)
+                store.log_artifact(run, str(image), "pictures")
         metrics += [
             Metric(_name(key), value, int(entry.time * 1000), entry.at)
             for key, value in entry.values.items()

@@ -7,18 +7,25 @@ own, are as many series as there are sets of names.
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samestep.run.pictures import read_png
 from samestep.run.records import Record, check_format
-from samestep.tracking.contract import Scalar, TrackedRecord
+from samestep.tracking.confusion_picture import confusion_png, has_confusion
+from samestep.tracking.contract import Picture, Scalar, TrackedRecord
 
 SYSTEM = Path("tracking", "system.jsonl")
 """In a run directory: what was measured of the machine, while the run was tracked."""
 
 _CHUNK_BYTES = 1 << 20
-_EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics")
+_EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "picture")
+_NAME = re.compile(r"[\w-]{1,60}")
 _NO_VALUES = {"event", "split", "step", "epoch", "time"}
 
 
@@ -106,7 +113,7 @@ class RecordStream:
     def read(self, after: int = 0, system_after: int = 0) -> Iterator[list[TrackedRecord]]:
         """Yield what is new, in pieces, without the lines that a tracker has already."""
         for chunk in self.events.read():
-            entries = [entry for line, record in chunk if (entry := self._read(line, record))]
+            entries = [entry for line, record in chunk for entry in self._read(line, record)]
             yield [entry for entry in entries if entry.line >= after]
         for chunk in self.system.read():
             yield [
@@ -123,11 +130,15 @@ class RecordStream:
                 if line >= system_after
             ]
 
-    def _read(self, line: int, record: Record) -> TrackedRecord | None:
-        with contextlib.suppress(KeyError, TypeError, AttributeError):
-            return self._entry(line, record)
+    def _read(self, line: int, record: Record) -> list[TrackedRecord]:
+        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+            entry = self._entry(line, record)
+            if entry is None:
+                return []
+            draws = entry.event == "test" and has_confusion(record)
+            return [entry, _confusion(entry, record)] if draws else [entry]
         self.events.damaged.append(line + 1)  # JSON, but no record of ours
-        return None
+        return []
 
     def _entry(self, line: int, record: Record) -> TrackedRecord | None:
         check_format(record, self._run)
@@ -135,12 +146,18 @@ class RecordStream:
         now = self._clock.at(record)
         event: Any = record["event"] if record["event"] != "evaluation" else record["split"]
         names = sorted(record["values"]) if event == "metrics" else ()
+        picture = self._picture(record) if event == "picture" else None
+        if event == "picture" and picture is None:
+            return None
+        names = [picture.name] if picture is not None else names
         if event not in _EVENTS or record["step"] <= self._reached.get((event, *names), -1):
             return None
         self._reached[event, *names] = record["step"]
         if event == "checkpoint" and not self._with_checkpoints:
             return None
         prefix = "train/" if event == "step" else f"{event}/"
+        if picture is not None:
+            record = {name: record.get(name) for name in ("event", "step", "epoch")}
         if event == "epoch":
             record = {**record, "metrics": None, **record.get("metrics", {})}
         return TrackedRecord(
@@ -152,7 +169,30 @@ class RecordStream:
             values=_plain(record["values"]) if event == "metrics" else _numbers(record, prefix),
             line=line,
             file=self._run / record["path"] if event == "checkpoint" else None,
+            picture=picture,
         )
+
+    def _picture(self, record: Record) -> Picture | None:
+        """Return the picture of a record; None where it has no image.
+
+        Raises:
+            ValueError: its file lies outside of the run directory, or its name is none of a file.
+        """
+        path = record.get("path")
+        if path is None:
+            return None
+        name, png = record["name"], partial(read_png, self._run, path)
+        file = Path(os.path.realpath(self._run / path))
+        if not file.is_relative_to(os.path.realpath(self._run)) or not _NAME.fullmatch(name):
+            raise ValueError(path)
+        return Picture(name=name, title=str(record.get("title", name)), png=png)
+
+
+def _confusion(test: TrackedRecord, record: Record) -> TrackedRecord:
+    """Return the confusion matrix of a test as a picture."""
+    draw = partial(confusion_png, list(record["per_class"]), record["confusion"])
+    shown = Picture(name="confusion", title="Confusion matrix", png=draw)
+    return replace(test, event="picture", values={}, picture=shown)
 
 
 class _Clock:

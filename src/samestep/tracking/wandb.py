@@ -1,5 +1,6 @@
 """Weights & Biases: `--track wandb`."""
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,14 @@ from typing import Any
 import wandb
 
 from samestep.errors import UserError
-from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking.contract import (
+    Picture,
+    Server,
+    Started,
+    TrackedRecord,
+    TrackedResult,
+    TrackedRun,
+)
 
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
@@ -69,7 +77,7 @@ def start(run: TrackedRun) -> Started:
     client.define_metric("step")
     client.define_metric("epoch")
     client.define_metric("epoch/*", step_metric="epoch")
-    for series in ("train", "validation", "test"):
+    for series in ("train", "validation", "test", "pictures"):
         client.define_metric(f"{series}/*", step_metric="step")
     ours = _Client(client, measures=run.pid is not None)
     if run.offline:
@@ -87,11 +95,30 @@ def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
                 client.system.setdefault(name, []).append(value)
         elif entry.file is not None and entry.file.is_file():
             run.log_artifact(str(entry.file), name=f"checkpoint-{run.id}", type="model")
+        elif entry.picture is not None:
+            if (image := _image(entry.picture)) is not None:
+                name = f"pictures/{entry.picture.name}"
+                run.log({name: image, **_place(entry)}, step=entry.line)
         elif entry.values:
             if entry.event == "metrics":
                 _draw_over_steps(client, entry)
-            place = {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
-            run.log({**entry.values, **place}, step=entry.line)
+            run.log({**entry.values, **_place(entry)}, step=entry.line)
+
+
+def _place(entry: TrackedRecord) -> dict[str, Any]:
+    return {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
+
+
+def _image(picture: Picture) -> Any:
+    """Return a picture as W&B takes it; None where it is gone, or Pillow is not installed."""
+    try:
+        from PIL import Image  # noqa: PLC0415 - W&B needs it for images alone
+    except ImportError:
+        return None
+    content = picture.png()
+    if content is None:
+        return None
+    return wandb.Image(Image.open(io.BytesIO(content)), caption=picture.title)
 
 
 def _draw_over_steps(client: _Client, entry: TrackedRecord) -> None:

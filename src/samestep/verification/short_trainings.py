@@ -85,6 +85,7 @@ def settings_of(
         log_every=1,
         patience=None,
         keep_top_k=None,
+        pictures=False,
         checkpoint_every_minutes=None,
         monitor=None,
         mode="auto",

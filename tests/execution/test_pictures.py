@@ -1,0 +1,427 @@
+"""The pictures of a run: what is saved at its end, and that nothing recorded depends on it."""
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
+
+import samestep
+from samestep import Recipe, Splits, UserError
+from samestep.execution import pictures
+from samestep.run.pictures import LIMIT_BYTES
+from tests.api.recipes import made
+from tests.command_line import read_json, run, tree
+
+ONE_EPOCH = {"epochs": 1, "batch_size": 20}
+
+
+def trained(recipe, folder, **settings):
+    return samestep.train(recipe, quiet=True, run_dir=folder / "run", **settings)
+
+
+def told(one):
+    """Return name → entry of a run's pictures; each file that it names is there."""
+    index = read_json(one.path / "pictures" / "pictures.json")
+    assert index["format"] == 1
+    for entry in index["pictures"]:
+        rows = [*entry.get("right", []), *entry.get("wrong", []), entry]
+        for row in rows:
+            assert "file" not in row or (one.path / "pictures" / row["file"]).is_file()
+    return {entry["name"]: entry for entry in index["pictures"]}
+
+
+def records(one):
+    return {r["name"]: r for r in one.history if r["event"] == "picture"}
+
+
+def image_recipe(stored, **more):
+    """Return a recipe of dark images and bright ones; every tenth is labelled wrong in the test."""
+    labels = torch.arange(60) % 2
+    noise = torch.rand(stored, generator=torch.Generator().manual_seed(1))
+    images = (noise * 60 + labels.view(-1, *[1] * (len(stored) - 1)) * 190).to(torch.uint8)
+    targets = torch.where(torch.arange(60) % 10 == 0, 1 - labels, labels)
+
+    def data():
+        return Splits(train=(images, labels), test=(images, targets), classes=("dark", "bright"))
+
+    def model():
+        return nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 2))
+
+    settings = {"epochs": 6, "batch_size": 10, "lr": 0.002}
+    scale = {"transform": lambda x: x.float() / 255 - 0.5}
+    return Recipe(model=model, data=data, settings=settings, name="images", **scale, **more)
+
+
+@pytest.mark.parametrize("stored", [(60, 12, 9), (60, 3, 300, 10), (60, 10, 12, 3)])
+def test_images_are_shown_as_stored_right_and_most_confidently_wrong(stored, tmp_path):
+    one = trained(image_recipe(stored), tmp_path)
+    shown = told(one)["predictions"]
+    assert shown["kind"] == "images"
+    assert len(shown["right"]) == 16
+    assert 0 < len(shown["wrong"]) <= 16
+    assert all(row["target"] == row["predicted"] for row in shown["right"])
+    assert all(row["target"] != row["predicted"] for row in shown["wrong"])
+    assert {row["target"] for row in shown["wrong"]} <= {"dark", "bright"}
+    sure = [row["probability"] for row in shown["wrong"]]
+    assert sure == sorted(sure, reverse=True)
+    for row in (*shown["right"], *shown["wrong"]):
+        with Image.open(one.path / "pictures" / row["file"]) as image:
+            mean = sum(image.convert("L").tobytes()) / (image.width * image.height)
+            assert max(image.size) <= 128
+        # What the model says of these is plain to see.
+        assert (mean > 128) == (row["predicted"] == "bright")
+    told_of = records(one)["predictions"]
+    with Image.open(one.path / told_of["path"]) as sheet:
+        assert sheet.width > sheet.height or stored == (60, 3, 300, 10)
+
+
+class Sorted(Dataset):
+    """Images read one by one, the classes one after the other."""
+
+    def __len__(self):
+        return 600
+
+    def __getitem__(self, index):
+        label = index // 300
+        return torch.full((1, 8, 8), 0.1 + 0.8 * label), label
+
+
+def test_of_sorted_data_all_classes_are_looked_at(tmp_path):
+    def model():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+
+    recipe = Recipe(
+        model=model,
+        data=lambda: Splits(train=Sorted(), validation=Sorted()),
+        settings={"epochs": 1, "batch_size": 30, "lr": 0.05},
+        name="sorted",
+    )
+    one = trained(recipe, tmp_path)
+    assert {row["target"] for row in told(one)["predictions"]["right"]} == {"0", "1"}
+    assert read_json(one.path / "pictures" / "pictures.json")["split"] == "validation"
+
+
+def regression(num=3000, shape=(), **more):
+    x = torch.rand(num, 2, generator=torch.Generator().manual_seed(0))
+    y = (x.sum(dim=1) + 2).view(-1, *shape)
+    model = (lambda: nn.Linear(2, 1)) if shape else (lambda: nn.Sequential(nn.Linear(2, 1), Flat()))
+    fields = {"data": lambda: Splits(train=(x, y), test=(x, y)), "loss": nn.functional.mse_loss}
+    return Recipe(**{"model": model, **fields, "settings": ONE_EPOCH, "name": "sums", **more})
+
+
+class Flat(nn.Module):
+    def forward(self, x):
+        return x.flatten()
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_numbers_are_shown_predicted_against_actual(shape, tmp_path):
+    one = trained(regression(shape=shape), tmp_path)
+    shown = told(one)["regression"]
+    assert (shown["kind"], len(shown["points"]), shown["of"]) == ("points", 2000, 3000)
+    assert all(2 <= actual <= 4 for actual, _ in shown["points"])
+    model = samestep.load(one, recipe=regression(shape=shape))
+    x = torch.rand(3000, 2, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        said = model(x).flatten().tolist()
+    assert shown["points"][0][1] == pytest.approx(said[0], rel=1e-4) or any(
+        shown["points"][0][1] == pytest.approx(one, rel=1e-4) for one in said
+    )
+
+
+def test_two_classes_as_zeros_and_ones_are_no_numbers_to_predict(tmp_path):
+    def data():
+        x = torch.rand(40, 2, generator=torch.Generator().manual_seed(0))
+        y = (x[:, :1] > 0.5).float()
+        return Splits(train=(x, y), test=(x, y))
+
+    loss = nn.functional.binary_cross_entropy_with_logits
+    one = trained(regression(shape=(1,), data=data, loss=loss), tmp_path)
+    assert not (one.path / "pictures").exists()
+
+
+def shows(outputs, targets):
+    return [{"said": float(o), "words": "w" * 5000} for o in outputs]
+
+
+def test_what_show_says_is_kept_for_twenty_samples(tmp_path):
+    one = trained(regression(show=shows), tmp_path)
+    rows = told(one)["samples"]["rows"]
+    assert len(rows) == 20
+    assert all(isinstance(row["said"], float) and len(row["words"]) <= 400 for row in rows)
+
+
+class Reviews(Dataset):
+    """Texts with a class; `collate` counts the letters."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return "good" * (index % 2) + f"review {index}", index % 2
+
+
+def counted(samples):
+    lengths = torch.tensor([[float(len(text))] for text, _ in samples])
+    return lengths, torch.tensor([label for _, label in samples])
+
+
+def test_rows_say_which_sample_it_is_its_text_and_its_class(tmp_path):
+    recipe = made(
+        model=lambda: nn.Linear(1, 2),
+        data=lambda: Splits(train=Reviews(), test=Reviews(), classes=("bad", "fine")),
+        collate=counted,
+        show=lambda outputs, _: [{"said": int(place)} for place in outputs.argmax(dim=1)],
+    )
+    one = trained(recipe, tmp_path, epochs=1)
+    rows = told(one)["samples"]["rows"]
+    assert len({row["sample"] for row in rows}) == 20
+    for row in rows:
+        text, label = Reviews()[row["sample"]]
+        assert (row["text"], row["target"]) == (text, ("bad", "fine")[label])
+        assert row["said"] in (0, 1)
+
+
+def figure(model, data):
+    """Return the weights."""
+    from matplotlib.figure import Figure
+
+    made = Figure()
+    made.subplots().plot(model.weight.flatten().tolist())
+    assert not torch.is_grad_enabled()
+    assert not model.training
+    assert isinstance(data, Splits)
+    torch.rand(3)  # draws, and nothing that is recorded depends on it
+    return made
+
+
+def page(_model, _data):
+    return "<p>&lt;hello&gt;</p>"
+
+
+def raises(_model, _data):
+    raise KeyError("no such weight")
+
+
+def test_a_recipes_own_pictures_are_kept_and_what_fails_is_a_note(tmp_path):
+    own = {"weights": figure, "page": page, "broken": raises, "number": lambda _m, _d: 7}
+    one = trained(made(pictures=own), tmp_path)
+    assert one.result["status"] == "completed"
+    shown = told(one)
+    assert {name: entry["kind"] for name, entry in shown.items()} == {
+        "weights": "figure",
+        "page": "html",
+        "broken": "note",
+        "number": "note",
+    }
+    assert shown["weights"]["text"] == "The weights."
+    folder = one.path / "pictures"
+    assert (folder / "weights.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (folder / "weights.svg").read_bytes()
+    assert (folder / "page.html").read_text() == page(None, None)
+    assert "KeyError" in shown["broken"]["text"]
+    assert f"{__file__}:" in shown["broken"]["text"]
+    assert records(one)["weights"]["path"] == "pictures/weights.png"
+    assert records(one)["broken"]["problem"] == shown["broken"]["text"]
+    assert "path" not in records(one)["broken"]
+    assert "page" not in records(one)
+
+
+def test_nothing_that_is_recorded_depends_on_pictures(tmp_path):
+    recipe = regression(num=200, show=shows, pictures={"page": page, "broken": raises})
+    results, events = [], []
+    for name, wanted in (("with", True), ("without", False)):
+        one = samestep.train(recipe, quiet=True, run_dir=tmp_path / name, pictures=wanted)
+        assert (one.path / "pictures").exists() == wanted
+        results.append({k: one.result[k] for k in ("weights_sha256", "test", "best", "steps")})
+        clock = {"seconds", "samples_per_s", "train_seconds", "time", "phases", "ranks", "run_dir"}
+        kept = [r for r in one.history if r["event"] != "picture"]
+        events.append([{k: v for k, v in r.items() if k not in clock} for r in kept])
+        drawn = torch.rand(3)
+    assert results[0] == results[1]
+    assert events[0][-1]["event"] == "stop"
+    assert [e for e in events[0] if e["event"] != "checkpoint"] == [
+        e for e in events[1] if e["event"] != "checkpoint"
+    ]
+    assert len(drawn) == 3
+
+
+def test_random_numbers_go_on_as_without_pictures(tmp_path):
+    after = []
+    for name, wanted in (("with", True), ("without", False)):
+        torch.manual_seed(5)
+        own = {"page": lambda _m, _d: str(torch.rand(1))}
+        samestep.train(made(pictures=own), quiet=True, run_dir=tmp_path / name, pictures=wanted)
+        after.append(float(torch.rand(1)))
+    assert after[0] == after[1]
+
+
+def test_without_matplotlib_a_note_has_the_command(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    one = trained(made(pictures={"weights": figure, "page": page}), tmp_path)
+    assert "pip install 'samestep[plot]'" in told(one)["weights"]["text"]
+    assert told(one)["page"]["kind"] == "html"
+
+
+def test_what_does_not_fit_is_a_note_and_the_rest_is_there(tmp_path):
+    own = {
+        "small": page,
+        "large": lambda _m, _d: "x" * (LIMIT_BYTES + 1),
+        "later": page,
+        "most": lambda _m, _d: "x" * (LIMIT_BYTES - 100_000),
+        "last": lambda _m, _d: "x" * 200_000,
+    }
+    one = trained(made(pictures=own), tmp_path)
+    kinds = {name: entry["kind"] for name, entry in told(one).items()}
+    assert kinds == {"small": "html", "large": "note", "later": "html", "most": "html"} | {
+        "last": "note"
+    }
+    size = sum(file.stat().st_size for file in (one.path / "pictures").iterdir())
+    assert size <= LIMIT_BYTES
+
+
+def test_without_a_test_the_best_checkpoint_is_looked_at(tmp_path):
+    x = torch.ones(40, 1)
+
+    def data():
+        return Splits(train=(x, 9 * x), validation=(x, x))
+
+    def weights(model, _data):
+        return f"{model.weight.detach().item():.6f}"
+
+    recipe = made(
+        model=lambda: nn.Linear(1, 1, bias=False),
+        data=data,
+        loss=nn.functional.mse_loss,
+        pictures={"weights": weights},
+        settings={"lr": 0.5, "epochs": 6, "batch_size": 40},
+    )
+    one = trained(recipe, tmp_path)
+    best = read_json(one.path / "checkpoints" / "index.json")["best"]["path"]
+    assert best != "checkpoint_epoch_6.pt", "the last weights are others"
+    assert read_json(one.path / "pictures" / "pictures.json")["checkpoint"] == best
+    known = samestep.load(one, checkpoint="best", recipe=recipe)
+    assert (one.path / "pictures" / "weights.html").read_text() == weights(known, None)
+
+
+def test_a_picture_that_takes_too_long_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "_LIMIT_S", 0.5)
+    go_on = threading.Event()
+
+    def slow(_model, _data):
+        go_on.wait(20)
+        return "too late"
+
+    began = time.monotonic()
+    one = trained(made(pictures={"page": page, "slow": slow, "after": page}), tmp_path)
+    assert time.monotonic() - began < 15
+    kinds = {name: entry["kind"] for name, entry in told(one).items()}
+    assert kinds == {"page": "html", "slow": "note", "after": "note"}
+    assert one.result["status"] == "completed"
+    go_on.set()
+
+
+def test_a_signal_ends_the_pictures_and_the_run_is_complete(tmp_path):
+    def interrupts(_model, _data):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(20)
+        return "too late"
+
+    began = time.monotonic()
+    one = trained(made(pictures={"page": page, "slow": interrupts}), tmp_path)
+    assert time.monotonic() - began < 10
+    assert one.result["status"] == "completed"
+    assert one.history[-1]["event"] == "stop"
+    assert told(one)["slow"]["kind"] == "note"
+
+
+def test_pyplot_is_left_as_it_was(tmp_path):
+    import matplotlib.pyplot as plt
+    from matplotlib import rcParams
+
+    mine, backend, width = plt.figure(), plt.get_backend(), rcParams["lines.linewidth"]
+
+    def by_pyplot(_model, _data):
+        plt.rcParams["lines.linewidth"] = 9
+        assert plt.get_backend() == "agg"
+        made, _ = plt.subplots()
+        plt.subplots()
+        return made
+
+    one = trained(made(pictures={"plot": by_pyplot}), tmp_path)
+    assert told(one)["plot"]["kind"] == "figure"
+    assert plt.get_fignums() == [mine.number]
+    assert (plt.get_backend(), rcParams["lines.linewidth"]) == (backend, width)
+    plt.close(mine)
+
+
+def test_a_run_that_goes_on_has_the_pictures_of_its_last_end_alone(tmp_path):
+    recipe = made(pictures={"first": page})
+    one = trained(recipe, tmp_path, epochs=1)
+    (one.path / "pictures" / "left.txt").write_text("x")
+    (one.path / ".pictures.new").mkdir()  # by a kill
+    later = made(pictures={"page": page, "weights": figure})
+    samestep.train(one, recipe=later, resume=True, epochs=2, quiet=True)
+    names = {path.name for path in (one.path / "pictures").iterdir()}
+    assert names == {"page.html", "weights.png", "weights.svg", "pictures.json"}
+    assert not [path for path in one.path.iterdir() if path.name.startswith(".pictures")]
+    index = read_json(one.path / "pictures" / "pictures.json")
+    assert index["checkpoint"] in {path.name for path in (one.path / "checkpoints").iterdir()}
+    assert [r["step"] for r in one.history if r["event"] == "picture"] == [one.result["steps"]]
+
+
+def test_pictures_that_cannot_be_written_do_not_fail_the_run(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise UserError("The disk is full.")
+
+    monkeypatch.setattr(pictures, "replace_pictures", refuse)
+    one = trained(made(pictures={"page": page}), tmp_path)
+    assert one.result["status"] == "completed"
+    assert "full" in records(one)["pictures"]["problem"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "predictions", "x" * 61, 7])
+def test_a_name_that_no_file_can_have_is_refused(name):
+    with pytest.raises(UserError, match="pictures"):
+        made(pictures={name: page})
+
+
+def test_a_picture_that_is_no_function_is_refused():
+    with pytest.raises(UserError, match="pictures"):
+        made(pictures={"page": "text"})
+
+
+def test_on_two_ranks_rank_0_alone_draws(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "import os\nfrom tests.api.recipes import made\n"
+        "def page(model, data):\n    return os.environ.get('RANK', '?')\n"
+        "recipe = made(pictures={'page': page})\n"
+    )
+    path = tmp_path / "run"
+    run("train", str(recipe), "--run-dir", str(path), world_size=2, folder=tmp_path / "outputs")
+    assert (path / "pictures" / "page.html").read_text() == "0"
+    assert read_json(path / "result.json")["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_the_spiral_has_its_decision_boundary(tmp_path):
+    one = trained("spiral", tmp_path, epochs=1, num_samples=200)
+    shown = told(one)
+    assert shown.keys() == {"boundary"}
+    assert shown["boundary"]["file"] == "boundary.svg"
+    with Image.open(io.BytesIO((one.path / "pictures" / "boundary.png").read_bytes())) as image:
+        assert min(image.size) >= 400
+    assert "pictures" in {path.name for path in tree(one.path)}
+    json.dumps(shown)
