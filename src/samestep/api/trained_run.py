@@ -97,7 +97,8 @@ class TrainedRun:
         """
         from samestep.reporting.make import write_report  # noqa: PLC0415 - where it is asked for
 
-        return write_report([self.path], None if output is None else path_of(output, "output"))
+        named = None if output is None else path_of(output, "output")
+        return write_report([Path(shown_path(self.path))], named).absolute()
 
     @property
     def settings(self) -> dict[str, Any]:

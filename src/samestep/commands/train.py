@@ -87,5 +87,6 @@ def _train(arguments: list[str], log: RankLog) -> int:
     if command.report and log.rank == 0:
         from samestep.reporting.make import write_report  # noqa: PLC0415 - where it is asked for
 
-        sys.stdout.write(f"report   {shown_path(write_report([outcome.path]))}\n")
+        file = write_report([Path(shown_path(outcome.path))])
+        sys.stdout.write(f"report   {file}\n")
     return 128 + outcome.signum if outcome.signum else 0
