@@ -6,7 +6,6 @@
   const live = read("report-live");
   let charts = read("report-data").charts;
   let plots = [];
-  let printing = false;
 
   const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const color = (place) => css(`--c${place % 8}`);
@@ -70,7 +69,8 @@
     const range = chart.kind === "stack" ? (_, low, high) => [0, (high || 1) * 1.04] : undefined;
     return {
       width, height: 240, bands,
-      cursor: { sync: { key: `by ${chart.x}` }, y: false },
+      // A curve's nearest value, where it has one near the cursor: runs end at different places.
+      cursor: { sync: { key: `by ${chart.x}` }, y: false, hover: { prox: 40, skip: [undefined] } },
       scales: { x: { time: false }, y: range ? { range } : {} },
       axes: [{ ...axis, space: 70 }, { ...axis, size: 58 }],
       series: [
@@ -81,6 +81,35 @@
   };
 
   const hosts = () => [...document.querySelectorAll("[data-chart]")];
+
+  // By keyboard: arrows move the cursor from value to value, Enter hides and shows a curve.
+  const STEPS = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+  const withKeys = (host, plot) => {
+    const legend = host.querySelector(".u-legend");
+    host.tabIndex = 0;
+    host.onkeydown = (event) => {
+      if (event.target !== host || !(event.key in STEPS)) return;
+      event.preventDefault();
+      legend.setAttribute("aria-live", "polite");
+      const last = plot.data[0].length - 1;
+      const step = STEPS[event.key] * Math.max(1, Math.round(last / 200));
+      const from = plot.cursor.idx ?? (step > 0 ? -1 : last + 1);
+      const at = Math.min(Math.max(from + step, 0), last);
+      plot.setCursor({ left: plot.valToPos(plot.data[0][at], "x"), top: 0 });
+    };
+    legend.querySelectorAll(".u-series th").forEach((name, at) => {
+      if (at === 0) return;  // the x axis
+      name.tabIndex = 0;
+      name.setAttribute("role", "button");
+      name.setAttribute("aria-pressed", "true");
+      name.addEventListener("click", () => name.setAttribute("aria-pressed", String(plot.series[at].show)));
+      name.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        name.click();
+      });
+    });
+  };
 
   const draw = () => {
     plots.forEach(({ plot, watcher }) => { watcher.disconnect(); plot.destroy(); });
@@ -95,6 +124,7 @@
         if (host.isConnected && Math.abs(width() - plot.width) > 1) plot.setSize({ width: width(), height: 240 });
       }));
       watcher.observe(host);
+      withKeys(host, plot);
       plots.push({ id: chart.id, plot, watcher });
     }
     window.reportReady = plots.length === hosts().length;
@@ -118,9 +148,10 @@
   });
   setTheme(kept in THEMES ? kept : "auto");
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  for (const [event, now] of [["beforeprint", true], ["afterprint", false]]) {
-    window.addEventListener(event, () => { if (printing !== now) { printing = now; draw(); } });
-  }
+  // On paper everything is light: the drawings have to be made anew for it.
+  let onScreen = root.dataset.theme;
+  window.addEventListener("beforeprint", () => { onScreen = root.dataset.theme; root.dataset.theme = "light"; draw(); });
+  window.addEventListener("afterprint", () => { root.dataset.theme = onScreen; draw(); });
 
   if (!live) return;
 
