@@ -10,6 +10,13 @@
   const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const color = (place) => css(`--c${place % 8}`);
 
+  // Half of a colour on the background; not half transparent: many lines on each other stay pale.
+  const pale = (own) => {
+    const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+    const [one, other] = [parts(own), parts(css("--bg"))];
+    return `rgb(${one.map((value, at) => Math.round((value + other[at]) / 2)).join()})`;
+  };
+
   const UNITS = [[1e9, "G"], [1e6, "M"], [1e3, "k"]];
   const short = (value) => {
     const size = Math.abs(value);
@@ -52,7 +59,7 @@
     if (curve.role === "steps") {
       if (alone) return { ...base, stroke: own, width: 1.5 };
       const few = curve.x.length < 3;  // of a single step there is no line
-      return { ...base, stroke: `${own}80`, width: 1, points: { show: few, size: 5 } };
+      return { ...base, stroke: pale(own), width: 1, points: { show: few, size: 5 } };
     }
     const dash = several(chart) && curve.role === "validation" ? [6, 3] : undefined;
     if (curve.role === "test") return { ...base, stroke: own, width: 0, points: { show: true, size: 8, fill: own } };
