@@ -40,6 +40,7 @@ def main() -> None:
         expect("train", fresh.samestep("--help"))
         fresh.samestep("train", "spiral", "--max-steps", STEPS, "--run-dir", "run")
         expect("accuracy", fresh.samestep("evaluate", "run"))
+        expect("report.html", fresh.samestep("report", "run"))
         fresh.samestep("new", "classification", "mine.py")
         fresh.samestep("train", "mine.py", "--max-steps", STEPS)
     print(f"{wheel.name}: installed into a fresh environment, trained and evaluated")

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import socket
 from contextlib import contextmanager
 from threading import Thread
@@ -95,6 +96,7 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
     (run / "events.jsonl").write_text("".join(lines[:8]))
     (run / "run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
     going = True
+    monkeypatch.setattr("samestep.reporting.server._SHARE", math.inf)  # reads as often as asked
     monkeypatch.setattr("samestep.run.ending.is_written", lambda path: going)
     with served(run) as port:
         first = json.loads(ask(port, "/data.json")[2])
@@ -107,7 +109,19 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
     assert "data-live" in first["body"]
 
 
-def test_a_run_that_is_deleted_meanwhile_ends_no_server(tmp_path):
+def test_a_run_is_not_read_again_while_that_would_take_more_than_its_share(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.reporting.server._SHARE", 1e-9)
+    run = write_run(tmp_path / "run")
+    lines = lines_of(run)
+    (run / "events.jsonl").write_text("".join(lines[:8]))
+    with served(run) as port:
+        first = ask(port, "/data.json")[2]
+        (run / "events.jsonl").write_text("".join(lines))
+        assert ask(port, "/data.json")[2] == first
+
+
+def test_a_run_that_is_deleted_meanwhile_ends_no_server(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.reporting.server._SHARE", math.inf)
     run = write_run(tmp_path / "run", epochs=1)
     with served(run) as port:
         (run / "events.jsonl").unlink()

@@ -1,16 +1,28 @@
 """The charts of some runs of one recipe: the same axes for all of them."""
 
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from samestep.comparison.run_data import RunData
-from samestep.reporting.series import Curve, Floats, Role, grouped_means, make_curve, short_float
+from samestep.reporting.series import (
+    MOST_POINTS,
+    Curve,
+    Floats,
+    Role,
+    grouped_means,
+    make_curve,
+    short_float,
+)
 from samestep.reporting.shown import Chart
 from samestep.run.phase_names import IN_ORDER
 from samestep.run.records import NOT_METRICS, Record
 
 MOST_CHARTS = 60
+_FEWEST = 400
+"""Points of a curve, however many runs there are."""
 _OF_A_STEP = {
     *("event", "step", "epoch", "samples", "seconds", "loss", "lr", "grad_norm"),
     *("samples_per_s", "time"),
@@ -103,6 +115,8 @@ def charts_of(
         places: which of the page's runs each is, for its colour.
         suffix: what makes the charts' ids different from those of other recipes.
     """
+    # So that the page of many runs stays as small as that of one, and its charts as fast.
+    most = max(_FEWEST, MOST_POINTS // len(lines))
     by = "step" if len(lines) == 1 else "samples trained"
     told = [
         ("loss", "Loss", ""),
@@ -110,18 +124,25 @@ def charts_of(
         *((f"_{key}", title, unit) for key, title, unit in _MEASURED),
         ("_memory", "Memory", "GiB"),
     ]
-    charts = []
+    charts: list[Chart] = []
     for key, title, unit in told[:MOST_CHARTS]:
         curves = [
             curve
             for one, name, place in zip(lines, names, places, strict=True)
-            for curve in _curves(one, key, name, place, by)
+            for curve in _curves(one, key, name, place, by, most)
         ]
         if curves:
             shown = title[:1].upper() + title[1:]
-            ident = key.strip("_") + suffix
+            ident = _ident(key, suffix, {"phases", *(chart.id for chart in charts)})
             charts.append(Chart(id=ident, title=shown, x=by, y=unit, curves=tuple(curves)))
     return charts
+
+
+def _ident(key: str, suffix: str, taken: Collection[str]) -> str:
+    """Return a name that may be an element's, of a metric that may be called anything."""
+    plain = re.sub(r"[^\w.-]+", "-", key).strip("-_") or "chart"
+    names = (f"{plain}{f'.{n}' if n else ''}{suffix}" for n in itertools.count())
+    return next(name for name in names if name not in taken)
 
 
 def _metrics(lines: Sequence[Lines]) -> list[str]:
@@ -129,13 +150,13 @@ def _metrics(lines: Sequence[Lines]) -> list[str]:
     return [key for key in found if key != "loss"]
 
 
-def _curves(one: Lines, key: str, name: str, place: int, by: str) -> list[Curve]:
+def _curves(one: Lines, key: str, name: str, place: int, by: str, most: int) -> list[Curve]:
     found = []
     for role, label, (steps, values) in one.found.get(key, []):
         if name and role == "test":
             continue  # a point that the table of differences has
         shown = f"{name} {label}" if name else label
-        curve = make_curve(shown, role, place, one.places(steps, by), values)
+        curve = make_curve(shown, role, place, one.places(steps, by), values, most)
         found += [curve] if curve else []
     return found
 

@@ -164,11 +164,9 @@ def commands(run: RunData) -> Pairs:
     if words:
         program = ["python", words[0]] if own else ["samestep"]
         told.append(("repeat it", shlex.join([*program, *words[1:]])))
-    elif run.settings is not None and run.recipe:
-        again = f"samestep train {run.recipe} --config {path}/settings.toml"
-        told.append(("train with the same settings", again))
     if not own:
         told += [
+            ("train anew with its settings", f"samestep train {path}"),
             ("go on with it", f"samestep train {path} --resume"),
             ("evaluate it", f"samestep evaluate {path} --checkpoint best"),
         ]

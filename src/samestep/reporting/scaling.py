@@ -154,5 +154,5 @@ def _lost(rows: list[dict[str, Any]]) -> Table:
         )
         for name in names
     ]
-    caption = "Milliseconds of a step by number of ranks, and what is above the ideal"
+    caption = "Milliseconds of a step, and what is above the ideal"
     return Table(caption=caption, head=head, rows=tuple(told))

@@ -32,7 +32,12 @@ class Curve:
 
 
 def make_curve(
-    label: str, role: Role, run: int, x: Sequence[float] | Floats, y: Sequence[object] | Floats
+    label: str,
+    role: Role,
+    run: int,
+    x: Sequence[float] | Floats,
+    y: Sequence[object] | Floats,
+    most: int = MOST_POINTS,
 ) -> Curve | None:
     """Return a curve of recorded values, None where not one of them is a finite number."""
     places = np.asarray(x, dtype=float)
@@ -44,7 +49,7 @@ def make_curve(
     if not finite.any():
         return None
     whole = values[finite]
-    kept = thin(places, values)
+    kept = thin(places, values, most)
     return Curve(
         label=label,
         role=role,

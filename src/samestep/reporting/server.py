@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
@@ -13,6 +14,9 @@ from samestep.reporting.page import news, render
 
 HOST = "127.0.0.1"
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
+_SHARE = 0.1
+"""Of a core's time that reading a run may take: of a long run it takes seconds, and the training
+may need that core."""
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 
@@ -24,6 +28,8 @@ class RunServer(ThreadingHTTPServer):
     def __init__(self, run: Path, port: int) -> None:
         self._run = run
         self._lock = Lock()
+        self._due = 0.0
+        """When the run may be read again, by the monotonic clock."""
         self._read: tuple[tuple[int, ...], Report] | None = None
         self.report()  # there is a run, or the user is told so now
         try:
@@ -45,8 +51,12 @@ class RunServer(ThreadingHTTPServer):
         with self._lock:
             now = self._state()
             # That a run was killed changes no file, so one that goes on is always read.
-            if self._read is None or self._read[0] != now or not self._read[1].ended:
+            stale = self._read is None or self._read[0] != now or not self._read[1].ended
+            began = time.monotonic()
+            if self._read is None or (stale and began >= self._due):
                 self._read = now, collect([self._run])
+                took = time.monotonic() - began
+                self._due = began + took / _SHARE
             return self._read[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:

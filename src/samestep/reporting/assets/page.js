@@ -6,10 +6,16 @@
   const live = read("report-live");
   let charts = read("report-data").charts;
   let plots = [];
-  let printing = false;
 
   const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const color = (place) => css(`--c${place % 8}`);
+
+  // Half of a colour on the background; not half transparent: many lines on each other stay pale.
+  const pale = (own) => {
+    const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+    const [one, other] = [parts(own), parts(css("--bg"))];
+    return `rgb(${one.map((value, at) => Math.round((value + other[at]) / 2)).join()})`;
+  };
 
   const UNITS = [[1e9, "G"], [1e6, "M"], [1e3, "k"]];
   const short = (value) => {
@@ -53,7 +59,7 @@
     if (curve.role === "steps") {
       if (alone) return { ...base, stroke: own, width: 1.5 };
       const few = curve.x.length < 3;  // of a single step there is no line
-      return { ...base, stroke: `${own}80`, width: 1, points: { show: few, size: 5 } };
+      return { ...base, stroke: pale(own), width: 1, points: { show: few, size: 5 } };
     }
     const dash = several(chart) && curve.role === "validation" ? [6, 3] : undefined;
     if (curve.role === "test") return { ...base, stroke: own, width: 0, points: { show: true, size: 8, fill: own } };
@@ -70,7 +76,8 @@
     const range = chart.kind === "stack" ? (_, low, high) => [0, (high || 1) * 1.04] : undefined;
     return {
       width, height: 240, bands,
-      cursor: { sync: { key: `by ${chart.x}` }, y: false },
+      // A curve's nearest value, where it has one near the cursor: runs end at different places.
+      cursor: { sync: { key: `by ${chart.x}` }, y: false, hover: { prox: 40, skip: [undefined] } },
       scales: { x: { time: false }, y: range ? { range } : {} },
       axes: [{ ...axis, space: 70 }, { ...axis, size: 58 }],
       series: [
@@ -81,6 +88,35 @@
   };
 
   const hosts = () => [...document.querySelectorAll("[data-chart]")];
+
+  // By keyboard: arrows move the cursor from value to value, Enter hides and shows a curve.
+  const STEPS = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+  const withKeys = (host, plot) => {
+    const legend = host.querySelector(".u-legend");
+    host.tabIndex = 0;
+    host.onkeydown = (event) => {
+      if (event.target !== host || !(event.key in STEPS)) return;
+      event.preventDefault();
+      legend.setAttribute("aria-live", "polite");
+      const last = plot.data[0].length - 1;
+      const step = STEPS[event.key] * Math.max(1, Math.round(last / 200));
+      const from = plot.cursor.idx ?? (step > 0 ? -1 : last + 1);
+      const at = Math.min(Math.max(from + step, 0), last);
+      plot.setCursor({ left: plot.valToPos(plot.data[0][at], "x"), top: 0 });
+    };
+    legend.querySelectorAll(".u-series th").forEach((name, at) => {
+      if (at === 0) return;  // the x axis
+      name.tabIndex = 0;
+      name.setAttribute("role", "button");
+      name.setAttribute("aria-pressed", "true");
+      name.addEventListener("click", () => name.setAttribute("aria-pressed", String(plot.series[at].show)));
+      name.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        name.click();
+      });
+    });
+  };
 
   const draw = () => {
     plots.forEach(({ plot, watcher }) => { watcher.disconnect(); plot.destroy(); });
@@ -95,6 +131,7 @@
         if (host.isConnected && Math.abs(width() - plot.width) > 1) plot.setSize({ width: width(), height: 240 });
       }));
       watcher.observe(host);
+      withKeys(host, plot);
       plots.push({ id: chart.id, plot, watcher });
     }
     window.reportReady = plots.length === hosts().length;
@@ -118,9 +155,10 @@
   });
   setTheme(kept in THEMES ? kept : "auto");
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  for (const [event, now] of [["beforeprint", true], ["afterprint", false]]) {
-    window.addEventListener(event, () => { if (printing !== now) { printing = now; draw(); } });
-  }
+  // On paper everything is light: the drawings have to be made anew for it.
+  let onScreen = root.dataset.theme;
+  window.addEventListener("beforeprint", () => { onScreen = root.dataset.theme; root.dataset.theme = "light"; draw(); });
+  window.addEventListener("afterprint", () => { root.dataset.theme = onScreen; draw(); });
 
   if (!live) return;
 
