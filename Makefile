@@ -16,7 +16,7 @@ SLOW_WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
-.PHONY: train test test-all lint bench gpu-kit dist clean help
+.PHONY: train test test-all lint bench pictures gpu-kit dist clean help
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
@@ -47,6 +47,9 @@ lint: $(VENV)/.ready ## ruff and mypy
 
 bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks/results/
 	$(BIN)/python benchmarks/run.py
+
+pictures: $(VENV)/.ready ## make every screenshot that the docs show (Debian's chromium, chromium-driver)
+	$(BIN)/python tools/pictures.py
 
 gpu-kit: $(VENV)/.ready ## gather .gpu-kit/ for a machine with a GPU: [PROBE=probe.json] [DATA=DIR]
 	$(BIN)/python tools/gpu_kit.py $(if $(PROBE),--probe "$(PROBE)") $(if $(DATA),--data "$(DATA)")

@@ -1,6 +1,6 @@
 """What a test tells of each class: its accuracy, and what it is taken for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +42,13 @@ def by_class(run: RunData) -> ByClass | None:
         found += [(split, r) for r in run.of("evaluation")[::-1] if r.get("split") == split]
     for split, record in found:
         accuracies = record.get("per_class")
-        if isinstance(accuracies, dict) and accuracies:
+        if isinstance(accuracies, dict) and accuracies and _are_numbers(accuracies.values()):
             return _by_class(split, accuracies, _square(record.get("confusion"), len(accuracies)))
     return None
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(value is None or isinstance(value, int | float) for value in values)
 
 
 def _square(found: Any, size: int) -> list[list[int]] | None:

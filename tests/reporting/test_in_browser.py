@@ -1,0 +1,162 @@
+"""The page in a real headless Chromium: drawn, readable at any width, by keyboard, and alone."""
+
+import json
+
+import pytest
+
+from samestep.reporting.make import write_report
+from tests.comparison.made_runs import write_run
+from tests.reporting.test_server import served
+
+browser = pytest.importorskip("tools.browser", reason="selenium is not installed")
+
+pytestmark = [
+    pytest.mark.skipif(
+        bool(browser.MISSING), reason=f"{' and '.join(browser.MISSING)} not installed (Debian)"
+    ),
+    pytest.mark.xdist_group("browser"),
+]
+
+HOSTILE = "</script><script>window.hacked = true</script><img src=x onerror='window.hacked = true'>"
+CLASSES = ("cat", HOSTILE)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A browser for all tests of this file."""
+    with browser.chromium(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with everything that a page shows, and names that would be markup."""
+    path = write_run(tmp_path_factory.mktemp("runs") / "run", ranks=2, recipe=HOSTILE)
+    test = {
+        "event": "evaluation",
+        "split": "test",
+        "epoch": 3,
+        "step": 18,
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "samples": 8,
+        "seconds": 0.1,
+        "per_class": dict.fromkeys(CLASSES, 0.75),
+        "confusion": [[3, 1], [1, 3]],
+    }
+    with (path / "events.jsonl").open("a") as events:
+        events.write(json.dumps(test) + "\n")
+    pictures = path / "pictures"
+    pictures.mkdir()
+    script = "<script>parent.hacked = true; top.hacked = true; document.title = 'inside'</script>"
+    (pictures / "own.html").write_text(f"<h1>mine</h1>{script}")
+    entries = [
+        {"name": "own", "kind": "html", "title": HOSTILE, "file": "own.html"},
+        {"name": "regression", "kind": "points", "title": "points", "points": [[1, 2]], "of": 1},
+        {"name": "samples", "kind": "rows", "title": "rows", "rows": [{"text": HOSTILE}]},
+        {"name": "lost", "kind": "note", "title": "lost", "text": HOSTILE},
+    ]
+    told = {"format": 1, "checkpoint": "checkpoint_epoch_3.pt", "split": "test"}
+    (pictures / "pictures.json").write_text(json.dumps({**told, "pictures": entries}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(run):
+    return write_report([run]).resolve().as_uri()
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+def test_every_chart_is_drawn_and_nothing_is_wider_than_the_window(page, url, width):
+    page.open(url, width)
+    drawn = page.inked()
+    assert len(drawn) == page.run("document.querySelectorAll('[data-chart]').length") >= 5
+    assert min(drawn) > 500
+    assert page.run("document.documentElement.scrollWidth") == width
+    assert page.errors() == []
+
+
+def test_no_name_becomes_markup_and_a_recipes_own_html_cannot_reach_the_page(page, url):
+    page.open(url)
+    assert HOSTILE in page.run("document.body.innerText")
+    page.until("document.querySelector('iframe') !== null")
+    assert page.run("window.hacked") is None
+    assert "inside" not in page.run("document.title")
+    assert page.run("document.querySelector('iframe').sandbox.value") == "allow-scripts"
+
+
+def test_nothing_is_asked_of_the_network(page, url):
+    page.open(url)
+    names = page.run("performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert [name for name in names if not name.startswith(("data:", "blob:"))] == []
+
+
+def test_both_themes_are_drawn_and_the_button_works_by_keyboard(page, url):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(url)
+    colours = {}
+    button = page.driver.find_element("id", "theme")
+    page.run("document.getElementById('theme').focus()")
+    for _ in range(3):
+        button.send_keys(Keys.ENTER)
+        theme = page.run("document.documentElement.dataset.theme")
+        colours[theme] = page.run("getComputedStyle(document.body).backgroundColor")
+        assert min(page.inked()) > 500
+    assert colours.keys() == {"auto", "light", "dark"}
+    assert colours["light"] != colours["dark"]
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
+
+
+def test_a_chart_is_read_by_keyboard(page, url):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(url)
+    chart = page.driver.find_element("css selector", "[data-chart='loss']")
+    chart.send_keys(Keys.END)
+    page.until("document.querySelector(\"[data-chart='loss'] .u-value\").innerText === '18'")
+
+
+def test_two_runs_are_drawn_on_the_same_axes(page, tmp_path):
+    runs = [
+        write_run(tmp_path / name, loss=lambda step, k=k: k / step)
+        for name, k in (("one", 1), ("two", 2))
+    ]
+    file = write_report(runs, tmp_path / "both.html", 0.6)
+    page.open(file.as_uri())
+    assert min(page.inked()) > 500
+    labels = page.run(
+        "[...document.querySelectorAll(\"[data-chart='loss'] .u-label\")]"
+        ".map((label) => label.innerText)"
+    )
+    assert any("A" in label for label in labels)
+    assert any("B" in label for label in labels)
+    assert page.errors() == []
+
+
+def test_a_page_that_is_watched_takes_over_what_the_run_writes(page, tmp_path, monkeypatch):
+    path = write_run(tmp_path / "run")
+    lines = (path / "events.jsonl").read_text().splitlines(keepends=True)
+    (path / "events.jsonl").write_text("".join(lines[:8]))
+    (path / "run.lock").write_text("")
+    going = True
+    monkeypatch.setattr("samestep.run.ending.is_written", lambda path: going)
+    steps = "JSON.stringify(document.querySelector(\"[data-chart='loss']\").ariaLabel)"
+    with served(path) as port:
+        page.open(f"http://127.0.0.1:{port}/")
+        before = page.run(steps)
+        with (path / "events.jsonl").open("a") as events:
+            events.write("".join(lines[8:]))
+        page.until(f"{steps} !== {json.dumps(before)}")
+        going = False
+        page.until("document.getElementById('live').classList.contains('ended')")
+        assert min(page.inked()) > 500
+        assert page.errors() == []
+
+
+def test_a_dark_system_gets_a_dark_page(tmp_path, url):
+    with browser.chromium(tmp_path / "profile", theme="dark") as dark:
+        dark.open(url)
+        shade = dark.run("getComputedStyle(document.body).backgroundColor")
+        assert max(int(part) for part in shade[4:-1].split(",")) < 64
+        assert min(dark.inked()) > 500
