@@ -223,8 +223,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(("name", "world_size"), [("no data", 2), *((n, 1) for n in MISTAKES)])
 def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name, world_size):
     arguments, words = MISTAKES[name]
     done = script(tmp_path, *arguments, world_size=world_size)
