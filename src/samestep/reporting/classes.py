@@ -43,7 +43,8 @@ def by_class(run: RunData) -> ByClass | None:
     for split, record in found:
         accuracies = record.get("per_class")
         if isinstance(accuracies, dict) and accuracies:
-            return _by_class(split, accuracies, _square(record.get("confusion"), len(accuracies)))
+            known = {n: v if isinstance(v, int | float) else None for n, v in accuracies.items()}
+            return _by_class(split, known, _square(record.get("confusion"), len(accuracies)))
     return None
 
 
@@ -63,7 +64,7 @@ def _by_class(
     split: str, accuracies: Mapping[str, float | None], confusion: list[list[int]] | None
 ) -> ByClass:
     names = list(accuracies)
-    known = [name for name in names if isinstance(accuracies[name], int | float)]
+    known = [name for name in names if accuracies[name] is not None]
     worst = sorted(known, key=lambda name: accuracies[name] or 0.0)
     shown = worst if len(names) > MOST_ROWS else [*worst, *(n for n in names if n not in known)]
     place = {name: at for at, name in enumerate(names)}
