@@ -6,6 +6,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.reporting.collect import collect
+from samestep.reporting.page import render
 from tests.comparison.made_runs import lines_of, write_run
 
 
@@ -174,3 +175,24 @@ def test_what_is_no_run_is_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=name):
         collect([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("event", "field"),
+    [
+        *(("start", "notes"), ("start", "time"), ("evaluation", "problems"), ("epoch", "ranks")),
+        *(("evaluation", "per_class"), ("evaluation", "confusion"), ("metrics", "step")),
+        *(("metrics", "values"), ("step", "lr"), ("epoch", "metrics")),
+    ],
+)
+def test_a_field_that_is_not_what_a_run_writes_ends_no_report(tmp_path, event, field):
+    run = write_run(tmp_path / "run", epochs=1)
+    for odd in (None, "x", -1, 1.5, [], [1, "a"], {"a": "b"}, {"a": [None]}, 10**30):
+        more = {"event": "metrics", "step": 3, "values": {"z": 1.0}}
+
+        def edit(records, odd=odd, more=more):
+            records = [r for r in records if r["event"] != "metrics"]
+            return [r | {field: odd} if r["event"] == event else r for r in (*records, more)]
+
+        change(run, edit)
+        render(collect([run]))

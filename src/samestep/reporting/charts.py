@@ -46,7 +46,7 @@ class Lines:
         steps = run.of("step")
         at = _numbers([r["step"] for r in steps])
         self._samples = at, _numbers([r["samples"] for r in steps])
-        logged = run.of("metrics")
+        logged = [r for r in run.of("metrics") if isinstance(r.get("step"), int)]
         names = sorted({name for name in set().union(*steps) if name not in _OF_A_STEP})
         for name in ("loss", *names):
             self._add(name, "steps", "training, steps", at, [r.get(name) for r in steps])

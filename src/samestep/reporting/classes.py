@@ -1,6 +1,6 @@
 """What a test tells of each class: its accuracy, and what it is taken for."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,10 @@ def by_class(run: RunData) -> ByClass | None:
         found += [(split, r) for r in run.of("evaluation")[::-1] if r.get("split") == split]
     for split, record in found:
         accuracies = record.get("per_class")
-        if isinstance(accuracies, dict) and accuracies and _are_numbers(accuracies.values()):
-            return _by_class(split, accuracies, _square(record.get("confusion"), len(accuracies)))
+        if isinstance(accuracies, dict) and accuracies:
+            known = {n: v if isinstance(v, int | float) else None for n, v in accuracies.items()}
+            return _by_class(split, known, _square(record.get("confusion"), len(accuracies)))
     return None
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(value is None or isinstance(value, int | float) for value in values)
 
 
 def _square(found: Any, size: int) -> list[list[int]] | None:
@@ -67,7 +64,7 @@ def _by_class(
     split: str, accuracies: Mapping[str, float | None], confusion: list[list[int]] | None
 ) -> ByClass:
     names = list(accuracies)
-    known = [name for name in names if isinstance(accuracies[name], int | float)]
+    known = [name for name in names if accuracies[name] is not None]
     worst = sorted(known, key=lambda name: accuracies[name] or 0.0)
     shown = worst if len(names) > MOST_ROWS else [*worst, *(n for n in names if n not in known)]
     place = {name: at for at, name in enumerate(names)}

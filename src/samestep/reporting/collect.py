@@ -14,7 +14,7 @@ from samestep.reporting.charts import Lines, charts_of, phases_chart
 from samestep.reporting.classes import ByClass, by_class
 from samestep.reporting.pictures import Gallery, read_gallery
 from samestep.reporting.scaling import ScalingStudy, read_study
-from samestep.reporting.shown import Chart, Table
+from samestep.reporting.shown import Chart, Table, texts
 from samestep.reporting.steps import RankByRank, StepTime, rank_by_rank, step_time
 from samestep.reporting.timeline import TimeLine, time_line
 from samestep.run.records import Record
@@ -175,9 +175,9 @@ def _system_records(path: Path) -> list[Record]:
 
 
 def _run_part(run: RunData, name: str, place: int) -> RunPart:
-    notes = [str(note) for note in run.plan.get("notes") or ()]
-    told = (r for event in ("resume", "evaluation", "baselines") for r in run.of(event))
-    notes += [str(text) for r in told for text in r.get("problems") or ()]
+    notes = texts(run.plan.get("notes"))
+    for event in ("resume", "evaluation", "baselines"):
+        notes += [text for record in run.of(event) for text in texts(record.get("problems"))]
     chart = phases_chart(run, place, f"-{name.lower()}" if name else "")
     return RunPart(
         name=name,

@@ -94,8 +94,10 @@ def _where(run: RunData) -> str:
 
 
 def _code(run: RunData) -> str:
-    kept = run.facts.get("recipe.py")
-    return f"recipe.py, {kept}; kept in the run directory" if kept else ""
+    """Return which code it was: a copy of a recipe's or a script's file is in the run directory."""
+    if kept := run.facts.get("recipe.py"):
+        return f"recipe.py in the run directory, {kept}"
+    return "script.py in the run directory" if (run.path / "script.py").is_file() else ""
 
 
 def settings_tables(run: RunData) -> tuple[Table, ...]:

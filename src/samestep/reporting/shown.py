@@ -88,3 +88,8 @@ def percent(share: float) -> str:
         return "< 0.1\N{NO-BREAK SPACE}%"
     shown = f"{100 * share:.1f}" if 0 < share < 0.1 else f"{100 * share:.0f}"
     return f"{shown}\N{NO-BREAK SPACE}%"
+
+
+def texts(found: object) -> list[str]:
+    """Return what a record has as a list of sentences; none if it is no list."""
+    return [str(text) for text in found] if isinstance(found, list) else []

@@ -144,7 +144,10 @@ def rank_by_rank(run: RunData) -> RankByRank | None:
 def _columns(record: Mapping[str, object], size: int) -> bool:
     ranks = record.get("ranks")
     return isinstance(ranks, dict) and all(
-        isinstance(column, list) and len(column) == size for column in ranks.values()
+        isinstance(column, list)
+        and len(column) == size
+        and all(isinstance(seconds, int | float) for seconds in column)
+        for column in ranks.values()
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from samestep.comparison.run_data import RunData
 from samestep.reporting.facts import last_step
-from samestep.reporting.shown import Table, number
+from samestep.reporting.shown import Table, number, texts
 from samestep.run.records import Record
 from samestep.screen.words import count
 
@@ -103,7 +103,7 @@ def _attempts(run: RunData) -> list[_Attempt]:
         elif found and event == "resume":
             found[-1].first = found[-1].last = record["step"]
             found[-1].resumed_from = str(record["checkpoint"])
-            found[-1].changes = ", ".join(map(str, record.get("changes") or ()))
+            found[-1].changes = ", ".join(texts(record.get("changes")))
         elif found and event == "stop":
             found[-1].ended = str(record.get("reason", "stopped"))
         if isinstance(record.get("step"), int):
@@ -136,7 +136,7 @@ def _table(attempts: Sequence[_Attempt]) -> Table:
         rows.append(
             (
                 str(place),
-                _moment(at) if isinstance(at, int | float) and at > 1e6 else "–",
+                _moment(at) if isinstance(at, int | float) and 1e6 < at < 1e11 else "–",
                 number(one.start["world_size"]),
                 str(one.start.get("device", "–")),
                 str(one.start.get("launcher", "–")),
