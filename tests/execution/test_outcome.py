@@ -11,7 +11,7 @@ from tests.command_line import read_json
 FIELDS = {
     *("recipe", "status", "reason", "world_size", "global_batch_size", "epochs", "steps", "test"),
     *("best", "training_seconds", "samples_per_s", "seconds_to_first_step", "device", "backend"),
-    *("versions", "weights_sha256"),
+    *("versions", "weights_sha256", "peak_memory_bytes"),
 }
 
 
@@ -31,6 +31,7 @@ def test_a_result_has_these_fields_and_the_best_epochs_value(finished):
         r["epoch"]: r["accuracy"] for r in tiny.account(finished) if r.get("split") == "validation"
     }
     assert result["best"]["value"] == values[result["best"]["epoch"]] == max(values.values())
+    assert 50e6 < result["peak_memory_bytes"] < 50e9
     assert result["samples_per_s"] == pytest.approx(6 * 131 / result["training_seconds"])
 
 

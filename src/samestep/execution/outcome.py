@@ -22,6 +22,7 @@ from samestep.run.index import Entry, read_index
 from samestep.run.records import Record
 from samestep.training.between import evaluate_work
 from samestep.training.evaluation import UntilTold
+from samestep.training.memory import peak_memory_bytes
 from samestep.training.precision import data_dtype
 from samestep.training.snapshot import load_evaluated, weights_sha256
 from samestep.training.stopping import Agreement
@@ -218,6 +219,7 @@ def _result(
         "training_seconds": position.seconds,
         "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
         "seconds_to_first_step": first_step_s,
+        "peak_memory_bytes": peak_memory_bytes(work.world.device),
         "device": str(work.world.device),
         "backend": work.world.backend,
         "versions": versions(),

@@ -21,7 +21,7 @@ from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.gpus import gpu_uuid
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
-from samestep.run.environment import versions
+from samestep.run.environment import git_commit, versions
 from samestep.run.files import write_text
 from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import RUN_FORMAT, Record
@@ -238,8 +238,10 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
     world = built.work.world
     write_text(run.path / "settings.toml", settings_text(request, built.work))
     kept = run.path / RECIPE_COPY
-    if request.source.endswith(".py") and not kept.exists():
+    is_file = request.source.endswith(".py")
+    if is_file and not kept.exists():
         write_text(kept, Path(request.source).read_text(encoding="utf-8"))
+    commit = git_commit(Path(request.source).resolve().parent if is_file else Path.cwd())
     run.write_environment(
         {
             "versions": versions(),
@@ -251,6 +253,7 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
             "gpus": [gpu for gpu in dict.fromkeys(gpus) if gpu],
             **kernels_of(world.device),
             "threads": built.threads,
+            **({"git_commit": commit} if commit else {}),
         }
     )
 

@@ -11,7 +11,7 @@ from samestep.comparison.throughput import throughput
 from samestep.reporting.shown import Table, number
 from samestep.run.files import read_object
 from samestep.run.records import NOT_METRICS
-from samestep.screen.words import count, duration, short
+from samestep.screen.words import count, duration, short, size
 from samestep.settings import Settings, flag_name
 
 Pairs = tuple[tuple[str, str], ...]
@@ -36,6 +36,7 @@ def header(run: RunData) -> Pairs:
         "ranks": _where(run),
         "throughput": f"{short(speed.samples_per_s)} samples/s over {speed.basis}" if speed else "",
         "parameters": f"{plan['parameters']:,}" if isinstance(plan.get("parameters"), int) else "",
+        "memory": _memory(result),
         "precision": str(plan.get("precision", "")),
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         "code": _code(run),
@@ -95,9 +96,19 @@ def _where(run: RunData) -> str:
 
 def _code(run: RunData) -> str:
     """Return which code it was: a copy of a recipe's or a script's file is in the run directory."""
+    told = []
     if kept := run.facts.get("recipe.py"):
-        return f"recipe.py in the run directory, {kept}"
-    return "script.py in the run directory" if (run.path / "script.py").is_file() else ""
+        told.append(f"recipe.py in the run directory, {kept}")
+    elif (run.path / "script.py").is_file():
+        told.append("script.py in the run directory")
+    if commit := read_object(run.path / "environment.json").get("git_commit"):
+        told.append(f"git commit {str(commit)[:10]}")
+    return ", ".join(told)
+
+
+def _memory(result: Mapping[str, Any]) -> str:
+    most = result.get("peak_memory_bytes")
+    return f"{size(most)} at most, on rank 0" if isinstance(most, int) else ""
 
 
 def settings_tables(run: RunData) -> tuple[Table, ...]:

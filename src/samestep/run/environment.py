@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from samestep.machine import usable_cores
@@ -38,6 +39,28 @@ def describe_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             if _ALLOWED.fullmatch(name) and not names_secret(name)
         },
     }
+
+
+def git_commit(folder: Path) -> str:
+    """Return the commit that a folder's repository is at; "" where there is none.
+
+    It is read from git's own files: to ask git takes longer than a short training.
+    """
+    for parent in (folder, *folder.parents):
+        if not (parent / ".git").is_dir():
+            continue
+        try:
+            head = (parent / ".git" / "HEAD").read_text().strip()
+            if not head.startswith("ref: "):
+                return head
+            name = head.removeprefix("ref: ")
+            if (parent / ".git" / name).is_file():
+                return (parent / ".git" / name).read_text().strip()
+            packed = (parent / ".git" / "packed-refs").read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
+    return ""
 
 
 def names_secret(name: str) -> bool:

@@ -1,13 +1,29 @@
-"""Keep freed memory for the next step, where the C library would give it back to the system."""
+"""Memory of a process: freed memory kept for the next step, and the most that was used."""
 
 import ctypes
 import platform
+import sys
 
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MOST_OF_MMAP = 32 << 20  # more than that glibc does not take
 _NEVER = 2**31 - 1
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that this process has had: on a GPU its tensors, else all of it.
+
+    None where the system does not tell, as on Windows.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # Linux counts in KiB
 
 
 def keep_freed_memory(device: torch.device) -> None:
