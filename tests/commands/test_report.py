@@ -70,6 +70,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused_with_the_flag(
         (("run", "-o", "."), "-o"),
         (("run", "-o", "no/such/page.html"), "no/such"),
         (("run", "run"), "run"),
+        (("run", "-o", "run/events.jsonl"), "events.jsonl"),
     ],
 )
 def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, capfd, monkeypatch, arguments, named):

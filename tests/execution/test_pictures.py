@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,8 @@ from samestep import Recipe, Splits, UserError
 from samestep.execution import pictures
 from samestep.run.pictures import LIMIT_BYTES
 from tests.api.recipes import made
-from tests.command_line import read_json, run, tree
+from tests.command_line import RECIPE, read_json, run, start, tree
+from tests.processes import TIMEOUT_S
 
 ONE_EPOCH = {"epochs": 1, "batch_size": 20}
 
@@ -425,3 +427,68 @@ def test_the_spiral_has_its_decision_boundary(tmp_path):
         assert min(image.size) >= 400
     assert "pictures" in {path.name for path in tree(one.path)}
     json.dumps(shown)
+
+
+BROKEN = f"""{RECIPE}
+import os
+import torch
+from dataclasses import replace
+
+def busy(model, data):
+    x = torch.randn(300, 300)
+    while True:
+        x = (x @ x).tanh()
+
+def leaves(model, data):
+    os._exit(7)
+"""
+
+
+@pytest.mark.slow
+def test_a_picture_that_still_computes_at_the_end_leaves_the_exit_code_as_it_is(tmp_path):
+    text = f"{BROKEN}\nrecipe = replace(recipe, pictures={{'busy': busy}})\n"
+    (tmp_path / "odd.py").write_text(text)
+    command = [sys.executable, "-m", "samestep", "train", "odd.py", "--run-dir", "run"]
+    done = subprocess.run(
+        [*command, "--timeout-s", "2", "--report"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "run" / "report.html").is_file()
+    (note,) = read_json(tmp_path / "run" / "pictures" / "pictures.json")["pictures"]
+    assert (note["name"], note["kind"]) == ("busy", "note")
+
+
+def test_the_result_is_written_before_a_picture_can_end_the_process(tmp_path):
+    text = f"{BROKEN}\nrecipe = replace(recipe, pictures={{'leaves': leaves}})\n"
+    (tmp_path / "odd.py").write_text(text)
+    ranks = start(
+        "train",
+        str(tmp_path / "odd.py"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        folder=tmp_path / "outputs",
+    )
+    assert ranks.wait() == [7]
+    assert read_json(tmp_path / "run" / "result.json")["status"] == "completed"
+    (found,) = samestep.runs(tmp_path)
+    assert found["state"] == "completed"
+
+
+def test_what_a_picture_does_to_the_model_does_not_reach_the_next(tmp_path):
+    def spoils(model, _data):
+        model.train()
+        for parameter in model.parameters():
+            parameter.zero_()
+        return "spoilt"
+
+    def looks(model, _data):
+        return f"{model.training} {float(model.weight.abs().sum()) > 0}"
+
+    recipe = made(pictures={"spoils": spoils, "looks": looks})
+    one = trained(recipe, tmp_path / "run")
+    assert (one.path / "pictures" / "looks.html").read_text() == "False True"

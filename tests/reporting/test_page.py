@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from samestep.reporting.charts import MOST_CHARTS
 from samestep.reporting.collect import collect
+from samestep.reporting.make import write_report
 from samestep.reporting.page import render
 from samestep.reporting.series import MOST_POINTS
 from tests.comparison.made_runs import PHASES, write_run
@@ -106,3 +108,52 @@ def test_a_run_without_anything_still_makes_a_page(tmp_path):
     (run / "settings.toml").write_text("")
     _, page = page_of(run)
     assert page.charts == {}
+
+
+ODD = {
+    "a name that is no UTF-8": {"notes": ["file \udce9.png"]},
+    "no number of nodes": {"num_nodes": [1]},
+}
+
+
+@pytest.mark.parametrize("fields", ODD.values(), ids=ODD)
+def test_odd_fields_of_the_first_record_make_a_page_all_the_same(tmp_path, fields):
+    run = write_run(tmp_path / "run")
+    first, *others = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    (run / "events.jsonl").write_text(
+        json.dumps(json.loads(first) | fields) + "\n" + "".join(others)
+    )
+    assert "loss" in ReadPage(write_report([run]).read_text(encoding="utf-8")).charts
+
+
+def test_numbers_that_no_float_holds_are_gaps(tmp_path):
+    run = write_run(tmp_path / "run", phases=dict.fromkeys(PHASES, 1e308))
+    huge = {"event": "evaluation", "split": "validation", "step": 18, "accuracy": 10**400}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(huge) + "\n")
+    (run / "result.json").write_text(json.dumps({"test": {"per_class": {"a": 10**400, "b": "x"}}}))
+    _, page = page_of(run)
+    assert page.charts["accuracy"]["curves"]
+
+
+def test_more_values_than_a_page_has_charts_are_counted_and_samesteps_own_are_there(tmp_path):
+    many = {f"value_{n}": 1.0 for n in range(MOST_CHARTS + 20)}
+    run = write_run(tmp_path / "run")
+    with (run / "events.jsonl").open("a") as file:
+        record = {"event": "evaluation", "split": "validation", "step": 18, **many}
+        file.write(json.dumps(record) + "\n")
+    _, page = page_of(run)
+    assert len(page.charts) <= MOST_CHARTS + 1
+    assert {"loss", "grad_norm", "samples_per_s"} <= page.charts.keys()
+    assert f"{len(many) + 1 - (MOST_CHARTS - 5)} more" in page.shown()
+
+
+def test_html_that_pythons_parser_does_not_know_is_framed_without_its_scripts(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "pictures").mkdir()
+    (run / "pictures" / "own.html").write_text("<script>one()</script><![foo bar]>")
+    entry = {"name": "own", "kind": "html", "title": "Own", "file": "own.html"}
+    told = {"format": 1, "pictures": [entry]}
+    (run / "pictures" / "pictures.json").write_text(json.dumps(told))
+    _, page = page_of(run)
+    assert page.with_attribute("data-picture") == ["own"]

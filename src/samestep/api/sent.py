@@ -18,6 +18,7 @@ from samestep.api.as_rank import train_as_rank
 from samestep.api.asked import Asked, request_of
 from samestep.api.unsendable import why_not
 from samestep.errors import UserError
+from samestep.execution.pictures import end_while_drawing
 from samestep.ranks.log import RankLog
 from samestep.run.records import Record
 
@@ -119,4 +120,6 @@ def train_sent(file: Path, log: RankLog) -> int:
     sent = receive(file)
     assert sent.records is not None
     outcome = train_as_rank(request_of(sent.asked), RecordFile(sent.records), log.move_to)
-    return 128 + outcome.signum if outcome.signum else 0
+    code = 128 + outcome.signum if outcome.signum else 0
+    end_while_drawing(code)
+    return code

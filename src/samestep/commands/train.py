@@ -13,6 +13,7 @@ from samestep.api.sent import train_sent
 from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
+from samestep.execution.pictures import end_while_drawing
 from samestep.execution.request import Request
 from samestep.ranks.failure import TASK
 from samestep.ranks.log import RankLog
@@ -89,4 +90,6 @@ def _train(arguments: list[str], log: RankLog) -> int:
 
         file = write_report([Path(shown_path(outcome.path))])
         sys.stdout.write(f"report   {file}\n")
-    return 128 + outcome.signum if outcome.signum else 0
+    code = 128 + outcome.signum if outcome.signum else 0
+    end_while_drawing(code)
+    return code

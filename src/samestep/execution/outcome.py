@@ -92,12 +92,8 @@ def finish_run(
             )
             if request.recipe.baselines is not None:
                 baselines = _baselines(request, work, state, emit, agreement)
-    if run is not None and not state.signum:  # on rank 0 alone
-        for record in _pictures(request, built, path, test, agreement):
-            emit(record)
     status = "stopped" if state.signum else "completed"
-    emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
-    if run is not None:
+    if run is not None:  # on rank 0 alone
         result = _result(request, work, state, status, weights, test, first_step_s)
         if baselines:
             result["baselines"] = baselines
@@ -105,6 +101,10 @@ def finish_run(
         if best is not None:  # an evaluation may have been better where nothing was saved
             result["best"] |= {"value": best.metric, "epoch": best.epoch}
         run.write_result(result)
+        if not state.signum:  # the result is safe, whatever a recipe's own picture does
+            for record in _pictures(request, built, path, test, agreement):
+                emit(record)
+    emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
     return Outcome(path=path, signum=state.signum)
 
 
@@ -135,8 +135,12 @@ def _pictures(
     """Make the run's pictures with the weights that were tested, else with the best ones."""
     work, splits, folder = built.work, built.splits, path / "checkpoints"
 
+    held = test is not None
+
     def load_best() -> str:
-        if test is not None:  # the model holds them already
+        nonlocal held
+        if held and test is not None:  # the first time the model holds them already
+            held = False
             return str(test["checkpoint"])
         best, _ = _best_whole(folder)
         if best is None:

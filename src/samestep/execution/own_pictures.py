@@ -17,7 +17,7 @@ _DPI = 120
 _MOST_PIXELS = 2000
 """Of the longer side."""
 _MOST_SVG_BYTES = 1_000_000
-_NO_MATPLOTLIB = "It is drawn by matplotlib, which is not installed: pip install 'samestep[plot]'"
+_NO_MATPLOTLIB = "It is drawn by matplotlib, which cannot be imported: pip install 'samestep[plot]'"
 
 
 def title_of(name: str) -> str:
@@ -56,8 +56,9 @@ def draw_own(
 
 
 def _why(error: Exception, draw: Callable[..., Any]) -> str:
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("matplotlib"):
-        return _NO_MATPLOTLIB
+    if isinstance(error, ImportError) and "matplotlib" in f"{error.name} {error}":
+        told = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
+        return f"{_NO_MATPLOTLIB}{told}"
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {error}{raised_at(error) or defined_at(draw)}"

@@ -4,6 +4,9 @@ Nothing that is recorded depends on them: the weights have their digest by then,
 go on afterwards as if there had been none.
 """
 
+import atexit
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,18 +49,29 @@ class Sitting:
     load_best: Callable[[], str]
     checkpoint: str = ""
     """The one whose weights the model holds; empty until it was asked for."""
+    marks: tuple[int, ...] = ()
+    """How often each of its tensors had been written then."""
 
     def model(self) -> nn.Module:
-        """Return the model without what trains it on many ranks, with the best weights."""
-        if not self.checkpoint:
+        """Return the model without what trains it on many ranks, with the best weights.
+
+        They are loaded again where a picture has changed them.
+        """
+        model = self.work.trainee.model
+        if not self.checkpoint or self.marks != _written(model):
             self.checkpoint = self.load_best()
-        return self.work.trainee.model
+            self.marks = _written(model)
+        return model.eval()
 
     @property
     def split(self) -> str | None:
         """The part of the data that is looked at."""
         there = (name for name in ("test", "validation") if getattr(self.splits, name) is not None)
         return next(there, None)
+
+
+def _written(model: nn.Module) -> tuple[int, ...]:
+    return tuple(t._version for t in (*model.parameters(), *model.buffers()))  # noqa: SLF001
 
 
 def picture_records(
@@ -102,6 +116,28 @@ def picture_records(
     return records
 
 
+_left: list[Thread] = []
+"""Threads that still draw what nobody waits for any more."""
+
+
+def end_while_drawing(code: int) -> None:
+    """End this process at once with an exit code if a picture is still being drawn; else return.
+
+    Python's usual end would meet the thread within PyTorch, and abort the process.
+    """
+    if any(thread.is_alive() for thread in _left):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@atexit.register
+def _await_drawing() -> None:
+    """Wait a while before a process of somebody else's ends, for the same reason."""
+    for thread in _left:
+        thread.join(_LIMIT_S)
+
+
 def _drawn(sitting: Sitting, agreement: Agreement, limit_s: float) -> Album:
     """Make all pictures in a thread, which nobody waits for longer than they should."""
     album, plan = Album(), _planned(sitting)
@@ -120,6 +156,7 @@ def _drawn(sitting: Sitting, agreement: Agreement, limit_s: float) -> Album:
         while thread.is_alive() and not agreement.signum and time.monotonic() < deadline:
             thread.join(0.05)  # signals reach this thread
     if thread.is_alive():
+        _left.append(thread)
         album = album.copy()  # what it still makes comes too late
         why = f"It was not drawn within {limit_s:.0f} s"
         if agreement.signum:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -97,7 +98,14 @@ class Lines:
 
 
 def _numbers(values: Sequence[object] | Floats) -> Floats:
-    return np.asarray(values, dtype=float)  # None becomes NaN
+    try:
+        return np.asarray(values, dtype=float)  # None becomes NaN
+    except OverflowError:  # an integer of hundreds of digits: no training has written it
+        return np.asarray([None if _is_huge(value) else value for value in values], dtype=float)
+
+
+def _is_huge(value: object) -> bool:
+    return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _steps(records: Sequence[Record]) -> Floats:
@@ -118,14 +126,15 @@ def charts_of(
     # So that the page of many runs stays as small as that of one, and its charts as fast.
     most = max(_FEWEST, MOST_POINTS // len(lines))
     by = "step" if len(lines) == 1 else "samples trained"
+    own = _metrics(lines)[: MOST_CHARTS - len(_MEASURED) - 2]
     told = [
         ("loss", "Loss", ""),
-        *((key, key.replace("_", " "), "") for key in _metrics(lines)),
+        *((key, key.replace("_", " "), "") for key in own),
         *((f"_{key}", title, unit) for key, title, unit in _MEASURED),
         ("_memory", "Memory", "GiB"),
     ]
     charts: list[Chart] = []
-    for key, title, unit in told[:MOST_CHARTS]:
+    for key, title, unit in told:
         curves = [
             curve
             for one, name, place in zip(lines, names, places, strict=True)
@@ -136,6 +145,11 @@ def charts_of(
             ident = _ident(key, suffix, {"phases", *(chart.id for chart in charts)})
             charts.append(Chart(id=ident, title=shown, x=by, y=unit, curves=tuple(curves)))
     return charts
+
+
+def left_out(lines: Sequence[Lines]) -> int:
+    """Return how many values have no chart, since a page of more would be read by nobody."""
+    return max(0, len(_metrics(lines)) - (MOST_CHARTS - len(_MEASURED) - 2))
 
 
 def _ident(key: str, suffix: str, taken: Collection[str]) -> str:

@@ -43,9 +43,13 @@ def by_class(run: RunData) -> ByClass | None:
     for split, record in found:
         accuracies = record.get("per_class")
         if isinstance(accuracies, dict) and accuracies:
-            known = {n: v if isinstance(v, int | float) else None for n, v in accuracies.items()}
+            known = {n: v if _is_share(v) else None for n, v in accuracies.items()}
             return _by_class(split, known, _square(record.get("confusion"), len(accuracies)))
     return None
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1
 
 
 def _square(found: Any, size: int) -> list[list[int]] | None:

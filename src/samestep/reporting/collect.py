@@ -10,7 +10,7 @@ from samestep.comparison.side_by_side import Comparison, compare_runs
 from samestep.errors import UserError
 from samestep.reporting import facts as of_run
 from samestep.reporting import text_parts
-from samestep.reporting.charts import Lines, charts_of, phases_chart
+from samestep.reporting.charts import Lines, charts_of, left_out, phases_chart
 from samestep.reporting.classes import ByClass, by_class
 from samestep.reporting.pictures import Gallery, read_gallery
 from samestep.reporting.scaling import ScalingStudy, read_study
@@ -70,6 +70,8 @@ class ChartGroup:
 
     title: str
     charts: tuple[Chart, ...]
+    left_out: int = 0
+    """How many values have no chart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,8 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> tuple[ChartGroup, 
         suffix = f"-{number}" if number > 1 else ""
         charts = charts_of([lines[p] for p in places], [names[p] for p in places], places, suffix)
         title = (recipe or "unknown recipe") if len(recipes) > 1 else ""
-        groups.append(ChartGroup(title=title, charts=tuple(charts)))
+        more = left_out([lines[p] for p in places])
+        groups.append(ChartGroup(title=title, charts=tuple(charts), left_out=more))
     return tuple(groups)
 
 

@@ -88,7 +88,8 @@ def _where(run: RunData) -> str:
     plan = run.plan
     if not plan:
         return ""
-    nodes = plan.get("num_nodes") or 1
+    told = plan.get("num_nodes")
+    nodes = told if isinstance(told, int) else 1
     on = f" on {nodes} nodes" if nodes > 1 else ""
     batch = f", {count(plan['global_batch_size'], 'sample')} per step"
     return f"{count(plan['world_size'], 'rank')}{on}, {plan.get('device', 'device unknown')}{batch}"

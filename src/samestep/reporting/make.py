@@ -29,6 +29,11 @@ def write_report(
         raise UserError(
             f"-o {file}: there is no directory {file.parent}; make it, or name another."
         )
+    if output is not None and file.exists() and not _is_page(file):
+        raise UserError(
+            f"-o {file} exists and is no page that samestep has made; name another file, or "
+            "delete it first."
+        )
     html = render(collect(paths, target)).html
     try:
         write_text(file, html)
@@ -40,3 +45,8 @@ def write_report(
             f"{file} could not be written: {reason}. Name a file elsewhere: -o {NAME}"
         ) from error
     return file
+
+
+def _is_page(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return b'name="generator" content="samestep' in opened.read(4096)

@@ -53,7 +53,12 @@ def render(report: Report, *, live: bool = False) -> Page:
             scaling=scaling,
         )
     )
-    return Page(html=html, policy=policy)
+    return Page(html=encodable(html), policy=policy)
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can hold: a file's name on Linux may be none."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def news(report: Report) -> dict[str, Any]:
@@ -139,8 +144,12 @@ class _Scripts(HTMLParser):
 def _scripts(pages: list[str]) -> list[str]:
     parser = _Scripts()
     for page in pages:
-        # As a browser reads it: a carriage return is a line feed.
-        parser.feed(re.sub(r"\r\n?", "\n", page))
-        parser.close()
+        known = len(parser.found)
+        try:
+            # As a browser reads it: a carriage return is a line feed.
+            parser.feed(re.sub(r"\r\n?", "\n", page))
+            parser.close()
+        except AssertionError:  # of Python's parser, for markup that it does not know
+            del parser.found[known:]
         parser.reset()
     return parser.found

@@ -77,7 +77,7 @@ class _Folder:
             if file.is_symlink() or file.stat().st_size > self.left:
                 return None
             found = file.read_bytes()
-        except OSError:
+        except (OSError, ValueError):  # a name may hold what no file's does
             return None
         self.left -= len(found)
         return found
@@ -93,8 +93,11 @@ def read_gallery(run: Path) -> Gallery | None:
     """Return the pictures that a run has saved; None if it has none."""
     folder = _Folder(run / FOLDER)
     try:
-        told = json.loads((folder.path / "pictures.json").read_bytes(), parse_constant=_no_number)
-    except (OSError, ValueError):
+        listed = folder.path / "pictures.json"
+        if listed.stat().st_size > MOST_BYTES:
+            return None
+        told = json.loads(listed.read_bytes(), parse_constant=_no_number)
+    except (OSError, ValueError, RecursionError):
         return None
     entries = told.get("pictures") if isinstance(told, dict) else None
     if not isinstance(entries, list):

@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         return name.lower() in _NAMES
 
     def _send(self, status: int, kind: str, text: str, policy: str = "default-src 'none'") -> None:
-        body = text.encode()
+        body = text.encode("utf-8", "replace")
         self.send_response(status)
         for name, value in {
             "Content-Type": kind,

@@ -1,6 +1,7 @@
 """What a page shows, as plain values: tables, charts, and numbers in words."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,15 +66,22 @@ class Chart:
         names = ("label", "role", "run", "x", "y")
         return {
             **{name: getattr(self, name) for name in ("id", "title", "kind", "x", "y")},
-            "curves": [{name: getattr(c, name) for name in names} for c in self.curves],
+            "curves": [{name: _finite(getattr(c, name)) for name in names} for c in self.curves],
         }
+
+
+def _finite(values: Any) -> Any:
+    """Return a list with nothing in place of what JSON cannot hold."""
+    if not isinstance(values, list | tuple):
+        return values
+    return [v if not isinstance(v, float) or math.isfinite(v) else None for v in values]
 
 
 def number(value: object) -> str:
     """Return a number as a table shows it; what is not finite is said."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–" if value is None else str(value)
-    if not math.isfinite(value):
+    if abs(value) > sys.float_info.max or value != value:  # noqa: PLR0124 - NaN
         return "not finite"
     if isinstance(value, int) or (value.is_integer() and 10 <= abs(value) < 1e15):
         return f"{int(value):,}"

@@ -11,6 +11,7 @@ from samestep.run.heartbeat import FILE as STEPPED
 
 Ending = Literal["running", "completed", "stopped", "failed", "killed"]
 
+_AFTER_TRAINING = ("evaluation", "baselines", "picture")
 _FRESH_S = 120.0
 """A run of another machine that has written for less long ago is taken to be running."""
 
@@ -35,6 +36,10 @@ def how_it_ended(
                 case "completed" | "stopped" | "failed" as status:
                     return status, reason
         return _by_reason(reason), reason
+    if last.get("event") in _AFTER_TRAINING and result.get("steps") == last.get("step"):
+        status = result.get("status")  # written before pictures, and a kill came after it
+        if status == "completed":
+            return "completed", str(result.get("reason") or "")
     if result.get("status") == "failed":
         return "failed", str(result.get("reason") or "")
     return ("running" if was_opened and _lives_elsewhere(path) else "killed"), ""

@@ -49,7 +49,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if the file is absent or no such thing."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -221,23 +221,25 @@
     else plots.forEach(({ id, plot }) => plot.setData(values(charts.find((one) => one.id === id))));
   };
 
+  let every = live.every_ms;
   const ask = async () => {
     try {
       const answer = await fetch("/data.json", { cache: "no-store" });
-      if (!answer.ok) throw new Error(String(answer.status));
+      if (!answer.ok) throw new Error((await answer.text()).trim() || String(answer.status));
       const news = await answer.json();
       take(news);
       say(news.ended ? `Ended: ${news.status}` : `Live: ${news.status}`, news.ended);
       if (news.ended) {
         // What a recipe's own page may do stands in the policy, which is read with the page alone.
         if (document.querySelector("iframe") && !framed) location.reload();
-        window.reportEnded = true;
-        return;
       }
+      window.reportEnded = news.ended;
+      every = live.every_ms * (news.ended ? 5 : 1);  // it may be resumed
     } catch (error) {
-      say(`No news: samestep watch has ended, or cannot be reached (${error.message}).`, true);
+      const lost = error instanceof TypeError;  // the browser's own, where nobody answers
+      say(lost ? "No news: samestep watch has ended, or cannot be reached." : error.message, true);
     }
-    setTimeout(ask, live.every_ms);
+    setTimeout(ask, every);
   };
   ask();
 })();
