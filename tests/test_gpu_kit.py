@@ -233,6 +233,7 @@ def test_the_check_runs_dry(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"check.json", "check.md"}
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_check_with_1(tmp_path):
     """A test of another machine's copy of the kit fails; the check there says which."""
     root = tmp_path / "copy"

@@ -64,6 +64,7 @@ failing = Recipe(model=fails, data=data, settings=settings)
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_of_a_notebook_trains_alike_on_one_rank_and_on_two_and_goes_on():
     recipe = in_a_notebook(CELL)["recipe"]
     threads = set(threading.enumerate())
