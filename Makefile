@@ -8,10 +8,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
-WORKERS ?= 3
-# Slow tests and those of tests/cluster wait longer still. Three workers would begin with groups that
-# wait (tests/cluster's, trackers'); the fourth computes meanwhile.
-SLOW_WORKERS ?= 4
+WORKERS ?= 4
 # Where Python may not keep compiled modules, each process that a test starts compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
@@ -38,7 +35,7 @@ test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but t
 	$(PYTEST) -m "not slow and not cluster"
 
 test-all: test ## the same, then every command of the documentation, and a real Slurm
-	$(PYTEST) --numprocesses $(SLOW_WORKERS) -m "slow or cluster"
+	$(PYTEST) -m "slow or cluster"
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check
