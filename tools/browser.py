@@ -15,7 +15,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 TIMEOUT_S = 600.0
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-_QUIET = ("component-update", "background-networking", "sync", "quic", "gpu")
+_QUIET = ("component-update", "background-networking", "sync", "quic", "gpu", "dev-shm-usage")
 
 # The share of a canvas that is not blank.
 _INKED = """
