@@ -218,7 +218,7 @@ class Stops(nn.Linear):
 
     def forward(self, x):
         self.calls = getattr(self, "calls", 0) + (self.training and len(x) == 5)
-        if self.training and self.calls == 9:
+        if self.training and self.calls == 9 and torch.distributed.get_rank() == 0:
             self.calls += 1
             os.kill(os.getppid(), signal.SIGINT)
         return super().forward(x)
