@@ -13,7 +13,6 @@ from tests.processes import TIMEOUT_S
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernel")]
 
 SETUP = """
-import os, signal
 import samestep
 from tests.api.recipes import made
 
@@ -100,6 +99,7 @@ def test_the_stop_button_saves_and_returns_the_run_which_goes_on(kernel, nproc):
 
 
 def test_pressed_twice_the_training_ends_in_one_line_and_the_kernel_lives(kernel):
+    # The step hangs, and each dot is where the button is pressed.
     hangs = """
 import time
 from torch import nn

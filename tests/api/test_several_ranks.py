@@ -273,7 +273,7 @@ class StopsTwice(nn.Linear):
     def forward(self, x):
         while self.training and len(x) == 5 and torch.distributed.get_rank() == 0:
             os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(0.5)
+            time.sleep(0.5)  # the step hangs; each press is a signal of its own
         return super().forward(x)
 
 
@@ -294,5 +294,5 @@ def test_an_interrupt_of_several_ranks_saves_and_returns_the_run():
     )
     assert stopped.result["status"] == "stopped"
     assert stopped.result["steps"] < 6_000
-    assert stopped.history[-2]["event"] == "checkpoint" or stopped.history[-1]["event"] == "stop"
-    assert torch.get_num_threads() >= 1
+    saved = [r["step"] for r in stopped.history if r["event"] == "checkpoint"]
+    assert saved == [stopped.result["steps"]]

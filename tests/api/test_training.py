@@ -1,7 +1,6 @@
 """`samestep.train` in the process that calls it: one rank, a run to look at, and interrupts."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -335,7 +334,6 @@ def test_the_help_of_the_package_shows_its_functions():
     for name in ("train", "load", "evaluate", "predict", "verify", "compare"):
         assert f"\n    {name}(" in text
     assert {*dir(samestep)} <= {*samestep.__all__}
-    json.dumps(sorted(dir(samestep)))
 
 
 def test_the_runs_of_a_folder_are_listed_also_from_within_a_training():

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -19,9 +20,16 @@ from samestep.comparison.same_training import SameTraining
 from samestep.comparison.side_by_side import compare_runs
 from samestep.errors import UserError
 from samestep.run.records import Record
+from samestep.settings import flag_name
 
-EPOCHS, STEPS_PER_EPOCH, GLOBAL_BATCH, VIRTUAL_RANKS, LR = 10, 37, 192, 6, 0.004
-STEPS = EPOCHS * STEPS_PER_EPOCH
+SETTINGS: dict[str, Any] = {
+    "epochs": 10,
+    "global_batch_size": 192,
+    "virtual_ranks": 6,
+    "lr": 0.004,
+    "log_every": 1,
+}
+STEPS = 370
 KILL_AT = STEPS // 2 + 8
 """A step between two checkpoints: what came after the last of them has to be trained again."""
 _LOOK_EVERY_S, _PATIENCE_S = 0.02, 300.0
@@ -41,25 +49,14 @@ class Killed:
 
 def flags(run: Path, nproc: int) -> list[str]:
     """Return the command line of the demo's training."""
-    return [
-        *("train", "spiral", "--epochs", str(EPOCHS), "--global-batch-size", str(GLOBAL_BATCH)),
-        *("--virtual-ranks", str(VIRTUAL_RANKS), "--lr", str(LR), "--log-every", "1"),
-        *("--nproc", str(nproc), "--run-dir", str(run)),
-    ]
+    given = {**SETTINGS, "nproc": nproc, "run_dir": run}
+    words = (word for name, value in given.items() for word in (f"--{flag_name(name)}", str(value)))
+    return ["train", "spiral", *words]
 
 
 def train_whole(run: Path) -> TrainedRun:
     """Train on one rank, in this process."""
-    return train(
-        "spiral",
-        epochs=EPOCHS,
-        global_batch_size=GLOBAL_BATCH,
-        virtual_ranks=VIRTUAL_RANKS,
-        lr=LR,
-        log_every=1,
-        run_dir=run,
-        quiet=True,
-    )
+    return train("spiral", run_dir=run, quiet=True, **SETTINGS)
 
 
 def train_and_kill(run: Path, nproc: int) -> Killed:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,16 +51,16 @@ def main(arguments: list[str]) -> int:
 
         whole = _completed(demonstration.train_whole(one))
         test = whole.result["test"]
-        done(f"{demonstration.STEPS} steps, accuracy {test['accuracy']:.4f} on the test set")
+        done.append(f"{demonstration.STEPS} steps, accuracy {test['accuracy']:.4f} on the test set")
     with _step(console, f"{_RANKS} ranks", "train the same from the beginning") as done:
         killed = demonstration.train_and_kill(two, _RANKS)
-        done(
-            f"SIGKILL to all {killed.processes} processes after step {killed.step}; the newest "
-            f"checkpoint is of step {killed.checkpoint}"
-        )
+        killed_at = f"step {killed.step}, checkpoint of step {killed.checkpoint}"
+        done.append(f"SIGKILL for all {killed.processes} processes at {killed_at}")
     with _step(console, f"{_OTHER_RANKS} ranks", f"go on from step {killed.checkpoint}") as done:
         resumed = _completed(demonstration.resume(two, _OTHER_RANKS))
-        done(f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}")
+        done.append(
+            f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}"
+        )
     alike = demonstration.proof(whole, resumed)
     ours, theirs = (
         [r["loss"] for r in run.history if r["event"] == "step"] for run in (whole, resumed)
@@ -93,7 +93,8 @@ def _completed(run: "TrainedRun") -> "TrainedRun":
 def _next(one: Path, two: Path) -> list[tuple[str, str]]:
     """Return what to try next."""
     lines = [
-        f"samestep compare {one} {two}",
+        f"samestep compare {one} \\",
+        f"                 {two}",
         "samestep train spiral --nproc 2",
         "samestep new regression mine.py   # a recipe of your own",
     ]
@@ -114,26 +115,13 @@ def _plain(text: str) -> str:
 
 
 @contextmanager
-def _step(console: Console, who: str, what: str) -> "Iterator[_Say]":
-    """Say who does what, and what came of it once it is done."""
-    began, say = time.monotonic(), _Say()
-    head = f"[bold]{who:<8}[/] {what}"
-    console.print(f"{head} …" if not console.is_terminal else head, soft_wrap=True)
+def _step(console: Console, who: str, what: str) -> Iterator[list[str]]:
+    """Say who does what, and once it is done what was put into the list."""
+    began, came_of_it = time.monotonic(), list[str]()
+    ending = "" if console.is_terminal else " …"
+    console.print(f"[bold]{who:<8}[/] {what}{ending}", soft_wrap=True)
     sys.stdout.flush()
-    with console.status("        ") if console.is_terminal else _nothing():
-        yield say
-    console.print(f"         {say.said} ({time.monotonic() - began:.0f} s)", soft_wrap=True)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-class _Say:
-    """Keep what is to be said of a step."""
-
-    said = ""
-
-    def __call__(self, text: str) -> None:
-        self.said = text
+    with console.status("        ") if console.is_terminal else nullcontext():
+        yield came_of_it
+    seconds = time.monotonic() - began
+    console.print(f"         {' '.join(came_of_it)} ({seconds:.0f} s)", soft_wrap=True)

@@ -142,6 +142,7 @@ class TrackerProcesses:
         self._names = chosen(settings.track) if is_main else []
         self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
+        self._here = Path.cwd()  # a recipe may change it before the run is named
 
     def __enter__(self) -> Self:
         return self.start()
@@ -169,7 +170,7 @@ class TrackerProcesses:
         if record["event"] == "start":
             self._run = record["run_dir"]
             for tracker in self._trackers:
-                tracker.tell({"go": str(Path(record["run_dir"]).resolve())})
+                tracker.tell({"go": str((self._here / record["run_dir"]).resolve())})
         for tracker in self._trackers:
             self._pass_on(tracker)
 
