@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from samestep.errors import UserError, defined_at, did_you_mean, no_exit, raised_at, what_to_install
 from samestep.nearby import nearby
+from samestep.scripts import opens_run
 from samestep.settings import Settings
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -346,6 +347,11 @@ def _from_file(path: Path) -> Recipe:
         raise UserError(
             f"There is no file {path}. Give the path of a recipe file, or a name of: "
             f"{', '.join(recipe_names())}.{nearby(path, 'file')}"
+        )
+    if opened := opens_run(path.read_bytes()):
+        raise UserError(
+            f"{path} is a loop of your own: line {opened} opens its run, and there is no `recipe`. "
+            f"Start it as it is: python {path}, or torchrun --nproc-per-node 2 {path}."
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

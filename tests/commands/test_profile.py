@@ -263,21 +263,6 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     assert not list((here / "out").glob("meeting*"))
 
 
-def test_scripts_are_told_from_recipes_by_what_is_in_them(here):
-    from samestep.commands.profile import is_recipe_file
-
-    for text, expected in (
-        ("recipe = Recipe()", True),
-        ("recipe: Recipe = f()", True),
-        ("from mine import recipe", True),
-        ("from a import b as recipe", True),
-        ("recipes = 1", False),
-        ("def f():\n    recipe = 1", False),
-        ("", False),
-    ):
-        assert is_recipe_file(Path(write(here, text))) is expected, text
-
-
 FAILS = """
 def inner():
     raise ValueError("the script's own")

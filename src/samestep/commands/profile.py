@@ -31,6 +31,7 @@ from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
 from samestep.ranks.startup import PARENT
 from samestep.run.directory import is_run, new_run_path
+from samestep.scripts import names_recipe
 
 if TYPE_CHECKING:
     from samestep.profiling.of_script import ScriptFailed
@@ -147,17 +148,7 @@ def is_recipe_file(path: Path) -> bool:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error
-    named = {
-        alias.asname or alias.name
-        for n in tree.body
-        if isinstance(n, ast.ImportFrom)
-        for alias in n.names
-    }
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            named |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return "recipe" in named
+    return names_recipe(tree)
 
 
 def _check_extent(extent: _Extent) -> None:

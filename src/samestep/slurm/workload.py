@@ -10,6 +10,7 @@ from typing import Literal
 from samestep.errors import UserError
 from samestep.nearby import nearby
 from samestep.run.directory import is_run, new_run_path
+from samestep.scripts import names_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +113,9 @@ def _is_recipe_file(path: Path) -> bool:
             f"{path}{at} cannot be read as Python: {why}. Mend it, or name another file."
         ) from error
     nodes = list(ast.walk(tree))
-    targets = [target for n in tree.body if isinstance(n, ast.Assign) for target in n.targets]
-    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
     imported = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
     imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    assigned = [target.id for target in targets if isinstance(target, ast.Name)]
-    return "recipe" in assigned and any(name.split(".")[0] == "samestep" for name in imported)
+    return names_recipe(tree) and any(name.split(".")[0] == "samestep" for name in imported)
 
 
 def _is_shell_script(path: Path) -> bool:
