@@ -1,6 +1,5 @@
 """`samestep.train` in the process that calls it: one rank, a run to look at, and interrupts."""
 
-import contextlib
 import os
 import random
 import signal
@@ -108,36 +107,6 @@ def test_random_numbers_and_threads_of_the_caller_stay_as_they_were():
     assert torch.get_num_threads() == threads
     assert signal.getsignal(signal.SIGINT) is handler
     assert dict(os.environ) == environment
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
-
-
-AROUND = {
-    "no gradients": torch.no_grad,
-    "inference": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "float64": lambda: default_dtype(torch.float64),
-    "another device": lambda: torch.device("meta"),
-}
-
-
-@pytest.mark.parametrize("mode", AROUND)
-def test_modes_of_the_caller_do_not_make_another_training(mode):
-    plain = samestep.train(made(), quiet=True).result["weights_sha256"]
-    with AROUND[mode]():
-        within = samestep.train(made(), quiet=True)
-        assert samestep.evaluate(within, recipe=made())["samples"] == 15
-        modes = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
-    assert within.result["weights_sha256"] == plain
-    with AROUND[mode]():
-        expected = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
-    assert modes == expected
 
 
 def test_a_run_is_found_after_a_change_of_the_working_directory(tmp_path):

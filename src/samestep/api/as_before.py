@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from samestep.training.precision import outside_autocast
 from samestep.training.snapshot import random_numbers
 
 
@@ -21,8 +22,7 @@ def as_before() -> Iterator[None]:
             stack.enter_context(random_numbers(0))
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.enable_grad())
-            for kind in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(outside_autocast())
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             torch.set_default_dtype(torch.float32)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from samestep.api.as_before import as_before
 from samestep.api.asked import asked_of, request_of
 from samestep.api.checkpoints import AnyRecipe
 from samestep.api.one_line import one_line
@@ -60,7 +61,6 @@ def verify(
     if "nproc" in given:
         raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")
     asked = asked_of(what, recipe, keywords=given, config=None if config is None else Path(config))
-    request = request_of(asked, NO_EFFECT, "verify")
     wanted = Wanted(
         sizes=None if world_sizes is None else _sizes(world_sizes),
         quick=quick,
@@ -69,8 +69,8 @@ def verify(
     )
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
         raise UserError(f"tolerance={tolerance!r}: it must be greater than 0.")
-    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        call = Path(folder, "call")
+    with as_before(), tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+        request, call = request_of(asked, NO_EFFECT, "verify"), Path(folder, "call")
 
         def launch(number: int, path: Path, device: str) -> Ended:
             send(Sent(asked=replace(asked, keywords={**given, "device": device})), call)

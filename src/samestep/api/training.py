@@ -126,14 +126,14 @@ def _train(asked: Asked, nproc: NumRanks, screen: Shows, log: RankLog) -> Traine
         )
     try:
         forget_signals()
-        request = request_of(asked)
-        if request.resume and request.settings.run_dir is None:
-            raise UserError(
-                "resume=True needs a run: name its directory first, samestep.train(run, "
-                "resume=True); or give run_dir, to begin there and go on there when called again."
-            )
-        number = _number(nproc, request)
         with as_before():
+            request = request_of(asked)
+            if request.resume and request.settings.run_dir is None:
+                raise UserError(
+                    "resume=True needs a run: name its directory first, samestep.train(run, resume="
+                    "True); or give run_dir, to begin there and go on there when called again."
+                )
+            number = _number(nproc, request)
             if number > 1:
                 return _on_ranks(number, asked, screen)
             return _here(request, screen, log)

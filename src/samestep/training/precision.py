@@ -1,6 +1,7 @@
 """The four precisions: the type that data and weights are held in, autocast, gradient scaling."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from samestep.errors import UserError
 from samestep.settings import Precision
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_KINDS = ("cpu", "cuda", "mps")
+"""Kinds of devices that samestep trains on."""
 
 
 def data_dtype(precision: Precision) -> torch.dtype:
@@ -27,6 +30,34 @@ def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractC
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Compute as if no `torch.autocast` were open around this; afterwards all are again.
+
+    `torch.autocast(enabled=False)` would not do: PyTorch forgets the weights that it has cast only
+    when the outermost context ends, so the contexts of single steps within it would go on with the
+    weights of the first one.
+    """
+    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    cached = torch.is_autocast_cache_enabled()
+    depth = torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)  # noqa: FBT003 - PyTorch's own signature
+    torch.set_autocast_cache_enabled(True)  # noqa: FBT003
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(cached)
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)  # noqa: FBT003
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
 
 
 def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:

@@ -1,0 +1,169 @@
+"""From Python every verb computes what the command line does, whatever modes the caller is in."""
+
+import contextlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import samestep
+from tests.command_line import read_json, run
+
+RECIPE = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+SCALE = torch.ones(4)  # made where the file is read: in the modes of the caller, if nobody minds
+
+def data():
+    x = torch.randn(90, 4, generator=torch.Generator().manual_seed(7)) * SCALE
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
+
+def model():
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+recipe = Recipe(
+    model=model, data=data, read=lambda _, file: [torch.arange(4.0), -torch.arange(4.0)],
+    settings={"epochs": 5, "batch_size": 12, "lr": 0.05, "oversubscribe": True},
+)
+"""
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+AROUND = {
+    "nothing": contextlib.nullcontext,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "float64": lambda: default_dtype(torch.float64),
+    "another device": lambda: torch.device("meta"),
+}
+
+
+@contextlib.contextmanager
+def everything():
+    with contextlib.ExitStack() as stack:
+        for around in AROUND.values():
+            stack.enter_context(around())
+        yield
+
+
+TOGETHER = {"nothing": contextlib.nullcontext, "everything": everything}
+
+
+def modes() -> tuple:
+    """Return the modes that are on, and how many contexts of autocast are open."""
+    return (
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+        *(torch.get_default_device(), torch.is_autocast_enabled("cpu")),
+        *(torch.is_autocast_cache_enabled(), nesting()),
+    )
+
+
+def nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """Return the run that the command line trains in a precision: its folder holds the recipe."""
+    folder = tmp_path_factory.mktemp("typed")
+    (folder / "small.py").write_text(RECIPE)
+    (folder / "any.txt").write_text("")
+
+    @cache
+    def train(precision: str, *more: str) -> Path:
+        path = folder / "-".join([precision, *more])
+        flags = ("--precision", precision, "--run-dir", str(path), *more)
+        run("train", str(folder / "small.py"), *flags, folder=folder / "outputs")
+        return path
+
+    return train
+
+
+def losses(path: Path) -> list[float]:
+    return [r["loss"] for r in samestep.read_records(path) if r["event"] == "step"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_training_is_that_of_the_command_line_in_each_precision_and_mode(
+    precision, typed, tmp_path
+):
+    path = typed(precision, "--log-every", "1")
+    assert len(losses(path)) == 25
+    expected = read_json(path / "result.json")
+    for mode, around in AROUND.items() if precision == "bf16" else TOGETHER.items():
+        with around():
+            before = modes()
+            trained = samestep.train(
+                path.parent / "small.py",
+                precision=precision,
+                log_every=1,
+                quiet=True,
+                run_dir=tmp_path / mode,
+            )
+            assert modes() == before
+        assert losses(trained.path) == losses(path), mode
+        for name in ("weights_sha256", "test", "best"):
+            assert trained.result[name] == expected[name], mode
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_checkpoint_answers_as_on_the_command_line_in_each_precision_and_mode(precision, typed):
+    path = typed(precision, "--log-every", "1")
+    file, outputs = path.parent / "any.txt", path.parent / "outputs"
+    printed = run("evaluate", str(path), "--json", folder=outputs).printed(0)
+    evaluated = json.loads(printed)
+    shown = run("predict", str(path), str(file), "--json", folder=outputs).printed(0)
+    predicted = [json.loads(line) for line in shown.splitlines()]
+    saved = torch.load(path / "checkpoints" / evaluated["checkpoint"], weights_only=True)
+    for mode, around in TOGETHER.items():
+        with around():
+            assert samestep.evaluate(path) == evaluated, mode
+            assert samestep.predict(path, file) == predicted, mode
+            model = samestep.load(path)
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, saved["model"][name]), mode
+        assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param(p, marks=[pytest.mark.slow] * (p != "bf16")) for p in PRECISIONS]
+)
+def test_on_two_ranks_it_is_the_command_line_s_to_the_last_bit(precision, typed, tmp_path):
+    path = typed(precision, "--virtual-ranks", "2")
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        trained = samestep.train(
+            path.parent / "small.py",
+            nproc=2,
+            precision=precision,
+            virtual_ranks=2,
+            quiet=True,
+            run_dir=tmp_path / "two",
+        )
+        assert samestep.compare(path, trained)["same_training"][0]["verdict"] == "equal"
+    assert trained.result["weights_sha256"] == read_json(path / "result.json")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_verify_does_not_see_the_modes_of_the_caller(typed, monkeypatch):
+    recipe = typed("fp32", "--log-every", "1").parent / "small.py"
+    monkeypatch.chdir(recipe.parent)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.device("meta"):
+        found = samestep.verify(os.fspath(recipe), world_sizes=2, quick=True)
+    assert found["same"] is True
