@@ -1,5 +1,6 @@
 """`samestep.train` in the process that calls it: one rank, a run to look at, and interrupts."""
 
+import contextlib
 import os
 import random
 import signal

@@ -46,8 +46,8 @@ def outside_autocast() -> Iterator[None]:
     for _ in range(depth):
         torch.autocast_decrement_nesting()
     for kind in kinds:
-        torch.set_autocast_enabled(kind, False)  # noqa: FBT003 - PyTorch's own signature
-    torch.set_autocast_cache_enabled(True)  # noqa: FBT003
+        torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_cache_enabled(True)
     torch.clear_autocast_cache()
     try:
         yield
@@ -55,7 +55,7 @@ def outside_autocast() -> Iterator[None]:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(cached)
         for kind in kinds:
-            torch.set_autocast_enabled(kind, True)  # noqa: FBT003
+            torch.set_autocast_enabled(kind, True)
         for _ in range(depth - 1):
             torch.autocast_increment_nesting()
 
