@@ -113,8 +113,9 @@ class Settings:
 
     run_dir: str | None = None
     """Directory of the run; by default a new one in runs/."""
-    log_every: int = 50
-    """Steps between two `step` records."""
+    log_every: int | None = None
+    """Steps between two `step` records; by default the length decides: 200 to 500 records, and in
+    long runs one every 50 steps."""
     eval_every_epochs: int = 1
     """Epochs between two evaluations on the validation set."""
     eval_every_steps: int | None = None

@@ -84,9 +84,9 @@ def _finish(folder: Path, *flags: str, **more) -> Finished:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Finished:
-    """On one rank, every step recorded."""
+    """On one rank, and so short that every step is recorded."""
     stale = {"SAMESTEP_STARTED_AT": "1.0"}  # left by another command: it does not count
-    return _finish(tmp_path_factory.mktemp("alone"), "--log-every", "1", environment=stale)
+    return _finish(tmp_path_factory.mktemp("alone"), environment=stale)
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name, world_size):
 @pytest.mark.parametrize(
     ("target", "flags", "world_size"),
     [
-        ("spiral", ("--num-samples", "700", "--log-every", "1"), 1),
+        ("spiral", ("--num-samples", "700"), 1),
         ("spiral", ("--num-samples", "700", "--log-every", "1"), 2),
         ("mnist", ("--data-dir", "mnist", "--model", "convnet", "--log-every", "1"), 2),
     ],

@@ -58,7 +58,7 @@ def test_each_sample_comes_once_in_an_epoch_and_brings_its_own_numbers(tmp_path)
 
 
 def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
-    t = Training(tmp_path / "run", log_every=1)
+    t = Training(tmp_path / "run")
     with t.run as run:
         for epoch in run.epochs(5, state=t.state):
             for batch in run.batches(t.data, 3):
@@ -81,6 +81,8 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
                 t.step(batch)
         assert left == [2]
         assert run.step == 10
+    steps = [r["step"] for r in all_records(tmp_path / "run") if r["event"] == "step"]
+    assert steps == [1, *range(3, 11)]  # each of so short a run but that of the break
 
 
 def test_without_a_loss_its_values_are_metrics(tmp_path):

@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from samestep import Settings, UserError
+from samestep.training.due import is_recorded
 from samestep.training.plan import learning_rate, make_plan
 
 SIZES = st.integers(1, 12)
@@ -233,3 +234,22 @@ def test_warm_up_and_cosine_start_from_the_scaled_rate():
     told = {"lr_scaling": "linear", "base_batch_size": 1, "batch_size": 4, "max_steps": 6}
     scaled = rates(**told, warmup_steps=2, schedule="cosine")
     assert max(scaled) == pytest.approx(1.2)
+
+
+def test_how_often_steps_are_recorded_follows_from_the_length_unless_it_is_given():
+    lengths = {1: 1, 399: 1, 400: 2, 1_095: 5, 4_380: 20, 10_000: 50, 10**6: 50}
+    for steps, every in lengths.items():
+        told = {"batch_size": 4, "epochs": None, "max_steps": steps}
+        assert plan_of(**told).log_every == every
+        assert plan_of(**told, log_every=7).log_every == 7
+
+
+@given(st.integers(1, 30_000))
+@settings(max_examples=50)
+def test_a_stream_of_unknown_length_has_records_enough_wherever_it_ends(length):
+    plan = plan_of(num_samples=0, batch_size=4)
+    assert plan.log_every is None
+    recorded = [s for s in range(1, length + 1) if is_recorded(s, plan.log_every)]
+    assert len(recorded) >= min(length, 200)
+    assert len(recorded) <= 1_500 + length / 50
+    assert length - recorded[-1] < 50

@@ -208,7 +208,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
         max_steps=plan.total_steps,
         accumulate_grad_batches=plan.accumulate,
         gradient_clip_val=settings.clip_norm,
-        log_every_n_steps=settings.log_every,
+        log_every_n_steps=plan.log_every,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         enable_progress_bar=False,

@@ -12,6 +12,7 @@ from samestep.execution.session import Task
 from samestep.lightning.data import Part
 from samestep.lightning.module import LitRecipe
 from samestep.training.between import checkpoint_name, evaluate_now, judge
+from samestep.training.due import is_recorded
 from samestep.training.epoch_metrics import Seen
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.parallel import tell_end_of_autograd
@@ -76,7 +77,7 @@ class Records(Callback):
         self, trainer: Trainer, pl_module: LightningModule, _: torch.optim.Optimizer
     ) -> None:
         """Measure the gradient before it is clipped, where it will be recorded."""
-        if (trainer.global_step + 1) % self._work.settings.log_every == 0:
+        if is_recorded(trainer.global_step + 1, self._work.plan.log_every):
             grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._norm = nn.utils.get_total_norm(grads)
 
@@ -118,7 +119,7 @@ class Records(Callback):
     def _taken(self, loss: Tensor, size: int, seen: list[Seen]) -> Taken:
         """Return the step that has just been taken."""
         first, work = self._state.position.step, self._work
-        logged = [first + 1] if (first + 1) % work.settings.log_every == 0 else []
+        logged = [first + 1] if is_recorded(first + 1, work.plan.log_every) else []
         norms = None if self._norm is None else [self._norm]
         lrs = [learning_rate(work.plan, work.settings, first)]
         return Taken(first, size, lrs, logged, StepResult([loss], norms, seen=seen))

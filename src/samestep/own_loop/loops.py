@@ -20,6 +20,7 @@ from samestep.own_loop.means import Means
 from samestep.own_loop.session import Session
 from samestep.recipe import Collate
 from samestep.training.clock import Clock
+from samestep.training.due import is_recorded, steps_between_records
 from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import seed_alike, seed_rank
 from samestep.training.step import seed_torch
@@ -44,6 +45,7 @@ class Loops:
         self.used = False
         """Whether the script has done anything with the batch."""
         self._num_epochs = 0
+        self._log_every = session.wanted.log_every
         self._clock = Clock(self._standing.position)
         self._opened: dict[str, reading.Opened] = {}
         self._epoch_ended = False
@@ -148,6 +150,8 @@ class Loops:
 
     def _sizes(self, order: dict[str, Any], num_steps: int) -> dict[str, Any]:
         world_size, total = self._world.world_size, order["global_batch_size"]
+        steps = num_steps * self._num_epochs
+        self._log_every = self._session.wanted.log_every or steps_between_records(steps)
         return {
             "num_samples": order["num_samples"],
             "global_batch_size": total,
@@ -155,7 +159,8 @@ class Loops:
             "accumulate": 1,
             "steps_per_epoch": num_steps,
             "epochs": self._num_epochs,
-            "total_steps": num_steps * self._num_epochs,
+            "total_steps": steps,
+            "log_every": self._log_every,
         }
 
     def _count(self, batch: Batch) -> None:
@@ -169,7 +174,7 @@ class Loops:
         wanted, means = session.wanted, session.means
         if session.heart is not None:
             session.heart.beat()
-        if position.step % wanted.log_every == 0:
+        if is_recorded(position.step, self._log_every):
             self._record(means.of_step())
         means.next_step()
         signum = session.agreement.after(position.step).signum

@@ -33,7 +33,7 @@ def open_run(
     settings: Mapping[str, Any] | None = None,
     may_change: Collection[str] = (),
     name: str | None = None,
-    log_every: int = 50,
+    log_every: int | None = None,
     checkpoint_every_epochs: int = 1,
     checkpoint_every_steps: int | None = None,
     keep_checkpoints: int | None = None,
@@ -53,7 +53,8 @@ def open_run(
         settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts.
         may_change: names of those that may be others when the run goes on.
         name: of the program, for `samestep compare`; by default that of the script.
-        log_every: steps between two `step` records.
+        log_every: steps between two `step` records; by default the length decides: 200 to 500
+            records, and in long runs one every 50 steps.
         checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
         checkpoint_every_steps: steps between two checkpoints, beside those after epochs.
         keep_checkpoints: how many of the newest are kept; by default all.

@@ -38,7 +38,7 @@ class Wanted:
     settings: Mapping[str, Any]
     may_change: Collection[str]
     name: str
-    log_every: int
+    log_every: int | None
     checkpoint_every_epochs: int
     checkpoint_every_steps: int | None
     keep_checkpoints: int | None

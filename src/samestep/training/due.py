@@ -1,4 +1,4 @@
-"""When a training evaluates and saves: a pure function of the settings and the position."""
+"""When a training records, evaluates and saves: pure functions of settings and position."""
 
 from typing import NamedTuple
 
@@ -27,6 +27,19 @@ def due_after_epoch(settings: Settings, epoch: int, step: int, *, last: bool) ->
         last or _due(settings.eval_every_epochs, epoch) or within.evaluates,
         last or _due(settings.checkpoint_every_epochs, epoch) or within.saves,
     )
+
+
+def steps_between_records(total_steps: int) -> int:
+    """Return how many steps lie between two `step` records by default."""
+    return next((steps for steps in (50, 20, 10, 5, 2) if total_steps >= 200 * steps), 1)
+
+
+def is_recorded(step: int, log_every: int | None) -> bool:
+    """Whether a step, counted from 1, has a record of its own.
+
+    None is the default of a stream whose length nobody knows: at each step, as if it ended there.
+    """
+    return step % (log_every or steps_between_records(step)) == 0
 
 
 def _due(every: int | None, count: int) -> bool:

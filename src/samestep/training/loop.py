@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from samestep.data.blocks import Block
 from samestep.run.records import Record
 from samestep.training.between import Between, after_step, catch_up, end_of_epoch, stop_early
+from samestep.training.due import is_recorded
 from samestep.training.meter import Meter
 from samestep.training.plan import learning_rate
 from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full, is_done
@@ -70,7 +71,7 @@ def epoch_steps(work: Work, state: State) -> Iterator[Taken]:
         first = position.step
         after = first + block.num_steps
         lrs = [learning_rate(plan, settings, step) for step in range(first, after)]
-        logged = [s for s in range(first + 1, after + 1) if s % settings.log_every == 0]
+        logged = [s for s in range(first + 1, after + 1) if is_recorded(s, plan.log_every)]
         result = work.step(block, first, lrs, want_norm=bool(logged))
         position.step = after
         position.step_in_epoch += block.num_steps

@@ -10,6 +10,7 @@ from samestep.data.blocks import Cut, cut_rows
 from samestep.data.order import steps_per_epoch
 from samestep.errors import UserError, blame, defined_at
 from samestep.settings import Settings
+from samestep.training.due import steps_between_records
 
 _LARGEST = 2**31
 ENDLESS = 2**40
@@ -35,6 +36,8 @@ class Plan:
     """Passes over the data, the last one perhaps cut short by --max-steps; 0 if only that counts
     them."""
     total_steps: int
+    log_every: int | None
+    """Steps between two `step` records; None of a stream whose length nobody knows."""
     lr: float
     """After scaling."""
     schedule: Callable[[int, int], float] | None = None
@@ -123,6 +126,7 @@ def make_plan(
         steps_per_epoch=per_epoch,
         epochs=epochs,
         total_steps=total,
+        log_every=settings.log_every or (steps_between_records(total) if total < ENDLESS else None),
         lr=scaled_lr(settings, global_batch),
         schedule=_checked(schedule, settings, total),
     )
