@@ -9,9 +9,9 @@ from samestep.settings import Settings, flag_name
 from tests.command_line import call
 
 
-def help_of(capfd, *command: str) -> str:
+def help_of(capfd, *command: str, flag="--help-all") -> str:
     capfd.readouterr()
-    assert call(*command, "--help") == 0
+    assert call(*command, flag) == 0
     return capfd.readouterr().out
 
 
@@ -46,11 +46,26 @@ def test_the_settings_of_a_training_stand_in_groups(capfd):
     assert {flag_name(field.name) for field in fields(Settings)} < set(shown)
 
 
+COMMON = {"epochs", "batch-size", "lr", "precision", "device", "seed", "run-dir"}
+
+
+@pytest.mark.parametrize("target", [("images",), ("spiral",), ()])
+def test_without_being_asked_for_all_the_help_has_the_common_settings(capfd, monkeypatch, target):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(capfd, "train", *target, flag="-h")
+    shown = [flag for flags in groups_of(text).values() for flag in flags]
+    assert COMMON | {"nproc", "resume", "help-all"} <= {*shown}
+    assert "bucket-cap-mb" not in shown
+    assert ("image-size" in shown) == (target == ("images",))
+    assert len(text.splitlines()) <= 62
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("verb", ["train", "verify", "profile", "scale"])
-def test_the_help_fits_the_terminal_and_names_no_none(capfd, monkeypatch, verb, width):
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_the_help_fits_the_terminal_and_names_no_none(capfd, monkeypatch, verb, width, flag):
     monkeypatch.setenv("COLUMNS", str(width))
-    text = help_of(capfd, verb, "images")
+    text = help_of(capfd, verb, "images", flag=flag)
     before, _, _ = text.partition("examples:")
     assert max(map(len, before.splitlines())) <= width
     assert "None" not in text

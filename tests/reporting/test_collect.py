@@ -196,3 +196,13 @@ def test_a_field_that_is_not_what_a_run_writes_ends_no_report(tmp_path, event, f
 
         change(run, edit)
         render(collect([run]))
+
+
+def test_the_header_has_no_best_of_a_run_without_validation_and_seconds_of_a_short_one(tmp_path):
+    path = write_run(tmp_path / "run", accuracy=None)
+    best = {"metric": "loss", "mode": "min", "value": None, "epoch": 0}
+    told = {"status": "completed", "reason": "finished", "best": best, "training_seconds": 0.42}
+    (path / "result.json").write_text(json.dumps(told))
+    facts = dict(collect([path]).runs[0].facts)
+    assert "best" not in facts
+    assert facts["duration"].startswith("0.42 s")

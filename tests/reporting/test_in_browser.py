@@ -117,6 +117,22 @@ def test_a_chart_is_read_by_keyboard(page, url):
     page.until("document.querySelector(\"[data-chart='loss'] .u-value\").innerText === '18'")
 
 
+def test_charts_begin_together_and_their_legends_have_the_last_values(page, url):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(url)
+    legends = "[...document.querySelectorAll(\"[data-chart='loss'] .u-value\")]"
+    told = page.run(f"{legends}.map((one) => one.innerText)")
+    assert told[0] == "18"
+    assert len(told) > 2
+    assert all(float(value) > 0 for value in told)
+    # The cursor on a chart's first value: at a third of it, where the first epoch ends.
+    page.driver.find_element("css selector", "[data-chart='accuracy']").send_keys(Keys.HOME)
+    chart = "document.querySelector(\"[data-chart='accuracy'] .u-over\")"
+    left = f"new DOMMatrix(getComputedStyle({chart}.querySelector('.u-cursor-x')).transform).e"
+    assert page.run(f"{left} / {chart}.clientWidth") == pytest.approx(1 / 3, abs=0.02)
+
+
 def test_two_runs_are_drawn_on_the_same_axes(page, tmp_path):
     runs = [
         write_run(tmp_path / name, loss=lambda step, k=k: k / step)

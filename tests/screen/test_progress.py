@@ -67,7 +67,7 @@ def test_the_bar_tells_per_cent_and_steps_and_more_where_there_is_room():
     for words in (" 25%", "657/2,628"):
         assert words in narrow
         assert words in wide
-    for words in ("loss 0.2500", "val. accuracy 0.9000", "48.8k samples/s", "ETA 0:01"):
+    for words in ("loss 0.2500", "val. accuracy 0.9000", "48.8k samples/s", "ETA 1 s"):
         assert words in wide
 
 

@@ -16,7 +16,7 @@ from samestep.cli import VERBS
 from samestep.commands import slurm
 from samestep.commands.help import recipe_files
 from samestep.commands.new import KINDS
-from samestep.commands.settings_help import kind_of
+from samestep.commands.settings_help import HELP_ALL, kind_of
 from samestep.settings import Settings, flag_name
 from samestep.tracking.choice import PACKAGES
 
@@ -113,6 +113,8 @@ def _of_verb(place: str) -> Iterator[Flag]:
     settings = _flags(Settings) if plus else ()
     yield from (*own, *(flag for flag in settings if flag.name not in taken))
     yield Flag(name="--help", takes="nothing")
+    if plus:
+        yield Flag(name=HELP_ALL, takes="nothing")
 
 
 def _of_recipe(name: str) -> Iterator[Flag]:

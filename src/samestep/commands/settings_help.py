@@ -1,4 +1,4 @@
-"""The `--help` of the verbs that train: the settings in groups, a flag and what it is for.
+"""The `--help` of the verbs that train: the common settings, or all of them in groups.
 
 tyro reads the flags; its own help shows all settings in one box, with `{None}|INT` for a type.
 """
@@ -6,6 +6,7 @@ tyro reads the flags; its own help shows all settings in one box, with `{None}|I
 import ast
 import inspect
 import itertools
+import re
 import shutil
 import textwrap
 import types
@@ -31,10 +32,16 @@ _GROUPS = {
 }
 _WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _COLUMN, _LEAST, _MOST = 26, 40, 100
+HELP, HELP_ALL = frozenset({"-h", "--help", "--help-all"}), "--help-all"
 
 
 def help_text(
-    command: str, about: str, parts: Mapping[str, Any], left_out: Collection[str] = ()
+    command: str,
+    about: str,
+    parts: Mapping[str, Any],
+    left_out: Collection[str] = (),
+    *,
+    whole: bool = True,
 ) -> str:
     """Return the help of a verb.
 
@@ -43,23 +50,31 @@ def help_text(
         about: what it does.
         parts: title → the instance of a dataclass whose fields are flags, with their defaults.
         left_out: names of fields that have no effect.
+        whole: whether to show all settings; else the common ones, and of each text the beginning.
     """
     width = max(_LEAST, min(_MOST, shutil.get_terminal_size().columns))
     lines = [f"usage: samestep {command} [flags]", "", *textwrap.wrap(about, width)]
     for part, instance in parts.items():
         hints = typing.get_type_hints(type(instance), include_extras=True)
         docs = _docstrings(type(instance))
-        title = "" if isinstance(instance, Settings) else part
-        for name in (field.name for field in fields(instance)):
-            title = _GROUPS.get(name, title) if isinstance(instance, Settings) else title
+        title = part if whole or not isinstance(instance, Settings) else "common settings"
+        for field in fields(instance):
+            name = field.name
+            if isinstance(instance, Settings):
+                title = _GROUPS.get(name, title) if whole else title
+                if not (whole or field.metadata.get("common")):
+                    continue
             if name in left_out or tyro.conf.Suppress in get_args(hints[name])[1:]:
                 continue
             heading = f"{title}:"
             if heading not in lines:
                 lines += ["", heading]
-            text = f"{docs.get(name, '')}{_default(name, getattr(instance, name))}"
+            text = docs.get(name, "")
+            text = text if whole else re.split(r"[;:.] ", text)[0].rstrip(".") + "."
+            text += _default(name, getattr(instance, name))
             lines += _entry(_flag(name, hints[name]), text, width)
     lines += ["", "  -h, --help".ljust(_COLUMN) + "Show this help."]
+    lines += [f"  {HELP_ALL}".ljust(_COLUMN) + "Show all settings, in groups."]
     return "\n".join(lines) + "\n"
 
 

@@ -12,12 +12,11 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 import tyro
 from tyro.conf import Suppress
 
-from samestep.commands.help import example_text, examples, recipe_files, show_general_help
-from samestep.commands.settings_help import help_text
-from samestep.errors import UserError
+from samestep.commands.help import example_text, examples, recipe_files
+from samestep.commands.settings_help import HELP, HELP_ALL, help_text
+from samestep.errors import AlreadyTold, UserError
 from samestep.execution.request import Request, draft, finish
 from samestep.ranks.failure import TASK
-from samestep.screen.words import wrapped
 from samestep.settings import Settings, flag_name
 
 
@@ -45,7 +44,8 @@ def parse_target(
         UserError: anything in the arguments is wrong.
         SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
     """
-    show_general_help(arguments, _general_help(verb, about, lines))
+    if not arguments or arguments[0] in HELP:
+        _show_general(verb, about, kind, arguments, lines, settings(), no_effect)
     target, *flags = arguments
     if target.startswith("-"):
         raise UserError(
@@ -56,7 +56,7 @@ def parse_target(
         lines = tuple(line.replace("spiral", target) for line in lines)
     # What a recipe prints when it is read would stand before a verb's JSON object. Ranks that a
     # verb started for a task of its own print nowhere, or are watched while they do.
-    asks_help, is_rank = {"-h", "--help"} & set(flags), TASK in os.environ
+    asks_help, is_rank = HELP & set(flags), TASK in os.environ
     quiet = hasattr(kind, "json") and not asks_help and not is_rank
     with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
         start = draft(target, config_of(flags))
@@ -65,7 +65,9 @@ def parse_target(
         given = names_given(flags)
         about = about.format(start.recipe.name)
         if asks_help:
-            _show_help(verb, target, about, {k: v for k, v in parts.items() if v}, no_effect)
+            whole = HELP_ALL in flags
+            there = {k: v for k, v in parts.items() if v}
+            _show_help(verb, target, about, there, no_effect, whole=whole)
         parsed = _parse(f"{verb} {target}", about, flags, parts)
         request = finish(
             start,
@@ -110,11 +112,17 @@ def _as_was(before: Any, parsed: Any) -> Any:
 
 
 def _show_help(
-    verb: str, target: str, about: str, parts: dict[str, Any], no_effect: Collection[str]
+    verb: str,
+    target: str,
+    about: str,
+    parts: dict[str, Any],
+    no_effect: Collection[str],
+    *,
+    whole: bool,
 ) -> NoReturn:
     titles = {"command": verb, "recipe": f"options of {target}", "settings": "settings"}
     groups = {title: parts[key] for key, title in titles.items() if key in parts}
-    sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect))
+    sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect, whole=whole))
     sys.stdout.flush()  # whoever read it may have left, as `head` does
     raise SystemExit(0)
 
@@ -134,14 +142,26 @@ def _parse(command: str, about: str, flags: list[str], parts: dict[str, Any]) ->
     )
 
 
-def _general_help(verb: str, about: str, lines: tuple[str, ...]) -> str:
+def _show_general(
+    verb: str,
+    about: str,
+    kind: type,
+    arguments: list[str],
+    lines: tuple[str, ...],
+    settings: Settings,
+    no_effect: Collection[str],
+) -> NoReturn:
+    """Print what a verb says of itself without a target."""
     text = (
         f"{about.format('TARGET')} TARGET is a recipe ({', '.join(recipe_files())}), a recipe file "
         "(my_recipe.py), or the directory of a run. "
-        f"`samestep {verb} TARGET --help` shows all flags."
+        f"`samestep {verb} TARGET --help` shows its own defaults and options."
     )
-    usage = [f"usage: samestep {verb} TARGET [flags]", "", *wrapped(text), ""]
-    return "\n".join(usage) + "\n" + example_text(*lines)
+    parts = {verb: kind(), "settings": settings}
+    whole = HELP_ALL in arguments
+    shown = help_text(f"{verb} TARGET", text, parts, no_effect, whole=whole)
+    sys.stdout.write(f"{shown}\n{example_text(*lines)}")
+    raise AlreadyTold(0 if arguments else 2)
 
 
 def config_of(flags: list[str]) -> Path | None:

@@ -33,8 +33,8 @@ class Command:
     resume: Switch = False
     """Go on with the run, from its newest whole checkpoint; without it a new run begins."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """With --resume, settings that may differ from those of the checkpoint, with commas between
-    them: lr,weight_decay. The run then becomes another training."""
+    """With --resume, what may differ from the checkpoint: settings with commas between them, as
+    lr,weight_decay. The run then becomes another training."""
     report: Switch = False
     """Make report.html in the run's directory at the end: curves and pictures on one page."""
 

@@ -60,7 +60,7 @@ def _trained(run: RunData) -> str:
 
 def _best(result: Mapping[str, Any]) -> str:
     best = result.get("best")
-    if not isinstance(best, dict) or "value" not in best:
+    if not isinstance(best, dict) or best.get("value") is None:
         return ""
     epoch = f", epoch {best['epoch']}" if best.get("epoch") is not None else ""
     return f"{best.get('metric', 'metric')} {number(best['value'])} on validation{epoch}"

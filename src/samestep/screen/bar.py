@@ -54,7 +54,7 @@ class BarState:
             rate = f"{short(self.rate):>5} samples/s"
         if self.rate is not None and total is not None:
             left = max(0, total - self.step) * self.plan["global_batch_size"]
-            eta = f"ETA {duration(left / self.rate)}"
+            eta = f"ETA {duration(round(left / self.rate))}"
         if self.loss is not None:
             loss = f"loss {self.loss:.4f}"
         # In the order in which they stand, with their widths; the least important come first in

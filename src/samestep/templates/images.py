@@ -4,7 +4,7 @@
     samestep train NAME.py                    # train; the run goes into a folder in runs/
     samestep verify NAME.py                   # is it the same training on 1, 2 and 3 ranks?
     samestep train NAME.py --nproc 2          # the same training, shared by two processes
-    samestep train NAME.py --help             # every setting, such as --lr 0.01
+    samestep train NAME.py --help             # the settings, such as --lr 0.01
     samestep predict runs/ID FILE.jpg         # its classes, from the best checkpoint
 
 It trains at once, on images that it makes up. Change it from the top down. For folders of images

@@ -17,6 +17,7 @@
     return `rgb(${one.map((value, at) => Math.round((value + other[at]) / 2)).join()})`;
   };
 
+  const HEIGHT = 240;
   const UNITS = [[1e9, "G"], [1e6, "M"], [1e3, "k"]];
   const short = (value) => {
     const size = Math.abs(value);
@@ -44,13 +45,20 @@
 
   const several = (chart) => new Set(chart.curves.map((curve) => curve.run)).size > 1;
 
+  // Where no cursor is over a chart its legend has the last values.
+  const last = (values) => (values || []).findLast((value) => value != null);
+  const legend = (plot, value, series, index) =>
+    shown(index == null ? last(plot.data && plot.data[series]) : value);
+
   const line = (chart, curve, at) => {
-    const base = { label: curve.label, value: (_, value) => shown(value), points: { size: 5, fill: css("--bg") } };
+    const base = { label: curve.label, value: legend, points: { size: 5, fill: css("--bg") } };
     if (chart.kind === "stack") {
       const own = color(at);
       const steps = uPlot.paths.stepped({ align: 1 });
-      const part = (u, value, series, index) =>
-        index == null ? "" : shown(chart.curves[series - 1].y[index]);
+      const part = (u, value, series, index) => {
+        const own = chart.curves[series - 1].y;
+        return shown(index == null ? last(own) : own[index]);
+      };
       return { ...base, value: part, stroke: own, fill: `${own}cc`, width: 1, paths: steps, points: { show: false } };
     }
     const places = { steps: 0, mean: 0, validation: 1, test: 2, part: at };
@@ -66,6 +74,12 @@
     return { ...base, stroke: own, width: 2, dash };
   };
 
+  // Charts of one axis begin and end at the same place, whatever each of them has recorded.
+  const whole = (x) => {
+    const ends = charts.filter((chart) => chart.x === x).flatMap((chart) => chart.curves.map((c) => c.x[c.x.length - 1]));
+    return [0, Math.max(1, ...ends)];
+  };
+
   const options = (chart, width) => {
     const axis = {
       stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 },
@@ -73,15 +87,20 @@
     };
     const bands = chart.kind === "stack"
       ? chart.curves.slice(1).map((_, at) => ({ series: [at + 1, at + 2] })) : [];
+    const all = (u, low, high) =>  // but for what the reader has marked
+      low === u.data[0][0] && high === last(u.data[0]) ? whole(chart.x) : [low, high];
     const range = chart.kind === "stack" ? (_, low, high) => [0, (high || 1) * 1.04] : undefined;
     return {
-      width, height: 240, bands,
+      width, height: HEIGHT, bands,
       // A curve's nearest value, where it has one near the cursor: runs end at different places.
       cursor: { sync: { key: `by ${chart.x}` }, y: false, hover: { prox: 40, skip: [undefined] } },
-      scales: { x: { time: false }, y: range ? { range } : {} },
-      axes: [{ ...axis, space: 70 }, { ...axis, size: 58 }],
+      scales: { x: { time: false, range: all }, y: range ? { range } : {} },
+      axes: [{ ...axis, space: 70, size: 30, label: chart.x, labelFont: axis.font, labelSize: 18 }, { ...axis, size: 58 }],
       series: [
-        { label: chart.x, value: (_, value) => (value == null ? "" : value.toLocaleString("en")) },
+        { label: chart.x, value: (u, value, series, index) => {
+          const at = index == null ? last(u.data && u.data[0]) : value;
+          return at == null ? "" : at.toLocaleString("en");
+        } },
         ...chart.curves.map((curve, at) => line(chart, curve, at)),
       ],
     };
@@ -128,7 +147,7 @@
       const plot = new uPlot(options(chart, width()), values(chart), host);
       // After the frame: a size that is set within the observer's own call is reported as an error.
       const watcher = new ResizeObserver(() => requestAnimationFrame(() => {
-        if (host.isConnected && Math.abs(width() - plot.width) > 1) plot.setSize({ width: width(), height: 240 });
+        if (host.isConnected && Math.abs(width() - plot.width) > 1) plot.setSize({ width: width(), height: HEIGHT });
       }));
       watcher.observe(host);
       withKeys(host, plot);
