@@ -31,7 +31,7 @@ def gradients_on(world_size: int) -> list[torch.Tensor | None]:
         return (outputs * weights).sum() / weights.sum() + other(x[rows]).sum() * 0
 
     named = parameters_of([first, rare, never])
-    backward(loss_of(mine, torch.ones(len(mine))), named, world, len(mine) / 7)
+    global_loss = backward(loss_of(mine, torch.ones(len(mine))), named, world, len(mine) / 7)
     loss = loss_of(mine, terms[mine])
     backward(loss, named, world, weight_of(len(mine) / 7, terms[mine].sum(), loss, world))
     found = [p.grad for p in parts.parameters()]
@@ -46,7 +46,7 @@ def gradients_on(world_size: int) -> list[torch.Tensor | None]:
     with pytest.raises(UserError, match="0 terms"):
         weight_of(len(mine) / 7, 0, loss, world)
     process_group.cleanup()
-    return found
+    return [*found, global_loss]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -57,7 +57,7 @@ def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size):
             assert (one is None) == (other is None)
             if one is not None:
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    used = [gradient is not None for gradient in expected]
+    used = [gradient is not None for gradient in expected[:-1]]
     # Of the second part its weight alone, nothing of the third; nobody named the fourth.
     assert used == [True, True, True, False, False, False, False, False, True, True]
 

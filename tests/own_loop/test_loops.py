@@ -1,5 +1,6 @@
 """What a script may do with its loops, in this process: leave them early, draw, look at means."""
 
+import contextlib
 import json
 
 import pytest
@@ -83,6 +84,36 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
         assert run.step == 10
     steps = [r["step"] for r in all_records(tmp_path / "run") if r["event"] == "step"]
     assert steps == [1, *range(3, 11)]  # each of so short a run but that of the break
+
+
+@pytest.mark.parametrize("around", ["the loop", "an evaluation and the loop"])
+def test_in_one_autocast_around_the_loop_it_learns_as_in_one_around_each_pass(tmp_path, around):
+    """PyTorch forgets the weights it has cast when the outermost context ends, and not before."""
+
+    def autocast():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    found = []
+    for outer, inner in ((contextlib.nullcontext, autocast), (autocast, contextlib.nullcontext)):
+        torch.manual_seed(0)
+        t = Training(tmp_path / f"run-{len(found)}", log_every=1)
+        with outer(), t.run as run:
+            for _ in run.epochs(5, state=t.state):
+                for batch in run.batches(t.data, 3):
+                    for _ in range(2):  # two steps in a batch, as of a GAN
+                        with inner():
+                            loss = t.model(batch.data).square().mean()
+                        t.optimizer.zero_grad()
+                        run.backward(loss, t.model)
+                        t.optimizer.step()
+                    run.log(loss=loss)
+                if around != "the loop":
+                    with torch.no_grad(), inner():
+                        for batch in run.validation(t.data, 5):
+                            run.log(loss=t.model(batch.data).square().mean())
+        found.append([r["loss"] for r in all_records(run.path) if "loss" in r])
+    assert found[0] == found[1]
+    assert found[0][-1] < 0.2 * found[0][0]
 
 
 def test_without_a_loss_its_values_are_metrics(tmp_path):

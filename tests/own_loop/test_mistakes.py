@@ -49,6 +49,8 @@ MISTAKES = {
     "batch size 0": ("}, 6", "}, 0", "global_batch_size"),
     "parameters that nobody keeps": ("loss, model)", "loss, model, other)", "state"),
     "nothing to train": ("loss, model)", "loss)", "run.backward"),
+    "a loss without a gradient": ("loss, model)", "loss.detach(), model)", "without a gradient"),
+    "a loss of each sample": ("loss, model)", "model(batch.data), model)", "shape (6, 1)"),
     "a vector is logged": ("log(loss=loss)", "log(loss=batch.data)", "loss"),
     "a name of the records": ("log(loss=loss)", "log(loss=loss, step=1)", "step"),
     "NaN": ("log(loss=loss)", "log(loss=loss * float('nan'))", "NaN"),
@@ -88,6 +90,20 @@ def test_a_mistake_is_told_once_with_exit_code_2(tmp_path, mistake):
 def test_all_ranks_end_with_the_one_message(tmp_path):
     old, new, named = MISTAKES["parameters that nobody keeps"]
     assert named in refused(script(tmp_path, old, new), world_size=2, folder=tmp_path)
+
+
+@pytest.mark.parametrize("first", [0, 25])
+def test_backward_passes_of_one_rank_alone_are_told(tmp_path, first):
+    changed = script(
+        tmp_path,
+        "run.backward(loss, model)",
+        f"""for _ in range(1 + rank):
+                if rank == 0 or batch.step >= {first}:
+                    run.backward(model(batch.data).square().mean(), model)""",
+    )
+    changed.write_text(changed.read_text().replace("epochs(2", "epochs(9"))
+    expected = "2 times in step 1 on some ranks, 1 on others" if first == 0 else "run.backward"
+    assert expected in refused(changed, world_size=2, folder=tmp_path)
 
 
 def test_ranks_with_different_data_are_told(tmp_path):

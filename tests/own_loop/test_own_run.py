@@ -119,6 +119,40 @@ def test_with_dropout_and_draws_everywhere_a_resumed_run_is_the_same_bit_by_bit(
     assert {"own", "also"} <= account(tmp_path / "whole" / "run")[0].keys()
 
 
+LBFGS = """
+import torch
+from torch import nn
+import samestep
+
+with samestep.open_run("run", log_every=1) as run:
+    x = torch.rand(30, 3)
+    y = (x.sin().sum(1, keepdim=True) > 1.2).double()
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+    for epoch in run.epochs(2, state={"model": model, "optimizer": optimizer}):
+        for batch in run.batches((x, y), 15):
+            inputs, targets = batch.data
+
+            def closure():
+                optimizer.zero_grad()
+                loss = nn.functional.binary_cross_entropy_with_logits(model(inputs), targets)
+                return run.backward(loss, model)
+
+            run.log(loss=optimizer.step(closure))
+"""
+
+
+def test_lbfgs_searches_along_the_loss_of_all_ranks(tmp_path):
+    (tmp_path / "lbfgs.py").write_text(LBFGS)
+    for size in (1, 2):
+        (tmp_path / str(size)).mkdir()
+        run(tmp_path / "lbfgs.py", world_size=size, folder=tmp_path / str(size))
+    one, two = ([r["loss"] for r in account(tmp_path / n / "run")] for n in ("1", "2"))
+    assert len(one) == 6
+    assert two == pytest.approx(one, rel=1e-9)
+    assert one[-1] < 0.5 * one[0]
+
+
 def test_only_the_newest_checkpoints_are_kept(alone):
     assert [e["step"] for e in read_index(alone)["checkpoints"]] == [7, 8, 9]
     names = {path.name for path in (alone / "checkpoints").glob("*.pt")}

@@ -15,6 +15,10 @@ Trained = nn.Module | torch.optim.Optimizer | Tensor
 
 _BUCKET_BYTES = 32 << 20
 """Of gradients that are copied together and reduced at once."""
+_COMPARED = 20
+"""Steps in which ranks compare how often they go backward, once that number has changed."""
+_TOLD_APART = 1024
+"""Steps that differ by less are told apart; the sum over ranks of such numbers is exact."""
 
 
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
@@ -75,34 +79,112 @@ def weight_of(
     return float(counted / total)
 
 
+class Passes:
+    """The backward passes of each step, of which every rank has the same number.
+
+    A rank that goes backward once more than others would wait for them until it times out. Ranks
+    compare their numbers until these have been the same for some steps.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count, self._usual, self._to_compare = 0, 0, _COMPARED
+
+    def add(self, step: int) -> None:
+        """Count one more pass of a step; all ranks call it.
+
+        Raises:
+            UserError: on every rank, where another has none.
+        """
+        self._count += 1
+        self._compare(self._count, step)
+
+    def end(self, step: int) -> None:
+        """End a step; all ranks call it.
+
+        Raises:
+            UserError: on every rank, where another goes backward once more.
+        """
+        self._compare(0, step)
+        self._to_compare -= 1
+        if self._count != self._usual:
+            self._usual, self._to_compare = self._count, _COMPARED
+        self._count = 0
+
+    def _compare(self, number: int, step: int) -> None:
+        if not self._world.connected or self._to_compare <= 0:
+            return
+        most, least = self._world.reduce(torch.tensor([number, -number]), "max").tolist()
+        if most != -least:
+            raise _unequal(f"{most} times in step {step + 1} on some ranks, {most - 1} on others")
+
+
+def _unequal(times: str) -> UserError:
+    return UserError(
+        f"run.backward was called {times}. Each call adds up over all ranks, so all have to call "
+        "it equally often: decide on what all have alike. run.backward returns the loss over all "
+        "ranks; a closure for LBFGS returns that.",
+        on_all_ranks=True,
+    )
+
+
+def check_loss(loss: Any) -> None:
+    """Check that something can be gone back from.
+
+    Raises:
+        UserError: it is no scalar, or depends on nothing that is trained.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise UserError(
+            f"run.backward was given a {type(loss).__name__}{shape}; it takes a loss that is one "
+            "number, the mean over the samples of the batch: loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise UserError(
+            "run.backward was given a loss without a gradient: it does not depend on any weight "
+            "that is trained. Leave out .detach(), .item(), torch.no_grad() and NumPy between the "
+            "weights and the loss."
+        )
+
+
 def backward(
     loss: Tensor,
     parameters: Sequence[Tensor],
     world: World,
     weight: float | Tensor,
     *,
+    step: int = 0,
     retain_graph: bool = False,
-) -> None:
+) -> Tensor:
     """Add the gradient of the sum over all ranks of weight × loss to that of each parameter.
 
     Other parameters that the loss depends on get none. A parameter that no rank has used keeps the
     gradient that it had, or none. Where the weight is 0 the loss may be NaN, and adds nothing.
 
+    Returns:
+        That sum, the same on every rank.
+
     Raises:
-        UserError: a gradient is sparse.
+        UserError: a gradient is sparse, or another rank is in another step.
     """
     if not world.connected:
         _backward(loss, parameters, retain_graph=retain_graph)
-        return
+        return loss.detach()
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None  # what is there already is a sum over all ranks
     _backward(loss * weight, parameters, retain_graph=retain_graph)
-    for bucket in _buckets(parameters):
-        _add_up(bucket, world, weight)
+    mine = total = (loss.detach() * weight).reshape(1)
+    for number, bucket in enumerate(_buckets(parameters)):
+        if number == 0:
+            total = _add_up(bucket, world, weight, mine, step % _TOLD_APART)
+        else:
+            _add_up(bucket, world, weight, mine[:0], step % _TOLD_APART)
     for p, old in zip(parameters, before, strict=True):
         if old is not None:
             p.grad = old if p.grad is None else old.add_(p.grad)
+    return total.reshape(()).to(loss.dtype)
 
 
 def _backward(loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool) -> None:
@@ -129,8 +211,14 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             yield bucket
 
 
-def _add_up(bucket: list[Tensor], world: World, weight: float | Tensor) -> None:
-    """Overwrite gradients with their sums over all ranks, by one all-reduce."""
+def _add_up(
+    bucket: list[Tensor], world: World, weight: float | Tensor, more: Tensor, step: int
+) -> Tensor:
+    """Overwrite gradients with their sums over all ranks, by one all-reduce; return that of more.
+
+    Raises:
+        UserError: on all ranks, where a gradient is sparse or another rank is in another step.
+    """
     grads = [p.grad for p in bucket]
     if any(g is not None and g.layout != torch.strided for g in grads):
         raise UserError(
@@ -138,16 +226,21 @@ def _add_up(bucket: list[Tensor], world: World, weight: float | Tensor) -> None:
             on_all_ranks=True,
         )
     like = bucket[0]
-    used = torch.tensor([float(g is not None) for g in grads], dtype=like.dtype).to(like.device)
+    marks = [*(float(g is not None) for g in grads), float(step)]
+    used = torch.tensor(marks, dtype=like.dtype).to(like.device)
     parts = [torch.zeros_like(p) if g is None else g for p, g in zip(bucket, grads, strict=True)]
-    own = torch.cat([part.detach().reshape(-1) for part in parts])
+    own = torch.cat([*(part.detach().reshape(-1) for part in parts), more.to(like)])
     if isinstance(weight, Tensor):
         own = torch.where(weight == 0, 0, own)
     elif weight == 0:
         own.zero_()
     flat = torch.cat([own, used])
     world.add_up(flat)
-    *sums, used = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
+    sizes = [*(p.numel() for p in bucket), len(more), len(bucket), 1]
+    *sums, more, used, steps = torch.split(flat, sizes)
+    exact = like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64)
+    if exact and float(steps) != step * world.world_size:  # elsewhere reading makes the host wait
+        raise _unequal("unequally often, so that ranks meet in different steps")
     # Only a rank that has none of its own asks the others: reading makes the host wait.
     anywhere = used.tolist() if None in grads else [1.0] * len(bucket)
     for p, g, total, some in zip(bucket, grads, sums, anywhere, strict=True):
@@ -155,3 +248,4 @@ def _add_up(bucket: list[Tensor], world: World, weight: float | Tensor) -> None:
             g.copy_(total.view_as(p))
         elif some:
             p.grad = total.view_as(p).clone()
+    return more

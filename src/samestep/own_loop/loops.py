@@ -15,6 +15,7 @@ from samestep.errors import UserError
 from samestep.own_loop import reading
 from samestep.own_loop.batch import Batch
 from samestep.own_loop.ending import say
+from samestep.own_loop.gradients import Passes
 from samestep.own_loop.keeping import Kept
 from samestep.own_loop.means import Means
 from samestep.own_loop.session import Session
@@ -42,6 +43,7 @@ class Loops:
         """The batch that the script has now, in training or validation."""
         self.means: dict[str, float] = {}
         self.log_into = session.means
+        self.passes = Passes(self._world)
         self.used = False
         """Whether the script has done anything with the batch."""
         self._num_epochs = 0
@@ -133,6 +135,7 @@ class Loops:
             for batch in read:
                 batch.step = position.step
                 self._seed_step()
+                torch.clear_autocast_cache()  # a context around the loop would keep older weights
                 self.batch, self.used = batch, False
                 try:
                     yield batch
@@ -143,6 +146,7 @@ class Loops:
                     raise
                 finally:
                     self.batch = None
+                self.passes.end(batch.step)
                 self._count(batch)
                 self._after_step(is_last=position.step_in_epoch == num_steps)
         self._end_epoch()
@@ -259,6 +263,7 @@ class Loops:
         try:
             for batch in reading.read_once(opened, self._world, batch_size, seed, epoch):
                 batch.step, self.batch = position.step, batch
+                torch.clear_autocast_cache()
                 yield batch
         finally:
             self.place, self.batch, self.log_into = before, None, self._session.means

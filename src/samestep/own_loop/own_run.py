@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.own_loop import directory, ending
 from samestep.own_loop.batch import Batch
-from samestep.own_loop.gradients import Trained, backward, parameters_of, weight_of
+from samestep.own_loop.gradients import Trained, backward, check_loss, parameters_of, weight_of
 from samestep.own_loop.keeping import Kept, check_kept
 from samestep.own_loop.loops import Loops
 from samestep.own_loop.means import check_names
@@ -299,11 +299,14 @@ class OwnRun:
         *trained: Trained,
         terms: float | Tensor | None = None,
         retain_graph: bool = False,
-    ) -> None:
+    ) -> Tensor:
         """Add the gradient of the loss over the global batch to what is to be trained.
 
         Only the gradients of what is named are computed, and added up over all ranks, so a script
         may have several losses and optimizers. Every rank calls it equally often.
+
+        Returns:
+            The loss over the global batch, the same on all ranks: what a closure gives to LBFGS.
 
         Args:
             loss: a scalar, the mean over the samples of this batch.
@@ -313,15 +316,18 @@ class OwnRun:
             retain_graph: whether another loss goes back through the same outputs.
 
         Raises:
-            UserError: it is called outside of a batch of the training, or names what no checkpoint
-                would hold.
+            UserError: it is called outside of a batch of the training, names what no checkpoint
+                would hold, the loss has no gradient, or another rank calls it less often.
         """
         session, loops = self._opened, self._within
         batch, parameters = loops.current("run.backward", trains=True), parameters_of(trained)
         if not self._trained.issuperset(map(id, (*trained, *parameters))):
             self._trained |= check_kept(session.standing.state, trained)
-        weight = weight_of(batch.weight, terms, loss, session.world)
-        backward(loss, parameters, session.world, weight, retain_graph=retain_graph)
+        check_loss(loss)
+        world, step = session.world, session.standing.position.step
+        loops.passes.add(step)
+        weight = weight_of(batch.weight, terms, loss, world)
+        return backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
 
     def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
         """Take values of this batch, each its mean; records have the means over all ranks.

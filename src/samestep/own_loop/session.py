@@ -8,6 +8,9 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from samestep.errors import UserError
 from samestep.execution.saving import load_newest
 from samestep.execution.session import open_directory
@@ -26,6 +29,14 @@ from samestep.run.records import Record
 from samestep.settings import MAY_CHANGE
 from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Agreement, catch_signals
+
+
+def _forget_casts(*_: object) -> None:
+    """Forget the weights that autocast has cast, now that they have changed.
+
+    PyTorch does so when the outermost context ends, which may be one around the whole loop.
+    """
+    torch.clear_autocast_cache()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +115,7 @@ class Session:
         self._signals = catch_signals()
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
+        self._forgets = register_optimizer_step_post_hook(_forget_casts)
         seed_alike(wanted.seed)
 
     def track(self, state: Any) -> None:
@@ -211,6 +223,7 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """Let signals be, and another process open the run."""
+        self._forgets.remove()
         if error is None or isinstance(error, Stopped):
             self._signals.__exit__(None, None, None)
         else:  # a signal that no training could act on is kept for who tells of the failure

@@ -303,7 +303,9 @@ class EagerStep:
             return trainee.loss(self._outputs, targets)
         with autocast(self._settings.precision, self._world.device):
             self._outputs = call(trainee.wrapped, inputs, trainee.applied)
-            return trainee.loss(self._outputs, targets)
+            loss = trainee.loss(self._outputs, targets)
+        torch.clear_autocast_cache()  # a context that user code left open would keep these weights
+        return loss
 
     def _first_loss(self, inputs: Any, targets: Any) -> Tensor:
         """Return the loss of the first batch, once every rank has one that it can train on.
