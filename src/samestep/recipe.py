@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from samestep.errors import UserError, defined_at, did_you_mean, no_exit, raised_at, what_to_install
 from samestep.nearby import nearby
@@ -261,6 +262,13 @@ class Recipe:
             raise UserError(
                 f"The recipe's model() returned {type(model).__name__}; it must be an nn.Module "
                 "with parameters to train."
+            )
+        lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
+        if lazy:
+            raise UserError(
+                f"The recipe's model() returns lazy layers: {', '.join(lazy[:3])} have no shape "
+                f"yet{defined_at(self.model)}. Name their sizes (nn.Linear in place of "
+                "nn.LazyLinear), or call the model on one sample before you return it."
             )
         return model
 

@@ -207,8 +207,10 @@ def test_a_module_that_trains_when_a_rank_imports_it_is_told(here, monkeypatch):
 
 @pytest.mark.slow
 def test_a_recipe_of_a_notebook_is_verified():
-    found = samestep.verify(in_a_notebook(CELL)["recipe"], world_sizes=(2,), quick=True)
+    recipe = in_a_notebook(CELL)["recipe"]
+    found = samestep.verify(recipe, world_sizes=(2,), quick=True, epochs=1)
     assert found["same"] is True
+    assert any("epochs" in note for note in found["notes"]), "as train() takes it"
     assert found["world_sizes"] == [1, 2]
     assert {check["status"] for check in found["checks"]} <= {"same", "note", "skipped"}
 

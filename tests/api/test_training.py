@@ -217,7 +217,6 @@ REFUSED = {
     "a model that fails": lambda: samestep.train(made(lambda: 1 / 0)),
     "no sizes to verify": lambda: samestep.verify(made(), world_sizes=()),
     "sizes that are none": lambda: samestep.verify(made(), world_sizes=(0, 1)),
-    "a setting that verify chooses": lambda: samestep.verify(made(), epochs=3),
     "what cannot be accepted": lambda: samestep.verify(made(), accept="loss"),
     "one run to compare": lambda: samestep.compare("a"),
     "no run to load": lambda: samestep.load("nowhere"),

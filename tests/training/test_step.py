@@ -127,6 +127,27 @@ def test_clipping_scales_the_gradient_down_to_the_norm_and_never_up():
     assert model.weight.item() == pytest.approx(-2.5)
 
 
+@pytest.mark.parametrize("most", [None, 1.0])
+def test_sparse_gradients_have_the_norm_of_dense_ones_and_are_clipped_alike(most):
+    norms = []
+    for sparse in (False, True):
+        words = torch.nn.Embedding(5, 3, sparse=sparse)
+        torch.nn.init.constant_(words.weight, 0.5)
+        words(torch.tensor([1, 1, 4])).square().sum().backward()
+        trainee = Trainee(
+            model=words,
+            applied=words,
+            wrapped=words,
+            optimizer=torch.optim.SGD(words.parameters(), lr=0.1),
+            scaler=None,
+            loss=torch.mean,
+        )
+        step = EagerStep(trainee, Settings(clip_norm=most), World(), 4)
+        norms.append((float(step._clip(want_norm=True)), words.weight.grad.to_dense()))
+    assert norms[0][0] == pytest.approx(norms[1][0])
+    torch.testing.assert_close(norms[0][1], norms[1][1])
+
+
 class Generators:
     """Stand in for the generators of several GPUs."""
 

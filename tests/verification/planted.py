@@ -334,3 +334,36 @@ class Ranked(nn.Module):
         return self.line(x) * (1 + 0.1 * int(os.environ.get("RANK", "0")))
 recipe = replace(recipe, model=Ranked)
 """
+SPARSE = """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 2)
+        self.register_buffer("places", torch.eye(6).to_sparse(), persistent=False)
+    def forward(self, x):
+        return self.out(self.words((x.abs() * 3).long().clamp(max=8)))
+def optimizer(model, settings):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+recipe = replace(recipe, model=Words, optimizer=optimizer)
+"""
+SPECTRAL = """
+def model():
+    first = nn.utils.spectral_norm(nn.Linear(6, 8))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 2))
+recipe = replace(recipe, model=model)
+"""
+CONTRAST = """
+class TwoViews(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 4)
+    def forward(self, x):
+        return torch.stack([self.line(x), self.line(0.9 * x)], dim=1)
+def loss(outputs, targets):
+    one, other = nn.functional.normalize(outputs, dim=2).unbind(1)
+    return nn.functional.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+recipe = replace(recipe, model=TwoViews, loss=loss, metrics={})
+"""
+LAZY = """
+recipe = replace(recipe, model=lambda: nn.LazyLinear(2))
+"""

@@ -16,6 +16,7 @@ from samestep.verification.evidence import OWN_PRECISION
 from samestep.verification.exchange import RankFailure, encoded
 from samestep.verification.module_outputs import ModuleCall, first_at_fault
 from samestep.verification.rows import (
+    accumulation,
     augmentation,
     batchnorm,
     dropout,
@@ -201,6 +202,29 @@ def test_other_samples_in_the_same_places_are_an_order():
     evidence = losses_apart(undisturbed())
     both = dict.fromkeys(("2 ranks", "order"), sample_order.CAUSE.name)
     assert causes(on_rank(evidence, "order", ["b", "a"])) == both
+
+
+def test_other_values_on_every_rank_but_the_first_are_data_that_reads_the_rank():
+    evidence = on_rank(undisturbed(), "order", ["a", "b"], ["c", "d"])
+    assert causes(evidence) == {"order": sample_order.RANK}
+    assert "rank 1 of 2" in checks(evidence)["order"].cause.why
+
+
+def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
+    moved = undisturbed(samples_apart=(None, [], ["first.weight_u"]))
+    assert causes(moved) == {}
+    evidence = losses_apart(moved, "accumulated")
+    assert causes(evidence) == {"accumulation": accumulation.MOVED}
+    assert "first.weight_u" in checks(evidence)["accumulation"].cause.why
+    both = losses_apart(evidence)
+    assert causes(both) == dict.fromkeys(("2 ranks", "accumulation"), UNKNOWN)
+
+
+def test_what_lightning_cannot_train_in_one_process_says_nothing_of_the_training():
+    evidence = failing(undisturbed(), "lightning", place=0, message="step() takes no closure")
+    found = checks(replace(evidence, ended={}))["lightning"]
+    assert found.status == "skipped"
+    assert "step() takes no closure" in found.compared
 
 
 def test_shares_that_are_not_those_of_one_process_are_named_with_their_step():

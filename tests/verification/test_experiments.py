@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from samestep.errors import UserError
 from samestep.verification.all_rows import look
 from samestep.verification.exchange import decoded
 from samestep.verification.rows import (
@@ -35,6 +36,9 @@ FOUND = {
     "LOSS_OF_TERMS": (set(), {}),
     "OTHER_TERMS": (set(), {"loss": loss.OF_TERMS}),
     "LAST_BENT": (set(), {"last batch": last_batch.CAUSE}),
+    "CONTRAST": (set(), {"loss": loss.OF_BATCH}),
+    "SPARSE": (set(), {}),
+    "SPECTRAL": (set(), {}),
     "METRIC_OF_BATCH": (set(), {"metrics": metrics.CAUSE}),
     "F1": (set(), {"metrics": metrics.CAUSE}),
     "WHITENING": (set(), {"samples apart": samples_apart.CAUSE}),
@@ -112,6 +116,10 @@ def test_the_line_that_draws_and_the_module_are_named(tmp_path):
     assert (found.module.module, found.module.before) == ("Whitened", "out")
     found = decoded(looked_at(tmp_path, "EMA").found, samples_apart.NAME, samples_apart.Company)
     assert found.buffers == ["mean"]
+    found = decoded(
+        looked_at(tmp_path, "SPECTRAL").found, samples_apart.NAME, samples_apart.Company
+    )
+    assert found.moved == ["0.weight_u", "0.weight_v"]
     facts = looked_at(tmp_path, "COUNTER")
     assert decoded(facts.found, state.NAME, state.OutsideState).remembers.module == "Counts"
     facts = looked_at(tmp_path, "BATCHNORM")
@@ -125,3 +133,8 @@ def test_a_metric_that_is_made_over_the_batch_is_measured(tmp_path):
     assert found["spread"] > 1e-6
     found = decoded(looked_at(tmp_path, "").found, metrics.NAME, dict[str, float])
     assert set(found.values()) == {0.0}
+
+
+def test_lazy_layers_are_refused_with_their_names(tmp_path):
+    with pytest.raises(UserError, match=r"lazy layers: weight, bias .*nn\.Linear"):
+        looked_at(tmp_path, "LAZY")

@@ -99,3 +99,6 @@ def test_json_has_every_row_and_no_infinity():
     ]
     assert found["checks"][0]["difference"] is None
     assert found["checks"][0]["cause"] is None
+    skipped = replace(checks[0], status="skipped")
+    (row,) = as_table(verification(undisturbed(), checks=[skipped]))["checks"]
+    assert row["passed"] is None

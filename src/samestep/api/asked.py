@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,11 @@ def named(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def request_of(asked: Asked, no_effect: Collection[str] = (), verb: str = "train") -> Request:
+def request_of(asked: Asked, verb: str = "train") -> Request:
     """Return the request that a call makes.
 
     Args:
         asked: the call.
-        no_effect: names of settings that the verb decides by itself.
         verb: the name of the function, for messages.
 
     Raises:
@@ -105,8 +104,6 @@ def request_of(asked: Asked, no_effect: Collection[str] = (), verb: str = "train
     start = draft(asked.target, asked.config, asked.recipe)
     where = f"samestep.{verb}()"
     given = {name: _plain(value) for name, value in asked.keywords.items()}
-    for name in sorted(given.keys() & set(no_effect)):
-        raise UserError(f"{where}: {name} has no effect, since it chooses its own steps.")
     settings, options = typed(given, start.recipe, where)
     return finish(
         start,

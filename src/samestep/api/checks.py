@@ -21,7 +21,7 @@ from samestep.ranks.process import refuse_inside_launcher
 from samestep.ranks.start import Ended, run_ranks
 from samestep.recipe import Recipe
 from samestep.verification.result_output import as_table
-from samestep.verification.verifying import MOST_RANKS, NO_EFFECT, Wanted, verify_request
+from samestep.verification.verifying import MOST_RANKS, Wanted, verify_request
 
 
 @one_line
@@ -70,7 +70,7 @@ def verify(
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
         raise UserError(f"tolerance={tolerance!r}: it must be greater than 0.")
     with as_before(), tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        request, call = request_of(asked, NO_EFFECT, "verify"), Path(folder, "call")
+        request, call = request_of(asked, "verify"), Path(folder, "call")
 
         def launch(number: int, path: Path, device: str) -> Ended:
             send(Sent(asked=replace(asked, keywords={**given, "device": device})), call)

@@ -345,13 +345,22 @@ class EagerStep:
         )
 
     def _clip(self, *, want_norm: bool) -> Tensor | None:
-        if self._settings.clip_norm is not None:
-            return nn.utils.clip_grad_norm_(
-                self._parameters, self._settings.clip_norm, foreach=len(self._parameters) > 1
-            )
-        if not want_norm:
+        most = self._settings.clip_norm
+        if most is None and not want_norm:
             return None
-        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        try:
+            if most is None:
+                return nn.utils.get_total_norm(gradients)
+            return nn.utils.clip_grad_norm_(
+                self._parameters, most, foreach=len(self._parameters) > 1
+            )
+        except NotImplementedError:  # of sparse gradients there is no norm, but of their values
+            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            norm = nn.utils.get_total_norm(dense)
+            if most is not None:
+                nn.utils.clip_grads_with_norm_(self._parameters, most, norm, foreach=False)
+            return norm
 
     def _seed(self, step: int) -> None:
         """Seed torch's generator for a step, so that dropout resumes exactly.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from samestep.settings import Precision
+from samestep.verification.fingerprints import dense
 from samestep.verification.trace import Trace
 
 # Relative differences that rounding may cause in a few steps. Measured on the built-in recipes:
@@ -122,7 +123,7 @@ def largest_apart(one: Tensor, other: Tensor) -> float:
     """Return how far two tensors of one shape are apart, relative to the first's largest entry."""
     if not (one.is_floating_point() and one.numel()):
         return 0.0
-    one, other = one.double(), other.double()
+    one, other = dense(one).double(), dense(other).double()
     return float((one - other).abs().max() / one.abs().max().clamp(min=1e-12))
 
 

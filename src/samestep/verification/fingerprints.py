@@ -27,12 +27,17 @@ def sample_marks(*trees: Any) -> list[str]:
     return marks
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its values, as few operations can do without of a sparse one."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 def batch_mark(*trees: Any) -> str:
     """Return one mark for a batch of any form."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in (leaf for tree in trees for leaf in tree_leaves(tree)):
         if isinstance(leaf, Tensor):
-            values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            values = dense(leaf.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(repr(tuple(leaf.shape)).encode() + values.numpy().tobytes())
         else:
             digest.update(repr(leaf).encode())
@@ -41,7 +46,7 @@ def batch_mark(*trees: Any) -> str:
 
 def values_of(tensor: Tensor) -> Tensor:
     """Return a tensor's norm, followed by some or all of its values, in float64 on the CPU."""
-    flat = tensor.detach().reshape(-1)
+    flat = dense(tensor.detach()).reshape(-1)
     dtype = None if flat.device.type == "mps" else torch.float64  # Apple GPUs have no float64
     norm = torch.linalg.vector_norm(flat, dtype=dtype)
     if len(flat) > _VALUES:

@@ -236,6 +236,11 @@ class _Start:
         return replace(recipe, model=model, data=lambda *_: few, loss=loss)
 
 
+def _first_sentence(text: str) -> str:
+    """Return the first line of a message, without the dispatcher's list of what it could do."""
+    return text.partition("\n")[0].partition(" This could be because the operator")[0]
+
+
 def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFailure:
     if trace.begun > 1:  # what fails now and not at once depends on the batch
         error = caused(error)
@@ -244,7 +249,7 @@ def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFai
     if not mistake:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        text = f"{type(error).__name__}: {text.partition(chr(10))[0]}{where}"
+        text = f"{type(error).__name__}: {_first_sentence(text)}{where}"
     lost = not mistake and bool(LOST_PEER.search(str(error)))
     return RankFailure(
         training=training.name, step=trace.begun, message=text, mistake=mistake, lost_peer=lost

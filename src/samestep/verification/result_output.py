@@ -90,6 +90,8 @@ def as_table(found: Verification) -> dict[str, Any]:
 def _object(check: Check) -> dict[str, Any]:
     fields = ("name", "passed", "status", "compared", "tolerance", "difference", "first_step")
     table = {name: getattr(check, name) for name in (*fields, "first_parameter")}
+    if check.status == "skipped":
+        table["passed"] = None
     # JSON has no infinity: a difference that cannot be measured is null.
     if not math.isfinite(check.difference or 0.0):
         table["difference"] = None

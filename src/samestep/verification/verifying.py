@@ -71,6 +71,8 @@ def verify_request(
     if settings.virtual_ranks is not None:
         _check_strict(wanted)
     device, notes = _device(settings, max(sizes))
+    if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
+        notes += (f"{', '.join(idle)}: without effect, for a verification chooses its own steps.",)
     request = replace(request, settings=replace(settings, device=device))
     evidence = gather(
         request,

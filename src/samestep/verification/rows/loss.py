@@ -5,18 +5,19 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.data.blocks import Block
-from samestep.data.trees import narrow
+from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.training.apply import terms_of
-from samestep.verification.difference import relative
+from samestep.verification.difference import largest_apart, relative
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest
 from samestep.verification.rows.state import change_of_loss
 
 NAME = "loss"
 CAUSE = "loss that is not a mean over samples"
+OF_BATCH = "loss that compares the samples of a batch"
 OF_TERMS = "loss that is not a mean over its loss_terms"
 
 
@@ -31,6 +32,8 @@ class LossOfParts(NamedTuple):
     """Whether the loss of a full batch is the sum of its parts' losses instead."""
     over_terms: bool = False
     """Whether the recipe says by `loss_terms` what its loss is a mean over."""
+    compares: bool = False
+    """Whether what a sample contributes depends on the outputs of others, as in contrast."""
 
 
 def _look(tested: RecipeUnderTest) -> LossOfParts | None:
@@ -45,7 +48,37 @@ def _look(tested: RecipeUnderTest) -> LossOfParts | None:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
             uneven, _ = _parts(tested, model, size.full)
     adds_up = from_sum <= tested.rounding < full
-    return LossOfParts(full, uneven, adds_up, tested.recipe.loss_terms is not None)
+    compares = full > tested.rounding and _compares(tested, tested.held_forward)
+    return LossOfParts(full, uneven, adds_up, tested.recipe.loss_terms is not None, compares)
+
+
+def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
+    """Whether the gradients of the first outputs change when the last outputs do.
+
+    Those of a mean do not, whatever its weights are made of: targets stay as they are.
+    """
+    half = held.block.rows // 2
+
+    def gradients(change: float) -> list[Tensor]:
+        def leaf(output: Tensor) -> Tensor:
+            if not output.is_floating_point():
+                return output
+            moved = output.clone()
+            moved[half:] += change * (1 + torch.arange(moved[half:].numel()).view_as(moved[half:]))
+            return moved.requires_grad_()
+
+        outputs = map_leaves(leaf, held.outputs)
+        leaves = [o for o in tree_leaves(outputs) if o.requires_grad]
+        found = torch.autograd.grad(
+            tested.loss(outputs, held.block.targets), leaves, allow_unused=True
+        )
+        return [gradient[:half] for gradient in found if gradient is not None]
+
+    try:
+        pairs = list(zip(gradients(0.0), gradients(0.01), strict=True))
+    except Exception:  # a loss without gradients for such outputs: the trainings tell of it
+        return False
+    return any(largest_apart(one, other) > max(tested.rounding, 1e-9) for one, other in pairs)
 
 
 def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
@@ -91,6 +124,16 @@ def _explain(evidence: Evidence) -> Cause | None:
     found = loss_of_parts(evidence)
     if found is None or found.full <= evidence.exact:
         return None
+    if found.compares:
+        return Cause(
+            OF_BATCH,
+            "What a sample adds to the loss depends on the outputs of the other samples of its "
+            "batch, as in a contrastive loss. On N ranks each sample meets only those of its rank, "
+            "one N-th of the batch (fewer negatives), and in micro-steps fewer still: the loss "
+            "and its gradients are others.",
+            "With shares of a fixed size it is the same training on any number of ranks: "
+            "--virtual-ranks N, with N times the batch that one sample is to meet.",
+        )
     if found.over_terms:
         why = "The loss of a batch is not the mean of its parts' losses by their loss_terms."
         advice = "Let loss_terms return what the loss divides by: tokens, or a sum of weights."

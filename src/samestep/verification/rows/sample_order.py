@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from samestep.ranks.world import World
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.exchange import RankFailure
+from samestep.verification.exchange import RankFailure, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows.augmentation import changing_part
 from samestep.verification.short_trainings import MAIN
@@ -18,6 +18,7 @@ CAUSE = Cause(
 )
 
 
+RANK = "data that depends on the rank"
 LENGTHS = "lengths that differ per rank"
 _SHOWN = 4
 
@@ -46,8 +47,31 @@ def _explain(evidence: Evidence) -> Cause | None:
             "Let data() return all samples in every process: samestep shares them out.",
         )
     marks = {tuple(marks) for marks in evidence.found_on_ranks(NAME, list[str])}
-    differ = len(marks) > 1 and changing_part(evidence) != "dataset"
-    return CAUSE if differ else None
+    if len(marks) < 2 or changing_part(evidence) == "dataset":
+        return None
+    return _by_rank(evidence) or CAUSE
+
+
+def _by_rank(evidence: Evidence) -> Cause | None:
+    """Return the cause if all processes of rank 0 hold the same, and other ranks something else."""
+    first: list[str] | None = None
+    other = ""
+    for place, reports in evidence.reports.items():
+        for rank, report in enumerate(reports):
+            marks = decoded(report.found, NAME, list[str])
+            if first is None:
+                first = marks
+            if marks is None or marks == first:
+                continue
+            if rank == 0:
+                return None
+            other = other or f"rank {rank} of {evidence.starts[place].world_size}"
+    return Cause(
+        RANK,
+        f"{other} holds other values than rank 0 in the same places, and every process that was "
+        "rank 0 holds the same: data() or the data set reads the rank.",
+        "Let data() return the same in every process: samestep gives each rank its share.",
+    )
 
 
 def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from samestep.training.draws import batch_norms
 from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.fingerprints import dense
 from samestep.verification.module_outputs import ModuleDifference, first_difference
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
 from samestep.verification.rows.state import remembers
@@ -24,6 +25,8 @@ class Company(NamedTuple):
     """The first module that gives a sample something else without the others."""
     buffers: list[str] = []  # noqa: RUF012 - a tuple's default, never changed
     """Buffers that have other values after a forward of fewer samples."""
+    moved: list[str] = []  # noqa: RUF012 - a tuple's default, never changed
+    """Other buffers that every forward moves, whatever its samples are."""
 
 
 def _look(tested: RecipeUnderTest) -> Company | None:
@@ -47,7 +50,12 @@ def _look(tested: RecipeUnderTest) -> Company | None:
     buffers = [
         name for name in after[0] if largest_apart(*(a[name] for a in after)) > tested.rounding
     ]
-    return Company(module, buffers) if module or buffers else None
+    moved = [
+        name
+        for name, left in after[0].items()
+        if name not in buffers and not torch.equal(left, dense(first[name]))
+    ]
+    return Company(module, buffers, moved) if module or buffers or moved else None
 
 
 def _buffers_after(
@@ -61,7 +69,7 @@ def _buffers_after(
     with torch.no_grad():
         tested.forward(model, inputs)
     named = [(n, b) for n, b in model.named_buffers() if not n.startswith(norms)]
-    return {name: b.detach().clone() for name, b in named if b.is_floating_point() and b.numel()}
+    return {name: dense(b.detach()).clone() for name, b in named if b.numel()}
 
 
 def _explain(evidence: Evidence) -> Cause | None:
@@ -78,13 +86,20 @@ def _explain(evidence: Evidence) -> Cause | None:
             "Update it from the samples of all ranks: torch.distributed.all_reduce() in forward, "
             "if torch.distributed.is_initialized().",
         )
-    assert found.module is not None
+    if found.module is None:
+        return None
     return Cause(
         CAUSE,
         f"{found.module.place} gives a sample something else ({found.module.difference:.0e}) when "
         "other samples are beside it: it computes over the batch, and each rank has its own.",
         "Compute over a sample's own values (GroupNorm, LayerNorm), or over all ranks.",
     )
+
+
+def moved_buffers(evidence: Evidence) -> list[str]:
+    """Return the buffers that every forward moves, whatever its samples are."""
+    found = evidence.found(NAME, Company)
+    return found.moved if found else []
 
 
 def _answer(evidence: Evidence) -> Check:
