@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import shutil
+import tomllib
 
 import pytest
 import torch
@@ -71,6 +73,7 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
                 break
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["steps"], result["epochs"], result["status"]) == (2 + 4, 2, "completed")
+    assert result["reason"] == "left after epoch 2 of 5"
     assert read_index(tmp_path / "run")["last"]["step"] == 6
     t = Training(tmp_path / "run", resume=True)
     with t.run as run:
@@ -84,6 +87,101 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
         assert run.step == 10
     steps = [r["step"] for r in all_records(tmp_path / "run") if r["event"] == "step"]
     assert steps == [1, *range(3, 11)]  # each of so short a run but that of the break
+
+
+LOSSES = (5.0, 3.0, 2.0, 4.0, 3.0, 1.0, 6.0, 7.0, 8.0)
+
+
+def stops_early(path, epochs, *, leaves=False, until=99, **more):
+    """Train until the validation loss was no better for 2 epochs; return what was trained."""
+    torch.manual_seed(0)
+    t = Training(path, keep_checkpoints=1, **more)
+    trained = []
+    with t.run as run:
+        run.state["waited"] = 0
+        for epoch in run.epochs(epochs, state=t.state):
+            if epoch == until:
+                raise RuntimeError("killed")
+            for batch in run.batches(t.data, 5):
+                t.step(batch)
+            for _ in run.validation(t.data, 10):
+                run.log(loss=LOSSES[epoch])
+            run.state["waited"] = 0 if run.best("loss") else run.state["waited"] + 1
+            trained.append(epoch)
+            if run.state["waited"] == 2:
+                run.finish("no better for 2 epochs")
+                if leaves:
+                    break
+        last = t.model.weight.detach().clone()
+        best = run.load_best()
+    return trained, best, last, t.model.weight.detach()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_stopped_early_a_run_has_its_best_checkpoint_and_is_not_trained_on(tmp_path, leaves):
+    path = tmp_path / "run"
+    with pytest.raises(RuntimeError):
+        stops_early(path, 9, until=4)
+    trained, best, last, weights = stops_early(path, 9, leaves=leaves, resume=True)
+    assert (trained, best) == ([4], 3)  # it had waited for one epoch when it was killed
+    assert not torch.equal(last, weights)
+    index = read_index(path)
+    assert [entry["epoch"] for entry in index["checkpoints"]] == [3, 5]  # of the newest 1, and best
+    assert (index["best"]["metric"], index["monitor"], index["mode"]) == (2.0, "loss", "min")
+    result = json.loads((path / "result.json").read_text())
+    assert (result["status"], result["reason"]) == ("completed", "no better for 2 epochs")
+    for ask in (samestep.load, samestep.evaluate):
+        with pytest.raises(samestep.UserError, match=f'{index["best"]["path"]}"'):
+            ask(path)
+    before = (path / "checkpoints" / index["best"]["path"]).read_bytes()
+    trained, best, _, again = stops_early(path, 9, resume=True)
+    assert (trained, best) == ([], 3)
+    assert torch.equal(again, weights)
+    assert (path / "checkpoints" / index["best"]["path"]).read_bytes() == before
+    trained, best, *_ = stops_early(path, 10, resume=True)  # more are asked for
+    assert trained == [5, 6, 7]
+    assert best == 6
+
+
+def test_what_a_state_cannot_hold_and_what_cannot_be_the_best_are_named(tmp_path, capfd):
+    def train(**wrong):
+        t = Training(tmp_path / "run")
+        with t.run as run:
+            run.state["seen"] = wrong.get("value", 1)
+            for _ in run.epochs(1, state=t.state):
+                for batch in run.batches(t.data, 5):
+                    t.step(batch)
+                run.best(wrong.get("name", "loss"), mode=wrong.get("mode", "min"))
+
+    for wrong in ({"value": torch.ones(2)}, {"name": "lost"}, {"mode": "up"}):
+        with pytest.raises(SystemExit) as ended:
+            train(**wrong)
+        assert ended.value.code == 2
+        told = capfd.readouterr().err
+        assert any(text in told for text in ("run.state['seen']", "run.best('lost')", "mode='up'"))
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_a_directory_is_open_once_in_a_process(tmp_path, capfd):
+    with Training(tmp_path / "run").run, pytest.raises(SystemExit) as ended:
+        Training(tmp_path / "run", resume=True).run.__enter__()
+    assert ended.value.code == 2
+    assert "in this process already" in capfd.readouterr().err
+
+
+def test_the_run_directory_is_none_of_the_settings(tmp_path):
+    for place in ("here", "moved"):
+        arguments = {"out": str(tmp_path / place), "again": tmp_path / place, "lr": 0.1}
+        t = Training(tmp_path / place, resume=True, settings=arguments)
+        with t.run as run:
+            for _ in run.epochs(1 + (place == "moved"), state=t.state):
+                for batch in run.batches(t.data, 5):
+                    t.step(batch)
+        settings = tomllib.loads((tmp_path / place / "settings.toml").read_text())
+        assert settings["options"] == {"lr": 0.1}
+        if place == "here":
+            (tmp_path / place).rename(tmp_path / "moved")
+    assert run.step == 4
 
 
 @pytest.mark.parametrize("around", ["the loop", "an evaluation and the loop"])

@@ -18,6 +18,7 @@ from samestep.execution.changes import Change, parse_names, refused_flag
 from samestep.nearby import nearby
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
+from samestep.run.index import read_index
 from samestep.settings import Settings, as_table, may_change, merge_layers
 from samestep.tracking.choice import check_choice
 
@@ -96,9 +97,9 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     named = [str(table.pop("recipe")) for _, table in tables if "recipe" in table]
     if run and not named:
         raise UserError(
-            f"{run / 'settings.toml'} names no recipe: what is in {run} was not trained by "
-            "samestep train, so there is nothing here to go on with or to evaluate. The script "
-            "that wrote it may go on with it."
+            f"{run / 'settings.toml'} names no recipe: a loop of its own trained what is in {run}, "
+            "so only its script can go on with it or evaluate it. The weights: torch.load("
+            f'"{run / "checkpoints"}/{_best_file(run)}")["state"].'
         )
     source = named[0] if run else target
     for path, _ in tables[1 if run else 0 :]:
@@ -114,6 +115,12 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     if source.endswith(".py"):
         source = str(Path(source).resolve())
     return _layered(source, recipe, run, tables)
+
+
+def _best_file(run: Path) -> str:
+    index = read_index(run / "checkpoints")
+    entry = index.best or index.last
+    return entry.path if entry else "…"
 
 
 def _layered(

@@ -13,7 +13,7 @@ import tomli_w
 import torch
 
 from samestep.errors import UserError
-from samestep.own_loop.keeping import Standing
+from samestep.own_loop.keeping import Standing, simple
 from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
@@ -59,15 +59,17 @@ def _plain(value: Any) -> Any:
         return [plain for part in value if (plain := _plain(part)) is not None]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # as a number, NaN differs from itself
-    return str(value) if isinstance(value, Path) else _simple(value)
+    return str(value) if isinstance(value, Path) else simple(value)
 
 
-def _simple(value: Any) -> str | int | float | None:
-    """Return a number or a text without what a subclass adds, such as an enum's name."""
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return None
+def names_of_path(settings: Mapping[str, Any], path: str | Path | None) -> set[str]:
+    """Return the names of settings that are the run directory, which may be moved."""
+    if path is None:
+        return set()
+    texts = {name: value for name, value in settings.items() if isinstance(value, str | Path)}
+    return {
+        name for name, value in texts.items() if Path(value).absolute() == Path(path).absolute()
+    }
 
 
 def start_record(

@@ -1,8 +1,9 @@
 """The checkpoints of a loop of one's own: what they hold, how they are written and read."""
 
 import io
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,11 +15,12 @@ from samestep.errors import UserError, blame
 from samestep.own_loop.means import Sums
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.index import Entry, announce, read_index
+from samestep.run.index import Entry, announce, find_checkpoint, read_index
 from samestep.run.records import Record
 from samestep.training.clock import Position
 from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import load_model
+from samestep.training.stopping import Watch
 
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""
@@ -55,6 +57,21 @@ class Standing:
     position: Position = field(default_factory=Position)
     order: dict[str, Any] = field(default_factory=dict)
     """What the order of the samples depends on; empty until the data is open."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """Plain values that the script keeps, by name."""
+    watch: Watch | None = None
+    """What the best checkpoint is chosen by; None where the script chooses none."""
+    metric: float | None = None
+    """Its value in this epoch."""
+    finished: dict[str, Any] | None = None
+    """Why the script has ended the training, and how many epochs it had asked for."""
+
+    @property
+    def is_best(self) -> bool:
+        """Whether this epoch is the best so far."""
+        return (
+            self.metric is not None and self.watch is not None and not self.watch.evaluations_since
+        )
 
 
 def check_state(state: Any) -> None:
@@ -147,16 +164,22 @@ def _write(folder: Path, standing: Standing, sums: list[Sums], keep: int | None)
         "position": asdict(position),
         "order": standing.order,
         "sums": sums,
+        "own": _plain_values(standing.own),
+        "watch": standing.watch and asdict(standing.watch),
+        "finished": standing.finished,
     }
     name = f"checkpoint_epoch_{position.epoch}.pt"
     if position.step_in_epoch:
         name = f"checkpoint_step_{position.step}.pt"
     digest = checkpoints.save(folder, name, content)
     epoch = position.epoch + (position.step_in_epoch > 0)
-    entry = Entry(path=name, step=position.step, epoch=epoch, sha256=digest)
+    metric = standing.metric if math.isfinite(standing.metric or 0.0) else None
+    entry = Entry(path=name, step=position.step, epoch=epoch, sha256=digest, metric=metric)
     index = read_index(folder).up_to(position.step)  # later ones were passed over as damaged
+    if standing.watch is not None:
+        index = replace(index, monitor=standing.watch.metric, mode=standing.watch.mode)
     newest = sorted(index.checkpoints, key=lambda old: -old.step)[: (keep or 1) - 1]
-    announce(folder, index, entry, keep and 0, [old.path for old in newest])
+    announce(folder, index, entry, keep and 1, [old.path for old in newest])
     path = f"checkpoints/{name}"
     return {"event": "checkpoint", "step": position.step, "path": path, "sha256": digest}
 
@@ -196,6 +219,44 @@ def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Collect
         _load(name, one, kept[name])
     standing.position = Position(**saved["position"])
     standing.order = saved["order"]
+    standing.own.update(saved.get("own", {}))
+    standing.watch = Watch(**saved["watch"]) if saved.get("watch") else None
+    standing.finished = saved.get("finished")
+
+
+def load_best(standing: Standing, folder: Path, world: World) -> int:
+    """Bring the modules of the state to the best checkpoint, and return its epoch.
+
+    Raises:
+        UserError: there is none, or it does not fit.
+    """
+    if standing.watch is None:
+        raise UserError("run.load_best: no epoch is the best. Call run.best(…) in each epoch.")
+    entry = world.on_main(lambda: find_checkpoint(folder, "best"))
+    saved = world.on_every(lambda: checkpoints.load(folder, entry))["state"]
+    for name, one in standing.state.items():
+        if isinstance(one, nn.Module):
+            _load(name, one, saved[name])
+    return entry.epoch
+
+
+def simple(value: Any) -> str | int | float | None:
+    """Return a number or a text without what a subclass adds, such as an enum's name; else None."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return None
+
+
+def _plain_values(own: Mapping[str, Any]) -> dict[str, Any]:
+    values = {str(name): simple(value) for name, value in own.items()}
+    for name, value in own.items():
+        if value is not None and values[str(name)] is None:
+            raise UserError(
+                f"run.state[{name!r}] is a {type(value).__name__}; it may hold numbers and texts. "
+                "Of a tensor take .item(); what has a state_dict belongs to run.epochs(…, state=…)."
+            )
+    return values
 
 
 def _load(name: str, one: Kept, saved: Any) -> None:

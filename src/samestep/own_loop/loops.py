@@ -11,8 +11,8 @@ import torch
 
 from samestep.data.keyed_random import mix
 from samestep.data.order import steps_per_epoch
-from samestep.errors import UserError
-from samestep.own_loop import reading
+from samestep.errors import UserError, did_you_mean
+from samestep.own_loop import keeping, reading
 from samestep.own_loop.batch import Batch
 from samestep.own_loop.ending import say
 from samestep.own_loop.gradients import Passes
@@ -25,6 +25,7 @@ from samestep.training.due import is_recorded, steps_between_records
 from samestep.training.parallel import share_buffers
 from samestep.training.snapshot import seed_alike, seed_rank
 from samestep.training.step import seed_torch
+from samestep.training.stopping import Watch
 
 _EPOCH_BEGINS, _EPOCH_ENDS, _VALIDATED = 1, 2, 3
 """By what numbers that are drawn around the batches are seeded, beside the epoch."""
@@ -61,32 +62,81 @@ class Loops:
         session.track(state)
         self._num_epochs, position = num_epochs, self._standing.position
         self._clock = Clock(position)
-        if position.epoch >= num_epochs:
+        standing = self._standing
+        if standing.finished and num_epochs > standing.finished["epochs"]:
+            standing.finished = None  # more are wanted now
+        if not self._goes_on:
             if not session.has_ended():  # what comes after the epochs is still to be recorded
                 order = self._standing.order
                 total, drop_last = order["global_batch_size"], order["drop_last"]
                 steps = steps_per_epoch(order["num_samples"], total, drop_last=drop_last)
                 session.begin(order, self._sizes(order, steps))
-            say(self._world, f"{session.path} has its {position.epoch} epochs: nothing to train.")
-        while position.epoch < num_epochs:
+            why = f" ({standing.finished['reason']})" if standing.finished else ""
+            told = f"{session.path} has its {position.epoch} epochs{why}: nothing to train."
+            say(self._world, told)
+        while self._goes_on:
             self.place, self._epoch_ended = "before the batches of an epoch", False
-            self.means = {}
+            self.means, standing.metric = {}, None
             self._seed(_EPOCH_BEGINS)
             yield position.epoch
             self._check_place("the next epoch", "after the batches of an epoch")
             self._close_epoch()
-            if position.epoch >= num_epochs or session.wanted.saves_after(
-                position.epoch, position.step
-            ):
+            if self._world.connected and session.agreement.on(int(standing.finished is not None)):
+                standing.finished = standing.finished or {"reason": "", "epochs": num_epochs}
+            due = session.wanted.saves_after(position.epoch, position.step)
+            if due or standing.is_best or not self._goes_on:
                 session.save()
             session.stop_on(session.agreement.on(session.received.signum))
         self.place = "after the epochs"
         self._seed(_EPOCH_BEGINS)
 
-    def finish(self) -> None:
+    @property
+    def _goes_on(self) -> bool:
+        """Whether an epoch is still to be trained, or to be brought to its end."""
+        position, finished = self._standing.position, self._standing.finished is not None
+        return position.epoch < self._num_epochs and (not finished or position.step_in_epoch > 0)
+
+    def finish(self, reason: str) -> None:
+        """Let this epoch be the last; see `OwnRun.finish`."""
+        self._check_place("run.finish", _IN_BATCHES, "after the batches of an epoch")
+        self._standing.finished = {"reason": str(reason), "epochs": self._num_epochs}
+
+    def best(self, name: str, mode: str) -> bool:
+        """Return whether this epoch is the best so far; see `OwnRun.best`."""
+        self._check_place("run.best", "after the batches of an epoch")
+        standing = self._standing
+        watch = standing.watch or Watch(metric=name, mode=mode)
+        if mode not in ("min", "max"):
+            raise UserError(f"run.best({name!r}, mode={mode!r}): it must be 'min' or 'max'.")
+        if (watch.metric, watch.mode) != (name, mode):
+            raise UserError(
+                f"run.best({name!r}, mode={mode!r}): the best checkpoint of this run is chosen by "
+                f"{watch.metric!r}, {watch.mode!r}. A run has one such measure."
+            )
+        if name not in self.means:
+            raise UserError(
+                f"run.best({name!r}): there is no such mean. {did_you_mean(name, self.means)}"
+                f"run.means has: {', '.join(self.means) or 'nothing'}. Call it after the batches, "
+                "or after run.validation, in which run.log is given the value."
+            )
+        standing.metric = self.means[name]
+        standing.watch = watch.after(standing.metric, standing.position.epoch + 1, 0.0)
+        return standing.is_best
+
+    def load_best(self) -> int:
+        """Return the epoch of the best checkpoint, now that the modules have its weights."""
+        self.leave()
+        self._check_place("run.load_best", "after the epochs")
+        session = self._session
+        return keeping.load_best(self._standing, session.path / "checkpoints", self._world)
+
+    def leave(self) -> None:
         """Save where the script has left its loops, if it is not saved yet."""
         if self.place == "after the batches of an epoch":
             self._close_epoch()
+            self.place, position = "after the epochs", self._standing.position
+            if self._goes_on:
+                self._session.left = f"left after epoch {position.epoch} of {self._num_epochs}"
         if self.place != "before the epochs":
             self._session.save()
 

@@ -50,7 +50,8 @@ def open_run(
             slurm submit`, or a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
         resume: whether to go on with the run that is there; where there is none, it begins.
-        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts.
+        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts. One
+            that is the path is left out.
         may_change: names of those that may be others when the run goes on.
         name: of the program, for `samestep compare`; by default that of the script.
         log_every: steps between two `step` records; by default the length decides: 200 to 500
@@ -66,12 +67,16 @@ def open_run(
         SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
             after a stop signal, with a checkpoint.
     """
+    is_path = directory.names_of_path(settings or {}, path)
+    plain = directory.plain_settings(
+        {name: value for name, value in (settings or {}).items() if name not in is_path}
+    )
     wanted = Wanted(
         path=path,
         seed=seed,
         resume=resume,
-        settings=directory.plain_settings(settings or {}),
-        may_change=may_change,
+        settings=plain,
+        may_change=may_change if isinstance(may_change, str) else {*may_change, *is_path},
         name=name or ending.script_name(),
         log_every=log_every,
         checkpoint_every_epochs=checkpoint_every_epochs,
@@ -144,7 +149,7 @@ class OwnRun:
         given, error = error, ending.as_mistake(error)
         try:
             if error is None:
-                loops.finish()
+                loops.leave()
                 session.world.barrier()  # another rank may have failed after its last step
         except Exception as late:
             error = late
@@ -210,6 +215,57 @@ class OwnRun:
         epoch was left to train.
         """
         return self._means if self._loops is None else self._loops.means
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Numbers and texts that checkpoints hold, by name: `run.state["waited"] = 3`.
+
+        Set first values before the epochs: a run that goes on has its checkpoint's from there on.
+        They must be the same on all ranks.
+        """
+        return self._opened.standing.own
+
+    def best(self, name: str = "loss", *, mode: Literal["min", "max"] = "min") -> bool:
+        """Return whether a value of `means` is the best so far; then so is this epoch's checkpoint.
+
+            if run.best("accuracy", mode="max"):
+                run.state["waited"] = 0
+
+        Call it in each epoch, after the batches or after the validation. The best checkpoint is
+        always kept, `load_best` reads it, and `checkpoints/index.json` names it.
+
+        Args:
+            name: what was logged; the same in each epoch.
+            mode: whether less is better, or more.
+
+        Raises:
+            UserError: it is called elsewhere, or nothing of this name was logged.
+        """
+        return self._within.best(name, mode)
+
+    def finish(self, reason: str = "finished early") -> None:
+        """Let this epoch be the last, on all ranks, once any of them has called it.
+
+        A run that has finished is not trained on by the same command: only where more epochs are
+        asked for than there were.
+
+        Args:
+            reason: for the records.
+
+        Raises:
+            UserError: it is called outside of an epoch.
+        """
+        self._within.finish(reason)
+
+    def load_best(self) -> int:
+        """Return the epoch of the best checkpoint, after its weights are in the modules of `state`.
+
+        Call it after the epochs: what follows is not saved.
+
+        Raises:
+            UserError: it is called before, or `best` never was.
+        """
+        return self._within.load_best()
 
     def place(self, thing: Thing) -> Thing:
         """Return a module or a tensor on this rank's device."""

@@ -107,6 +107,8 @@ class Session:
         self.means = Means(self.world)
         self.begun = False
         """Whether the run's records have begun, or gone on, in this process."""
+        self.left = ""
+        """How the script has left its epochs early, for a record; empty where it has not."""
         self._early: list[Record] = []
         """Of what came before the records began."""
         self._resumed: tuple[str, list[str]] | None = None
@@ -218,6 +220,12 @@ class Session:
             say(self.world, f"Stopped by {reason} after step {step}; {goes_on}")
         elif error is not None:
             status, reason = "failed", f"failed: {error or type(error).__name__}"
+        elif self.standing.finished is not None:
+            reason = self.standing.finished["reason"]
+        elif self.left:
+            reason = self.left
+            more = "With resume=True it goes on from there; run.finish() ends it for good."
+            say(self.world, f"The run was {reason}. {more}")
         self.emit({"event": "stop", "step": step, "reason": reason})
         self.run.write_result(directory.result_of(self.world, self.standing, status, reason))
 

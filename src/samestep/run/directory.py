@@ -97,8 +97,14 @@ def lock_run(path: Path) -> BinaryIO:
     """Hold a run for this process; the lock ends with it, however it ends.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it, or this one.
     """
+    own = _held.get(path.resolve())
+    if own is not None and not own.closed:
+        raise UserError(
+            f"{path} is open in this process already. Leave the `with` of that run first, or name "
+            "another directory."
+        )
     try:
         _held[path.resolve()] = hold(path / "run.lock")
         return _held[path.resolve()]
