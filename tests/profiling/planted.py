@@ -213,14 +213,14 @@ SITUATIONS = [
         "straggler",
         "rank 1",
         nproc=2,
-        recipe=(("backward", "0.01 if RANK == 1 else 0"),),
+        recipe=(("backward", "0.05 if RANK == 1 else 0"),),
     ),
     Situation(
         "a rank whose data is slow",
         "straggler",
         "for its data",
         nproc=2,
-        recipe=(("train", "Samples()"), ("sample", "0.001 if RANK == 1 else 0")),
+        recipe=(("train", "Samples()"), ("sample", "0.003 if RANK == 1 else 0")),
         slow=True,
     ),
     Situation("a tiny model on two ranks", "communication-bound", "latency", nproc=2),
@@ -283,7 +283,7 @@ SITUATIONS = [
         "much logging in a script",
         "loop-bound",
         "once in many",
-        script=(("after_step", "time.sleep(0.01)  # drawing, writing, printing"),),
+        script=(("after_step", "time.sleep(0.03)  # drawing, writing, printing"),),
     ),
 ]
 
