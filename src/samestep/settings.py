@@ -7,19 +7,15 @@ defaults, a TOML file, the flags.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 from samestep.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ParamDtype = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
-T = TypeVar("T")
-
-
-def _common(default: T) -> T:
-    """Declare a setting that the short `--help` shows, too."""
-    return cast("T", field(default=default, metadata={"common": True}))
+_COMMON = {"common": True}
+"""Marks a setting that the short `--help` shows, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +26,12 @@ class Settings:
         UserError: a value is out of its range, or two settings exclude each other.
     """
 
-    epochs: int | None = _common(None)
+    epochs: int | None = field(default=None, metadata=_COMMON)
     """Passes over the training set."""
-    max_steps: int | None = _common(None)
+    max_steps: int | None = field(default=None, metadata=_COMMON)
     """Stop after this many steps, whatever the epoch."""
 
-    batch_size: int | None = _common(None)
+    batch_size: int | None = field(default=None, metadata=_COMMON)
     """Samples per rank and micro-step; beside --global-batch-size, the most of them."""
     global_batch_size: int | None = None
     """Samples per optimizer step over all ranks; the batch size per rank then follows."""
@@ -43,20 +39,20 @@ class Settings:
     """Micro-steps per optimizer step; 1 unless both batch sizes are given."""
     eval_batch_size: int | None = None
     """Samples per rank and forward of an evaluation; by default those of a micro-step."""
-    virtual_ranks: int | None = _common(None)
+    virtual_ranks: int | None = field(default=None, metadata=_COMMON)
     """Cut each global batch into this many shares: equal to the last bit on any number of ranks."""
     drop_last: bool = False
     """Leave out the last global batch of an epoch when it is incomplete."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together; 0 keeps its order."""
 
-    optimizer: Literal["adam", "adamw", "sgd"] = _common("adam")
+    optimizer: Literal["adam", "adamw", "sgd"] = field(default="adam", metadata=_COMMON)
     """The optimizer, unless the recipe makes its own."""
-    lr: float = _common(1e-3)
+    lr: float = field(default=1e-3, metadata=_COMMON)
     """Learning rate, before scaling."""
     momentum: float = 0.0
     """Momentum, for sgd."""
-    weight_decay: float = _common(0.0)
+    weight_decay: float = field(default=0.0, metadata=_COMMON)
     """Weight decay; decoupled in adamw, an L2 penalty in adam and sgd."""
     clip_norm: float | None = None
     """Clip the gradient to this norm."""
@@ -69,25 +65,25 @@ class Settings:
     """How the learning rate follows global batch / base batch (linear: Goyal et al. 2017)."""
     base_batch_size: int | None = None
     """The global batch size that --lr was tuned for; needed for --lr-scaling."""
-    warmup_steps: int = _common(0)
+    warmup_steps: int = field(default=0, metadata=_COMMON)
     """Steps of a linear ramp up to --lr."""
-    schedule: Literal["constant", "cosine"] = _common("constant")
-    """Learning rate after the warm-up; cosine falls to 0 by the end, step by step. A recipe may have
-    a schedule of its own."""
+    schedule: Literal["constant", "cosine"] = field(default="constant", metadata=_COMMON)
+    """Learning rate after the warm-up; cosine falls to 0 by the end, step by step. A recipe may
+    have a schedule of its own."""
 
     engine: Literal["native", "lightning"] = "native"
     """What runs the loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
-    precision: Precision = _common("fp32")
-    """Type of the arithmetic: bf16 and fp16 are autocast (fp16 with a gradient scaler); fp64 converts
-    model and data."""
+    precision: Precision = field(default="fp32", metadata=_COMMON)
+    """Type of the arithmetic: bf16 and fp16 are autocast (fp16 with a gradient scaler); fp64
+    converts model and data."""
     param_dtype: ParamDtype | None = None
     """Type of weights and optimizer state; by default fp32, or fp64 as --precision says. bf16 needs
     --precision bf16."""
     matmul_precision: MatmulPrecision | None = None
     """Within float32 products and convolutions; highest forbids TF32. By default PyTorch's."""
-    seed: int = _common(42)
+    seed: int = field(default=42, metadata=_COMMON)
     """Seed of all that is random: initial weights, order, augmentation, dropout."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = _common("auto")
+    device: Literal["auto", "cpu", "cuda", "mps"] = field(default="auto", metadata=_COMMON)
     """Where to train; auto takes the best device here."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """What connects the ranks; auto chooses by platform and device."""
@@ -95,7 +91,7 @@ class Settings:
     """Seconds that ranks wait for the slowest of them before they give up."""
     bucket_cap_mb: int | None = None
     """MiB of gradients that ranks reduce at once; by default PyTorch's 25."""
-    compile: Literal["off", "on"] = _common("off")
+    compile: Literal["off", "on"] = field(default="off", metadata=_COMMON)
     """Compile whole steps into one graph: slow to start, fast after."""
     channels_last: bool = False
     """Lay images out channel by channel within a pixel: faster convolutions on many devices."""
@@ -113,12 +109,12 @@ class Settings:
     """Normalise over the samples of all ranks, not of each; on NVIDIA GPUs alone."""
     threads: int | None = None
     """CPU threads per rank; by default OMP_NUM_THREADS, else chosen from cores and model."""
-    num_workers: int = _common(0)
+    num_workers: int = field(default=0, metadata=_COMMON)
     """Loader processes per rank; for data that is not held in memory."""
     oversubscribe: bool = False
     """Insist on more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
-    run_dir: str | None = _common(None)
+    run_dir: str | None = field(default=None, metadata=_COMMON)
     """Directory of the run; by default a new one in runs/."""
     log_every: int | None = None
     """Steps between two `step` records; by default the length decides: 200 to 500 records, and in
@@ -135,12 +131,12 @@ class Settings:
     """Minutes between two checkpoints, beside the others."""
     keep_top_k: int | None = None
     """Keep only the last checkpoint and the best K by --monitor; by default keep all."""
-    monitor: str | None = _common(None)
+    monitor: str | None = field(default=None, metadata=_COMMON)
     """Validation metric that makes a checkpoint the best; by default accuracy, else loss."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether the best is the smallest or the largest; auto: min for the loss and what the recipe
     names in lower_is_better, max for others."""
-    patience: int | None = _common(None)
+    patience: int | None = field(default=None, metadata=_COMMON)
     """Stop after this many evaluations without a new best; by --monitor."""
     min_delta: float = 0.0
     """What counts as an improvement for --patience."""
@@ -148,7 +144,7 @@ class Settings:
     pictures: bool = True
     """Save pictures at the end of the run: predictions, and what the recipe draws."""
 
-    track: str | None = _common(None)
+    track: str | None = field(default=None, metadata=_COMMON)
     """Trackers that rank 0 sends the run to: comet, mlflow, tensorboard, wandb, or your own
     (my_tracker.py, package.module), with commas between them; none drops those of a resumed run."""
     track_project: str | None = None

@@ -65,9 +65,7 @@ def parse_target(
         given = names_given(flags)
         about = about.format(start.recipe.name)
         if asks_help:
-            whole = HELP_ALL in flags
-            there = {k: v for k, v in parts.items() if v}
-            _show_help(verb, target, about, there, no_effect, whole=whole)
+            _show_help(verb, target, about, parts, no_effect, whole=HELP_ALL in flags)
         parsed = _parse(f"{verb} {target}", about, flags, parts)
         request = finish(
             start,
@@ -77,12 +75,16 @@ def parse_target(
             resume=getattr(parsed.command, "resume", False),
             allow_change=getattr(parsed.command, "allow_change", None),
         )
-    for name in sorted(given & set(no_effect)):
+    _check_effect(verb, given & set(no_effect))
+    return parsed.command, request
+
+
+def _check_effect(verb: str, given: set[str]) -> None:
+    for name in sorted(given):
         raise UserError(
             f"--{flag_name(name)} has no effect on `samestep {verb}`, which chooses its own steps. "
             "Leave it out."
         )
-    return parsed.command, request
 
 
 def _beside(kind: type, options: Any) -> Any:
@@ -121,7 +123,7 @@ def _show_help(
     whole: bool,
 ) -> NoReturn:
     titles = {"command": verb, "recipe": f"options of {target}", "settings": "settings"}
-    groups = {title: parts[key] for key, title in titles.items() if key in parts}
+    groups = {title: parts[key] for key, title in titles.items() if parts[key]}
     sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect, whole=whole))
     sys.stdout.flush()  # whoever read it may have left, as `head` does
     raise SystemExit(0)

@@ -107,14 +107,7 @@ def make_plan(
         )
     if num_samples == 0:
         _check_stream(settings, world_size, global_batch, schedule)
-    per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
-    if num_samples == 0:
-        per_epoch = ENDLESS
-    if per_epoch == 0:
-        raise UserError(
-            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
-            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
-        )
+    per_epoch = _steps_per_epoch(settings, num_samples, global_batch)
     epochs, total = _length(settings, per_epoch)
     return Plan(
         world_size=world_size,
@@ -195,6 +188,18 @@ def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> f
             f"{total}; it must be a number of 0 or more, which the learning rate is multiplied by."
         )
     return factor
+
+
+def _steps_per_epoch(settings: Settings, num_samples: int, global_batch: int) -> int:
+    if num_samples == 0:
+        return ENDLESS
+    per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
+    if per_epoch == 0:
+        raise UserError(
+            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
+            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
+        )
+    return per_epoch
 
 
 def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
