@@ -38,7 +38,8 @@ if TYPE_CHECKING:
         SpiralDataModule,
         TrackerLogger,
     )
-    from samestep.own_loop.own_run import OwnRun, open_run
+    from samestep.own_loop.opening import open_run
+    from samestep.own_loop.own_run import OwnRun
     from samestep.ranks.process_group import (
         barrier,
         cleanup,
@@ -103,7 +104,7 @@ _HOMES = {
     "is_main_process": "ranks.process_group",
     "load": "api.checkpoints",
     "normal": "data.keyed_random",
-    "open_run": "own_loop.own_run",
+    "open_run": "own_loop.opening",
     "predict": "api.checkpoints",
     "read_records": "run.records",
     "reduce_tensor": "ranks.process_group",
