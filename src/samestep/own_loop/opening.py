@@ -53,14 +53,12 @@ def open_run(
             after a stop signal, with a checkpoint.
     """
     is_path = directory.names_of_path(settings or {}, path)
-    plain = directory.plain_settings(
-        {name: value for name, value in (settings or {}).items() if name not in is_path}
-    )
+    kept = {name: value for name, value in (settings or {}).items() if name not in is_path}
     wanted = Wanted(
         path=path,
         seed=seed,
         resume=resume,
-        settings=plain,
+        settings=directory.plain_settings(kept),
         may_change=may_change if isinstance(may_change, str) else {*may_change, *is_path},
         name=name or ending.script_name(),
         log_every=log_every,
