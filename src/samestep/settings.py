@@ -41,6 +41,8 @@ class Settings:
     """Samples per rank and forward of an evaluation; by default those of a micro-step."""
     virtual_ranks: int | None = field(default=None, metadata=_COMMON)
     """Cut each global batch into this many shares: equal to the last bit on any number of ranks."""
+    self_check: bool = True
+    """With virtual ranks, compute one share of the first step a second time and compare."""
     drop_last: bool = False
     """Leave out the last global batch of an epoch when it is incomplete."""
     shuffle_buffer: int = 0
@@ -250,7 +252,14 @@ MAY_CHANGE = frozenset(
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
         *("timeout_s", "bucket_cap_mb", "cudnn_benchmark", "deterministic"),
         *("find_unused", "static_graph"),
-        *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
+        *(
+            "checkpoint_activations",
+            "threads",
+            "self_check",
+            "num_workers",
+            "oversubscribe",
+            "eval_batch_size",
+        ),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
         *("keep_top_k", "pictures", "data_dir", "download", "cache", "max_corrupt"),

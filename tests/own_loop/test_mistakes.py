@@ -45,6 +45,11 @@ MISTAKES = {
         '"optimizer": 1}',
         "state['optimizer']",
     ),
+    "a sparse buffer": (
+        "state, size",
+        "model.register_buffer('graph', torch.eye(2).to_sparse())\n    state, size",
+        "graph",
+    ),
     "no state": ("state, size = {", "state, size = {} and {", "state="),
     "batch size 0": ("}, 6", "}, 0", "global_batch_size"),
     "parameters that nobody keeps": ("loss, model)", "loss, model, other)", "state"),

@@ -62,6 +62,13 @@ MISTAKES = {
         "model()",
     ),
     "no weights": ({"model": "def model():\n    return nn.ReLU()"}, "parameters"),
+    "a sparse buffer": (
+        {
+            "model": "def model():\n    built = nn.Linear(4, 2)\n"
+            "    built.register_buffer('graph', torch.eye(4).to_sparse())\n    return built"
+        },
+        "graph",
+    ),
     "a model of other inputs": ({"model": "def model():\n    return nn.Linear(5, 2)"}, "(8, 4)"),
     "labels out of range": ({"targets": "(x[:, 0] > 0).long() + 1"}, "0 to 1"),
     "one label out of range": (
@@ -74,6 +81,15 @@ MISTAKES = {
     "a loss that is a float": ({"more": ", loss=lambda o, t: 0.5"}, "float"),
     "no loss": ({"more": ", loss=lambda o, t: None"}, "None"),
     "a loss that raises": ({"more": ", loss=lambda o, t: o.nothing"}, "mine.py:16"),
+    "a loss of all pairs, nothing validated": (
+        {
+            "model": "def model():\n    return nn.Linear(4, 1)",
+            "targets": "x[:, 0]",
+            "data": "Splits(train=(x, y))",
+            "more": ", loss=nn.functional.mse_loss, metrics={}",
+        },
+        "(8, 1)",
+    ),
     "a loss of all pairs": (
         {
             "model": "def model():\n    return nn.Linear(4, 1)",

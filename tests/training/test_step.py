@@ -8,8 +8,9 @@ from samestep import Settings, UserError
 from samestep.data.blocks import Block
 from samestep.data.order import share
 from samestep.ranks.world import World
+from samestep.training.alike import seed_torch
 from samestep.training.optimizer import make_optimizer
-from samestep.training.step import EagerStep, Trainee, seed_torch
+from samestep.training.step import EagerStep, Trainee
 
 
 class Drawing(nn.Module):

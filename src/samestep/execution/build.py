@@ -24,6 +24,7 @@ from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Settings
+from samestep.training.alike import seed_alike, seed_rank
 from samestep.training.apply import applied, terms_of
 from samestep.training.compiled import Compiles, make_step, what_compiles
 from samestep.training.compiled_evaluation import with_forward
@@ -37,7 +38,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, make_plan
 from samestep.training.precision import check_precision, data_dtype, make_scaler
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.snapshot import random_numbers, seed_alike, seed_rank
+from samestep.training.snapshot import random_numbers
 from samestep.training.step import Trainee
 from samestep.training.stopping import Watch
 from samestep.training.threads import choose_threads

@@ -14,12 +14,13 @@ from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
 from samestep.recipe import Recipe, Splits
+from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, terms_of
 from samestep.training.backends import switched
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
 from samestep.training.prepare import place_loss
-from samestep.training.snapshot import check_classes, seed_alike
+from samestep.training.snapshot import check_classes
 from samestep.training.threads import choose_threads
 
 

@@ -16,9 +16,10 @@ from samestep.run import checkpoints
 from samestep.run.directory import is_run
 from samestep.run.index import Entry, find_checkpoint
 from samestep.settings import Settings
+from samestep.training.alike import seed_alike
 from samestep.training.precision import check_precision, data_dtype
 from samestep.training.prepare import hold_parameters, to_channels_last
-from samestep.training.snapshot import check_recipe, load_evaluated, seed_alike
+from samestep.training.snapshot import check_recipe, load_evaluated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,12 @@
 """What equal bits need beside the settings: the same PyTorch and the same model of device."""
 
-import platform
 from pathlib import Path
-
-import torch
 
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import read_records
+from samestep.training.alike import arithmetic
 from samestep.training.work import Work
-
-
-def arithmetic(device: torch.device) -> dict[str, str]:
-    """Return what decides how a device rounds: PyTorch's version and the model of the device."""
-    if device.type == "cuda":
-        model = torch.cuda.get_device_name(device)
-    else:
-        model = f"{_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
-    return {"torch": torch.__version__, "device": model}
 
 
 def check_promise(world: World) -> None:
@@ -58,15 +47,3 @@ def promise_notes(work: Work, path: Path) -> list[str]:
     before, after = (" on ".join(one.values()) for one in (starts[-1], now))
     was = f"The run was trained with PyTorch {before}; here it is {after}."
     return [f"{was} From here on it is the same training to rounding, not to the last bit."]
-
-
-def _cpu() -> str:
-    """Return the model of this machine's processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -24,13 +24,13 @@ from samestep.run.directory import is_run
 from samestep.run.index import read_index
 from samestep.run.records import read_records
 from samestep.settings import Settings
+from samestep.training.alike import seed_alike
 from samestep.training.backends import switched
 from samestep.training.draws import batch_norms
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan
 from samestep.training.precision import data_dtype
 from samestep.training.prepare import prepare
-from samestep.training.snapshot import seed_alike
 from samestep.training.work import Work
 
 

@@ -17,9 +17,9 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe, find_recipe
 from samestep.recipes import cifar10
 from samestep.settings import Settings, merge_layers
+from samestep.training.alike import seed_alike
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan, make_plan
-from samestep.training.snapshot import seed_alike
 from samestep.training.work import Work
 
 

@@ -18,6 +18,7 @@ from samestep.lightning.data import Part, choose_options, resolve, world_of
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Settings
+from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.apply import call
 from samestep.training.epoch_metrics import Seen
 from samestep.training.evaluation import Totals
@@ -25,8 +26,7 @@ from samestep.training.optimizer import optimizer_of
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.snapshot import seed_alike
-from samestep.training.step import check_loss, seed_torch
+from samestep.training.step import check_loss
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -156,6 +156,11 @@ class LitRecipe(pl.LightningModule):
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
         return part * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Seed what a recipe's own optimizer draws: the same numbers on all ranks."""
+        if self.recipe.optimizer is not None:
+            seed_update(self.settings.seed, self.trainer.global_step, self.device)
+
     def take_seen(self) -> list[Seen]:
         """Return the outputs of the micro-steps since the last call."""
         seen, self._seen = self._seen, []
@@ -163,6 +168,8 @@ class LitRecipe(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:
         """Log the loss of the global batch where the Trainer logs."""
+        if batch.last and self.recipe.optimizer is not None:
+            seed_rank(mix(self.settings.seed, self.trainer.global_step), self.trainer.global_rank)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if batch.last and every and self.trainer.global_step % every == 0:
             loss = torch.as_tensor(self.step_loss, device=self.device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from samestep.execution.session import Task
 from samestep.lightning.data import Part
 from samestep.lightning.module import LitRecipe
+from samestep.training.alike import is_checked
 from samestep.training.between import checkpoint_name, evaluate_now, judge
 from samestep.training.due import is_recorded
 from samestep.training.epoch_metrics import Seen
@@ -18,6 +19,7 @@ from samestep.training.meter import Meter, epoch_record
 from samestep.training.parallel import tell_end_of_autograd
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
+from samestep.training.snapshot import check_alike
 from samestep.training.step import StepResult, check_used
 from samestep.training.work import Taken, close_epoch, epoch_is_full
 
@@ -97,6 +99,8 @@ class Records(Callback):
         position.samples += batch.size
         for record in self._meter.count(taken):
             self._task.emit(record)
+        if is_checked(position.step - 1, position.step):
+            check_alike(work, position.step)
         work.phases.lap("other")
         ends = epoch_is_full(work, state)
         if ends or position.step == total:

@@ -14,6 +14,7 @@ from samestep.data.trees import map_tensors
 from samestep.errors import UserError, blame
 from samestep.own_loop.means import Sums
 from samestep.ranks.world import World
+from samestep.recipe import check_dense
 from samestep.run import checkpoints
 from samestep.run.index import Entry, announce, find_checkpoint, read_index
 from samestep.run.records import Record
@@ -96,6 +97,8 @@ def check_state(state: Any) -> None:
                 f"state[{name!r}] is a {type(kept).__name__}, which has no state_dict and "
                 "load_state_dict. Leave it out, or put it into an object that has both."
             )
+        if isinstance(kept, nn.Module):
+            check_dense(kept, f"state[{name!r}] has")
         if _is_sharded(kept):
             raise UserError(
                 f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints hold "

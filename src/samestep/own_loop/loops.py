@@ -20,11 +20,10 @@ from samestep.own_loop.keeping import Kept
 from samestep.own_loop.means import Means
 from samestep.own_loop.session import Session
 from samestep.recipe import Collate
+from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.clock import Clock
 from samestep.training.due import is_recorded, steps_between_records
 from samestep.training.parallel import share_buffers
-from samestep.training.snapshot import seed_alike, seed_rank
-from samestep.training.step import seed_torch
 from samestep.training.stopping import Watch
 
 _EPOCH_BEGINS, _EPOCH_ENDS, _VALIDATED = 1, 2, 3
@@ -47,6 +46,8 @@ class Loops:
         self.passes = Passes(self._world)
         self.used = False
         """Whether the script has done anything with the batch."""
+        self._backwards = 0
+        """Of the running step."""
         self._num_epochs = 0
         self._log_every = session.wanted.log_every
         self._clock = Clock(self._standing.position)
@@ -231,6 +232,8 @@ class Loops:
         if is_recorded(position.step, self._log_every):
             self._record(means.of_step())
         means.next_step()
+        if is_checked(position.step - 1, position.step):
+            session.check_weights()
         signum = session.agreement.after(position.step).signum
         every = wanted.checkpoint_every_steps
         saves = every is not None and position.step % every == 0 and not is_last
@@ -377,9 +380,16 @@ class Loops:
 
     def _seed_step(self) -> None:
         """Seed what the script draws in a step: other numbers on each rank."""
+        self._backwards = 0
         seed, step = self._session.wanted.seed, self._standing.position.step
         seed_torch(mix(seed, self._world.rank, step), self._world.device)
         seed_rank(mix(seed, step), self._world.rank)
+
+    def seed_update(self) -> None:
+        """Seed what the script draws after a backward: the same numbers on each rank."""
+        self._backwards += 1
+        seed, step = self._session.wanted.seed, self._standing.position.step
+        seed_update(seed, step, self._world.device, self._backwards)
 
     def _seed(self, *tags: int) -> None:
         """Seed what the script draws around the batches: the same numbers on each rank.

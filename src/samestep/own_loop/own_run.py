@@ -239,7 +239,8 @@ class OwnRun:
         The order depends on seed and epoch alone. Each global batch is shared out as evenly as
         possible; the last one of an epoch may be smaller. Between two batches ranks agree on stop
         signals, and checkpoints are written. Before each, all random generators are seeded by
-        (seed, rank, step); what must not depend on the number of ranks is drawn from the batch.
+        (seed, rank, step), up to `backward`; what must not depend on the number of ranks is drawn
+        from the batch.
 
         Args:
             data: a tensor, a tuple of tensors, or a map-style `Dataset`.
@@ -294,7 +295,8 @@ class OwnRun:
         """Add the gradient of the loss over the global batch to what is to be trained.
 
         Only the gradients of what is named are computed, and added up over all ranks, so a script
-        may have several losses and optimizers. Every rank calls it equally often.
+        may have several losses and optimizers. Every rank calls it equally often. What is drawn
+        after it, until the next batch, is the same on all ranks, since it may change the weights.
 
         Returns:
             The loss over the global batch, the same on all ranks: what a closure gives to LBFGS.
@@ -314,11 +316,16 @@ class OwnRun:
         batch, parameters = loops.current("run.backward", trains=True), parameters_of(trained)
         if not self._trained.issuperset(map(id, (*trained, *parameters))):
             self._trained |= check_kept(session.standing.state, trained)
+            named = session.trained
+            others = [p for p in parameters if all(p is not known for known in named.values())]
+            named |= {f"{len(named) + n} {tuple(p.shape)}": p for n, p in enumerate(others)}
         check_loss(loss)
         world, step = session.world, session.standing.position.step
         loops.passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
-        return backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
+        total = backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
+        loops.seed_update()
+        return total
 
     def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
         """Take values of this batch, each its mean; records have the means over all ranks.

@@ -9,6 +9,7 @@ from signal import Signals
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep.errors import UserError
@@ -27,7 +28,7 @@ from samestep.run.files import read_object
 from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import Record
 from samestep.settings import MAY_CHANGE
-from samestep.training.snapshot import seed_alike
+from samestep.training import alike
 from samestep.training.stopping import Agreement, catch_signals
 
 
@@ -105,6 +106,8 @@ class Session:
             say(self.world, f"{self.path} is a new run: to go on with it, name it in open_run.")
         self.standing = Standing(program=wanted.name, settings=wanted.settings)
         self.means = Means(self.world)
+        self.trained: dict[str, Tensor] = {}
+        """The weights of the modules in `state`, and what else `run.backward` was given."""
         self.begun = False
         """Whether the run's records have begun, or gone on, in this process."""
         self.left = ""
@@ -118,7 +121,7 @@ class Session:
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
         self._forgets = register_optimizer_step_post_hook(_forget_casts)
-        seed_alike(wanted.seed)
+        alike.seed_alike(wanted.seed)
 
     def track(self, state: Any) -> None:
         """Take the state that checkpoints hold, and bring it to where the run stands.
@@ -130,6 +133,8 @@ class Session:
         world.on_every(lambda: keeping.check_state(state))
         standing.state = dict(state)
         keeping.share_weights(standing.state, world)
+        modules = [(n, kept) for n, kept in standing.state.items() if isinstance(kept, nn.Module)]
+        self.trained = {f"{n}.{of}": p for n, m in modules for of, p in m.named_parameters()}
         resumes = self.wanted.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
             entry, saved, problems = found
@@ -194,10 +199,20 @@ class Session:
         if not self.begun or self._saved_at == (position.epoch, position.step):
             return
         self.means.read()  # what is on the device still belongs to the sums
+        self.check_weights()
         folder, keep = self.path / "checkpoints", self.wanted.keep_checkpoints
         record = keeping.save(folder, self.world, self.standing, self.means.sums, keep)
         self.emit({**record, "seconds": time.perf_counter() - started})
         self._saved_at = position.epoch, position.step
+
+    def check_weights(self) -> None:
+        """Check that all ranks have the same weights.
+
+        Raises:
+            UserError: on every rank, that they have not.
+        """
+        step, added = self.standing.position.step, "add it up by run.backward, not loss.backward()"
+        alike.check_weights(self.trained, self.world, step, added)
 
     def stop_on(self, signum: int) -> None:
         """Save and stop where all ranks have agreed on a signal.

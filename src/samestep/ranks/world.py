@@ -4,12 +4,13 @@ Everything else is handed a `World` and asks it. At world size 1 every collectiv
 input, so that one path of code serves a laptop and a cluster.
 """
 
+import contextlib
 import datetime as dt
 import gc
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -164,6 +165,26 @@ def _try(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
         return function(), None
     except UserError as error:
         return None, error
+
+
+@contextlib.contextmanager
+def as_if_alone() -> Iterator[None]:
+    """Let code that asks for its rank hear 0, and for the number of ranks 1, meanwhile."""
+    told = {"get_rank": 0, "get_world_size": 1, "is_initialized": False}
+    asked = [(m, name) for m in (dist, dist.distributed_c10d) for name in told]
+    kept = [getattr(module, name) for module, name in asked]
+    named = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    named |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    before = {name: os.environ[name] for name in named if name in os.environ}
+    for module, name in asked:
+        setattr(module, name, lambda *_, answer=told[name], **__: answer)
+    os.environ.update({name: named[name] for name in before})
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+        for (module, name), function in zip(asked, kept, strict=True):
+            setattr(module, name, function)
 
 
 def choose_device(

@@ -40,8 +40,8 @@ def dry_run(
 ) -> Metrics:
     """Evaluate a few samples with copies of model, loss and metrics that share the weights.
 
-    Those of the training set are left to the first step, which checks them before it changes
-    anything; but where only they are measured, they are tried here.
+    Where nothing is evaluated they are of the training set. What fails with those is left to the
+    first step, which tells it before it changes anything, unless they are measured.
 
     Args:
         model: as it was built, not wrapped.
@@ -60,10 +60,8 @@ def dry_run(
         UserError: something of the recipe fails, or returns what cannot be used.
     """
     check_extra_state(model)
-    if evaluated is None:
-        if not recipe.metrics:
-            return recipe.metrics
-        evaluated = train
+    told_later = evaluated is None and not recipe.metrics
+    evaluated = train if evaluated is None else evaluated
     with random_numbers(0):
         batch = evaluated.peek(_SAMPLES)
     inputs, targets = batch.inputs, batch.targets
@@ -77,13 +75,20 @@ def dry_run(
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
     with as_evaluated(trial, seed=0):
         takes, terms = applied(trial, recipe), terms_of(recipe)
-        outputs = outputs_of(takes, inputs, precision, world.device, defined_at(recipe.model))
+        try:
+            outputs = outputs_of(takes, inputs, precision, world.device, defined_at(recipe.model))
+        except UserError:
+            if told_later:
+                return metrics
+            raise
         if loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss:
             ignored = getattr(loss, "ignore_index", -100)
             for name, source in (("training", train), ("evaluated", evaluated)):
                 _check_labels(name, source, outputs, ignored)
         with autocast(precision, world.device):
             _check_pairs(trial_loss, outputs, targets, loss)
+            if told_later:
+                return metrics
             totals = Totals(trial_loss, trial_metrics, world, classes, terms)
             totals.add(outputs, batch)
             totals.objects.check()

@@ -14,6 +14,7 @@ from samestep.data.trees import describe
 from samestep.errors import UserError, blame
 from samestep.ranks.world import World
 from samestep.settings import Precision, Settings
+from samestep.training.alike import seed_torch
 from samestep.training.apply import Terms, call
 from samestep.training.buffers import keep_buffers
 from samestep.training.confusion import Confusion
@@ -21,7 +22,7 @@ from samestep.training.metrics import Objects, functions_of, told, values_of
 from samestep.training.parts import sum_over_parts
 from samestep.training.precision import autocast
 from samestep.training.snapshot import random_numbers
-from samestep.training.step import check_loss, seed_torch
+from samestep.training.step import check_loss
 from samestep.training.stopping import Agreement
 
 

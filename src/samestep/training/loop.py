@@ -8,10 +8,12 @@ from collections.abc import Generator, Iterator
 
 from samestep.data.blocks import Block
 from samestep.run.records import Record
+from samestep.training.alike import is_checked
 from samestep.training.between import Between, after_step, catch_up, end_of_epoch, stop_early
 from samestep.training.due import is_recorded
 from samestep.training.meter import Meter
 from samestep.training.plan import learning_rate
+from samestep.training.snapshot import check_alike
 from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full, is_done
 
 
@@ -24,7 +26,8 @@ def train(work: Work, state: State, between: Between) -> Iterator[Record]:
         `state.stop_reason` says why it ended.
 
     Raises:
-        UserError: the loss became NaN or infinite, or a checkpoint could not be written.
+        UserError: the loss became NaN or infinite, the ranks' weights have drifted apart, or a
+            checkpoint could not be written.
     """
     work.trainee.model.train()
     meter = Meter(work, state)
@@ -35,6 +38,8 @@ def train(work: Work, state: State, between: Between) -> Iterator[Record]:
         meter.resume()
         for taken in epoch_steps(work, state):
             yield from meter.count(taken)
+            if is_checked(taken.first_step, state.position.step):
+                check_alike(work, state.position.step)
             yield from after_step(work, state, between, meter)
             if state.stop_reason:
                 return

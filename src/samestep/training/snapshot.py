@@ -17,6 +17,7 @@ from samestep.data.stream_lanes import Mark
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError
 from samestep.run.checkpoints import FORMAT
+from samestep.training.alike import check_weights, seed_alike, seed_rank
 from samestep.training.clock import Position
 from samestep.training.optimizer import load_state, set_lr
 from samestep.training.plan import learning_rate
@@ -28,8 +29,10 @@ from samestep.training.work import State, Work
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks call it; each adds what only it knows."""
+    check_alike(work, state.position.step)
     scaler = work.trainee.scaler
     plan, average = work.plan, work.trainee.average
+    virtual = work.settings.virtual_ranks is not None
     next_lr = learning_rate(plan, work.settings, state.position.step)
     set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
     mine: dict[str, Any] = {
@@ -38,18 +41,13 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "measured": state.measured.state(),
         "stream": _marks(work, state.position),
     }
-    virtual = work.settings.virtual_ranks is not None
-    if virtual:
-        mine["weights"] = weights_sha256(work.trainee.model)
     ranks = work.world.gather(mine)
-    if virtual:
-        _check_alike([rank["weights"] for rank in ranks], state.position.step)
     return {
         "format": FORMAT,
         "recipe": recipe,
         "classes": list(work.classes),
         "model": work.trainee.model.state_dict(),
-        **({"weights_sha256": mine["weights"]} if virtual else {}),
+        **({"weights_sha256": weights_sha256(work.trainee.model)} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
         "optimizer": work.trainee.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
@@ -76,21 +74,18 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     }
 
 
-def _check_alike(digests: Sequence[str], step: int) -> None:
-    """Check that all ranks have the same weights and buffers.
+def check_alike(work: Work, step: int) -> None:
+    """Check that all ranks have the same weights; with virtual ranks, buffers too.
 
     Raises:
         UserError: on every rank, that they have not.
     """
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise UserError(
-                f"--virtual-ranks: after step {step} ranks 0 and {rank} have other weights or "
-                "buffers. The model or the loss keeps something that virtual ranks change and "
-                "samestep cannot see; `samestep verify RECIPE --virtual-ranks V` names the first "
-                "step and tensor. Keep it in a buffer that each forward of a training step writes.",
-                on_all_ranks=True,
-            )
+    model = work.trainee.model
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if work.settings.virtual_ranks is not None:
+        named |= dict(model.named_buffers())
+    added = "something changes it after the ranks have added it up, such as a hook"
+    check_weights(named, work.world, step, added)
 
 
 def _order_of_stream(work: Work) -> dict[str, int]:
@@ -241,17 +236,6 @@ def _shape(value: object) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def seed_alike(seed: int) -> None:
-    """Seed every global generator the same on all ranks: for making the data and the model."""
-    torch.manual_seed(seed)
-    _seed_others(seed)
-
-
-def seed_rank(seed: int, rank: int) -> None:
-    """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
-    _seed_others(mix(seed, rank))
-
-
 @contextlib.contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
     """Seed every global generator; afterwards all are as they were."""
@@ -261,12 +245,6 @@ def random_numbers(seed: int) -> Iterator[None]:
         yield
     finally:
         _set_rng_state(kept)
-
-
-def _seed_others(drawn: int) -> None:
-    random.seed(drawn)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(drawn & 0xFFFFFFFF)
 
 
 def _rng_state() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
+from samestep.training.alike import may_draw, seed_rank, seed_torch, seed_update
 from samestep.training.apply import Terms, as_scalar, call
 from samestep.training.ema import Average
 from samestep.training.epoch_metrics import Seen
@@ -100,20 +101,6 @@ def check_loss(value: Any, loss: object) -> None:
     )
 
 
-def seed_torch(drawn: int, device: torch.device) -> None:
-    """Seed torch's generator of a device, and that of the CPU.
-
-    `torch.manual_seed` seeds those of all devices: ten times the work, at every step.
-    """
-    torch.default_generator.manual_seed(drawn)
-    if device.type == "cuda":
-        # There are no generators before; later it returns at once.
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[device.index or 0].manual_seed(drawn)
-    elif device.type == "mps":
-        torch.mps.manual_seed(drawn)
-
-
 class EagerStep:
     """Run steps one by one with PyTorch's own autograd."""
 
@@ -132,6 +119,8 @@ class EagerStep:
         self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
         self._update = Update(trainee.optimizer)
+        self._draws = "optimizer" in trainee.own and may_draw(trainee.optimizer)
+        """Whether the update may draw random numbers."""
         self._rank_seed = mix(settings.seed, world.rank)
         self._agreed, self._step = False, 0
         self._outputs: Any = None
@@ -167,12 +156,16 @@ class EagerStep:
         if scaler is not None:
             scaler.unscale_(trainee.optimizer)
         norm = self._clip(want_norm=want_norm)
+        if self._draws:
+            self._seed_update()
         if scaler is None:
             self._update(lrs[0])
         else:
             set_lr(trainee.optimizer, lrs[0])
             scaler.step(trainee.optimizer)
             scaler.update()
+        if self._draws:
+            seed_rank(mix(self._settings.seed, step + 1), self._world.rank)
         if trainee.average is not None:
             trainee.average.update()
         self._phases.lap("optimizer")
@@ -369,3 +362,7 @@ class EagerStep:
         """
         self._step = step
         seed_torch(mix_next(self._rank_seed, step), self._world.device)
+
+    def _seed_update(self) -> None:
+        """Seed what the optimizer draws: the same numbers on all ranks."""
+        seed_update(self._settings.seed, self._step, self._world.device)

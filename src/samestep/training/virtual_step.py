@@ -20,11 +20,13 @@ from samestep.data.loader_source import seed_reading
 from samestep.errors import UserError, is_not_deterministic
 from samestep.ranks.world import World
 from samestep.settings import Settings
+from samestep.training.alike import seed_torch
 from samestep.training.apply import as_scalar
 from samestep.training.buffers import StepBuffers
 from samestep.training.nondeterministic import refused_operation
 from samestep.training.phases import Phases
-from samestep.training.step import EagerStep, Trainee, Weights, check_used, seed_torch
+from samestep.training.self_check import SelfCheck
+from samestep.training.step import EagerStep, StepResult, Trainee, Weights, check_used
 from samestep.training.still import Still
 from samestep.training.tree import TreeSum
 from samestep.training.tree_reduce import Tensors, TreeReduce, add_tensors
@@ -49,8 +51,9 @@ class VirtualStep(EagerStep):
         self._dtype = torch.float64 if wide else torch.float32
         self._buffers = StepBuffers(trainee.model, self._dtype)
         self._still = Still(trainee)
-        self._draws = "optimizer" in trainee.own
-        """Whether the update may draw random numbers."""
+        self._check = SelfCheck(trainee, own=self._draws) if settings.self_check else None
+        """Until it has seen enough."""
+        self._repeats = self._check is not None
         self._reduce: TreeReduce | None = None
         self._numbers = -1
         """How many numbers travel with the gradients."""
@@ -74,19 +77,35 @@ class VirtualStep(EagerStep):
         in_place = not self._to_check and self._may_add_in_place()
         for part, parts in groupby(block.parts, key=lambda micro_step: micro_step.place):
             micro_steps = tuple(parts)
+            if self._repeats and self._check is not None:
+                self._check.keep(part, micro_steps)
             left = tree.left_of(part) if in_place and len(micro_steps) == 1 else None
             if left is not None:
                 tree.push(self._add_share(left, part, micro_steps), part // 2, level=1)
             else:
-                tree.push(self._share(part, micro_steps), part)
+                share = self._share(part, micro_steps)
+                if self._repeats and self._check is not None:
+                    self._check.take(share)
+                tree.push(share, part)
         self._to_check = False
+        if self._repeats:
+            self._repeat()
         *gradients, numbers = self._reducer()(tree.roots, present)
         loss, terms = self._settle(gradients, numbers, block.global_size, present)
-        if self._draws:
-            self._draw_as(self._world.num_parts)
         self._phases.lap("all_reduce" if self._world.connected else "backward")
         # The ranks' parts of a loss are added up where it is read.
         return loss if self._world.is_main else torch.zeros_like(loss), terms
+
+    def _repeat(self) -> None:
+        """Compute the first share of this rank again, once all ranks have theirs.
+
+        Raises:
+            UserError: on every rank, what depends on the number of ranks.
+        """
+        self._repeats, check, seen = False, self._check, len(self._seen)
+        assert check is not None
+        self._world.on_every(lambda: check.repeat(self._share))
+        del self._seen[seen:]
 
     def _agree_without(self) -> None:
         """Take part in what ranks agree on in their first step, without a sample of it."""
@@ -143,6 +162,16 @@ class VirtualStep(EagerStep):
             check_used(self._trainee.model)
         gradients = [self._gradient(p) for p in self._parameters]
         return [*gradients, torch.cat(numbers) if len(numbers) > 1 else numbers[0]]
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take the one step of this block."""
+        result = super().__call__(block, step, lrs, want_norm=want_norm)
+        if self._check is not None and self._check.after_update():
+            self._check = None
+        return result
+
+    def _seed_update(self) -> None:
+        self._draw_as(self._world.num_parts)
 
     def _draw_as(self, part: int) -> None:
         """Seed every generator for a virtual rank of this step, or for what follows them all."""

@@ -18,10 +18,10 @@ from samestep.execution.session import run_session
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, in_precision
+from samestep.training.alike import seed_alike
 from samestep.training.backends import switched
 from samestep.training.draws import ALL_KINDS, Kind, Seen, watched
 from samestep.training.plan import check_virtual
-from samestep.training.snapshot import seed_alike
 from samestep.training.stopping import Received
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
 from samestep.verification.exchange import (
@@ -92,7 +92,9 @@ class _Start:
         request, chosen = self._request, self._request.settings.precision
         options = self._world.on_main(lambda: request.recipe.complete_options(request.options))
         self._recipe: Recipe = replace(request.recipe, complete=None)
-        self._request = replace(request, options=options, resume=True)
+        # What is to be named here must not end the training.
+        settings = replace(request.settings, self_check=False)
+        self._request = replace(request, options=options, settings=settings, resume=True)
         seed_alike(request.settings.seed)
         # A run prepares all of its data; here a few samples are used.
         splits = load_splits(self._recipe, options, self._world, prepare=False)

@@ -16,11 +16,11 @@ from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, Settings, in_precision
+from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, call
 from samestep.training.draws import ALL_KINDS, Kind, Seen, batch_norms, watched
 from samestep.training.precision import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.snapshot import seed_alike
 from samestep.verification.difference import ROUNDING
 from samestep.verification.fingerprints import batch_mark, sample_marks
 from samestep.verification.randomness import hold_model

@@ -1,0 +1,156 @@
+"""What has to be alike on all ranks: how they round, what an update draws, and the weights.
+
+Ranks draw other numbers in forward, since they hold other samples. Whatever changes the weights has
+to draw the same everywhere, or the weights drift apart, and nothing else would show it.
+"""
+
+import platform
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from samestep.data.keyed_random import mix
+from samestep.data.loader_source import seed_reading
+from samestep.errors import UserError
+from samestep.ranks.world import World
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def arithmetic(device: torch.device) -> dict[str, str]:
+    """Return what decides how a device rounds: PyTorch's version and the model of the device."""
+    if device.type == "cuda":
+        model = torch.cuda.get_device_name(device)
+    else:
+        model = f"{_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
+    return {"torch": torch.__version__, "device": model}
+
+
+def _cpu() -> str:
+    """Return the model of this machine's processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def seed_torch(drawn: int, device: torch.device) -> None:
+    """Seed torch's generator of a device, and that of the CPU.
+
+    `torch.manual_seed` seeds those of all devices: ten times the work, at every step.
+    """
+    torch.default_generator.manual_seed(drawn)
+    if device.type == "cuda":
+        # There are no generators before; later it returns at once.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.default_generators[device.index or 0].manual_seed(drawn)
+    elif device.type == "mps":
+        torch.mps.manual_seed(drawn)
+
+
+def seed_alike(seed: int) -> None:
+    """Seed every global generator the same on all ranks: for making the data and the model."""
+    torch.manual_seed(seed)
+    _seed_others(seed)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
+    _seed_others(mix(seed, rank))
+
+
+def seed_update(seed: int, step: int, device: torch.device, nth: int = 0) -> None:
+    """Seed every generator alike on all ranks, for what changes the weights in a step.
+
+    `nth` tells apart several updates of one step.
+    """
+    drawn = mix(seed, 1, step, 0, nth)  # five parts: no forward of a rank is seeded alike
+    seed_reading(drawn)
+    if device.type != "cpu":
+        seed_torch(drawn, device)
+
+
+def _seed_others(drawn: int) -> None:
+    random.seed(drawn)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(drawn & 0xFFFFFFFF)
+
+
+def may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step may draw random numbers: PyTorch's own draw none."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    own = not type(optimizer).__module__.startswith("torch.optim.")
+    return own or bool(hooks) or "step" in vars(optimizer)
+
+
+def is_checked(before: int, after: int) -> bool:
+    """Whether ranks compare their weights after these steps: at the 1st, 2nd, 4th, 8th of a run."""
+    return before.bit_length() < after.bit_length()
+
+
+def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: str) -> None:
+    """Check that all ranks have the same weights, by one number for each.
+
+    Where ranks round differently there is nothing to compare.
+
+    Args:
+        named: the weights; the same names on every rank.
+        world: this rank among the others.
+        step: steps taken so far.
+        added: what may be wrong with a gradient that differs, for the message.
+
+    Raises:
+        UserError: on every rank, which weight differs, and the probable cause.
+    """
+    if not (world.connected and named):
+        return
+    bits = bits_of([*named.values()])
+    most, least = world.reduce(torch.stack([bits, -bits]), "max")
+    if torch.equal(most, -least):
+        return
+    gradients = [p.grad for p in named.values()]
+    dense = [g for g in gradients if g is not None and g.layout == torch.strided]
+    of_gradients = bits_of(dense).tolist() if len(dense) == len(gradients) else None
+    rounds = arithmetic(world.device) | {"threads": str(torch.get_num_threads())}
+    ranks = world.gather((bits.tolist(), of_gradients, rounds))
+    if any(rank[2] != ranks[0][2] for rank in ranks):
+        return
+    place, name = next((i, n) for i, n in enumerate(named) if int(most[i]) != -int(least[i]))
+    rank = next(r for r, found in enumerate(ranks) if found[0][place] != ranks[0][0][place])
+    summed = [found[1] and found[1][place] for found in ranks]
+    if not named[name].requires_grad:
+        why = "Nothing trains it: something writes it from a rank's own samples or random numbers."
+    elif summed.count(summed[0]) < len(summed):
+        why = f"Its gradient differs, too: {added}."
+    else:
+        why = (
+            f"{'' if None in summed else 'Its gradient is the same, so it is the update: '}what "
+            "changes it draws from a generator of its own that each rank seeds otherwise, or "
+            "reads the rank, the clock or a rank's own samples. Draw from torch's, Python's or "
+            "NumPy's global generator, which samestep seeds alike for it."
+        )
+    raise UserError(
+        f"The weights of the ranks have drifted apart: after step {step} {name} is another on "
+        f"rank {rank} than on rank 0. {why[0].upper()}{why[1:]} Earlier checkpoints are kept.",
+        on_all_ranks=True,
+    )
+
+
+def bits_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a sum of each tensor's bits (tensors,), int64 on the CPU; the host waits once."""
+    sums = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = real.detach().view(_BITS[real.element_size()])
+        # In a type of the same size nothing is copied; what flows over does not matter.
+        total = bits.sum(dtype=bits.dtype if bits.element_size() > 2 else torch.int64)
+        sums.append(total.to(tensors[0].device, torch.int64))
+    return torch.stack(sums).cpu()

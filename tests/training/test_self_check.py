@@ -1,0 +1,119 @@
+"""With virtual ranks, state that nobody can share ends a run at its first steps, by its name."""
+
+import pytest
+
+from tests import tiny
+from tests.command_line import refusal
+from tests.training.test_virtual_ranks_odd_models import RECIPE
+
+# Each of these trained without a word and had other weights on other numbers of ranks.
+HIDDEN = {
+    "a tensor in a plain attribute": (
+        (
+            "self.mean = 0.9 * getattr(self, 'mean', 0.0) + 0.1 * x.detach().mean(0)\n"
+            "        out = out + self.mean.sum()"
+        ),
+        "the model's mean",
+    ),
+    "a tensor deep in a container": (
+        (
+            "self.kept = getattr(self, 'kept', {'a': [torch.zeros(8)]})\n"
+            "        self.kept['a'][0] += x[0].detach()"
+        ),
+        "the model's kept",
+    ),
+    "a counter of forwards": ("self.n = getattr(self, 'n', 0) + 1", "the model's n"),
+    "a counter of a part": ("self.head.n = getattr(self.head, 'n', 0) + 1", "the model's head.n"),
+    "a generator": ("out = out + float(self.drawn.normal())", "the model's drawn"),
+    "a generator of torch": (
+        "out = out + torch.rand(1, generator=self.torchs)",
+        "the model's torchs",
+    ),
+    "a list as memory bank": (
+        "bank.append(out.detach().mean(0))\n        out = out - torch.stack(bank).mean(0)",
+        "outside of the model",
+    ),
+    "the clock": ("out = out * (1 + time.perf_counter())", "clock"),
+}
+OPTIMIZER = """
+class Own(torch.optim.SGD):
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.speeds = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                speed = self.speeds.setdefault(weight, torch.zeros_like(weight))
+                weight.sub_(speed.mul_(0.9).add_(weight.grad), alpha=0.01)
+"""
+HARMLESS = """
+        self.seen, self.shape = out.detach(), tuple(x.shape)
+        self.cache = getattr(self, 'cache', None) or [torch.arange(8.0)]
+        x.mul_(0.5)
+"""
+
+
+def with_forward(folder, lines, name="odd.py"):
+    text = RECIPE.replace(
+        "import torch, torchmetrics",
+        "import os, time\nimport numpy as np\nimport torch, torchmetrics\nbank = []",
+    )
+    text = text.replace(
+        "        self.kind, self.head",
+        "        self.drawn = np.random.default_rng(0)\n"
+        "        self.torchs = torch.Generator()\n        self.kind, self.head",
+    ).replace(
+        '        if self.kind == "counts":', f'        {lines}\n        if self.kind == "counts":'
+    )
+    return tiny.write_recipe(folder, text, name)
+
+
+@pytest.mark.parametrize(("lines", "named"), HIDDEN.values(), ids=HIDDEN)
+def test_state_outside_of_buffers_is_named_before_the_first_update(here, refused, lines, named):
+    recipe = with_forward(
+        here, f"if self.training:\n            {lines.replace(chr(10), chr(10) + '    ')}"
+    )
+    told = refused("train", str(recipe), "--run-dir", "run")
+    assert named in told
+
+
+def test_state_of_a_loss_or_an_optimizer_is_named(here, refused):
+    recipe = with_forward(here, "pass")
+    text = recipe.read_text()
+    closure = (
+        "def made():\n    kept = []\n    def loss(o, t):\n"
+        "        kept.append(o.detach().mean())\n"
+        "        return nn.functional.cross_entropy(o, t) * (1 + torch.stack(kept).mean())\n"
+        "    return loss\n\nrecipe ="
+    )
+    recipe.write_text(
+        text.replace("recipe =", closure).replace("loss=Scaled(False)", "loss=made()")
+    )
+    assert "the loss's kept" in refused("train", str(recipe), "--run-dir", "run")
+    own = "loss=Scaled(False), optimizer=lambda model, s: Own(model.parameters(), lr=s.lr)"
+    changed = text.replace("loss=Scaled(False)", own).replace("recipe =", f"{OPTIMIZER}\nrecipe =")
+    recipe.write_text(changed)
+    assert "the optimizer's speeds" in refused("train", str(recipe), "--run-dir", "run3")
+
+
+@pytest.mark.parametrize(
+    "number", ["torch.distributed.get_world_size()", "int(os.environ['WORLD_SIZE'])"]
+)
+def test_a_loss_times_the_number_of_ranks_is_named_on_two_ranks(tmp_path, number):
+    recipe = with_forward(tmp_path, f"out = out * {number} if self.training else out")
+    told = refusal(
+        *("train", str(recipe), "--run-dir", str(tmp_path / "run")),
+        world_size=2,
+        folder=tmp_path / "output",
+    )
+    assert "number of ranks" in told
+
+
+def test_what_forward_only_writes_is_no_state_and_what_is_may_be_let_pass(here):
+    flags = ("--max-steps", "3", "--run-dir")
+    recipe = with_forward(here, HARMLESS.strip())
+    tiny.train(recipe, *flags, "run", folder=here)
+    recipe = with_forward(here, HIDDEN["a counter of forwards"][0])
+    tiny.train(recipe, *flags, "run2", "--no-self-check", folder=here)
