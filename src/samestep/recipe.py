@@ -270,7 +270,6 @@ class Recipe:
                 f"yet{defined_at(self.model)}. Name their sizes (nn.Linear in place of "
                 "nn.LazyLinear), or call the model on one sample before you return it."
             )
-        check_dense(model, f"The recipe's model{defined_at(self.model)} has")
         return model
 
     def complete_options(self, options: Any) -> Any:
@@ -396,18 +395,3 @@ def _from_file(path: Path) -> Recipe:
             "after `from samestep import Recipe`."
         )
     return replace(recipe, name=path.stem)
-
-
-def check_dense(model: nn.Module, owner: str) -> None:
-    """Check that ranks can exchange all of a model, and checkpoints hold it.
-
-    Raises:
-        UserError: a buffer or a parameter is sparse; `owner` begins the message.
-    """
-    for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
-        if tensor.layout != torch.strided:
-            raise UserError(
-                f"{owner} a sparse tensor, {name}, which ranks cannot exchange. Register its "
-                "indices and values as two buffers and put them together in forward: "
-                "torch.sparse_coo_tensor(self.indices, self.values, size)."
-            )

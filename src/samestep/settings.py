@@ -251,15 +251,8 @@ MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
         *("timeout_s", "bucket_cap_mb", "cudnn_benchmark", "deterministic"),
-        *("find_unused", "static_graph"),
-        *(
-            "checkpoint_activations",
-            "threads",
-            "self_check",
-            "num_workers",
-            "oversubscribe",
-            "eval_batch_size",
-        ),
+        *("find_unused", "static_graph", "self_check"),
+        *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
         *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
         *("keep_top_k", "pictures", "data_dir", "download", "cache", "max_corrupt"),

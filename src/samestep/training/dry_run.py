@@ -40,8 +40,8 @@ def dry_run(
 ) -> Metrics:
     """Evaluate a few samples with copies of model, loss and metrics that share the weights.
 
-    Where nothing is evaluated they are of the training set. What fails with those is left to the
-    first step, which tells it before it changes anything, unless they are measured.
+    Where nothing is evaluated they are of the training set; what fails then is told by the first
+    step, before it changes anything, unless there are metrics.
 
     Args:
         model: as it was built, not wrapped.
@@ -64,10 +64,9 @@ def dry_run(
     evaluated = train if evaluated is None else evaluated
     with random_numbers(0):
         batch = evaluated.peek(_SAMPLES)
-    inputs, targets = batch.inputs, batch.targets
+    inputs, targets, place = batch.inputs, batch.targets, defined_at(recipe.model)
     metrics = fitting_metrics(recipe.metrics, targets)
     try:
-        # Buffers, counters and whatever else a forward may change are those of the copies.
         shared = {id(p): p for p in model.parameters()}
         trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
     except Exception:  # what cannot be copied is tried for the first time when it counts
@@ -76,22 +75,19 @@ def dry_run(
     with as_evaluated(trial, seed=0):
         takes, terms = applied(trial, recipe), terms_of(recipe)
         try:
-            outputs = outputs_of(takes, inputs, precision, world.device, defined_at(recipe.model))
+            outputs = outputs_of(takes, inputs, precision, world.device, place)
         except UserError:
             if told_later:
                 return metrics
             raise
-        if loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss:
-            ignored = getattr(loss, "ignore_index", -100)
-            for name, source in (("training", train), ("evaluated", evaluated)):
-                _check_labels(name, source, outputs, ignored)
+        for name, source in (("training", train), ("evaluated", evaluated)):
+            _check_labels(name, source, outputs, loss)
         with autocast(precision, world.device):
             _check_pairs(trial_loss, outputs, targets, loss)
-            if told_later:
-                return metrics
-            totals = Totals(trial_loss, trial_metrics, world, classes, terms)
-            totals.add(outputs, batch)
-            totals.objects.check()
+            if not told_later:
+                totals = Totals(trial_loss, trial_metrics, world, classes, terms)
+                totals.add(outputs, batch)
+                totals.objects.check()
     return metrics
 
 
@@ -126,8 +122,11 @@ def check_extra_state(model: nn.Module) -> None:
             ) from error
 
 
-def _check_labels(name: str, source: Source, outputs: Any, ignored: int) -> None:
+def _check_labels(name: str, source: Source, outputs: Any, loss: object) -> None:
     """Check all classes of data in memory: a wrong one may come late, and unclear on a GPU."""
+    if not (loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss):
+        return
+    ignored = getattr(loss, "ignore_index", -100)
     if not isinstance(source, MemorySource) or not isinstance(outputs, Tensor):
         return
     targets = source.targets

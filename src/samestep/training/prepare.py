@@ -25,6 +25,7 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
     Raises:
         UserError: a setting cannot be had here, or finds nothing in this model to apply to.
     """
+    check_dense(model, "The recipe's model has")
     model.to(device=world.device, dtype=dtype)
     hold_parameters(model, settings)
     if settings.sync_batchnorm:
@@ -36,6 +37,21 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
     if settings.checkpoint_activations:
         _checkpoint_activations(model, settings)
     return model
+
+
+def check_dense(model: nn.Module, owner: str) -> None:
+    """Check that ranks can exchange all of a model, and checkpoints hold it.
+
+    Raises:
+        UserError: a buffer or a parameter is sparse; `owner` begins the message.
+    """
+    for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
+        if tensor.layout != torch.strided:
+            raise UserError(
+                f"{owner} a sparse tensor, {name}, which ranks cannot exchange. Register its "
+                "indices and values as two buffers and put them together in forward: "
+                "torch.sparse_coo_tensor(self.indices, self.values, size)."
+            )
 
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
