@@ -64,8 +64,7 @@ def dry_run(
     evaluated = train if evaluated is None else evaluated
     with random_numbers(0):
         batch = evaluated.peek(_SAMPLES)
-    inputs, targets, place = batch.inputs, batch.targets, defined_at(recipe.model)
-    metrics = fitting_metrics(recipe.metrics, targets)
+    metrics = fitting_metrics(recipe.metrics, batch.targets)
     try:
         shared = {id(p): p for p in model.parameters()}
         trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
@@ -73,9 +72,9 @@ def dry_run(
         return metrics
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
     with as_evaluated(trial, seed=0):
-        takes, terms = applied(trial, recipe), terms_of(recipe)
+        takes, terms, place = applied(trial, recipe), terms_of(recipe), defined_at(recipe.model)
         try:
-            outputs = outputs_of(takes, inputs, precision, world.device, place)
+            outputs = outputs_of(takes, batch.inputs, precision, world.device, place)
         except UserError:
             if told_later:
                 return metrics
@@ -83,7 +82,7 @@ def dry_run(
         for name, source in (("training", train), ("evaluated", evaluated)):
             _check_labels(name, source, outputs, loss)
         with autocast(precision, world.device):
-            _check_pairs(trial_loss, outputs, targets, loss)
+            _check_pairs(trial_loss, outputs, batch.targets, loss)
             if not told_later:
                 totals = Totals(trial_loss, trial_metrics, world, classes, terms)
                 totals.add(outputs, batch)
