@@ -46,8 +46,7 @@ class Loops:
         self.passes = Passes(self._world)
         self.used = False
         """Whether the script has done anything with the batch."""
-        self._backwards = 0
-        """Of the running step."""
+        self._backwards = 0  # of the running step
         self._num_epochs = 0
         self._log_every = session.wanted.log_every
         self._clock = Clock(self._standing.position)
