@@ -367,3 +367,17 @@ recipe = replace(recipe, model=TwoViews, loss=loss, metrics={})
 LAZY = """
 recipe = replace(recipe, model=lambda: nn.LazyLinear(2))
 """
+FLOATS = """
+def loss(outputs, targets):
+    one_hot = nn.functional.one_hot(targets, 2).float() * torch.tensor([1.0, 0.5])
+    return nn.functional.mse_loss(outputs.float(), one_hot)
+recipe = replace(recipe, loss=loss)
+"""
+SINGLE = """
+class Single(nn.Linear):
+    def forward(self, x):
+        if x.dtype == torch.float64:
+            raise TypeError("a kernel of float32 alone")
+        return super().forward(x) * (1 + 1e-3 * torch.rand(len(x), 1))
+recipe = replace(recipe, model=lambda: Single(6, 2))
+"""

@@ -31,7 +31,7 @@ from samestep.verification.rows import (
     unused_parameters,
 )
 from samestep.verification.rows.processes import Kept
-from samestep.verification.short_trainings import MAIN, plan_starts
+from samestep.verification.short_trainings import MAIN, NUDGED, plan_starts
 from tests.verification.made_up import causes, checks, computed, undisturbed
 
 SUM = (0.5, 0.25, True)
@@ -92,6 +92,19 @@ def test_every_file_of_a_row_is_in_the_table_with_a_name_of_its_own():
     defined = {module.ROW.name for module in modules if hasattr(module, "ROW")}
     assert len(defined) == len(modules) - 1, "left_free alone is shared by rows, and is none"
     assert sorted(row.name for row in ROWS) == sorted(defined)
+
+
+@pytest.mark.parametrize(("moves", "allowed"), [(1e-9, 1e-5), (1e-5, 3e-4), (0.1, 1e-2)])
+def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(moves, allowed):
+    evidence = undisturbed()
+    evidence = replace(evidence, facts=replace(evidence.facts, exact="fp32"))
+    assert "rounding" not in checks(evidence)
+    traces = dict(evidence.traces)
+    traces[0, NUDGED] = copy.deepcopy(traces[0, MAIN])
+    traces[0, NUDGED][0].losses[1] *= 1 - moves
+    found = checks(replace(evidence, traces=traces))
+    assert found["rounding"].difference == pytest.approx(moves)
+    assert found["2 ranks"].tolerance == found["rounding"].tolerance == pytest.approx(allowed)
 
 
 def test_one_size_alone_skips_what_needs_several_ranks():

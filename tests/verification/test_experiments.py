@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from samestep.errors import UserError
 from samestep.verification.all_rows import look
 from samestep.verification.exchange import decoded
+from samestep.verification.recipe_under_test import exact_precision
 from samestep.verification.rows import (
     augmentation,
     batchnorm,
@@ -37,6 +39,7 @@ FOUND = {
     "OTHER_TERMS": (set(), {"loss": loss.OF_TERMS}),
     "LAST_BENT": (set(), {"last batch": last_batch.CAUSE}),
     "CONTRAST": (set(), {"loss": loss.OF_BATCH}),
+    "FLOATS": (set(), {}),
     "SPARSE": (set(), {}),
     "SPECTRAL": (set(), {}),
     "METRIC_OF_BATCH": (set(), {"metrics": metrics.CAUSE}),
@@ -138,3 +141,10 @@ def test_a_metric_that_is_made_over_the_batch_is_measured(tmp_path):
 def test_lazy_layers_are_refused_with_their_names(tmp_path):
     with pytest.raises(UserError, match=r"lazy layers: weight, bias .*nn\.Linear"):
         looked_at(tmp_path, "LAZY")
+
+
+def test_a_cast_to_float32_is_no_reason_to_leave_float64(tmp_path):
+    tested = recipe_under_test(planted.write(tmp_path, planted.FLOATS))
+    assert exact_precision(tested, "fp32") == ("fp64", "", "")
+    assert tested.loss(tested.held_forward.outputs, tested.batch().targets).dtype == torch.float64
+    assert torch.get_default_dtype() == torch.float32

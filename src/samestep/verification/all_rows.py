@@ -22,6 +22,7 @@ from samestep.verification.rows import (
     one_writer,
     own_precision,
     processes,
+    rounding,
     sample_order,
     samples_apart,
     several_ranks,
@@ -32,7 +33,14 @@ from samestep.verification.rows import (
 from samestep.verification.short_trainings import MAIN, ShortTraining
 
 ROWS: tuple[TableRow, ...] = (
-    *(one_process.ROW, several_ranks.ROW, own_precision.ROW, accumulation.ROW, stop_and_resume.ROW),
+    *(
+        one_process.ROW,
+        several_ranks.ROW,
+        rounding.ROW,
+        own_precision.ROW,
+        accumulation.ROW,
+        stop_and_resume.ROW,
+    ),
     *(lightning.ROW, batchnorm.ROW, dropout.ROW, sample_order.ROW, processes.ROW),
     *(
         augmentation.ROW,

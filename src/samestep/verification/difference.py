@@ -16,6 +16,9 @@ from samestep.verification.trace import Trace
 # in a flat image many units lie within rounding of ReLU's kink, and change sides together.
 ROUNDING: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 
+LEAST: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+"""What counts as rounding of a loss at least, however little a rounding of the weights moves it."""
+
 _LAST_BIT = 2.0**-52
 """The size of a difference in bits of values that were not kept."""
 

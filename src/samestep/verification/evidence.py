@@ -8,10 +8,10 @@ from samestep.ranks.world import World
 from samestep.recipe import Accepted
 from samestep.screen.words import ranks
 from samestep.settings import Precision
-from samestep.verification.difference import ROUNDING, TrainingDifference, difference, worst
+from samestep.verification.difference import LEAST, ROUNDING, TrainingDifference, difference, worst
 from samestep.verification.exchange import RankFailure, RankReport, RecipeFacts, Start, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.short_trainings import MAIN, ShortTraining
+from samestep.verification.short_trainings import MAIN, NUDGED, ShortTraining
 from samestep.verification.trace import Trace
 
 T = TypeVar("T")
@@ -21,6 +21,8 @@ OWN_PRECISION = "precision"
 NOT_REACHED = "the ranks did not come so far"
 LEFT_OUT = "left out by --quick"
 EQUAL = "equal to the last bit"
+_TIMES = 30
+"""So many times what one rounding of the weights moves still counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,15 @@ class Evidence:
     @property
     def exact(self) -> float:
         """Tolerance of what is compared in the exact precision."""
-        return 0.0 if self.bits else ROUNDING[self.facts.exact]
+        if self.bits or self.trace(0, NUDGED) is None:
+            return 0.0 if self.bits else ROUNDING[self.facts.exact]
+        measured = max(LEAST[self.facts.exact], _TIMES * self.nudged())
+        return min(ROUNDING[self.facts.exact], measured)
+
+    def nudged(self) -> float:
+        """Return how far one rounding of the weights has moved the losses."""
+        nudged = self.traces[0, NUDGED][0]
+        return difference(self.reference, nudged, 0.0, losses_only=True).largest
 
     def trace(self, place: int, training: str) -> Trace | None:
         """Return rank 0's trace of a short training, if there is one."""

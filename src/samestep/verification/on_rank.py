@@ -41,7 +41,7 @@ from samestep.verification.few_samples import (
     num_samples,
     without_streams,
 )
-from samestep.verification.randomness import hold_model
+from samestep.verification.randomness import hold_model, nudge
 from samestep.verification.recipe_under_test import RecipeUnderTest, exact_precision, few_inputs
 from samestep.verification.record import keep_record, recording
 from samestep.verification.rows import one_device, one_writer
@@ -202,6 +202,9 @@ class _Start:
 
             # A checkpoint brings the statistics that it was trained with.
             hold_model(model, Seen(), held, None if training.resumes else calibrate)
+            model.forward = self._tested(settings.precision).exactly(model.forward)
+            if training.nudged:
+                nudge(model, settings.precision)
 
         recipe = self._held_recipe(held, settings.precision, evaluates=training.evaluates)
         run_session(
@@ -232,10 +235,12 @@ class _Start:
                     parameter.requires_grad = False
             return built
 
-        loss = recipe.loss
+        loss, forward = recipe.loss, recipe.forward
         if held is not None:
-            loss = watched(self._tested(precision).placed_loss, Seen(), held)
-        return replace(recipe, model=model, data=lambda *_: few, loss=loss)
+            tested = self._tested(precision)
+            loss = watched(tested.placed_loss, Seen(), held)
+            forward = None if forward is None else tested.exactly(forward)
+        return replace(recipe, model=model, data=lambda *_: few, loss=loss, forward=forward)
 
 
 def _first_sentence(text: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from samestep.settings import Precision
 from samestep.training.draws import Draws, Kind, Seen, batch_norms, outside, watched
 
 
@@ -39,6 +40,18 @@ def hold_model(
         if norm.running_mean is None:  # it takes the batch's statistics in an evaluation too
             norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
     model.forward = watched(model.forward, seen, held)
+
+
+def nudge(model: nn.Module, precision: Precision) -> None:
+    """Move each weight by one rounding of the arithmetic, up or down, always the same way."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        # Convolutions on GPUs round to 11 bits by default, as fp16 does.
+        narrow = precision == "fp16" or parameter.device.type == "cuda"
+        unit = 2.0**-8 if precision == "bf16" else 2.0**-11 if narrow else 2.0**-23
+        signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+        with torch.no_grad():
+            parameter.mul_(1 + unit * signs.to(parameter))
 
 
 def _calibrate(model: nn.Module, norms: list[_BatchNorm], forward: Callable[[], Any]) -> None:

@@ -44,7 +44,7 @@ def show(found: Verification, console: Console) -> None:
     if facts.inexact:
         notes.append(
             f"float64 is not possible here ({facts.inexact}), so losses alone "
-            "decide, and rounding hides more."
+            "decide, measured by what one rounding of the weights does to them."
         )
     for note in notes:
         console.print(_block("note", note, "yellow"))

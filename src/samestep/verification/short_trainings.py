@@ -10,6 +10,8 @@ from samestep.verification.exchange import RecipeFacts, Start
 
 MAIN = "main"
 """The short training that all rows rest on."""
+NUDGED = "nudged"
+"""The same on one process from weights off by one rounding, where float64 is not possible."""
 _SLOWER = 0.01
 
 
@@ -44,9 +46,13 @@ class ShortTraining:
     """Whether it ends where others stop and resume."""
     evaluates: bool = False
     lightning: bool = False
+    nudged: bool = False
+    """Whether its weights begin one rounding off, to measure what rounding does to the losses."""
 
     def is_taken(self, start: Start, facts: RecipeFacts, chosen: Precision) -> bool:
         """Whether a start takes it, where the user's settings chose a precision."""
+        if self.nudged:
+            return not start.place and facts.exact != "fp64" and facts.virtual_ranks is None
         if start.closing or self.resumes:
             return self.resumes and start.place > 0
         if self.halves and facts.virtual_ranks:

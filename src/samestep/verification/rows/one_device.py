@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep.run import checkpoints
-from samestep.training.apply import applied, terms_of
+from samestep.training.apply import terms_of
 from samestep.training.draws import ALL_KINDS, Seen
 from samestep.training.evaluation import evaluate
 from samestep.training.snapshot import load_evaluated
@@ -33,7 +33,7 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     recipe = replace(tested.recipe, augment=None)
     with tested.source(tested.splits.validation, recipe, world) as source:
         values = evaluate(
-            applied(model, tested.recipe),
+            tested.applied(model),
             source,
             loss,
             tested.recipe.metrics,
