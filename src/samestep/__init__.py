@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from samestep.recipe import Recipe, Splits
     from samestep.run.records import read_records
-    from samestep.settings import Settings
+    from samestep.settings import Settings, may_change
 
 __all__ = [
     "CIFAR10DataModule",
@@ -71,6 +71,7 @@ __all__ = [
     "evaluate",
     "is_main_process",
     "load",
+    "may_change",
     "normal",
     "open_run",
     "predict",
@@ -103,6 +104,7 @@ _HOMES = {
     "evaluate": "api.checkpoints",
     "is_main_process": "ranks.process_group",
     "load": "api.checkpoints",
+    "may_change": "settings",
     "normal": "data.keyed_random",
     "open_run": "own_loop.opening",
     "predict": "api.checkpoints",

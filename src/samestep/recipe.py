@@ -160,6 +160,8 @@ class Recipe:
     nothing else differs, and calls the training the same."""
     name: str = ""
     """Set from the file when the recipe is found."""
+    file: str = field(default="", repr=False, compare=False)
+    """Where it was found, for a recipe of a file; set then."""
 
     def __post_init__(self) -> None:
         if self.metrics is _BY_DEFAULT:
@@ -317,14 +319,14 @@ def recipe_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
-def find_recipe(name: str) -> Recipe:
-    """Return the recipe of this name, or the one in this Python file.
+def find_recipe(name: str, original: str | None = None) -> Recipe:
+    """Return the recipe of this name, or the one in this Python file, maybe copied from another.
 
     Raises:
         UserError: there is none, or the file cannot be run or holds no recipe.
     """
     if name.endswith(".py"):
-        return _from_file(Path(name))
+        return _from_file(Path(name), Path(original or name))
     known = recipe_names()
     if name not in known:
         if "/" in name or os.sep in name:
@@ -350,7 +352,7 @@ def being_read() -> Path | None:
     return _being_read[-1] if _being_read else None
 
 
-def _from_file(path: Path) -> Recipe:
+def _from_file(path: Path, original: Path) -> Recipe:
     if not path.is_file():
         raise UserError(
             f"There is no file {path}. Give the path of a recipe file, or a name of: "
@@ -367,7 +369,8 @@ def _from_file(path: Path) -> Recipe:
     module = importlib.util.module_from_spec(spec)
     # Loader workers and dataclasses look a class's module up by its name.
     sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.parent.resolve()))  # the file may import its neighbours
+    module.__file__ = str(original.resolve())
+    sys.path[:0] = [str(file.parent.resolve()) for file in (path, original)]  # for its neighbours
     _being_read.append(path)
     try:
         with no_exit():
@@ -394,4 +397,4 @@ def _from_file(path: Path) -> Recipe:
             f"{path} has {found}. End it with: recipe = Recipe(model=…, data=…), "
             "after `from samestep import Recipe`."
         )
-    return replace(recipe, name=path.stem)
+    return replace(recipe, name=original.stem, file=str(path.resolve()))

@@ -6,8 +6,8 @@ defaults, a TOML file, the flags.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from samestep.errors import UserError
 
@@ -16,6 +16,33 @@ ParamDtype = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 _COMMON = {"common": True}
 """Marks a setting that the short `--help` shows, too."""
+_FREE = {"may_change": True}
+"""Marks what may differ when a run goes on: it trains nothing else."""
+_BITS_ALONE = {"may_change": False}
+"""The same, but it may decide on the last bit, which virtual ranks promise."""
+T = TypeVar("T")
+
+
+def may_change(default: T) -> T:
+    """Return the default of an option that may differ when a run goes on: it trains nothing else.
+
+    @dataclass(frozen=True)
+    class Options:
+        width: int = 64
+        data_dir: str = samestep.may_change("data")
+    """
+    return field(default=default, metadata=_FREE)
+
+
+def free_names(*kinds: type | None, virtual_ranks: object = None) -> frozenset[str]:
+    """Return the names of the fields that may differ when a run goes on."""
+    found = (one for kind in kinds if kind is not None for one in fields(kind))
+    return frozenset(
+        one.name
+        for one in found
+        if (always := one.metadata.get("may_change")) is not None
+        and (always or virtual_ranks is None)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +53,9 @@ class Settings:
         UserError: a value is out of its range, or two settings exclude each other.
     """
 
-    epochs: int | None = field(default=None, metadata=_COMMON)
+    epochs: int | None = field(default=None, metadata=_COMMON | _FREE)
     """Passes over the training set."""
-    max_steps: int | None = field(default=None, metadata=_COMMON)
+    max_steps: int | None = field(default=None, metadata=_COMMON | _FREE)
     """Stop after this many steps, whatever the epoch."""
 
     batch_size: int | None = field(default=None, metadata=_COMMON)
@@ -37,11 +64,11 @@ class Settings:
     """Samples per optimizer step over all ranks; the batch size per rank then follows."""
     accumulate: int | None = None
     """Micro-steps per optimizer step; 1 unless both batch sizes are given."""
-    eval_batch_size: int | None = None
+    eval_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """Samples per rank and forward of an evaluation; by default those of a micro-step."""
     virtual_ranks: int | None = field(default=None, metadata=_COMMON)
     """Cut each global batch into this many shares: equal to the last bit on any number of ranks."""
-    self_check: bool = True
+    self_check: bool = field(default=True, metadata=_FREE)
     """With virtual ranks, compute one share of the first step a second time and compare."""
     drop_last: bool = False
     """Leave out the last global batch of an epoch when it is incomplete."""
@@ -85,83 +112,83 @@ class Settings:
     """Within float32 products and convolutions; highest forbids TF32. By default PyTorch's."""
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all that is random: initial weights, order, augmentation, dropout."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = field(default="auto", metadata=_COMMON)
+    device: Literal["auto", "cpu", "cuda", "mps"] = field(default="auto", metadata=_COMMON | _FREE)
     """Where to train; auto takes the best device here."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=_FREE)
     """What connects the ranks; auto chooses by platform and device."""
-    timeout_s: float = 600.0
+    timeout_s: float = field(default=600.0, metadata=_FREE)
     """Seconds that ranks wait for the slowest of them before they give up."""
-    bucket_cap_mb: int | None = None
+    bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
     """MiB of gradients that ranks reduce at once; by default PyTorch's 25."""
-    compile: Literal["off", "on"] = field(default="off", metadata=_COMMON)
+    compile: Literal["off", "on"] = field(default="off", metadata=_COMMON | _BITS_ALONE)
     """Compile whole steps into one graph: slow to start, fast after."""
-    channels_last: bool = False
+    channels_last: bool = field(default=False, metadata=_BITS_ALONE)
     """Lay images out channel by channel within a pixel: faster convolutions on many devices."""
-    cudnn_benchmark: bool = False
+    cudnn_benchmark: bool = field(default=False, metadata=_FREE)
     """Let cuDNN time its convolutions and take the fastest; for inputs of one shape."""
-    deterministic: bool = False
+    deterministic: bool = field(default=False, metadata=_BITS_ALONE)
     """Use operations alone that give the same bits each time; slower on GPUs."""
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool = field(default=False, metadata=_FREE)
     """Keep the inputs of marked blocks alone and compute the rest again: less memory, more time."""
-    find_unused: bool = False
+    find_unused: bool = field(default=False, metadata=_BITS_ALONE)
     """Let a step leave parameters unused, as a model with branches does (DDP); costs time."""
-    static_graph: bool = False
+    static_graph: bool = field(default=False, metadata=_BITS_ALONE)
     """Promise that every step uses the same parameters in the same way (DDP)."""
     sync_batchnorm: bool = False
     """Normalise over the samples of all ranks, not of each; on NVIDIA GPUs alone."""
-    threads: int | None = None
+    threads: int | None = field(default=None, metadata=_BITS_ALONE)
     """CPU threads per rank; by default OMP_NUM_THREADS, else chosen from cores and model."""
-    num_workers: int = field(default=0, metadata=_COMMON)
+    num_workers: int = field(default=0, metadata=_COMMON | _FREE)
     """Loader processes per rank; for data that is not held in memory."""
-    oversubscribe: bool = False
+    oversubscribe: bool = field(default=False, metadata=_FREE)
     """Insist on more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
-    run_dir: str | None = field(default=None, metadata=_COMMON)
+    run_dir: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Directory of the run; by default a new one in runs/."""
-    log_every: int | None = None
+    log_every: int | None = field(default=None, metadata=_FREE)
     """Steps between two `step` records; by default the length decides: 200 to 500 records, and in
     long runs one every 50 steps."""
-    eval_every_epochs: int = 1
+    eval_every_epochs: int = field(default=1, metadata=_FREE)
     """Epochs between two evaluations on the validation set."""
-    eval_every_steps: int | None = None
+    eval_every_steps: int | None = field(default=None, metadata=_FREE)
     """Steps between two evaluations, beside those after epochs."""
-    checkpoint_every_epochs: int = 1
+    checkpoint_every_epochs: int = field(default=1, metadata=_FREE)
     """Epochs between two checkpoints; there is always one at the end."""
-    checkpoint_every_steps: int | None = None
+    checkpoint_every_steps: int | None = field(default=None, metadata=_FREE)
     """Steps between two checkpoints, beside those after epochs."""
-    checkpoint_every_minutes: float | None = None
+    checkpoint_every_minutes: float | None = field(default=None, metadata=_FREE)
     """Minutes between two checkpoints, beside the others."""
-    keep_top_k: int | None = None
+    keep_top_k: int | None = field(default=None, metadata=_FREE)
     """Keep only the last checkpoint and the best K by --monitor; by default keep all."""
     monitor: str | None = field(default=None, metadata=_COMMON)
     """Validation metric that makes a checkpoint the best; by default accuracy, else loss."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether the best is the smallest or the largest; auto: min for the loss and what the recipe
     names in lower_is_better, max for others."""
-    patience: int | None = field(default=None, metadata=_COMMON)
+    patience: int | None = field(default=None, metadata=_COMMON | _FREE)
     """Stop after this many evaluations without a new best; by --monitor."""
-    min_delta: float = 0.0
+    min_delta: float = field(default=0.0, metadata=_FREE)
     """What counts as an improvement for --patience."""
 
-    pictures: bool = True
+    pictures: bool = field(default=True, metadata=_FREE)
     """Save pictures at the end of the run: predictions, and what the recipe draws."""
 
-    track: str | None = field(default=None, metadata=_COMMON)
+    track: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Trackers that rank 0 sends the run to: comet, mlflow, tensorboard, wandb, or your own
     (my_tracker.py, package.module), with commas between them; none drops those of a resumed run."""
-    track_project: str | None = None
+    track_project: str | None = field(default=None, metadata=_FREE)
     """Project (MLflow: experiment) at the tracker; by default the recipe's name."""
-    track_name: str | None = None
+    track_name: str | None = field(default=None, metadata=_FREE)
     """Name of the run at the tracker; by default that of its directory."""
-    track_workspace: str | None = None
+    track_workspace: str | None = field(default=None, metadata=_FREE)
     """Workspace at Comet, entity at W&B; by default the account's own."""
-    track_tags: str | None = None
+    track_tags: str | None = field(default=None, metadata=_FREE)
     """Tags of the run at the tracker, with commas between them."""
-    track_offline: bool = False
+    track_offline: bool = field(default=False, metadata=_FREE)
     """Write the trackers' files into the run directory and send nothing."""
-    track_checkpoints: bool = False
+    track_checkpoints: bool = field(default=False, metadata=_FREE)
     """Send the checkpoints too, as artifacts."""
-    track_timeout: float = 120.0
+    track_timeout: float = field(default=120.0, metadata=_FREE)
     """Seconds that a tracker may take to start, and for each answer."""
 
     def __post_init__(self) -> None:
@@ -238,34 +265,6 @@ _NOT_NEGATIVE = (
     *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
     "shuffle_buffer",
 )
-
-
-# What may differ when a run goes on; anything else would make it another training.
-_DECIDE_ON_BITS = frozenset(
-    {
-        *("threads", "deterministic", "compile", "channels_last", "eval_batch_size"),
-        *("find_unused", "static_graph"),  # with them, what gets no gradient stays as it is
-    }
-)
-MAY_CHANGE = frozenset(
-    {
-        *("epochs", "max_steps", "run_dir", "device", "backend", "compile", "channels_last"),
-        *("timeout_s", "bucket_cap_mb", "cudnn_benchmark", "deterministic"),
-        *("find_unused", "static_graph", "self_check"),
-        *("checkpoint_activations", "threads", "num_workers", "oversubscribe", "eval_batch_size"),
-        *("log_every", "eval_every_epochs", "eval_every_steps", "patience", "min_delta"),
-        *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes"),
-        *("keep_top_k", "pictures", "data_dir", "download", "cache", "max_corrupt"),
-        *("cache_dir", "skip_bad", "trees"),
-        *("track", "track_project", "track_name", "track_workspace", "track_tags"),
-        *("track_offline", "track_checkpoints", "track_timeout"),
-    }
-)
-
-
-def may_change(virtual_ranks: object) -> frozenset[str]:
-    """Return what may differ when a run goes on, with virtual ranks or without (None)."""
-    return MAY_CHANGE if virtual_ranks is None else MAY_CHANGE - _DECIDE_ON_BITS
 
 
 def check_flags(

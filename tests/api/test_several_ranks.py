@@ -284,7 +284,8 @@ def test_two_interrupts_of_several_ranks_end_them_at_once(here):
     recipe = made(lambda: StopsTwice(4, 2), settings={"batch_size": None, "global_batch_size": 10})
     with pytest.raises(UserError):
         samestep.train(recipe, nproc=2, quiet=True, run_dir="twice")
-    again = samestep.train(made(), run_dir="twice", resume=True, quiet=True, global_batch_size=10)
+    more = {"run_dir": "twice", "allow_change": "recipe", "global_batch_size": 10}
+    again = samestep.train(made(), resume=True, quiet=True, **more)
     assert again.result["status"] == "completed"
 
 

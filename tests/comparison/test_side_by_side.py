@@ -1,6 +1,7 @@
 """What is said of runs side by side, on runs whose every number is known."""
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,30 @@ def test_a_setting_is_not_held_against_a_fact_of_the_same_name(tmp_path):
     other = write_run(tmp_path / "other", num_samples=10_000)
     (other / "settings.toml").unlink()
     assert compare_runs([one, other]).differences == []
+
+
+@pytest.mark.parametrize(
+    ("more", "decides"),
+    [
+        ({"schedule": "constant"}, {"epochs": False, "cache": False}),
+        ({"schedule": "cosine"}, {"epochs": True, "cache": False}),
+        ({"free_options": []}, {"epochs": False, "cache": True}),
+        ({"own_schedule": True, "free_options": ["cache"]}, {"epochs": True, "cache": False}),
+    ],
+)
+def test_the_length_decides_where_the_schedule_follows_it_and_options_as_they_are_marked(
+    tmp_path, more, decides
+):
+    said = {name: value for name, value in more.items() if name != "schedule"}
+    runs = []
+    for epochs in (3, 12):
+        table = {"epochs": epochs, "cache": str(epochs), "schedule": more.get("schedule", "")}
+        runs.append(write_run(tmp_path / str(epochs), **table))
+        file = runs[-1] / "events.jsonl"
+        first, rest = file.read_text().split("\n", 1)
+        file.write_text(json.dumps(json.loads(first) | said) + "\n" + rest)
+    found = {one.name: one.decides for one in compare_runs(runs).differences}
+    assert found == decides
 
 
 def test_long_values_are_cut_where_they_are_alike(tmp_path):

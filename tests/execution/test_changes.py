@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.commands.train import parse
 from samestep.run.index import read_index
 from tests.command_line import RECIPE, read_json, refusal, run
 from tests.tiny import all_records, last_state, sha256
@@ -14,9 +15,11 @@ from tests.tiny import all_records, last_state, sha256
 WITH_OPTION = RECIPE.replace(
     "def model():\n    return nn.Linear(4, 2)",
     "from dataclasses import dataclass\n\n@dataclass(frozen=True)\nclass Options:\n"
-    "    scale: float = 1.0\n    depth: int | None = None\n\n"
+    "    scale: float = 1.0\n    depth: int | None = None\n    trees: int = 1\n"
+    "    place: str = may_change('here')\n\n"
     "def model(options):\n    return nn.Linear(4, 2)",
 ).replace("def data():", "def data(options):")
+WITH_OPTION = WITH_OPTION.replace("import Recipe", "import Recipe, may_change")
 WITH_OPTION = WITH_OPTION.replace("recipe = Recipe(", "recipe = Recipe(options=Options, ")
 
 
@@ -60,6 +63,7 @@ def go_on(here: Path, *flags: str) -> None:
         ("lr = 0.001", "lr = 0.001\nclip_norm = 2.0", "clip_norm"),
         ("scale = 1.0", "scale = 2.0", "scale"),
         ("scale = 1.0", "scale = 1.0\ndepth = 3", "depth"),
+        ("trees = 1", "trees = 2", "trees"),  # though a built-in recipe lets it change
     ],
 )
 def test_a_hand_edited_setting_is_refused_with_both_values_and_the_flag(
@@ -105,11 +109,33 @@ def test_another_optimizer_begins_anew(here, made):
 
 
 def test_a_flag_is_refused_and_insisted_on_in_the_same_way(here, refused, made):
+    edit(made, 'place = "here"', 'place = "there"')  # the recipe lets it change
     said = refused("train", "run", "--resume", "--epochs", "2", "--lr", "0.5")
     for words in ("--lr 0.5", "0.001", "--allow-change lr"):
         assert words in said
     go_on(here, "--lr", "0.5", "--allow-change", "lr")
     assert "lr = 0.5" in (made / "settings.toml").read_text()
+
+
+def test_a_repeated_command_inherits_what_it_does_not_give_and_what_it_gives_is_named(
+    here, refused, made
+):
+    edit(made, "scale = 1.0", "scale = 2.0")
+    text = (made / "settings.toml").read_text().replace("lr = 0.001", "lr = 0.5")
+    (made / "settings.toml").write_text(f"virtual_ranks = 2\n{text}")
+    Path("small.py").write_text(WITH_OPTION)
+    command = ("small.py", "--run-dir", "run", "--resume", "--epochs", "2")
+    _, request = parse([*command])
+    settings = request.settings
+    assert (settings.virtual_ranks, settings.lr, settings.deterministic) == (2, 0.5, True)
+    assert (request.options.scale, settings.epochs) == (2.0, 2)
+    assert "--virtual-ranks 4" in refused("train", *command, "--virtual-ranks", "4")
+    assert "--scale 1.0" in refused("train", *command, "--scale", "1.0")
+    assert "--global-batch-size 40" in refused(
+        "train", "run", "--resume", "--global-batch-size", "40"
+    )
+    Path("small.py").write_text(WITH_OPTION.replace('"batch_size": 10', '"weight_decay": 0.1'))
+    assert "weight_decay = 0.1 in the settings" in refused("train", *command)
 
 
 def test_what_is_the_best_is_asked_anew_of_another_metric(here, made):

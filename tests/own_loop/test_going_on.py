@@ -160,15 +160,21 @@ def test_settings_may_change_where_the_script_says_so(tmp_path, capfd):
                 for batch in run.batches(t.data, 5):
                     t.step(batch)
 
-    def settings(lr=0.1, workers=1):
+    def settings(lr=0.1, workers=1, trees=1):
         nested = {"size": 3, "hf_token": "a secret"}
         one_process_only = {"function": lambda: 0, "object": object(), "nan": float("nan")}
-        return {"lr": lr, "workers": workers, "sizes": [1, 2], "net": nested} | one_process_only
+        return {
+            "lr": lr,
+            "workers": workers,
+            "trees": trees,
+            "sizes": [1, 2],
+            "net": nested,
+        } | one_process_only
 
     train(settings())
     train(settings())
     train(settings(workers=2), may_change=["workers"])
-    for changed in (settings(workers=2), settings(lr=1)):
+    for changed in (settings(workers=2), settings(trees=2), settings(lr=1)):
         with ended(2):
             train(changed)
     assert "may_change=['lr']" in capfd.readouterr().err

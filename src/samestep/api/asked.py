@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.execution.request import Draft, Request, draft, finish, typed
+from samestep.execution.request import Draft, Request, draft, finish, own_recipe, typed
 from samestep.recipe import Recipe, find_recipe
 from samestep.run.directory import is_run
 from samestep.settings import Settings, merge_layers
@@ -30,6 +30,7 @@ class Asked:
     config: Path | None = None
     resume: bool = False
     allow_change: tuple[str, ...] = ()
+    recipe_of_run: bool = False
 
 
 def asked_of(
@@ -101,8 +102,12 @@ def request_of(asked: Asked, verb: str = "train") -> Request:
     Raises:
         UserError: anything in it is wrong.
     """
-    start = draft(asked.target, asked.config, asked.recipe)
-    where = f"samestep.{verb}()"
+    recipe, where = asked.recipe, f"samestep.{verb}()"
+    if asked.recipe_of_run:
+        if not asked.resume:
+            raise UserError(f"{where}: recipe_of_run has no effect without resume=True.")
+        recipe = own_recipe(asked.target, asked.keywords.get("run_dir")) or recipe
+    start = draft(asked.target, asked.config, recipe)
     given = {name: _plain(value) for name, value in asked.keywords.items()}
     settings, options = typed(given, start.recipe, where)
     return finish(

@@ -1,9 +1,7 @@
 """`samestep.load`, `evaluate` and `predict`: a checkpoint of a run, asked from Python."""
 
-import ast
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -16,10 +14,8 @@ from samestep.errors import UserError
 from samestep.execution.evaluation import evaluate_run
 from samestep.execution.opening import open_checkpoint
 from samestep.execution.prediction import as_table, check_files, open_predictor, predict_files
-from samestep.execution.request import RECIPE_COPY, read_toml
 from samestep.ranks.world import Device
 from samestep.recipe import Recipe
-from samestep.run.directory import is_run
 
 AnyRecipe = Recipe | str | os.PathLike[str] | None
 
@@ -50,8 +46,6 @@ def load(
     """
     path = path_of(run, "run")
     _check_device(device)
-    if recipe is None:
-        _check_unchanged(path)
     with as_before():
         return open_checkpoint(
             path, _name(checkpoint), device=device, recipe=given_recipe(recipe)
@@ -75,7 +69,7 @@ def evaluate(
         run: the run, or its directory.
         checkpoint: "best", "last", or a file name in its checkpoints/.
         split: the part of the data.
-        recipe: the recipe, or its file, where the run has no file of it.
+        recipe: the recipe, or its file, where the run has no file of it or that has changed.
         device: where to evaluate; "auto" takes the best device here.
         data_dir: folder of the data, where it is not the one that the run was trained on.
         skip_bad: how many files of it may be unreadable, for a recipe that has this option.
@@ -118,7 +112,7 @@ def predict(
         files: one file or several.
         checkpoint: "best", "last", or a file name in its checkpoints/.
         top: how many classes to name.
-        recipe: the recipe, or its file, where the run has no file of it.
+        recipe: the recipe, or its file, where the run has no file of it or that has changed.
         device: where to compute; "auto" takes the best device here.
 
     Raises:
@@ -149,29 +143,3 @@ def _name(checkpoint: Any) -> str:
 def _check_device(device: str) -> None:
     if device not in get_args(Device):
         raise UserError(f"device={device!r}: it must be one of {', '.join(get_args(Device))}.")
-
-
-def _check_unchanged(run: Path) -> None:
-    """Check that the recipe's file is as it was when the run began; comments may differ.
-
-    Raises:
-        UserError: it is not.
-    """
-    kept = run / RECIPE_COPY
-    if not is_run(run) or not kept.is_file():
-        return
-    source = Path(str(read_toml(run / "settings.toml").get("recipe")))
-    if source.is_file() and _meaning(source) != _meaning(kept):
-        raise UserError(
-            f"{source} has changed since {run} began, so it may build another model. Load the run "
-            f"with the recipe as it was: recipe={str(kept)!r}; or as it is now: "
-            f"recipe={str(source)!r}."
-        )
-
-
-def _meaning(file: Path) -> str:
-    text = file.read_text(encoding="utf-8")
-    try:
-        return ast.dump(ast.parse(text))
-    except SyntaxError:
-        return text

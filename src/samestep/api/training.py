@@ -42,6 +42,7 @@ def train(
     recipe: Recipe | str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | None = None,
     allow_change: str | tuple[str, ...] | list[str] = (),
+    recipe_of_run: bool = False,
     quiet: bool = False,
     **settings: Any,
 ) -> TrainedRun:
@@ -63,7 +64,9 @@ def train(
         resume: whether to go on with the run, from its newest whole checkpoint.
         recipe: the recipe of that run, where the run names no file of it.
         config: a TOML file of settings and options; the other arguments win over it.
-        allow_change: with `resume`, names of settings that may differ from the checkpoint's.
+        allow_change: with `resume`, names of settings that may differ from the checkpoint's;
+            "recipe" for an edited recipe.
+        recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
         quiet: whether to show nothing.
         settings: any setting of `samestep train`, and any option of the recipe.
 
@@ -80,6 +83,7 @@ def train(
             config=None if config is None else Path(config),
             resume=resume,
             allow_change=_names(allow_change),
+            recipe_of_run=recipe_of_run,
         )
         return _train(asked, nproc, Nothing() if quiet else Screen(go_on=_go_on(asked)), log)
 

@@ -3,14 +3,17 @@
 import json
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
+import tyro
 from rich.console import Console
 from rich.markup import escape
 
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.execution.evaluation import evaluate_run
 from samestep.ranks.world import Device
+from samestep.recipe import find_recipe
 from samestep.run.directory import plain
 from samestep.screen.class_table import class_table
 
@@ -30,6 +33,9 @@ class Command:
     """`best`, `last`, or the name of a file in checkpoints/."""
     split: Literal["train", "validation", "test"] = "test"
     """The part of the data to evaluate."""
+    recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The recipe's file, where it has changed since the run began; the run's own copy is
+    recipe.py in its directory."""
     device: Device = "auto"
     """Where to evaluate; auto takes the best device here."""
     data_dir: str | None = None
@@ -50,6 +56,7 @@ def main(arguments: list[str]) -> int:
         device=command.device,
         data_dir=command.data_dir,
         skip_bad=command.skip_bad,
+        given=None if command.recipe is None else find_recipe(str(command.recipe)),
     )
     if command.json:
         sys.stdout.write(json.dumps(plain(result)) + "\n")

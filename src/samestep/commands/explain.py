@@ -46,6 +46,8 @@ class Command:
     """Explain how a run goes on; of a RUN this is the default."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
     """As `samestep train RUN --resume` takes it: settings that may differ."""
+    recipe_of_run: Switch = False
+    """As `samestep train RUN --resume` takes it: the run's own copy of its recipe."""
     json: Switch = False
     """Print one JSON object with all numbers."""
 

@@ -23,6 +23,7 @@ from samestep.execution.prediction import (
     predict_files,
 )
 from samestep.ranks.world import Device
+from samestep.recipe import find_recipe
 from samestep.screen.columns import Columns, word
 from samestep.screen.picture import check_picture, picture
 
@@ -42,6 +43,9 @@ class Command:
     """`best`, `last`, or the name of a file in checkpoints/."""
     top: int = 5
     """How many classes to name for each file, or row of a file."""
+    recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The recipe's file, where it has changed since the run began; the run's own copy is
+    recipe.py in its directory."""
     device: Device = "auto"
     """Where to compute; auto takes the best device here."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
@@ -61,7 +65,8 @@ def main(arguments: list[str]) -> int:
         if len(command.files) > 1:
             raise UserError("--plot draws one file; name the others in commands of their own.")
         check_picture(command.plot)
-    predictor = open_predictor(command.run, command.checkpoint, device=command.device)
+    given = None if command.recipe is None else find_recipe(str(command.recipe))
+    predictor = open_predictor(command.run, command.checkpoint, device=command.device, given=given)
     if command.plot is not None:
         check_draws(predictor)
     found: list[Prediction] = []

@@ -15,8 +15,9 @@ from tyro.conf import Suppress
 from samestep.commands.help import example_text, examples, recipe_files
 from samestep.commands.settings_help import HELP, HELP_ALL, help_text
 from samestep.errors import AlreadyTold, UserError
-from samestep.execution.request import Request, draft, finish
+from samestep.execution.request import Request, draft, finish, own_recipe
 from samestep.ranks.failure import TASK
+from samestep.recipe import Recipe
 from samestep.settings import Settings, flag_name
 
 
@@ -59,7 +60,7 @@ def parse_target(
     asks_help, is_rank = HELP & set(flags), TASK in os.environ
     quiet = hasattr(kind, "json") and not asks_help and not is_rank
     with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
-        start = draft(target, config_of(flags))
+        start = draft(target, config_of(flags), _recipe_of_run(kind, target, flags))
         taken = settings(**vars(start.settings()))
         parts = {"command": kind(), "settings": taken, "recipe": _beside(kind, start.options())}
         given = names_given(flags)
@@ -85,6 +86,19 @@ def _check_effect(verb: str, given: set[str]) -> None:
             f"--{flag_name(name)} has no effect on `samestep {verb}`, which chooses its own steps. "
             "Leave it out."
         )
+
+
+def _recipe_of_run(kind: type, target: str, flags: list[str]) -> Recipe | None:
+    """Return the copy of its recipe that a run keeps, where the flags ask for it.
+
+    Raises:
+        UserError: no run is to go on.
+    """
+    if "--recipe-of-run" not in flags or not hasattr(kind, "recipe_of_run"):
+        return None
+    if "--resume" not in flags:
+        raise UserError("--recipe-of-run has no effect without --resume.")
+    return own_recipe(target, value_of("--run-dir", flags))
 
 
 def _beside(kind: type, options: Any) -> Any:
@@ -168,13 +182,19 @@ def _show_general(
 
 def config_of(flags: list[str]) -> Path | None:
     """Return the TOML file among the flags: it decides what the other flags' defaults are."""
-    config = None  # the last one counts, as for every flag
+    config = value_of("--config", flags)
+    return Path(config) if config else None
+
+
+def value_of(name: str, flags: list[str]) -> str | None:
+    """Return what a flag is given; the last one counts, as for every flag."""
+    found = None
     for flag, following in itertools.pairwise([*flags, ""]):
-        if flag == "--config" and following:
-            config = Path(following)
-        if flag.startswith("--config="):
-            config = Path(flag.removeprefix("--config="))
-    return config
+        if flag == name and following:
+            found = following
+        if flag.startswith(f"{name}="):
+            found = flag.removeprefix(f"{name}=")
+    return found
 
 
 def names_given(flags: list[str]) -> set[str]:

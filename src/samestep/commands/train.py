@@ -34,7 +34,9 @@ class Command:
     """Go on with the run, from its newest whole checkpoint; without it a new run begins."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
     """With --resume, what may differ from the checkpoint: settings with commas between them, as
-    lr,weight_decay. The run then becomes another training."""
+    lr,weight_decay; `recipe` for an edited recipe. The run then becomes another training."""
+    recipe_of_run: Switch = False
+    """With --resume, take the recipe from the run's own copy, whatever its file is by now."""
     report: Switch = False
     """Make report.html in the run's directory at the end: curves and pictures on one page."""
 

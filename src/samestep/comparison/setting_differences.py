@@ -4,13 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.comparison.run_data import RunData
-from samestep.settings import MAY_CHANGE
+from samestep.settings import Settings, free_names
 
 # Derived, or of where and how fast: the training is the same without them.
-_SAME_TRAINING = MAY_CHANGE | {
+_SAME_TRAINING = free_names(Settings) | {
     *("batch_size", "accumulate", "engine", "world_size", "num_nodes", "host", "cores_usable"),
     *("samestep", "python", "torch", "cuda", "sync_batchnorm", "monitor", "mode", "precision"),
 }
+_FREE_OPTIONS = frozenset(
+    {"data_dir", "download", "cache", "max_corrupt", "cache_dir", "skip_bad", "trees"}
+)
+"""Of built-in recipes, for runs that do not say which of their options train nothing else."""
+_LENGTH = frozenset({"epochs", "max_steps"})
 # The plan has these as the settings do. Of the same name, but something else, are `num_samples` (an
 # option of spiral) and `device` (what was asked for).
 _SIZES = ("batch_size", "global_batch_size", "accumulate")
@@ -32,13 +37,22 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     """Return what differs: settings first, then where the runs ran; each in its usual order."""
     settings = dict.fromkeys(name for run in runs for name in run.settings or {})
     facts = dict.fromkeys(name for run in runs for name in run.facts if name not in settings)
+    same = _SAME_TRAINING.union(*(run.plan.get("free_options", _FREE_OPTIONS) for run in runs))
+    if any(map(_follows_length, runs)):
+        same -= _LENGTH
     found = []
     for name in (*settings, *facts):
         values = tuple(_value(run, name, is_fact=name in facts) for run in runs)
         if len({value for value in values if value != UNKNOWN}) > 1:
-            decides = name not in _SAME_TRAINING
+            decides = name not in same
             found.append(SettingDifference(name=name, values=values, decides=decides))
     return found
+
+
+def _follows_length(run: RunData) -> bool:
+    """Whether the learning rate of a step depends on how many there are."""
+    cosine = (run.settings or {}).get("schedule") == "cosine"
+    return cosine or bool(run.plan.get("own_schedule"))
 
 
 def _value(run: RunData, name: str, *, is_fact: bool) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.errors import UserError, did_you_mean
 from samestep.recipe import Recipe
-from samestep.settings import Settings, as_table, flag_name, may_change
+from samestep.settings import Settings, as_table, flag_name, free_names
 
 # They decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
@@ -36,7 +36,7 @@ def parse_names(text: str | None, recipe: Recipe) -> tuple[str, ...]:
     names = tuple(
         word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")
     )
-    known = _names(recipe)
+    known = {*_names(recipe), "recipe"}
     for name in filter(None, names):
         if name in _FIXED & known:
             raise UserError(
@@ -52,10 +52,15 @@ def parse_names(text: str | None, recipe: Recipe) -> tuple[str, ...]:
     return tuple(filter(None, names))
 
 
-def refused_flag(name: str, change: Change) -> UserError:
-    """Return the message for a flag that would make another training of a run that goes on."""
+def refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
+    """Return the message for a value that would make another training of a run that goes on.
+
+    `is_given`: the call itself gives it, rather than the recipe's settings or a TOML file.
+    """
     before, now = change
-    told = f"--{flag_name(name)} {_shown(now)}: the run was begun with {_shown(before)}"
+    value = "" if now is True else f" {_shown(now)}"
+    what = f"--{flag_name(name)}{value}" if is_given else f"{name} = {_shown(now)} in the settings"
+    told = f"{what}: the run was begun with {_shown(before)}"
     if name in _FIXED:
         return UserError(
             f"{told}. It cannot change within a run: leave it out, or start a new run without "
@@ -81,7 +86,8 @@ def check_changes(
     defaults = {**_plain(as_table(Settings())), **_option_defaults(recipe)}
     before = defaults | _flat(tomllib.loads(made_with))  # a setting may be newer than the file
     after = defaults | _flat(tomllib.loads(now))
-    compared = _names(recipe) - may_change(before.get("virtual_ranks")) - _OF_THE_ORDER
+    free = free_names(Settings, recipe.options, virtual_ranks=before.get("virtual_ranks"))
+    compared = _names(recipe) - free - _OF_THE_ORDER
     changes = {
         name: (before.get(name), after.get(name))
         for name in sorted(compared)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from samestep.errors import UserError
-from samestep.execution.request import draft
+from samestep.execution.recipe_changes import check_recipe_unchanged
+from samestep.execution.request import draft, read_toml
 from samestep.nearby import nearby
 from samestep.ranks.world import Device, choose_device
 from samestep.recipe import Recipe
@@ -50,12 +51,15 @@ def open_checkpoint(
         recipe: instead of the one that the run names.
 
     Raises:
-        UserError: there is no such run or checkpoint, or it does not fit the recipe.
+        UserError: there is no such run or checkpoint, it does not fit the recipe, or the file of
+            the recipe has changed since.
     """
     if not is_run(path):
         raise UserError(
             f"{path} holds no run: there is no settings.toml in it.{nearby(path, 'run')}"
         )
+    if recipe is None:
+        check_recipe_unchanged(path, str(read_toml(path / "settings.toml").get("recipe")))
     start = draft(str(path.resolve()), None, recipe)  # a run may be called like a recipe
     recipe, options, settings = start.recipe, start.options(), start.settings()
     entry = find_checkpoint(path / "checkpoints", name)

@@ -14,22 +14,23 @@ import msgspec
 import tomli_w
 
 from samestep.errors import UserError, did_you_mean
-from samestep.execution.changes import Change, parse_names, refused_flag
+from samestep.execution.changes import Change, parse_names, refused_change
+from samestep.execution.recipe_changes import (
+    FROM_PYTHON,
+    copy_of_run,
+    recipe_changes,
+    refused_recipe,
+)
 from samestep.nearby import nearby
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
-from samestep.settings import Settings, as_table, may_change, merge_layers
+from samestep.settings import Settings, as_table, free_names, merge_layers
 from samestep.tracking.choice import check_choice
 
 # What the file of a run holds as it was derived, not as it was asked for.
 _DERIVED = ("batch_size", "global_batch_size")
 _COLUMNS = 100
-
-RECIPE_COPY = "recipe.py"
-"""A user's recipe file as it was when the run began, in the run's directory."""
-FROM_PYTHON = "python:"
-"""Begins the source of a recipe that was handed over as an object: no file has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Request:
     """Settings and options that may differ from those of the checkpoint that it goes on from."""
     settings_of: Path | None = None
     """The run whose settings a new run starts with."""
+    recipe_changes: tuple[str, ...] = ()
+    """What differs in the recipe from that of the run that goes on, as --allow-change lets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +160,22 @@ def _recipe_of_run(run: Path, source: str) -> Recipe:
             f"samestep.load({str(run)!r}, recipe=…), and so for train, evaluate and predict; or "
             "write it into a file, and give recipe= that file."
         )
-    kept = run / RECIPE_COPY
-    if source.endswith(".py") and not Path(source).is_file() and kept.is_file():
-        return dataclasses.replace(find_recipe(str(kept)), name=Path(source).stem)
-    return find_recipe(source)
+    gone = source.endswith(".py") and not Path(source).is_file()
+    return (copy_of_run(run, source) if gone else None) or find_recipe(source)
+
+
+def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
+    """Return the recipe that a run keeps, where a call that goes on with the run names it.
+
+    Args:
+        target: the run, or what was trained in `run_dir`.
+        run_dir: the run, where the target is none.
+    """
+    for run in (target, run_dir):
+        if run and run not in recipe_names() and is_run(Path(str(run))):
+            source = str(read_toml(Path(str(run)) / "settings.toml").get("recipe"))
+            return copy_of_run(Path(str(run)), source)
+    return None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -257,17 +272,22 @@ def finish(
     flags = {name: getattr(settings, name) for name in given if name in own}
     merged = merge_layers(start.settings_layer, flags)
     run_dir = str(merged.get("run_dir") or "")
+    run = start if resume and start.run is not None else None
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
-        run = draft(run_dir, None, start.recipe if start.source.startswith(FROM_PYTHON) else None)
-        options = _as_completed(run, options)
-        _check_repeated(run, start, merged, options, allowed)
+        run = _repeated(start, run_dir)
+        options = _inherited(run.options(), options, {*given, *start.options_layer})
+        merged = merge_layers(run.settings_layer, merged)
+        # The command gives sizes for its own number of ranks; those of the run are kept.
         merged.pop("accumulate", None)
         merged |= {size: run.settings_layer[size] for size in _DERIVED}
-    if start.run is not None:
+    elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
-        if resume:
-            may = may_change(start.settings_layer.get("virtual_ranks")) | {*allowed}
-            _refuse_changes(_changes(start, merged, options), may)
+    if run is not None:
+        changes = _changes(run, merged, options)
+        for name in sorted(
+            changes.keys() - _free(run) - {*allowed}, key=lambda n: (n not in given, n)
+        ):
+            raise refused_change(name, changes[name], is_given=name in given)
     resolved = Settings(**merged)  # type: ignore[arg-type]
     check_choice(resolved)
     return Request(
@@ -278,36 +298,51 @@ def finish(
         resume=resume,
         allow_change=allowed,
         settings_of=None if resume else start.run,
+        recipe_changes=_recipe_changes(run, start.recipe, allowed),
     )
 
 
-def _as_completed(run: Draft, options: Any) -> Any:
-    """Return the options of a repeated command with what the data once told the run."""
-    old: Any = run.options()
-    if run.recipe.complete is None or old.__class__ is not options.__class__:
-        return options
-    unset = [f.name for f in fields(old) if getattr(options, f.name) in (None, ())]
-    return dataclasses.replace(options, **{name: getattr(old, name) for name in unset})
+def _recipe_changes(run: Draft | None, recipe: Recipe, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what differs in the recipe of a run that goes on.
+
+    Raises:
+        UserError: something does, and --allow-change does not name the recipe.
+    """
+    if run is None or run.run is None:
+        return ()
+    changes = recipe_changes(run.run, run.source, recipe)
+    if changes and "recipe" not in allowed:
+        raise refused_recipe(run.run, run.source, changes)
+    return tuple(changes)
 
 
-def _check_repeated(
-    run: Draft, start: Draft, merged: dict[str, object], options: Any, allowed: tuple[str, ...]
-) -> None:
-    """Check that a command that goes on in its --run-dir asks for the training that is there."""
-    if run.recipe.name != start.recipe.name:
+def _repeated(start: Draft, run_dir: str) -> Draft:
+    """Return the draft of the run that a command goes on with in its --run-dir.
+
+    Raises:
+        UserError: it holds a run of another recipe.
+    """
+    source = str(read_toml(Path(run_dir) / "settings.toml").get("recipe"))
+    if _name_of(source) != start.recipe.name:
         raise UserError(
-            f"{run.run} holds a run of recipe {run.recipe.name}, not of {start.recipe.name}. "
+            f"{run_dir} holds a run of recipe {_name_of(source)}, not of {start.recipe.name}. "
             "Choose another --run-dir."
         )
-    # The command gives sizes for its own number of ranks; those of the run are kept.
-    virtual = run.settings_layer.get("virtual_ranks")
-    may = may_change(virtual) | {*_DERIVED, "accumulate", *allowed}
-    _refuse_changes(_changes(run, merged, options), may)
+    return draft(run_dir, None, start.recipe)
 
 
-def _refuse_changes(changes: dict[str, Change], may: frozenset[str]) -> None:
-    for name in sorted(changes.keys() - may):
-        raise refused_flag(name, changes[name])
+def _inherited(old: Any, options: Any, given: set[str]) -> Any:
+    """Return the options of a repeated command: those of the run, where it gives no others."""
+    if options is None:
+        return None
+    kept = {f.name: getattr(old, f.name) for f in fields(old) if f.name not in given}
+    return dataclasses.replace(options, **kept)
+
+
+def _free(run: Draft) -> frozenset[str]:
+    """Return what may differ when a run goes on."""
+    virtual_ranks = run.settings_layer.get("virtual_ranks")
+    return free_names(Settings, run.recipe.options, virtual_ranks=virtual_ranks)
 
 
 def _changes(start: Draft, merged: dict[str, object], options: Any) -> dict[str, Change]:

@@ -123,7 +123,8 @@ def go_on(
             lambda: check_changes(made_with, text, request.recipe, request.allow_change, where)
         )
     restore(work, state, request.recipe.name, saved)
-    return Resumed(checkpoint=entry.path, problems=problems, changes=words_of(changes))
+    told = [*words_of(changes), *(f"recipe: {name}" for name in request.recipe_changes)]
+    return Resumed(checkpoint=entry.path, problems=problems, changes=told)
 
 
 def load_newest(path: Path, world: World) -> tuple[Entry, dict[str, Any], list[str]] | None:

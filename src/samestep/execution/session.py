@@ -15,7 +15,13 @@ from samestep.errors import UserError, no_exit
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
 from samestep.execution.promise import promise_notes, promise_record
-from samestep.execution.request import FROM_PYTHON, RECIPE_COPY, Request
+from samestep.execution.recipe_changes import (
+    FROM_PYTHON,
+    keep_recipe,
+    recipe_changes,
+    shown_changes,
+)
+from samestep.execution.request import Request
 from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.gpus import gpu_uuid
@@ -25,6 +31,7 @@ from samestep.run.environment import git_commit, versions
 from samestep.run.files import write_text
 from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import RUN_FORMAT, Record
+from samestep.settings import free_names
 from samestep.training.backends import kernels_of, switched
 from samestep.training.between import Between
 from samestep.training.loop import train
@@ -237,10 +244,9 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
     """
     world = built.work.world
     write_text(run.path / "settings.toml", settings_text(request, built.work))
-    kept = run.path / RECIPE_COPY
+    changed = bool(request.recipe_changes)
+    keep_recipe(run.path, request.source, request.recipe, changed=changed)
     is_file = request.source.endswith(".py")
-    if is_file and not kept.exists():
-        write_text(kept, Path(request.source).read_text(encoding="utf-8"))
     commit = git_commit(Path(request.source).resolve().parent if is_file else Path.cwd())
     run.write_environment(
         {
@@ -299,6 +305,8 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         "parameters": sum(p.numel() for p in work.trainee.model.parameters()),
         "lower_is_better": list(request.recipe.falling()),
         "monitor": built.state.watch.metric,
+        "free_options": sorted(free_names(request.recipe.options)),
+        **({"own_schedule": True} if request.recipe.schedule else {}),
         "resumed": resumed is not None,
         **promise_record(work),
         "notes": [*world.notes, *splits.notes, *notes],
@@ -333,10 +341,12 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "
             f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'
         )
-    kept = path / RECIPE_COPY
-    source = Path(request.source)
-    if kept.is_file() and source.is_file() and kept.read_bytes() != source.read_bytes():
-        notes.append(f"{source} has changed since the run began; {kept} is how it was.")
+    if request.recipe_changes:
+        told = shown_changes(request.recipe_changes)
+        notes.append(f"The run goes on with the recipe as it is now; what has changed: {told}.")
+    elif resumed and (changes := recipe_changes(path, request.source)):
+        told = shown_changes(changes)
+        notes.append(f"{request.source} has changed ({told}); the run goes on with its own copy.")
     if resumed and is_done(work, built.state):
         notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")
     return notes

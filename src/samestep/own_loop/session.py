@@ -1,6 +1,7 @@
 """An open run of a loop of one's own: its ranks, its directory, its signals, where it stands."""
 
 import os
+import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep.errors import UserError
+from samestep.execution.recipe_changes import script_changes, shown_changes
 from samestep.execution.saving import load_newest
 from samestep.execution.session import open_directory
 from samestep.own_loop import directory, keeping
@@ -27,7 +29,7 @@ from samestep.run.directory import is_run
 from samestep.run.files import read_object
 from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import Record
-from samestep.settings import MAY_CHANGE
+from samestep.settings import Settings, free_names
 from samestep.training import alike
 from samestep.training.stopping import Agreement, catch_signals
 
@@ -138,7 +140,7 @@ class Session:
         resumes = self.wanted.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
             entry, saved, problems = found
-            free = MAY_CHANGE.union(self.wanted.may_change)
+            free = free_names(Settings).union(self.wanted.may_change)
             world.on_every(lambda: keeping.restore(standing, saved, self.path, free))
             self.means.sums = keeping.sums_of(saved["sums"], world)
             self._resumed = entry.path, problems
@@ -169,6 +171,10 @@ class Session:
         if resumed is not None:
             checkpoint, problems = resumed
             after = f"after step {standing.position.step}, from {checkpoint}"
+            changed = script_changes(self.path / directory.SCRIPT_COPY, Path(sys.argv[0]))
+            if changed:
+                told = shown_changes(changed)
+                problems.append(f"{sys.argv[0]} has changed since the run began: {told}.")
             say(world, " ".join([f"{self.path} goes on {after}.", *problems]))
             self.emit(
                 {

@@ -14,7 +14,7 @@ from samestep.data.keyed_random import uniform
 from samestep.data.random_split import hold_out
 from samestep.models.resnet import resnet18
 from samestep.recipe import Recipe, Splits
-from samestep.settings import check_flags
+from samestep.settings import check_flags, may_change
 
 # Of CIFAR-10's training pixels, by channel, as everyone normalises them.
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -24,9 +24,9 @@ _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 class Cifar10Options:
     """The options of this recipe."""
 
-    data_dir: str = "data/cifar10"
+    data_dir: str = may_change("data/cifar10")
     """Folder of the binary version (*.bin, or cifar-10-batches-bin/), or of train/CLASS/*.jpg."""
-    download: bool = False
+    download: bool = may_change(False)
     """Fetch the binary version into the folder first if no data is there, once a node."""
     width: int = 64
     """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""

@@ -49,18 +49,18 @@ from samestep.data.cricket.tables import (
 from samestep.errors import UserError, did_you_mean
 from samestep.models.ball_graphs import BallGraphNetwork, Convolution
 from samestep.recipe import Recipe, Splits
-from samestep.settings import check_flags
+from samestep.settings import check_flags, may_change
 
 
 @dataclass(frozen=True)
 class CricketOptions:
     """The options of this recipe."""
 
-    data_dir: str = "data/cricket"
+    data_dir: str = may_change("data/cricket")
     """Folder of Cricsheet's JSON files of twenty-over matches, their zip or a tar."""
-    cache_dir: str | None = None
+    cache_dir: str | None = may_change(None)
     """Where read matches are kept; by default ~/.cache/samestep/cricket."""
-    skip_bad: int = 0
+    skip_bad: int = may_change(0)
     """Most files that may be unreadable; they are named and left out."""
     synthetic: bool = False
     """Make matches up instead of reading any."""
@@ -97,7 +97,7 @@ class CricketOptions:
     """Venues with an embedding."""
     teams: tuple[str, ...] = ()
     """Teams with an embedding."""
-    trees: bool = True
+    trees: bool = may_change(True)
     """Fit boosted trees, too, for what the test is compared with; half a minute on all matches."""
     validation_from: str = ""
     """First date (YYYY-MM-DD) of the validation, with --split-by date."""

@@ -19,7 +19,7 @@ from samestep.data.recipe_splits import SPLITS
 from samestep.errors import UserError
 from samestep.models.resnet import Stem, resnet18
 from samestep.recipe import Recipe, Splits
-from samestep.settings import check_flags
+from samestep.settings import check_flags, may_change
 
 # Mean and standard deviation of ImageNet's training pixels, per channel, as everyone takes them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -31,15 +31,15 @@ _NUM_LOOKED_AT = 64
 class ImagesOptions:
     """The options of this recipe."""
 
-    data_dir: str = "data/images"
+    data_dir: str = may_change("data/images")
     """Folder that holds train/CLASS/*.jpg (.jpeg, .png), and maybe val/ and test/ like it."""
     image_size: int | None = None
     """Edge of the square that the model sees; by default that of small images, else 160."""
     width: int = 64
     """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""
-    cache: Cache = "auto"
+    cache: Cache = may_change("auto")
     """Keep decoded images in memory, once a node; auto: if they take at most half of it."""
-    max_corrupt: float = 0.01
+    max_corrupt: float = may_change(0.01)
     """Largest fraction of images that may be unreadable; they are named and left out."""
     validation_fraction: float = 0.1
     """Part of train/ that is held out for validation where there is no val/."""

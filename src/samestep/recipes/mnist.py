@@ -14,7 +14,7 @@ from samestep.data.images.decode import decode_grey
 from samestep.data.random_split import hold_out
 from samestep.errors import UserError
 from samestep.recipe import Recipe, Splits
-from samestep.settings import check_flags
+from samestep.settings import check_flags, may_change
 
 _FASHION = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
@@ -32,9 +32,9 @@ _MEAN, _STD = 0.1307, 0.3081
 class MnistOptions:
     """The options of this recipe."""
 
-    data_dir: str = "data/mnist"
+    data_dir: str = may_change("data/mnist")
     """Folder of the IDX files, gzipped or not; also its raw/ or MNIST/raw/."""
-    download: bool = False
+    download: bool = may_change(False)
     """Fetch MNIST into the folder first if it is not there, once a node."""
     model: Literal["simple", "convnet"] = "simple"
     """simple: 784-128-10; convnet: two convolutions and two linear layers."""

@@ -59,8 +59,9 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
         wanted, arguments = _without_run_dir(arguments)
         run = Path(wanted).absolute() if wanted else new_run_path(name).absolute()
         place = ("--run-dir", str(run))
-    rest = [word for word in arguments if word != "--resume"]
-    command = ("-m", "samestep", "train", what, *rest, *place, "--resume")
+    rest = [word for word in arguments if word not in ("--resume", "--recipe-of-run")]
+    own = () if text in recipes else ("--recipe-of-run",)  # its file may be edited meanwhile
+    command = ("-m", "samestep", "train", what, *rest, *place, "--resume", *own)
     return Workload(name=name, kind="recipe", run=run, command=command)
 
 

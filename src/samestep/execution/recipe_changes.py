@@ -1,0 +1,342 @@
+"""Whether a recipe still is the one that a run was trained with.
+
+A run keeps a copy of its recipe's file, and of a recipe made in Python what its functions and
+values were. Whoever goes on with the run or asks its checkpoints compares them with the recipe of
+today: its code, without comments and layout.
+"""
+
+import ast
+import dis
+import hashlib
+import io
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+
+from samestep.errors import UserError
+from samestep.recipe import Recipe, find_recipe
+from samestep.run.files import read_object, write_text
+
+RECIPE_COPY = "recipe.py"
+"""A user's recipe file as it was when the run began, in the run's directory."""
+FROM_PYTHON = "python:"
+"""Begins the source of a recipe that was handed over as an object: no file has it."""
+_PIECES = "recipe.json"
+"""What the functions and values of such a recipe were."""
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Settings are compared as such; what predicts, shows and draws trains nothing.
+_NOT_OF_THE_TRAINING = frozenset(
+    {
+        *("settings", "name", "file", "accepts"),
+        *("read", "show", "picture", "pictures", "baselines"),
+    }
+)
+_SHOWN = 40
+_DEPTH = 8
+_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+
+Pieces = dict[str, str]
+"""The name of each function and value → its code, or `name = value`."""
+
+
+def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list[str]:
+    """Return which functions and values of a run's recipe are not what they were.
+
+    Args:
+        run: the run's directory.
+        source: the recipe as the run names it.
+        recipe: instead of what the source leads to.
+    """
+    kept = run / RECIPE_COPY
+    if source.endswith(".py"):
+        if not kept.is_file():
+            return []
+        if recipe is not None and not recipe.file:
+            return [f"it was made in Python, and the run's is the file {source}"]
+        file = Path(recipe.file if recipe is not None else source)
+        return _differences(_in_file(kept), _in_file(file)) if file.is_file() else []
+    if not source.startswith(FROM_PYTHON) or recipe is None:
+        return []
+    before = read_object(run / _PIECES)
+    if before.get("python") != _PYTHON:  # another version has other byte code
+        return []
+    return _differences(before["pieces"], _Walk().pieces_of(recipe))
+
+
+def check_recipe_unchanged(run: Path, source: str) -> None:
+    """Check that the recipe that a run names is the one that it was trained with.
+
+    Raises:
+        UserError: it is not.
+    """
+    if changes := recipe_changes(run, source):
+        raise UserError(
+            f"{source} has changed since {run} began: {shown_changes(changes)}. Ask the run with "
+            f"the recipe as it was: --recipe {run / RECIPE_COPY}; or as it is now: "
+            f"--recipe {source}"
+        )
+
+
+def refused_recipe(run: Path, source: str, changes: list[str]) -> UserError:
+    """Return the message for a run that would go on with another recipe."""
+    what = source if source.endswith(".py") else "The recipe"
+    kept = "go on with the run's own copy: --recipe-of-run; " if source.endswith(".py") else ""
+    return UserError(
+        f"{what} has changed since {run} began: {shown_changes(changes)}. When the run goes on "
+        f"this would make it another training: {kept}start a new run without --resume; or insist "
+        "with --allow-change recipe."
+    )
+
+
+def shown_changes(changes: Sequence[str]) -> str:
+    """Return the names of what has changed, for a message."""
+    more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""
+    return ", ".join(changes[:5]) + more
+
+
+def copy_of_run(run: Path, source: str) -> Recipe | None:
+    """Return the recipe as the run's own copy has it; None where it keeps none."""
+    kept = run / RECIPE_COPY
+    return find_recipe(str(kept), source) if kept.is_file() else None
+
+
+def keep_recipe(run: Path, source: str, recipe: Recipe, *, changed: bool) -> None:
+    """Write into a run what its recipe is; what it was before stays beside it."""
+    if source.endswith(".py"):
+        kept, text = run / RECIPE_COPY, Path(recipe.file).read_text(encoding="utf-8")
+    elif source.startswith(FROM_PYTHON):
+        kept, table = run / _PIECES, {"python": _PYTHON, "pieces": _Walk().pieces_of(recipe)}
+        text = json.dumps(table, indent=2) + "\n"
+    else:
+        return
+    if kept.exists():
+        if not changed:
+            return
+        number = sum(1 for _ in run.glob(f"{kept.stem}_before_*{kept.suffix}")) + 1
+        kept.rename(kept.with_stem(f"{kept.stem}_before_{number}"))
+    write_text(kept, text)
+
+
+def script_changes(kept: Path, script: Path) -> list[str]:
+    """Return which functions and values of a script are not what they were."""
+    there = kept.is_file() and script.is_file()
+    return _differences(_in_file(kept), _in_file(script)) if there else []
+
+
+def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    found = []
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        start = f"{name} = "
+        values = [text.removeprefix(start) for text in (old, new) if text and text[:1] != "#"]
+        short = len(values) == 2 and all(len(v) <= _SHOWN and "\n" not in v for v in values)
+        if old is None or new is None:
+            found.append(f"{name} ({'new' if old is None else 'gone'})")
+        elif short and old.startswith(start):
+            found.append(f"{name} (was {values[0]}, is {values[1]})")
+        else:
+            found.append(name)
+    return found
+
+
+def _in_file(file: Path) -> Pieces:
+    """Return what a Python file defines; a name that is given twice has both."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return {"the file": text}
+    pieces: Pieces = {}
+    words = [word for node in ast.walk(tree) if _is_recipe(node) for word in node.keywords]
+    unused = [word.value for word in words if word.arg in _NOT_OF_THE_TRAINING]
+    left_out = {f"{one.id}()" for one in unused if isinstance(one, ast.Name)}
+    for name, node in _statements(tree, ""):
+        if name in left_out:
+            continue
+        pieces[name] = "\n".join(filter(None, (pieces.get(name), ast.unparse(_bare(node)))))
+    return pieces
+
+
+def _statements(tree: ast.Module | ast.ClassDef, within: str) -> Iterator[tuple[str, ast.stmt]]:
+    for node in tree.body:
+        match node:
+            case ast.Expr(value=ast.Constant()):
+                pass  # a docstring
+            case ast.ClassDef():
+                yield from _statements(node, f"{within}{node.name}.")
+                yield f"class {within}{node.name}", ast.ClassDef(**{**vars(node), "body": []})
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield f"{within}{name}()", node
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield f"{within}{name}", node
+            case _:
+                first = ast.unparse(node).splitlines()[0]
+                yield f"`{first[:_SHOWN]}`", node
+
+
+def _bare(node: ast.stmt) -> ast.stmt:
+    """Return a statement without docstrings, and a recipe without what trains nothing."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
+        if _is_recipe(inner):
+            inner.keywords = [w for w in inner.keywords if w.arg not in _NOT_OF_THE_TRAINING]
+    return node
+
+
+def _is_recipe(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Recipe"
+
+
+@dataclass
+class _Walk:
+    """Follows a recipe made in Python to the functions and values that are the user's own."""
+
+    pieces: Pieces = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+
+    def pieces_of(self, recipe: Recipe) -> Pieces:
+        for one in fields(recipe):
+            if one.name not in _NOT_OF_THE_TRAINING:
+                self._add(one.name, f"{one.name} = {self._told(getattr(recipe, one.name))}")
+        return self.pieces
+
+    def _add(self, name: str, text: str) -> None:
+        before = self.pieces.get(name)  # two lambdas have the same name
+        self.pieces[name] = text if before is None else _hash(before, text)
+
+    def _told(self, value: Any, depth: int = 0) -> str:  # noqa: C901, PLR0911 - a case a kind
+        """Return a value as text that is the same in each process."""
+        told = self._told
+        match value:
+            case None | bool() | int() | float() | complex() | str() | bytes():
+                return repr(value)
+            case list() | tuple() if depth < _DEPTH:
+                return f"[{', '.join(told(one, depth + 1) for one in value)}]"
+            case set() | frozenset() if depth < _DEPTH:
+                return f"{{{', '.join(sorted(told(one, depth + 1) for one in value))}}}"
+            case Mapping() if depth < _DEPTH:
+                parts = (f"{told(k, depth + 1)}: {told(v, depth + 1)}" for k, v in value.items())
+                return f"{{{', '.join(parts)}}}"
+            case partial():
+                return f"partial({told((value.func, value.args, value.keywords), depth)})"
+            case types.FunctionType() | type():
+                return self._code(value)
+            case types.MethodType():
+                return f"{told(value.__func__, depth)} of {told(value.__self__, depth)}"
+            case torch.Tensor():
+                buffer = io.BytesIO()
+                np.save(buffer, value.detach().cpu().double().numpy())
+                return f"tensor {tuple(value.shape)} {_hash(buffer.getvalue())}"
+            case types.CodeType():  # what is computed; neither lines nor a docstring
+                names = value.co_names + value.co_varnames
+                return f"{value.co_code.hex()} {told(_constants(value), depth)} {names}"
+            case torch.dtype() | torch.device() | Path():
+                return str(value)
+        return self._object(value, depth)
+
+    def _object(self, value: Any, depth: int) -> str:
+        """Return an object's class and plain attributes: what a loss is made with is in them.
+
+        Others, as the sums of a metric, may move with each use.
+        """
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if depth >= _DEPTH:
+            return kind
+        self._code(type(value))
+        kept = {
+            name: one
+            for name, one in getattr(value, "__dict__", {}).items()
+            if isinstance(one, _PLAIN[:-1]) and name[0] != "_" and name != "training"
+        }
+        buffers = dict(value.named_buffers()) if isinstance(value, torch.nn.Module) else {}
+        return f"{kind}({self._told({**kept, **buffers}, depth + 1)})"
+
+    def _code(self, value: Any) -> str:
+        """Return the name of a function or class; what the user's own say becomes a piece."""
+        name = f"{value.__module__}.{value.__qualname__}"
+        if id(value) in self.seen or not _is_own(value.__module__):
+            return name
+        self.seen.add(id(value))
+        short = value.__qualname__.replace("<locals>.", "")
+        if isinstance(value, types.FunctionType):
+            self._add(f"{short}()", f"# {_hash(self._function(value))}")
+            return name
+        for key, one in vars(value).items():
+            inner = getattr(one, "__func__", getattr(one, "fget", one))
+            if isinstance(inner, types.FunctionType):
+                self._add(f"{short}.{key}()", f"# {_hash(self._function(inner))}")
+            elif not key.startswith("__"):
+                self._add(f"{short}.{key}", f"{short}.{key} = {self._told(one, _DEPTH - 2)}")
+        if not is_dataclass(value):
+            self._add(f"class {short}", f"# {[self._told(base) for base in value.__bases__]}")
+        return name
+
+    def _function(self, function: types.FunctionType) -> str:
+        code = function.__code__
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        with_defaults = [function.__defaults__, function.__kwdefaults__]
+        for name, one in zip(code.co_freevars, cells, strict=True):
+            self._name(name, one)
+        for name in _names(code):
+            if name in function.__globals__:
+                self._name(name, function.__globals__[name])
+        return f"{self._told(code)} {self._told(with_defaults)}"
+
+    def _name(self, name: str, value: Any) -> None:
+        """Follow what a function uses by a name: functions, classes, and values that stay."""
+        kinds = (*_PLAIN, tuple, partial, types.FunctionType, type)
+        if isinstance(value, kinds) and name[:2] != "__" and name not in self.pieces:
+            self._add(name, f"{name} = {self._told(value)}")
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is filled later
+        return None
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Return the names of what code takes from its module."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    used = [
+        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
+    return sorted({*used, *(name for one in inner for name in _names(one))})
+
+
+def _constants(code: types.CodeType) -> tuple[Any, ...]:
+    """Return the constants of code, without its docstring."""
+    found = code.co_consts
+    may_have = sys.version_info < (3, 13) or code.co_flags & 0x4000000  # CO_HAS_DOCSTRING
+    is_doc = may_have and code.co_name[0] != "<" and found and isinstance(found[0], str)
+    return found[1:] if is_doc else found
+
+
+def _is_own(module: str | None) -> bool:
+    """Whether code is the user's: of a script, a notebook or a file, not of a library."""
+    top = (module or "").partition(".")[0]
+    if top == "__main__":
+        return True
+    if top in sys.stdlib_module_names or top in ("samestep", "torch", ""):
+        return False
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def _hash(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else part.encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,155 @@
+"""A run goes on with the recipe that it was trained with, and its checkpoints are asked with it."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep import UserError
+from samestep.commands.train import parse
+from tests.api.recipes import made
+from tests.tiny import all_records
+
+RECIPE = '''
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+SEED = 7
+
+def data():
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(SEED))
+    y = (x[:, 0] > 0).long()
+    return Splits(train=(x[:30], y[:30]), validation=(x[30:], y[30:]), test=(x[30:], y[30:]))
+
+class Net(nn.Module):
+    """A small net."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(nn.functional.gelu(self.first(x)))
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+recipe = Recipe(model=Net, data=data, loss=loss, read=lambda _, path: torch.ones(4),
+                settings={"epochs": 1, "batch_size": 10})
+'''
+EDITS = {
+    "Net.forward()": ("gelu", "relu"),
+    "SEED (was 7, is 8)": ("SEED = 7", "SEED = 8"),
+    "loss()": ("smoothing=0.1", "smoothing=0.2"),
+    "recipe": ("data=data, loss=loss", "data=data, lower_is_better=('loss',), loss=loss"),
+    "class Net": ("class Net(nn.Module)", "class Net(nn.Sequential)"),
+}
+GO_ON = ("--resume", "--epochs", "2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of one epoch, with its recipe beside it; only to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "small.py").write_text(RECIPE)
+    samestep.train(folder / "small.py", run_dir=folder / "run", quiet=True)
+    return folder
+
+
+@pytest.fixture
+def edited(trained, here):
+    """Return a function that edits the recipe of a copy of that run."""
+    shutil.copytree(trained / "run", "run")
+    settings = Path("run/settings.toml")
+    settings.write_text(settings.read_text().replace(str(trained), str(here)))
+
+    def edit(old: str, new: str) -> str:
+        assert old in RECIPE
+        Path("small.py").write_text(RECIPE.replace(old, new))
+        return "run"
+
+    return edit
+
+
+def test_an_edited_recipe_is_refused_with_what_differs_wherever_it_would_be_used(edited, refused):
+    asks = [("train", "run", *GO_ON), ("train", "small.py", "--run-dir", "run", *GO_ON)]
+    asks += [("evaluate", "run"), ("predict", "run", "small.py"), ("explain", "run")]
+    for name, (old, new) in EDITS.items():
+        edited(old, new)
+        for ask in asks[: 1 if name != "loss()" else None]:
+            assert f" {name}. " in refused(*ask), (name, ask)
+    calls = (samestep.load, samestep.evaluate, lambda run: samestep.predict(run, "small.py"))
+    for call in (*calls, lambda run: samestep.train(run, resume=True, epochs=2, quiet=True)):
+        with pytest.raises(UserError, match=r"recipe\(\)|class Net"):
+            call("run")
+
+
+def test_comments_layout_docstrings_and_default_settings_are_no_change(edited):
+    edited('    """A small net."""\n\n    def', "    # no more words\n    def")
+    parse(["run", *GO_ON])
+    edited('"epochs": 1', '"epochs": 3')
+    parse(["run", *GO_ON])
+    edited("path: torch.ones(4)", "path: torch.zeros(4)")
+    parse(["run", *GO_ON])
+    assert samestep.evaluate("run")["samples"] == 10
+
+
+def test_the_copy_or_the_new_file_is_chosen_by_name(edited, capsys):
+    edited("label_smoothing=0.1)", "label_smoothing=0.1) * 2")
+    losses = [
+        samestep.evaluate("run", recipe=file)["loss"] for file in ("run/recipe.py", "small.py")
+    ]
+    assert losses[1] == pytest.approx(2 * losses[0])
+    assert samestep.cli.main(["evaluate", "run", "--recipe", "small.py", "--json"]) == 0
+    assert f'"loss": {losses[1]!r}' in capsys.readouterr().out
+
+
+def test_the_runs_own_copy_is_gone_on_with_by_its_file_or_by_its_directory(edited):
+    edited("SEED = 7", "SEED = 8")
+    for target in (["run"], ["small.py", "--run-dir", "run"]):
+        _, request = parse([*target, *GO_ON, "--recipe-of-run"])
+        assert request.recipe.model.__init__.__globals__["SEED"] == 7
+        assert (request.recipe.name, request.recipe_changes) == ("small", ())
+    assert Path(request.recipe.model.__init__.__globals__["__file__"]).name == "small.py"
+    with pytest.raises(UserError):
+        parse(["small.py", "--recipe-of-run"])
+
+
+def test_an_edit_that_is_insisted_on_is_recorded_and_is_the_runs_recipe_from_then_on(edited):
+    edited("SEED = 7", "SEED = 8")
+    samestep.train("run", resume=True, epochs=2, allow_change="recipe", quiet=True)
+    (resumed,) = (r for r in all_records(Path("run")) if r["event"] == "resume")
+    assert resumed["changes"] == ["recipe: SEED (was 7, is 8)"]
+    assert Path("run/recipe_before_1.py").read_text() == RECIPE
+    parse(["run", "--resume", "--epochs", "3"])
+
+
+def test_a_recipe_made_in_python_is_compared_by_its_functions_and_values(here):
+    def smoothed(by: float) -> nn.Module:
+        return nn.CrossEntropyLoss(label_smoothing=by)
+
+    def model(width: int = 4, act: type = nn.GELU):
+        return lambda: nn.Sequential(nn.Linear(4, width), act(), nn.Linear(width, 2))
+
+    def weighted(outputs, targets, by):
+        return nn.functional.cross_entropy(outputs, targets) * by
+
+    run = samestep.train(made(model(), loss=smoothed(0.1), settings={"epochs": 1}), quiet=True)
+    go_on = functools.partial(samestep.train, run, resume=True, epochs=2, quiet=True)
+    for name, other in {
+        "loss": made(model(), loss=smoothed(0.2)),
+        "width (was 4, is 8)": made(model(8), loss=smoothed(0.1)),
+        "act": made(model(act=nn.ReLU), loss=smoothed(0.1)),
+        "model": made(lambda: nn.Linear(4, 2), loss=smoothed(0.1)),
+        "loss ": made(model(), loss=functools.partial(weighted, by=torch.tensor(2.0))),
+    }.items():
+        with pytest.raises(UserError) as told:
+            go_on(recipe=other)
+        assert name.strip() in str(told.value), told.value
+    same = made(model(), loss=smoothed(0.1), settings={"lr": 0.1})
+    assert go_on(recipe=same).result["epochs"] == 2
