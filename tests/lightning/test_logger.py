@@ -124,7 +124,8 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
         def log_hyperparams(self, *_):
             pass
 
-    logger = TrackerLogger(trackers, save_dir="runs", name="mine", **(more or {}))
+    patient = {"timeout_s": 600.0} | (more or {})
+    logger = TrackerLogger(trackers, save_dir="runs", name="mine", **patient)
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),

@@ -67,7 +67,7 @@ def test_a_rank_that_waits_for_rank_0_learns_at_once_after_how_many_steps_it_end
         with pytest.raises(RankZeroEnded) as ended:
             own.agree(lambda: False)
         own.gather("")
-        return ended.value.steps, time.monotonic() - began < 10
+        return ended.value.steps, time.monotonic() - began < 60
 
     assert both(leave, stay) == [None, (7, True)]
 

@@ -168,12 +168,12 @@ for _ in range(10**9):
 """
 
 
-def test_python_of_a_loop_without_a_loader_bounds_it_and_an_index_is_no_number_read(here):
-    found = profiled(here, INDEXED, "--steps", "20")
-    assert found["measured"]["ranks"][0]["operations"]["syncs"] == 0
-    assert found["measured"]["ranks"][0]["phases"]["other"] >= 0.02
-    assert found["verdict"]["kind"] == "loop-bound"
-    assert not found["verdict"]["notes"]
+def test_python_of_a_loop_without_a_loader_is_the_loops_and_an_index_is_no_number_read(here):
+    """What bounds it depends on what else runs on the machine, and is judged by numbers alone."""
+    (rank,) = profiled(here, INDEXED, "--steps", "20")["measured"]["ranks"]
+    assert rank["operations"]["syncs"] == 0
+    assert rank["phases"]["other"] >= 0.02
+    assert not rank["phases"].get("data")
 
 
 UNEVEN = "import os\n" + STEPS.format("60 if os.environ['RANK'] == '0' else 10**9")

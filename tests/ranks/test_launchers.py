@@ -152,7 +152,7 @@ def starts(folder: Path) -> list[dict[str, Any]]:
 
 def wait_for_step(folder: Path, *, after_starts: int) -> None:
     """Wait until a training has been started so often, and has then taken two steps."""
-    path, deadline = folder / "run" / "events.jsonl", time.monotonic() + 60
+    path, deadline = folder / "run" / "events.jsonl", time.monotonic() + TIMEOUT_S
 
     def steps() -> int:
         if len(starts(folder)) < after_starts:

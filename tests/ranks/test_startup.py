@@ -1,15 +1,19 @@
-"""A scheduler's warning that comes while PyTorch is still being imported is not lost."""
+"""A scheduler's warning during the import of PyTorch is not lost; children end as they are told."""
 
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.command_line import RECIPE
-from tests.processes import TIMEOUT_S
+from tests.processes import TIMEOUT_S, run_ranks
 
 # A process of the real command line gets the signal at the moment at which a module is imported.
 SIGNALLED = """
@@ -65,3 +69,65 @@ def test_a_warning_before_any_rank_has_begun_starts_none(here):
 def test_another_verb_ends_by_the_signal_at_once(here):
     done = run(here, "tyro", "data", "list")
     assert done.returncode == -signal.SIGUSR1
+
+
+def _terminated(times: int) -> list[int | None]:
+    """Start children that only sleep, end each at once; return their exit codes."""
+    context, codes = multiprocessing.get_context("fork"), []
+    for _ in range(times):
+        child = context.Process(target=time.sleep, args=(TIMEOUT_S,), daemon=True)
+        child.start()
+        child.terminate()
+        child.join(20)
+        codes.append(child.exitcode)
+        child.kill()
+    return codes
+
+
+def _count_to(number: int) -> list[list[int]]:
+    found = []
+    for _ in range(number):
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            found.append(pool.map(abs, range(64)))
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as executor:
+        found.append(list(executor.map(abs, range(64))))
+    return found
+
+
+def _handlers(sender) -> None:
+    sender.send([signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)])
+
+
+def _handlers_of_child() -> list[object]:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    multiprocessing.get_context("fork").Process(target=_handlers, args=(sender,)).start()
+    return list(receiver.recv())
+
+
+def _of_a_caller(number: int, frame: object) -> None:
+    raise AssertionError(number, frame)
+
+
+def _children_of_a_training() -> tuple[list[int | None], list[list[int]], bool, bool]:
+    from samestep.training.stopping import catch_signals
+
+    signal.signal(signal.SIGTERM, _of_a_caller)
+    before = _handlers_of_child()
+    with catch_signals():
+        codes, counted = _terminated(20), _count_to(20)
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.5,))
+        child.start()
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            os.kill(child.pid, number)
+        child.join()
+    return codes, counted, child.exitcode == 0, _handlers_of_child() == before
+
+
+def test_a_child_that_is_started_in_a_training_ends_with_sigterm_and_leaves_other_stops_to_it(
+    tmp_path,
+):
+    ((codes, counted, lived, as_before),) = run_ranks(_children_of_a_training, 1, tmp_path)
+    assert codes == [-signal.SIGTERM] * 20
+    assert counted == [list(range(64))] * 21
+    assert lived, "Ctrl-C and a scheduler's warning stop the training, not what serves it"
+    assert as_before, "a caller's own children have the caller's handlers"

@@ -92,6 +92,8 @@ def tracked(request, tmp_path_factory):
         "--log-every",
         "2",
         "--track-checkpoints",
+        "--track-timeout",
+        "600",
         "--epochs",
         "1",
     )

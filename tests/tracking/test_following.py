@@ -5,6 +5,7 @@ The tracker is one of a user's own, which can be told to misbehave (own_tracker.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -258,6 +259,11 @@ def test_whatever_a_tracker_does_the_training_is_the_same_and_its_records_are_se
     assert "Traceback" not in output
     assert output.count("warning own_tracker failed: ") == 1, output
     assert f"samestep track {run} --to {TRACKER}" in " ".join(output.split())
+    has = 0 if fault.startswith(("import", "start")) else None
+    count = r"It has ([\d,]+) of ([\d,]+) records"
+    (told,) = re.findall(count, " ".join(output.split()))
+    assert has in (None, int(told[0]))
+    assert int(told[1].replace(",", "")) > 0
     if fault.endswith("raise"):
         assert f"ConnectionError: the service has gone at {fault.split(':')[0]}" in output
     if fault in ("import:hang", "start:hang", "record:hang"):
@@ -270,9 +276,10 @@ def test_whatever_a_tracker_does_the_training_is_the_same_and_its_records_are_se
         assert sent(run) == expected(run)
 
 
-def test_a_slow_tracker_that_only_writes_files_is_waited_for(tmp_path):
+@pytest.mark.parametrize("flags", [("--track-offline",), ()], ids=["writes files", "starts"])
+def test_a_slow_tracker_that_only_writes_files_or_still_starts_is_waited_for(tmp_path, flags):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    arguments = (recipe, *TRACK, "--track-offline", "--run-dir", run)
+    arguments = (recipe, *TRACK, *flags, "--run-dir", run)
     slow = {"TRACKER_FAULT": "start:wait", "end_s": 0.0}
     assert "failed" not in train(*arguments, folder=tmp_path, **slow).output()
     assert sent(run) == expected(run)

@@ -4,6 +4,8 @@ Each is started in a process of its own: W&B takes over `sys.exit` where it runs
 """
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,33 @@ def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
     )
     mlflow.finish(again.client, DONE)
     return (first.run, first.lines), (again.run, again.lines)
+
+
+def test_mlflow_has_a_run_and_each_value_once_whenever_its_process_was_killed(tmp_path):
+    """What it was given is told again, where the note of it could not be written."""
+    ((runs, history),) = run_ranks(_killed_and_again, 1, tmp_path / "rank", tmp_path)
+    assert len(runs) == 1
+    assert history == [(1, 0.5), (2, 0.25), (3, 0.125)]
+
+
+def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, float]]]:
+    from samestep.tracking import mlflow
+
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{path}/mlflow.db"
+    run = tracked_run(path, "mlflow", offline=False)
+    store = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    usual, mlflow.RunTag = mlflow.RunTag, None  # as if it ended once it had made the run
+    with pytest.raises(TypeError):
+        mlflow.start(replace(run, settings={"lr": 1}))
+    mlflow.RunTag = usual
+    values = [entry("step", n + 1, loss=2.0 ** -(n + 1)) for n in range(3)]
+    for upto in (2, 3):
+        started = mlflow.start(run)
+        mlflow.record(started.client, values[:upto])
+    mlflow.finish(started.client, DONE)
+    found = store.search_runs([store.get_experiment_by_name("one").experiment_id])
+    history = store.get_metric_history(started.run, "loss")
+    return {one.info.run_id for one in found}, sorted((m.step, m.value) for m in history)
 
 
 def test_mlflow_begins_anew_where_another_store_does_not_know_the_run(tmp_path):

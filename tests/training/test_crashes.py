@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import POINTS, Fault
-from tests.processes import Ranks
+from tests.processes import TIMEOUT_S, Ranks
 from tests.tiny import (
     STEPS,
     all_records,
@@ -179,14 +179,14 @@ def test_when_one_of_two_ranks_is_killed_the_other_ends_by_itself_within_seconds
     run = tmp_path / "run"
     fault = Fault("after a step", nth, rank=killed)
     ranks = start(recipe, "--run-dir", str(run), faults=(fault,), world_size=2, folder=tmp_path)
-    ranks.processes[killed].join(60)
+    ranks.processes[killed].join(TIMEOUT_S)
     began = time.monotonic()
-    ranks.processes[1 - killed].join(60)
+    ranks.processes[1 - killed].join(TIMEOUT_S)
     took = time.monotonic() - began
     codes = ranks.wait()
     assert codes[killed] == -signal.SIGKILL
     assert codes[1 - killed] == 1, ranks.output()
-    assert took < 60  # Gloo by itself would wait for half an hour
+    assert took < 300  # Gloo by itself would wait for half an hour
     assert f"Rank {1 - killed} " in ranks.output()
     assert_resumes(run, tmp_path, 3)
     assert_same_training(run, uninterrupted)

@@ -334,7 +334,7 @@ def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(
         printed = parent.communicate(timeout=TIMEOUT_S)[0]
         took = time.monotonic() - began
     assert parent.returncode == 1, printed
-    assert took < 60  # Gloo by itself would wait for half an hour
+    assert took < 300  # Gloo by itself would wait for half an hour
     assert printed.count("samestep: ") == 1
     assert f"Rank {killed} " in printed
     assert "SIGKILL" in printed

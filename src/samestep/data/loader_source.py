@@ -1,10 +1,13 @@
 """Samples read one by one through PyTorch's DataLoader and its workers."""
 
+import contextlib
 import random
 import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from samestep.data.packed import Packing, unpacked
 from samestep.data.prefetch import on_device
 from samestep.data.source import OrderedSource, Reading
 from samestep.errors import UserError, blame
-from samestep.ranks.startup import stop_signals
+from samestep.ranks.startup import forking_servants, stop_signals
 
 
 class LoaderSource(OrderedSource):
@@ -26,7 +29,7 @@ class LoaderSource(OrderedSource):
 
     def __init__(self, dataset: Dataset[Any], reading: Reading, num_workers: int) -> None:
         super().__init__(len(dataset), reading)  # type: ignore[arg-type]
-        self._plan = _Plan()
+        self._plan, self._name = _Plan(), name_of(dataset)
         self._collates = reading.collate is not None
         reads_batches = hasattr(dataset, "read_batch")
         collating = Collating(dataset, reading.collate, whole=reading.whole)
@@ -63,11 +66,16 @@ class LoaderSource(OrderedSource):
         return self._batches()
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        device, lap = self._world.device, self._reading.lap
+        device, lap, taken = self._world.device, self._reading.lap, 0
         try:
-            for inputs, targets in on_device(map(unpacked, self._loader), device, lap):
+            with starting_workers():
+                batches = iter(self._loader)
+            for inputs, targets in on_device(map(unpacked, batches), device, lap):
+                taken += 1
                 yield inputs, self._cast(targets)
         except Exception as error:
+            awaited = [index for _epoch, index in chain(*self._plan[taken : taken + 1])]
+            blame_worker(self._loader._iterator, self._name, error, _few(awaited))  # noqa: SLF001
             _end_workers(self._loader)
             if isinstance(error, UserError):
                 # A worker's comes with its traceback in the text; the last line is what it said.
@@ -121,6 +129,56 @@ def _end_workers(loader: DataLoader[Any]) -> None:
     iterator, loader._iterator = loader._iterator, None  # noqa: SLF001
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Start a loader's workers, which serve on while the ranks stop.
+
+    PyTorch would raise of one that ends in whatever line the rank is at; this leaves it to the
+    next batch, which looks every few seconds.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    with forking_servants():
+        yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
+
+
+def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:
+    """Raise what the user is told where a worker of a loader has ended, which else does nothing.
+
+    Raises:
+        UserError: by an exit code, so the code that it ran has called for it.
+        RuntimeError: by a signal.
+    """
+    workers = getattr(iterator, "_workers", ())
+    for worker in workers if isinstance(error, OSError | EOFError) else ():
+        worker.join(_GONE_S)  # its connection closed before it had ended
+    code = next((worker.exitcode for worker in workers if worker.exitcode), 0)
+    if not code:
+        return
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    at = f"at samples {samples} or in the next batches, " if samples else ""
+    told = f"{dataset} was being read, {at}when its loader worker {how}."
+    if code > 0:
+        raise UserError(
+            f"{told} Code of the data set, or a library that it calls, has ended the process: "
+            "find the sample with --num-workers 0."
+        ) from error
+    raise RuntimeError(f"{told} {_REMEDIES.get(-code, _CRASHED)}") from error
+
+
+_GONE_S = 0.2
+_CRASHED = "A library that it calls has crashed, if nobody ended it: --num-workers 0 finds where."
+_REMEDIES = {
+    int(signal.SIGKILL): "If nobody ended it, the system did for lack of memory: use fewer "
+    "--num-workers, or a smaller batch or --shuffle-buffer.",
+    int(signal.SIGBUS): "There is too little shared memory: make /dev/shm larger (docker run "
+    "--shm-size), or use fewer --num-workers.",
+}
 
 
 def seed_reading(drawn: int) -> None:

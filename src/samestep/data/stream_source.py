@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.data.blocks import Batch, Block, Cut, Read
 from samestep.data.collating import Collating, name_of
-from samestep.data.loader_source import ignore_stop_signals
+from samestep.data.loader_source import blame_worker, ignore_stop_signals, starting_workers
 from samestep.data.order import share
 from samestep.data.prefetch import Pair, on_device
 from samestep.data.source import Reading, Source
@@ -137,16 +137,14 @@ class StreamSource(Source):
             pin_memory=self._world.device.type == "cuda",
             worker_init_fn=ignore_stop_signals,
         )
-        iterator = iter(loader)
+        with starting_workers():
+            iterator = iter(loader)
         self._iterators.append(iterator)
         try:
             yield from iterator
-        except RuntimeError as error:  # what the stream raises comes as an item
-            raise RuntimeError(
-                f"{str(error).rstrip(' .')}. It read {name_of(self._stream)}. If nobody ended it, "
-                "the system did for lack of memory: use fewer --num-workers or a smaller "
-                "--shuffle-buffer."
-            ) from error
+        except Exception as error:  # what the stream raises comes as an item
+            blame_worker(iterator, name_of(self._stream), error)
+            raise
         finally:
             _end(self._iterators)
 

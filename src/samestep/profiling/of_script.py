@@ -149,12 +149,9 @@ def _stop_if(done: bool) -> None:
 @contextmanager
 def _noting_sigterm(received: list[int], *, alone: bool) -> Iterator[None]:
     """Note a first SIGTERM; it ends the script of a single rank at once, several agree on it."""
-    own = os.getpid()
 
     def end(signum: int, _frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)
-        if os.getpid() != own:  # a process that the script has forked, as a loader does
-            os.kill(os.getpid(), signum)
         received.append(signum)
         if alone:
             raise _Done

@@ -2,25 +2,41 @@
 
 import contextlib
 import logging
+import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import samestep
 from samestep.ranks.failure import STARTED_AT, TASK, print_error
 from samestep.ranks.limits import THREADS_WISHED
-from samestep.ranks.startup import PARENT, stop_signals, unheeded_signal
+from samestep.ranks.startup import PARENT, end_leftovers, stop_signals, unheeded_signal
+
+_AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
+"""A second signal of the same kind kills the ranks if it comes this long after the first."""
+
+# -P: nothing in the user's folder may pose as a package.
+_GUARD = """\
+import sys
+place, parent, session = sys.argv[1:]
+sys.path.append(place)
+sys.stdin.read()
+from samestep.ranks.startup import end_leftovers
+end_leftovers(int(parent), int(session))
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +58,9 @@ def start_ranks(num_ranks: int, arguments: list[str], task: str = "") -> int:
 def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     """Run `samestep` with these arguments on each of some new ranks, which find a task as `TASK`.
 
-    A stop signal is passed on to the ranks and waited for; a second Ctrl-C kills them. If a
-    rank fails, the agent ends the others. Signals and variables are then as they were before.
+    A stop signal is passed on to the ranks and waited for; a second Ctrl-C or SIGTERM kills them.
+    If a rank fails, the agent ends the others. Unless all ends well, nothing is left of what the
+    ranks have started. Signals and variables are then as they were before.
     """
     if unheeded_signal():
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to be told
@@ -51,8 +68,9 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     # The agent keeps them, and would raise its own exception where nobody expects it.
     kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
     handlers = [signal.getsignal(number) for number in kept]
-    if kept:
-        signal.signal(signal.SIGINT, _interrupter())
+    interrupter = _interrupter()
+    for number in kept:
+        signal.signal(number, interrupter)
     # The agent's own accounts of a failure are for its developers; ours follows.
     logging.disable(logging.CRITICAL)
     os.environ[PARENT] = str(os.getpid())
@@ -65,7 +83,11 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     # A stop may first have to write a checkpoint; the agent's own patience is 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     try:
-        return _run_agent(num_ranks, arguments)
+        with _guarded():
+            ended = _run_agent(num_ranks, arguments)
+        if ended.code:
+            end_leftovers(os.getpid())
+        return ended
     finally:
         for number, handler in zip(kept, handlers, strict=True):
             signal.signal(number, handler)
@@ -75,24 +97,40 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
 
 
 def _interrupter() -> Callable[[int, FrameType | None], None]:
-    """Return what handles Ctrl-C: the agent passes the first on and waits; the second kills."""
-    before, pressed = {child.pid for child in _children()}, False
+    """Return what handles a stop: the agent passes the first on and waits; the second kills.
+
+    SIGTERM may come twice within a moment: from a scheduler, and from a script that passes it on.
+    """
+    first_at: dict[int, float] = {}
 
     def handle(signum: int, _frame: FrameType | None) -> None:
-        nonlocal pressed
-        if not pressed:
-            pressed = True
+        now = time.monotonic()
+        if not first_at:
+            first_at[signum] = now
             raise SignalException(f"got signal {signum}", signal.Signals(signum))
-        for child in _children():
-            if child.pid not in before:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+        waited_s = now - first_at.setdefault(signum, now)
+        if waited_s > _AGAIN_S.get(signum, math.inf):
+            end_leftovers(os.getpid())
 
     return handle
 
 
-def _children() -> list[psutil.Process]:
-    return psutil.Process().children()
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Have a process that ends all that the ranks have started, should this one be killed."""
+    place, own = str(Path(samestep.__file__).parent.parent), str(os.getpid())
+    guard = subprocess.Popen(
+        [sys.executable, "-P", "-c", _GUARD, place, own, str(os.getsid(0))],
+        stdin=subprocess.PIPE,  # it closes when this process ends, however that happens
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
 
 
 def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
@@ -108,7 +146,7 @@ def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             local_addr="127.0.0.1",
-            signals_to_handle=",".join(s.name for s in stop_signals() if s != signal.SIGINT),
+            signals_to_handle="",  # they are handled already
         )
         try:
             elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
@@ -142,5 +180,8 @@ def _first_failure(error: ChildFailedError) -> Ended:
             "announced checkpoint is whole: go on with samestep train RUN --resume.",
         )
     return Ended(
-        2 if failure.exitcode == 2 else 1, f"Rank {rank} ended with exit code {failure.exitcode}."
+        2 if failure.exitcode == 2 else 1,
+        f"Rank {rank} ended with exit code {failure.exitcode} and raised no error, as os._exit() "
+        f"or a library that aborts does; the other ranks were stopped. What it printed last is "
+        f"in rank-{rank}.log of the run directory" + (", or above." if rank == 0 else "."),
     )

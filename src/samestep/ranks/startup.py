@@ -13,6 +13,10 @@ import gc
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
@@ -48,6 +52,88 @@ def stop_signals() -> list[signal.Signals]:
     names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
     found = [getattr(signal, name) for name in names if hasattr(signal, name)]
     return [s for s in found if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
+
+
+class _Forking(threading.local):
+    """What this thread has to undo once it has forked, and what its forks are for."""
+
+    mask: set[signal.Signals] | None = None
+    serves = False
+
+
+_forking = _Forking()
+# Ours and the elastic agent's: each only notes a stop, or raises where an agent waits for it.
+_OURS = ("samestep.", "torch.distributed.elastic.")
+
+
+def _our_signals() -> list[signal.Signals]:
+    handled = {number: signal.getsignal(number) for number in stop_signals()}
+    return [n for n, by in handled.items() if str(getattr(by, "__module__", "")).startswith(_OURS)]
+
+
+def _before_fork() -> None:
+    if ours := _our_signals():  # one that comes too early would be lost, and its sender wait
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # type: ignore[assignment]
+
+
+def _after_fork() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    """Let SIGTERM end this child, as `multiprocessing` expects; other stops are the parent's.
+
+    A child that inherits a handler that only notes the signal lives on, and `Pool` waits for it.
+    """
+    for number in _our_signals() if _forking.mask is not None else ():
+        ends = number == signal.SIGTERM and not _forking.serves
+        signal.signal(number, signal.SIG_DFL if ends else _ignore)
+    _after_fork()
+
+
+def _ignore(_signum: int, _frame: FrameType | None) -> None:
+    """Do nothing; unlike SIG_IGN it is not inherited by a program that the child starts."""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+    )
+
+
+@contextlib.contextmanager
+def forking_servants() -> Iterator[None]:
+    """Let what this thread forks meanwhile serve on while the ranks stop, as loader workers do."""
+    _forking.serves = True
+    try:
+        yield
+    finally:
+        _forking.serves = False
+
+
+def end_leftovers(parent: int, session: int | None = None) -> None:
+    """SIGKILL all ranks of a parent and what they have started, until nothing is left.
+
+    They have its variable, also where their own parent is gone. What is in the parent's session
+    was started beside the ranks, not by them.
+    """
+    import psutil  # noqa: PLC0415 - a rank that starts does not need it
+
+    session = os.getsid(parent) if session is None else session
+    until = time.monotonic() + 5.0
+    while time.monotonic() < until:
+        found = False
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                theirs = process.environ().get(PARENT) == str(parent)
+                if theirs and os.getsid(process.pid) != session and process.pid != os.getpid():
+                    process.kill()
+                    found = True
+        if not found:
+            return
+        time.sleep(0.02)
 
 
 def hold_warning() -> None:

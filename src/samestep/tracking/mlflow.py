@@ -43,10 +43,11 @@ def start(run: TrackedRun) -> Started:
     if known is None:
         there = store.get_experiment_by_name(run.project)
         number = there.experiment_id if there else store.create_experiment(run.project, place)
-        known = store.create_run(number, int(run.started_at * 1000), run_name=run.name)
+        found_by = {"samestep.id": run.id}  # from its first moment on: this process may be killed
+        known = store.create_run(number, int(run.started_at * 1000), found_by, run.name)
         lines = 0  # whatever another server has of it, this one has nothing
     identifier, number = known.info.run_id, known.info.experiment_id
-    tags = {"samestep.id": run.id} | ({"tags": ", ".join(run.tags)} if run.tags else {})
+    tags = {"tags": ", ".join(run.tags)} if run.tags else {}
     tags |= {f"facts.{key}": str(value) for key, value in run.facts.items()}
     # A parameter cannot change; a setting that did, when the run was resumed, becomes a tag.
     tags |= {

@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import Any, Self
 
 import samestep
+from samestep.errors import UserError
+from samestep.ranks.startup import PARENT
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.tracking.access import Access, find_access
 from samestep.tracking.choice import PROJECT_VARIABLES, chosen, default_project, short_name, split
+from samestep.tracking.deliveries import read_deliveries
 from samestep.tracking.messages import MessageReader, TrackerOrder, wait_for
 from samestep.tracking.time_limits import end_descendants
 
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop.
-One that is offline has --track-timeout: a busy machine may need it to import the tracker."""
+One that is offline, or has not started yet, has --track-timeout: a busy machine may need it to
+import the tracker."""
 _ASK_EVERY_S = 0.1
 _REAP_S = 0.5
 
@@ -48,13 +52,15 @@ class TrackerProcess:
         self.has_server = has_server
         """Whether there is another place than its files, so that these are to be sent."""
         self.failed: str | None = None
-        self.done = False
+        self.started = self.done = False
         self._process = subprocess.Popen(
             _COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the training
+            # It outlives a rank that is killed, to send what there is.
+            env={name: value for name, value in os.environ.items() if name != PARENT},
         )
         assert self._process.stdout is not None
         self.messages = MessageReader(self._process.stdout.fileno())
@@ -76,6 +82,7 @@ class TrackerProcess:
             news.append(message)
             self.link = message.get("link", self.link)
             self.offline = message.get("offline", self.offline)
+            self.started = self.started or "link" in message
             self.failed = message.get("failed", self.failed)
             self.done = message.get("done", self.done)
         if self.messages.closed and not (self.done or self.failed):
@@ -213,10 +220,11 @@ class TrackerProcesses:
                 self._warn(tracker)
 
     def _patience_s(self, tracker: TrackerProcess) -> float:
-        """Return how long to wait for a tracker: one that only writes files is slow, not stuck."""
+        """Return how long to wait: one that starts or only writes files is slow, not stuck."""
         if self._stopped():
             return STOP_S
-        return max(END_S, self._settings.track_timeout) if tracker.offline else END_S
+        unhurried = tracker.offline or not tracker.started
+        return max(END_S, self._settings.track_timeout) if unhurried else END_S
 
     def _pass_on(self, tracker: TrackerProcess) -> None:
         for message in tracker.heard():
@@ -229,7 +237,19 @@ class TrackerProcesses:
 
     def _warn(self, tracker: TrackerProcess) -> None:
         how = f"The records are whole; send them with: {self._command([tracker])}"
-        self._say(tracker.name, "warning", f"{tracker.name} failed: {tracker.failed}. {how}")
+        what = f"{tracker.name} failed: {tracker.failed}. {self._lacks(tracker)}{how}"
+        self._say(tracker.name, "warning", what)
+
+    def _lacks(self, tracker: TrackerProcess) -> str:
+        """Say how much of the run a tracker has, where that is noted."""
+        if self._run is None:
+            return ""
+        run = self._here / self._run
+        with contextlib.suppress(OSError, UserError), (run / "events.jsonl").open("rb") as lines:
+            both = read_deliveries(run, tracker.name)
+            has = (both.offline if tracker.offline else both.online).lines
+            return f"It has {has:,} of {sum(1 for _ in lines):,} records. "
+        return ""
 
     def _command(self, trackers: list[TrackerProcess]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
