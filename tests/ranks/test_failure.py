@@ -5,11 +5,13 @@ import os
 import signal
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.errors import UserError
 from samestep.ranks import failure, startup
 from samestep.ranks.failure import FAILURE, JOB_RUN, report
 from samestep.ranks.log import RankLog
+from samestep.ranks.start import _first_failure
 from samestep.training.stopping import catch_signals
 
 CODE = """
@@ -73,6 +75,14 @@ def test_a_rank_leaves_what_it_says_for_the_job(job, text, code, lost):
     assert (left["rank"], left["code"], left["lost_peer"]) == (3, code, lost)
     assert left["time"] > 0
     assert left["message"]
+
+
+def test_a_rank_that_ends_without_an_error_is_named_with_its_exit_code_and_its_log():
+    left = ProcessFailure(local_rank=1, pid=1, exitcode=3, error_file="none.json")
+    ended = _first_failure(ChildFailedError("samestep", {1: left}))
+    assert ended.code == 1
+    assert "Rank 1 ended with exit code 3 " in ended.message
+    assert "rank-1.log" in ended.message
 
 
 def test_what_all_ranks_agreed_on_is_left_once(job):
