@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # What a rank meets when another one is gone: an effect, never the cause.
 LOST_PEER = re.compile(
@@ -74,25 +74,51 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
-def blame(what: str, error: Exception, place: str = "") -> NoReturn:
+def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoReturn:
     """Raise what the user is told of an error in their code, with the line of theirs it came from.
 
     Args:
         what: the beginning of the message: what failed, and on what.
         error: the error. A `UserError` is raised as it is, and so is the loss of another rank.
-        place: what is told where no line of theirs is in the traceback.
+        makers: the user's functions that led to it, named where no line of theirs raised it.
+        remedy: the end of the message: what to do.
     """
     if isinstance(error, UserError):
         raise error
-    if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+    if isinstance(error, RuntimeError) and LOST_PEER.search(said(error)):
         raise error
+    place = raised_at(error) or defined_at(*makers)
     if told := device_error(error, f"{what}: ", place):
         import traceback  # noqa: PLC0415 - it is needed after a mistake only
 
         traceback.clear_frames(error.__traceback__)  # what they hold is memory, too
         raise told from error
-    text = str(error).strip() or "no message"
-    raise UserError(f"{what}: {type(error).__name__}: {text}{raised_at(error) or place}") from error
+    raise UserError(f"{what}: {said(error)}{place}{remedy and f'. {remedy}'}") from error
+
+
+def said(error: BaseException) -> str:
+    """Return an error's kind and text, also where its own class cannot put it into words."""
+    try:
+        text = str(error).strip().rstrip(".")
+    except Exception:  # it is the user's code
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (no message)"
+
+
+_LINE = re.compile(r"\.py:\d")
+
+
+@contextmanager
+def made_by(*makers: object) -> Iterator[None]:
+    """Let a refusal name a line of the user's: where their code raised it, or where these are."""
+    try:
+        yield
+    except UserError as error:
+        place = "" if _LINE.search(str(error)) else raised_at(error) or defined_at(*makers)
+        if place:
+            place = place.replace(" at", "").replace("(", "").rstrip(")")
+            error.args = (f"{str(error).rstrip('.')}. See{place}.",)
+        raise
 
 
 def device_error(error: BaseException, what: str = "", place: str = "") -> UserError | None:
@@ -171,17 +197,27 @@ def what_to_install(error: Exception) -> str:
     return f"Install it: pip install 'samestep[{_EXTRAS[name]}]'. "
 
 
-_METHODS = ("forward", "__getitem__", "__call__", "__iter__")
+_METHODS = ("forward", "__getitem__", "__call__", "__iter__", "step", "__post_init__", "__init__")
 
 
-def defined_at(what: Any) -> str:
-    """Return " (FILE:LINE)", where a user's function, module or data set is written, or nothing."""
-    methods = (getattr(type(what), name, None) for name in _METHODS)
-    for function in (what, getattr(what, "func", None), *methods):
-        code = getattr(function, "__code__", None)
-        if code is not None and is_users(code.co_filename):
-            return f" ({code.co_filename}:{code.co_firstlineno})"
-    return ""
+def defined_at(*makers: object) -> str:
+    """Return " (FILE:LINE)", where a user's function, class or object is written, or nothing.
+
+    Of several it names each: " (model: FILE:LINE, data: FILE:LINE)".
+    """
+    found = {}
+    for maker in makers:
+        kind = maker if isinstance(maker, type) else type(maker)
+        methods = (getattr(kind, name, None) for name in _METHODS)
+        for function in (maker, getattr(maker, "func", None), *methods):
+            code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+            if code is not None and is_users(code.co_filename):
+                name = getattr(maker, "__name__", kind.__name__)
+                found[f"{code.co_filename}:{code.co_firstlineno}"] = name
+                break
+    if len(found) == 1:
+        return f" ({next(iter(found))})"
+    return f" ({', '.join(f'{name}: {place}' for place, name in found.items())})" if found else ""
 
 
 _LIBRARIES = (*(os.path.dirname(file) + os.sep for file in (__file__, os.__file__)), "<")  # noqa: PTH120

@@ -7,21 +7,38 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from samestep.errors import UserError, defined_at, did_you_mean, no_exit, raised_at, what_to_install
+from samestep.errors import (
+    UserError,
+    blame,
+    defined_at,
+    did_you_mean,
+    made_by,
+    no_exit,
+    raised_at,
+    said,
+    what_to_install,
+)
 from samestep.nearby import nearby
+from samestep.recipe_checks import (
+    check_functions,
+    check_metrics,
+    check_model,
+    check_options,
+    check_pictures,
+    shown,
+    telling_options,
+)
 from samestep.scripts import opens_run
 from samestep.settings import Settings
 
@@ -37,20 +54,6 @@ Collate = Callable[[list[Any]], Any]
 """Samples of a data set → a batch: a tree of tensors, or an object with `to(device)`."""
 Forward = Callable[[nn.Module, Any], Any]
 """(model, batch) → outputs."""
-
-
-RESERVED_NAMES = frozenset(
-    {
-        *("loss", "train_loss", "event", "split", "epoch", "step", "samples", "seconds"),
-        *("checkpoint", "problems", "per_class", "confusion", "notes"),
-        *("train_seconds", "samples_per_s", "phases", "ranks", "metrics"),
-    }
-)
-"""What no metric may be called: fields of `evaluation` and `epoch` records, and what `compare`
-offers."""
-
-PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
-"""What no picture of a recipe's own may be called: samestep's have these names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +76,16 @@ class Splits:
     """Samples that cannot be used, each with the reason; kept with the run."""
 
     def __post_init__(self) -> None:
-        if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes):
+        named = isinstance(self.classes, tuple | list)
+        names = tuple(self.classes) if named else ()
+        if names and not all(isinstance(name, str) for name in names):
+            named = False
+        if not named or len(names) == 1 or len(set(names)) < len(names):
             raise UserError(
-                f"Splits(classes={self.classes}): name two or more classes, each differently."
+                f"Splits(classes={self.classes!r:.200}): name two or more classes, each "
+                "differently: classes=('cat', 'dog')."
             )
+        object.__setattr__(self, "classes", names)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -178,69 +187,11 @@ class Recipe:
             if accepted not in get_args(Accepted):
                 names = ", ".join(get_args(Accepted))
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
-        self._check_metrics()
-        self._check_pictures()
-        for key, builder in (("model", self.model), ("data", self.data)):
-            if isinstance(builder, nn.Module) or not callable(builder):
-                raise UserError(
-                    f"Recipe({key}=…) takes a function that builds it, not "
-                    f"{type(builder).__name__}: write a function and pass its name."
-                )
+        check_functions(self)
+        check_metrics(self.metrics, self.lower_is_better)
+        check_pictures(self.pictures)
         if self.options is not None:
-            self._check_options(self.options, known)
-
-    def _check_options(self, options: type, settings: set[str]) -> None:
-        """Check that every option has a default, and a name of its own."""
-        if not is_dataclass(options):
-            raise UserError("The recipe's options must be a dataclass, each field a default.")
-        for option in fields(options):
-            if option.default is MISSING and option.default_factory is MISSING:
-                kind = getattr(option.type, "__name__", option.type)
-                raise UserError(
-                    f"The recipe's option {option.name!r} has no default: write "
-                    f"`{option.name}: {kind} = …` in the class {options.__name__}."
-                )
-        both = settings & {f.name for f in fields(options)}
-        if both:
-            raise UserError(
-                f"The recipe's option {min(both)!r} is also a setting of samestep; "
-                "give it another name."
-            )
-
-    def _check_metrics(self) -> None:
-        """Check that the metrics' names are free, and that only metrics are named a second time."""
-        for name in self.metrics:
-            if name in RESERVED_NAMES:
-                raise UserError(
-                    f"Recipe(metrics=…) names a metric {name!r}, and a record has that already. "
-                    f"Give it another name, such as 'own_{name}'."
-                )
-        lower = self.lower_is_better
-        if isinstance(lower, str):
-            raise UserError(
-                f"Recipe(lower_is_better={lower!r}) takes a tuple of names: ({lower!r},)."
-            )
-        for name in lower:
-            if name not in ("loss", *self.metrics):
-                raise UserError(
-                    f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
-                    f"{did_you_mean(name, self.metrics)}They are: {', '.join(self.metrics)}."
-                )
-
-    def _check_pictures(self) -> None:
-        """Check that each picture is a function, with a name that its file can have."""
-        for name, draw in self.pictures.items():
-            fits = isinstance(name, str) and re.fullmatch(r"(?a:\w[\w-]{0,59})", name)
-            if not fits or name in PICTURE_NAMES:
-                raise UserError(
-                    f"Recipe(pictures=…) names a picture {name!r}, which cannot be a file's name "
-                    f"here: take letters, digits, - and _, and none of {', '.join(PICTURE_NAMES)}."
-                )
-            if not callable(draw):
-                raise UserError(
-                    f"Recipe(pictures=…): {name!r} is a {type(draw).__name__}; it takes a function "
-                    "(model, data) that returns a matplotlib figure or HTML text."
-                )
+            check_options(self.options, known)
 
     def own_parts(self) -> tuple[str, ...]:
         """Return which of batches, forward, terms and optimizer are the recipe's own."""
@@ -257,22 +208,19 @@ class Recipe:
         objects = [n for n, m in self.metrics.items() if getattr(m, "higher_is_better", 1) is False]
         return tuple(dict.fromkeys(("loss", *self.lower_is_better, *objects)))
 
+    def make_options(self, **given: Any) -> Any:
+        """Return the recipe's options, of which some are given; None if it has none."""
+        if self.options is None:
+            return None
+        with telling_options(self.options):
+            return self.options(**given)
+
     def build_model(self, options: object) -> nn.Module:
         """Return the model that these options describe."""
         model = self._call("model", options)
-        if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-            raise UserError(
-                f"The recipe's model() returned {type(model).__name__}; it must be an nn.Module "
-                "with parameters to train."
-            )
-        lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
-        if lazy:
-            raise UserError(
-                f"The recipe's model() returns lazy layers: {', '.join(lazy[:3])} have no shape "
-                f"yet{defined_at(self.model)}. Name their sizes (nn.Linear in place of "
-                "nn.LazyLinear), or call the model on one sample before you return it."
-            )
-        return model
+        with made_by(self.model):
+            check_model(model)
+        return model  # type: ignore[no-any-return]
 
     def complete_options(self, options: Any) -> Any:
         """Return the options with what only the data can tell."""
@@ -283,8 +231,8 @@ class Recipe:
         data = self._call("data", options)
         if not isinstance(data, Splits):
             raise UserError(
-                f"The recipe's data() returned {type(data).__name__}; it must be "
-                "Splits(train=…, validation=…, test=…)."
+                f"The recipe's data(){defined_at(self.data)} returned {shown(data)}; it must "
+                "return Splits(train=…, validation=…, test=…)."
             )
         return data
 
@@ -296,21 +244,17 @@ class Recipe:
         """Call one of the functions; what its code gets wrong is told with the line it is in."""
         function = getattr(self, name)
         try:
-            with no_exit():
+            with no_exit(), made_by(function):
                 return function(options) if self.options else function()
-        except UserError:
-            raise
         except Exception as error:
-            where = raised_at(error) or defined_at(function)
             if isinstance(error, FileNotFoundError) and error.filename is not None:
+                where = raised_at(error) or defined_at(function)
                 raise UserError(
                     f"The recipe's {name}() opens {error.filename}{where}, and there is no such "
                     "file. Put it there, or correct the path."
                 ) from error
-            raise UserError(
-                f"The recipe's {name}() failed: {type(error).__name__}: {error}{where}. It is "
-                f"called with {'the options' if self.options else 'no arguments'}."
-            ) from error
+            remedy = f"It is called with {'the options' if self.options else 'no arguments'}."
+            blame(f"The recipe's {name}() failed", error, function, remedy=remedy)
 
 
 def recipe_names() -> list[str]:
@@ -378,14 +322,14 @@ def _from_file(path: Path, original: Path) -> Recipe:
     except SyntaxError as error:
         text = (error.text or "").strip()
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {text}") from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = path.resolve()  # frames name the file by its absolute path
         line = next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == own), "?")
+        if isinstance(error, UserError):
+            raise UserError(f"{path}:{line}: {error}") from error
         raise UserError(
-            f"{path}:{line}: {type(error).__name__}: {error}. {what_to_install(error)}"
+            f"{path}:{line}: {said(error)}. {what_to_install(error)}"
             "The recipe file could not be run."
         ) from error
     finally:

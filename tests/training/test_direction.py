@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samestep import Recipe, UserError
-from samestep.recipe import RESERVED_NAMES
+from samestep.recipe_checks import RESERVED_NAMES
 from samestep.run.index import find_checkpoint, read_index
 from samestep.run.records import NOT_METRICS
 from samestep.training.stopping import Watch

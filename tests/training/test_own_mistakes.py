@@ -99,7 +99,7 @@ MISTAKES = {
     ),
     "a schedule of nothing": (
         {"more": ", schedule=lambda step, total: None"},
-        ("schedule", "TypeError"),
+        ("schedule", "None at step 0"),
     ),
     "a metric object without a state": (
         metric(init="self.seen = 0"),

@@ -53,6 +53,26 @@ def run(folder, world_size=1, **wrong):
     )
 
 
+CHECKED = """
+@dataclass(frozen=True)
+class Own:
+    hidden: int = 1
+
+    def __post_init__(self):
+        if self.hidden > 0:
+            raise ValueError("hidden must be at most 0")
+
+def model(own):
+    return nn.Linear(4, 2)
+"""
+OPTIMIZER = """
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        with torch.no_grad():
+            """
+MODEL = "\n\ndef model():\n    return nn.Linear(4, 2)"
+OWN = ", optimizer=lambda model, settings: Own(model.parameters(), lr=0.1)"
+
 # What is wrong, and what the message says of it beside the recipe's file.
 MISTAKES = {
     "no splits": ({"data": "(x, y)"}, "Splits("),
@@ -75,7 +95,7 @@ MISTAKES = {
         {"targets": "(torch.arange(64) == 40).long() * 9"},
         "Target 9 of the training sample 40",
     ),
-    "labels of a wrong type": ({"targets": "x[:, 0]"}, "float32"),
+    "labels of a wrong type": ({"targets": "x[:, 0]"}, "targets.long()"),
     "a loss a sample": ({"more": ", loss=nn.CrossEntropyLoss(reduction='none')"}, "scalar"),
     "a loss of one row": ({"more": ", loss=lambda o, t: o.mean().view(1)"}, "(1,)"),
     "a loss that is a float": ({"more": ", loss=lambda o, t: 0.5"}, "float"),
@@ -125,6 +145,93 @@ MISTAKES = {
         },
         "'hidden'",
     ),
+    "no model": ({"model": "def model():\n    nn.Linear(4, 2)"}, "return"),
+    "a model that is a class": ({"model": "def model():\n    return nn.Linear"}, "class Linear"),
+    "a frozen model": (
+        {"model": "def model():\n    return nn.Linear(4, 2).requires_grad_(False)"},
+        "frozen",
+    ),
+    "a model without numbers": (
+        {"model": "def model():\n    return nn.Linear(4, 2, device='meta')"},
+        "meta",
+    ),
+    "a complex model": (
+        {"model": "def model():\n    return nn.Linear(4, 2, dtype=torch.complex64)"},
+        "complex",
+    ),
+    "a model without a word": ({"model": "def model():\n    raise ValueError"}, "ValueError"),
+    "a model that raises what has no text": (
+        {
+            "model": "class Bad(Exception):\n    def __str__(self):\n        raise TypeError\n\n"
+            "def model():\n    raise Bad"
+        },
+        "Bad",
+    ),
+    "a model that raises half a letter": (
+        {"model": "def model():\n    raise ValueError('\\udcff')"},
+        "\\udcff",
+    ),
+    "a model that returns a dict": (
+        {
+            "model": "class Model(nn.Linear):\n    def forward(self, x):\n"
+            "        return {'logits': super().forward(x)}\n\ndef model():\n    return Model(4, 2)"
+        },
+        "a dict where a tensor is needed",
+    ),
+    "labels in columns": ({"targets": "(x[:, :1] > 0).long()"}, "targets.squeeze(1)"),
+    "labels that are bool": ({"targets": "x[:, 0] > 0"}, "targets.long()"),
+    "no data": ({"data": "Splits(train=(x[:0], y[:0]))"}, "training data has no samples"),
+    "no data to validate on": (
+        {"data": "Splits(train=(x, y), validation=(x[:0], y[:0]))"},
+        "validation data has no samples",
+    ),
+    "a tensor as data": ({"data": "Splits(train=x)"}, "a Tensor"),
+    "classes that are letters": ({"data": "Splits(train=(x, y), classes='abc')"}, "'abc'"),
+    "classes that are numbers": ({"data": "Splits(train=(x, y), classes=(0, 1))"}, "(0, 1)"),
+    "a loss that is a word": ({"more": ", loss='mse'"}, "'mse'"),
+    "a loss that is a class": ({"more": ", loss=nn.CrossEntropyLoss"}, "CrossEntropyLoss(…)"),
+    "an optimizer that is a class": ({"more": ", optimizer=torch.optim.SGD"}, "(model, settings)"),
+    "a list of metrics": ({"more": ", metrics=[lambda o, t: o[:, 0]]"}, "dict"),
+    "a metric named in colour": ({"more": r", metrics={'\x1b[31m': lambda o, t: o}"}, r"\x1b[31m"),
+    "a metric that is a word": ({"more": ", metrics={'f1': 'f1'}"}, "'f1'"),
+    "a metric of another shape": (
+        {"more": ", metrics={'f1': __import__('torchmetrics').F1Score('binary')}"},
+        "shape",
+    ),
+    "a metric that is a class": (
+        {"more": ", metrics={'f1': __import__('torchmetrics').F1Score}"},
+        "F1Score(…)",
+    ),
+    "a schedule of nothing": ({"more": ", schedule=lambda step, total: None"}, "None at step 0"),
+    "a complex schedule": ({"more": ", schedule=lambda step, total: 1j"}, "1j at step 0"),
+    "a schedule of several": (
+        {"more": ", schedule=lambda step, total: torch.ones(2)"},
+        "at step 0 of 6",
+    ),
+    "options that refuse themselves": ({"model": CHECKED, "more": ", options=Own"}, "at most 0"),
+    "options that a flag spoils": (
+        {"model": CHECKED.replace("1", "0"), "more": ", options=Own", "flags": "--hidden 2"},
+        "at most 0",
+    ),
+    "an optimizer that fails": (
+        {"model": OPTIMIZER + "raise ValueError('no step')" + MODEL, "more": OWN},
+        "no step",
+    ),
+    "an optimizer that fails within torch": (
+        {
+            "model": OPTIMIZER + "self.param_groups[0]['params'][0].add_(torch.ones(77))" + MODEL,
+            "more": OWN,
+        },
+        "77",
+    ),
+    "an optimizer that no checkpoint holds": (
+        {"model": OPTIMIZER + "self.state[0]['own'] = lambda: 0" + MODEL, "more": OWN},
+        "checkpoint",
+    ),
+    "a loss without gradient in Lightning": (
+        {"more": ", loss=lambda o, t: o.detach().mean()", "flags": "--engine lightning"},
+        "gradient",
+    ),
     "state that no checkpoint holds": (
         {
             "model": "class Model(nn.Linear):\n    def get_extra_state(self):\n"
@@ -136,9 +243,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("wrong", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_a_recipe_is_told_in_words(refused, tmp_path, wrong, message):
-    told = refused("train", str(write(tmp_path, **wrong)), "--run-dir", str(tmp_path / "run"))
+def test_a_mistake_in_a_recipe_is_told_in_words_with_its_line(refused, tmp_path, wrong, message):
+    flags = wrong.get("flags", "").split()
+    file = str(write(tmp_path, **wrong))
+    told = refused("train", file, "--run-dir", str(tmp_path / "run"), *flags)
     assert message in told
+    if "epochs" not in wrong:  # of a setting its name is enough
+        assert re.search(r"mine\.py:\d+", told)
 
 
 # One that a rank finds before the others are met, and one that it finds with them.

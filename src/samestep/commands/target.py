@@ -18,6 +18,7 @@ from samestep.errors import AlreadyTold, UserError
 from samestep.execution.request import Request, draft, finish, own_recipe
 from samestep.ranks.failure import TASK
 from samestep.recipe import Recipe
+from samestep.recipe_checks import telling_options
 from samestep.settings import Settings, flag_name
 
 
@@ -102,21 +103,28 @@ def _recipe_of_run(kind: type, target: str, flags: list[str]) -> Recipe | None:
 
 
 def _beside(kind: type, options: Any) -> Any:
-    """Return options of which none has a flag that the verb has: a TOML file sets those."""
+    """Return options of which none has a flag that the verb has: a TOML file sets those.
+
+    Where their class checks itself, what it refuses is told with its line.
+    """
+    if options is None:
+        return None
     names = {own.name for own in dataclasses.fields(kind)}
-    both = (
-        [f for f in dataclasses.fields(options) if f.name in names] if options is not None else []
-    )
-    if not both:
-        return options
+    both = [f for f in dataclasses.fields(options) if f.name in names]
     shown = type(options)
+    checks = getattr(shown, "__post_init__", None)
+    if not both and checks is None:
+        return options
     hints = get_type_hints(shown, include_extras=True)
     hidden = [
         (f.name, Annotated[hints[f.name], tyro.conf.arg(name=f"option-{f.name}"), Suppress], f)
         for f in both
     ]
     frozen = shown.__dataclass_params__.frozen
-    form = dataclasses.make_dataclass(shown.__name__, hidden, bases=(shown,), frozen=frozen)
+    told = {} if checks is None else {"__post_init__": telling_options(shown)(checks)}
+    form = dataclasses.make_dataclass(
+        shown.__name__, hidden, bases=(shown,), frozen=frozen, namespace=told
+    )
     return form(**{f.name: getattr(options, f.name) for f in dataclasses.fields(options)})
 
 

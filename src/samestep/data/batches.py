@@ -12,9 +12,10 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.source import Reading, Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
-from samestep.errors import UserError, defined_at
+from samestep.errors import UserError, defined_at, made_by
 from samestep.ranks.world import World
 from samestep.recipe import Augment, Collate, InMemory, Recipe, Transform
+from samestep.recipe_checks import shown
 from samestep.settings import Settings
 
 
@@ -31,6 +32,7 @@ def open_source(
     whole: bool = False,
     shuffle_buffer: int = 0,
     lap: Lap = untimed,
+    split: str = "",
 ) -> Source:
     """Return the source that suits a data set: memory for tensors, a stream, else a DataLoader.
 
@@ -49,32 +51,38 @@ def open_source(
         whole=whole,
         shuffle_buffer=shuffle_buffer,
         lap=lap,
+        split=split,
     )
     # A subclass may read its samples in a way of its own.
     if type(data) is TensorDataset and len(data.tensors) == 2:
         data = (data.tensors[0], data.tensors[1])
     if isinstance(data, tuple):
-        if [isinstance(part, Tensor) for part in data] != [True, True]:
-            kinds = ", ".join(type(part).__name__ for part in data)
-            raise UserError(
-                f"The recipe's data is a tuple of {len(data)} ({kinds}); it must be (inputs, "
-                "targets), both tensors. torch.from_numpy makes one of a NumPy array."
-            )
-        if collate is not None:
-            raise UserError(
-                f"The recipe's collate{defined_at(collate)} has nothing to do: its data is a pair "
-                "of tensors, which are cut into batches. Leave collate out, or give a Dataset."
-            )
+        _check_pair(data, reading)
         return MemorySource(data, reading)
     if is_stream(data):
         return StreamSource(data, reading, num_workers)
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if sized and not isinstance(data, Tensor | type | dict | str):
         return LoaderSource(data, reading, num_workers)
     raise UserError(
-        f"The recipe's data is a {type(data).__name__}; it must be (inputs, targets) tensors, "
+        f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, "
         "a map-style Dataset with __len__ and __getitem__, or an IterableDataset. Of a DataLoader "
         "give its dataset, and its collate_fn as the recipe's collate."
     )
+
+
+def _check_pair(data: tuple[Any, ...], reading: Reading) -> None:
+    if [isinstance(part, Tensor) for part in data] != [True, True]:
+        kinds = ", ".join(type(part).__name__ for part in data)
+        raise UserError(
+            f"{reading.data} is a tuple of {len(data)} ({kinds}); it must be (inputs, targets), "
+            "both tensors. torch.from_numpy makes one of a NumPy array."
+        )
+    if reading.collate is not None:
+        raise UserError(
+            f"The recipe's collate{defined_at(reading.collate)} has nothing to do: its data is a "
+            "pair of tensors, which are cut into batches. Leave collate out, or give a Dataset."
+        )
 
 
 def open_split(
@@ -84,18 +92,21 @@ def open_split(
     settings: Settings,
     dtype: torch.dtype,
     lap: Lap = untimed,
+    split: str = "",
 ) -> Source:
     """Return the source of one of a recipe's splits, as a training with these settings reads it."""
-    return open_source(
-        data,
-        world,
-        seed=settings.seed,
-        dtype=dtype,
-        num_workers=settings.num_workers,
-        transform=recipe.transform,
-        augment=recipe.augment,
-        collate=recipe.collate,
-        whole=recipe.forward is not None,
-        shuffle_buffer=settings.shuffle_buffer,
-        lap=lap,
-    )
+    with made_by(recipe.data):
+        return open_source(
+            data,
+            world,
+            seed=settings.seed,
+            dtype=dtype,
+            num_workers=settings.num_workers,
+            transform=recipe.transform,
+            augment=recipe.augment,
+            collate=recipe.collate,
+            whole=recipe.forward is not None,
+            shuffle_buffer=settings.shuffle_buffer,
+            lap=lap,
+            split=split,
+        )

@@ -28,7 +28,12 @@ class LoaderSource(OrderedSource):
     """A map-style data set read through a DataLoader, in the same order as data in memory."""
 
     def __init__(self, dataset: Dataset[Any], reading: Reading, num_workers: int) -> None:
-        super().__init__(len(dataset), reading)  # type: ignore[arg-type]
+        try:
+            num_samples = len(dataset)  # type: ignore[arg-type]
+        except Exception as error:
+            remedy = "__len__ must return the number of samples."
+            blame(f"{name_of(dataset)} has no length", error, dataset, remedy=remedy)
+        super().__init__(num_samples, reading)
         self._plan, self._name = _Plan(), name_of(dataset)
         self._collates = reading.collate is not None
         reads_batches = hasattr(dataset, "read_batch")

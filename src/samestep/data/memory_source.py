@@ -34,16 +34,16 @@ class MemorySource(OrderedSource):
             if tensor.layout != torch.strided:
                 layout = str(tensor.layout).removeprefix("torch.")
                 raise UserError(
-                    f"The recipe's data has {name} of layout {layout}, and rows cannot be taken "
+                    f"{reading.data} has {name} of layout {layout}, and rows cannot be taken "
                     f"from it. Give {name}.to_dense(), or a Dataset whose samples are dense."
                 )
             if tensor.dim() == 0:
                 raise UserError(
-                    f"The recipe's data has {name} without a row for each sample: a single number."
+                    f"{reading.data} has {name} without a row for each sample: a single number."
                 )
         if len(inputs) != len(targets):
             raise UserError(
-                f"The recipe's data has {len(inputs)} inputs and {len(targets)} targets; "
+                f"{reading.data} has {len(inputs)} inputs and {len(targets)} targets; "
                 "each sample needs both."
             )
         super().__init__(len(inputs), reading)

@@ -50,6 +50,13 @@ class Reading:
     """Elements of a stream that are shuffled together, in training."""
     lap: Lap = untimed
     """Told where reading ends ("data"), and copying to the device ("to_device")."""
+    split: str = ""
+    """Which of the recipe's splits is read."""
+
+    @property
+    def data(self) -> str:
+        """What a message calls the data, as the subject of a sentence."""
+        return f"The recipe's {self.split} data" if self.split else "The recipe's data"
 
 
 class Source(ABC):
@@ -136,7 +143,7 @@ class Source(ABC):
         try:
             result = function(*given)
         except Exception as error:
-            blame(f"The recipe's {name} failed, with inputs {describe(given[0])}", error)
+            blame(f"The recipe's {name} failed, with inputs {describe(given[0])}", error, function)
         for leaf in tree_leaves(result):
             is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0
             if not is_batch or (self._rows_are_samples and len(leaf) != rows):
@@ -160,7 +167,10 @@ class OrderedSource(Source):
 
     def __init__(self, num_samples: int, reading: Reading) -> None:
         if num_samples == 0:
-            raise UserError("The recipe's data has no samples.")
+            raise UserError(
+                f"{reading.data} has no samples. See that what it reads is there, or leave out the "
+                "split that has none."
+            )
         super().__init__(reading)
         self.num_samples = num_samples
         self._table: tuple[int, Tensor] | None = None

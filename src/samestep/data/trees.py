@@ -9,6 +9,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -84,7 +85,10 @@ def num_rows(tree: Any) -> int | None:
 
 def describe(tree: Any) -> str:
     """Return shapes and types of the tensors of a tree, for a message."""
-    return ", ".join(map(_describe_leaf, tree_leaves(tree))) or type(tree).__name__
+    alike = groupby(map(_describe_leaf, tree_leaves(tree)))
+    counted = [(leaf, len(list(group))) for leaf, group in alike]
+    told = ", ".join(leaf if number == 1 else f"{number} × {leaf}" for leaf, number in counted)
+    return told or type(tree).__name__
 
 
 def check_rows(tree: Any, rows: int) -> None:

@@ -16,7 +16,7 @@ from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
-from samestep.errors import UserError, defined_at
+from samestep.errors import UserError, made_by
 from samestep.execution.promise import check_promise
 from samestep.execution.request import Request
 from samestep.machine import usable_cores
@@ -85,19 +85,19 @@ def build(
     phases = make_phases(world.device)
     dtype = data_dtype(settings.precision)
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
-    train = source(splits.train, lap=phases.lap)
+    train = source(splits.train, lap=phases.lap, split="training")
     num_samples = _agree_on_size(train, world)
     plan = world.on_every(lambda: planned(request, num_samples, world.world_size))
     seed_alike(settings.seed)
-    new = partial(recipe.build_model, request.options)
-    model = world.on_every(lambda: prepare(new(), settings, world, dtype))
+    new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
+    model = world.on_every(lambda: placed(new(), settings, world, dtype))
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
     keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
-    validation = source(splits.validation) if splits.validation is not None else None
+    held_out, test = splits.validation, splits.test
+    validation = source(held_out, split="validation") if held_out is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
-    test = splits.test
     metrics = _try_out(trial, validation, test, source, world) if tries else recipe.metrics
     compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     recipe = replace(recipe, loss=loss, metrics=metrics)
@@ -163,6 +163,7 @@ def _make_trainee(
         applied=takes,
         wrapped=wrap_model(to_wrap, world, settings, counter),
         optimizer=world.on_every(lambda: optimizer_of(recipe, model, settings, lr, world.device)),
+        optimizer_maker=recipe.optimizer,
         own=_own_parts(recipe, train),
         measured=bool(recipe.metrics),
         average=Average(model, settings.ema) if settings.ema is not None else None,
@@ -170,7 +171,7 @@ def _make_trainee(
         loss=recipe.loss,
         terms=terms,
         counter=counter,
-        place=defined_at(recipe.model),
+        makers=(recipe.model, recipe.data),
     )
 
 
@@ -178,14 +179,14 @@ def _try_out(
     trial: Callable[..., Metrics],
     validation: Source | None,
     test: Any,
-    opened: Callable[[Any], Source],
+    opened: Callable[..., Source],
     world: World,
 ) -> Metrics:
     """Try a recipe on what will be evaluated first; return the metrics that it has."""
     _agree_on_stream(validation)
     tested: AbstractContextManager[Source | None] = nullcontext()
     if test is not None and (validation is None or is_stream(test)):
-        tested = closing(opened(test))
+        tested = closing(opened(test, split="test"))
     with tested as other:
         _agree_on_stream(other)
         return world.on_every(lambda: trial(other if validation is None else validation))

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from samestep.data.batches import open_split
-from samestep.errors import UserError, blame, defined_at
+from samestep.errors import UserError, blame
 from samestep.execution.opening import Opened, open_checkpoint
 from samestep.execution.shown import class_scores, fits, named, rows_of, shown_by
 from samestep.machine import usable_cores
@@ -161,7 +161,7 @@ def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
             yield _Row(file, None, problem=str(error))
             continue
         except Exception as error:
-            blame(f"The recipe's read failed with {file}", error, defined_at(read))
+            blame(f"The recipe's read failed with {file}", error, read)
         if not number:
             yield _Row(file, None, problem="there is no row in it")
 
@@ -238,7 +238,7 @@ def draw(predictor: Predictor, file: Path, rows: Sequence[Mapping[str, Any]], fi
     try:
         paint(predictor.opened.options, file, rows, figure)
     except Exception as error:
-        blame(f"The recipe's picture failed with {file}", error, defined_at(paint))
+        blame(f"The recipe's picture failed with {file}", error, paint)
 
 
 def check_files(files: Sequence[Path]) -> None:

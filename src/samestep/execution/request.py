@@ -69,7 +69,7 @@ class Draft:
 
     def options(self) -> Any:
         """Return the recipe's options as they are without flags, or None if it has none."""
-        return self.recipe.options(**self.options_layer) if self.recipe.options else None
+        return self.recipe.make_options(**self.options_layer)
 
 
 def draft(target: str | None, config: Path | None = None, recipe: Recipe | None = None) -> Draft:

@@ -80,7 +80,7 @@ def shown_by(
     try:
         rows = list(show(outputs, targets))
     except Exception as error:
-        blame(f"The recipe's show failed with outputs {describe(outputs)}", error, defined_at(show))
+        blame(f"The recipe's show failed with outputs {describe(outputs)}", error, show)
     if len(rows) != count or not all(isinstance(row, Mapping) for row in rows):
         kinds = ", ".join(dict.fromkeys(type(row).__name__ for row in rows))
         raise UserError(

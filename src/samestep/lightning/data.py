@@ -53,7 +53,7 @@ def _settings(recipe: Recipe, **changed: object) -> Settings:
 
 def choose_options(recipe: Recipe, options: object) -> Any:
     """Return the options that are given, or the recipe's defaults, with what the data tells."""
-    chosen = recipe.options() if options is None and recipe.options is not None else options
+    chosen = recipe.make_options() if options is None else options
     return recipe.complete_options(chosen)
 
 
@@ -228,9 +228,8 @@ def _with(
     name: str, options: dict[str, Any], batch_size: int, seed: int
 ) -> tuple[Recipe, Settings, Any]:
     recipe = find_recipe(name)
-    assert recipe.options is not None
     settings = _settings(recipe, batch_size=batch_size, seed=seed)
-    return recipe, settings, recipe.options(**options)
+    return recipe, settings, recipe.make_options(**options)
 
 
 class Parts:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import describe, map_tensors
-from samestep.errors import UserError, blame, defined_at
+from samestep.errors import UserError, blame, defined_at, made_by
 from samestep.execution.opening import open_checkpoint
 from samestep.lightning.data import Part, choose_options, resolve, world_of
 from samestep.ranks.world import World
@@ -26,7 +26,7 @@ from samestep.training.optimizer import optimizer_of
 from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.step import check_loss
+from samestep.training.step import check_trainable
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -138,6 +138,7 @@ class LitRecipe(pl.LightningModule):
 
     def training_step(self, batch: Part, batch_idx: int) -> Tensor:
         """Return the loss, so weighted that the step's gradient is the global batch's."""
+        makers = self.recipe.model, self.recipe.data
         try:
             outputs = self(batch.inputs)
             loss = self._loss(outputs, batch.targets)
@@ -146,8 +147,10 @@ class LitRecipe(pl.LightningModule):
                 f"The recipe's model or loss failed, with inputs {describe(batch.inputs)} and "
                 f"targets {describe(batch.targets)} on this rank",
                 error,
+                *makers,
             )
-        check_loss(loss, self.recipe.loss)
+        with made_by(*makers):
+            check_trainable(loss, self.recipe.loss)
         if self.recipe.metrics and batch.weight:
             detached = map_tensors(Tensor.detach, outputs)
             self._seen.append(Seen(detached, batch.targets, batch.rows))
@@ -191,7 +194,7 @@ class LitRecipe(pl.LightningModule):
             outputs = self(inputs)
         except Exception as error:
             told = f"The recipe's model failed in an evaluation, with inputs {describe(inputs)}"
-            blame(told, error)
+            blame(told, error, self.recipe.model)
         self._totals.add(outputs, batch)
 
     def _dtype_of_weights(self) -> torch.dtype:

@@ -1,6 +1,5 @@
 """The checkpoints of a loop of one's own: what they hold, how they are written and read."""
 
-import io
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -135,16 +134,11 @@ def _readable_state(name: str, kept: Kept) -> Any:
         blame(f"state[{name!r}].state_dict() failed", error)
     # Tensors may be large, and it is the rest that can be of any type.
     small = map_tensors(lambda _: torch.empty(0), state)
-    try:
-        torch.save(small, file := io.BytesIO())
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception as error:
+    if why := checkpoints.why_not_kept(small):
         raise UserError(
-            f"state[{name!r}].state_dict() holds what a checkpoint would not give back: "
-            f"{(str(error).splitlines() or [''])[0]} It may hold tensors, numbers, texts, and "
-            "lists and dicts of them."
-        ) from error
+            f"state[{name!r}].state_dict() holds what a checkpoint would not give back: {why}. It "
+            "may hold tensors, numbers, texts, and lists and dicts of them."
+        )
     return state
 
 

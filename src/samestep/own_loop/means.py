@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe import RESERVED_NAMES
+from samestep.recipe_checks import RESERVED_NAMES
 
 Sums = dict[str, tuple[float, float]]
 """Name → the sum of its values by weight, and the sum of the weights."""

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from samestep.errors import LOST_PEER, UserError, caused, device_error, is_users
+from samestep.errors import LOST_PEER, UserError, caused, device_error, is_users, said
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.log import RankLog
 from samestep.ranks.startup import PARENT, unheeded_signal
@@ -51,9 +51,11 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
     rank, path = (log.rank, log.path) if log else (0, None)
     code = 2 if isinstance(error, UserError) else 1
     message = str(error) if code == 2 else _describe(error, path)
+    # What no encoding has, as half of a pair in a file's name, is shown by its number.
+    message = message.encode(errors="backslashreplace").decode()
     if path is not None:
         # On a full disk the log takes nothing more; the message must reach the user all the same.
-        with contextlib.suppress(OSError), path.open("a") as file:
+        with contextlib.suppress(OSError), path.open("a", errors="backslashreplace") as file:
             whole = code == 1 or error.__cause__ is not None
             file.write("".join(traceback.format_exception(error)) if whole else message + "\n")
     told_by_rank_0 = rank != 0 and getattr(error, "on_all_ranks", False)
@@ -105,7 +107,7 @@ def _describe(error: BaseException, log: Path | None) -> str:
     lines = [f"  at {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(own)]
     whole = "".join(traceback.format_exception(error))
     lines.append(f"  The whole traceback is in {log}" if log else whole)
-    return "\n".join([f"{type(error).__name__}: {error}", *lines])
+    return "\n".join([said(error), *lines])
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

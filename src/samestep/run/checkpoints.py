@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,20 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
         return following.end()  # it has closed the file, which Windows does not rename before
 
     return write_atomically(folder / name, write)
+
+
+def why_not_kept(state: Any) -> str:
+    """Return why a checkpoint with a state could not be read again, or nothing."""
+    try:
+        torch.save(state, file := io.BytesIO())
+        file.seek(0)
+        torch.load(file, weights_only=True)  # objects of other classes could run code
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # Of torch's advice only what it met: "Unsupported global: GLOBAL my.Class was not …".
+        met = re.search(r"GLOBAL (\S+)", str(error))
+        return f"objects of {met[1]}" if met else lines[0].rstrip(".")
+    return ""
 
 
 def load(folder: Path, entry: Entry) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def terms_of(recipe: Recipe) -> Terms | None:
         try:
             found = count(inputs if whole else (inputs, targets))
         except Exception as error:
-            blame("The recipe's loss_terms failed", error, defined_at(count))
+            blame("The recipe's loss_terms failed", error, count)
         return check_terms(found, count)
 
     return terms

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from samestep.data.source import Source
-from samestep.errors import UserError
+from samestep.errors import UserError, made_by
 from samestep.run.records import Record
 from samestep.training.due import due_after_epoch, due_within_epoch
 from samestep.training.evaluation import (
@@ -159,7 +159,8 @@ def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
     """Return what `evaluate` does, with the model and the settings of a training."""
     average = work.trainee.average
-    with contextlib.nullcontext() if average is None else average.in_place():
+    weights = contextlib.nullcontext() if average is None else average.in_place()
+    with weights, made_by(*work.trainee.makers):
         return evaluate(
             work.trainee.applied,
             source,

@@ -4,8 +4,6 @@ What does not fit together is told before anything is trained or written, not af
 """
 
 import copy
-import io
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +12,10 @@ from torch import Tensor, nn
 
 from samestep.data.memory_source import MemorySource
 from samestep.data.source import Source
-from samestep.errors import UserError, defined_at
+from samestep.errors import UserError, defined_at, made_by
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits, accuracy
+from samestep.run.checkpoints import why_not_kept
 from samestep.settings import Precision
 from samestep.training.apply import applied, terms_of
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
@@ -59,7 +58,7 @@ def dry_run(
     Raises:
         UserError: something of the recipe fails, or returns what cannot be used.
     """
-    check_extra_state(model)
+    made_by(recipe.model)(check_extra_state)(model)
     told_later = evaluated is None and not recipe.metrics
     evaluated = train if evaluated is None else evaluated
     with random_numbers(0):
@@ -71,10 +70,10 @@ def dry_run(
     except Exception:  # what cannot be copied is tried for the first time when it counts
         return metrics
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
-    with as_evaluated(trial, seed=0):
-        takes, terms, place = applied(trial, recipe), terms_of(recipe), defined_at(recipe.model)
+    with made_by(recipe.model, recipe.data), as_evaluated(trial, seed=0):
+        takes, terms = applied(trial, recipe), terms_of(recipe)
         try:
-            outputs = outputs_of(takes, batch.inputs, precision, world.device, place)
+            outputs = outputs_of(takes, batch.inputs, precision, world.device, recipe.model)
         except UserError:
             if told_later:
                 return metrics
@@ -107,18 +106,12 @@ def check_extra_state(model: nn.Module) -> None:
     for name in state:
         if not name.endswith("_extra_state"):
             continue
-        file = io.BytesIO()
-        try:
-            torch.save(state[name], file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except (pickle.PickleError, RuntimeError, TypeError, AttributeError) as error:
-            reason = str(error).strip().partition("\n")[0]
+        if why := why_not_kept(state[name]):
             raise UserError(
                 f"The recipe's model has {name}, a {type(state[name]).__name__} that a checkpoint "
-                f"cannot hold: {reason} Return tensors, numbers, strings, and lists and dicts of "
+                f"cannot hold: {why}. Return tensors, numbers, strings, and lists and dicts of "
                 "them from get_extra_state()."
-            ) from error
+            )
 
 
 def _check_labels(name: str, source: Source, outputs: Any, loss: object) -> None:

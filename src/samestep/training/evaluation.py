@@ -152,9 +152,9 @@ def outputs_of(
     inputs: Any,
     precision: Precision,
     device: torch.device,
-    place: str = "",
+    *makers: object,
 ) -> Any:
-    """Return a model's outputs; `place` says where it is built.
+    """Return a model's outputs; `makers` are the functions that build it, for a message.
 
     Raises:
         UserError: the model failed.
@@ -163,7 +163,7 @@ def outputs_of(
         with autocast(precision, device):
             return call(model, inputs) if isinstance(model, nn.Module) else model(inputs)
     except Exception as error:
-        blame(f"The recipe's model failed with inputs {describe(inputs)}", error, place)
+        blame(f"The recipe's model failed with inputs {describe(inputs)}", error, *makers)
 
 
 class Totals:

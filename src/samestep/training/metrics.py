@@ -16,6 +16,7 @@ from torch import Tensor
 from samestep.data.trees import describe
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
+from samestep.recipe import is_cross_entropy
 
 States = dict[str, dict[str, Any]]
 """Name of a metric object → name of a state → a tensor, or a list of tensors."""
@@ -71,7 +72,41 @@ def told(what: str, function: Callable[..., Any], outputs: Any, targets: Any) ->
         return function(outputs, targets)
     except Exception as error:
         trees = f"outputs {describe(outputs)} and targets {describe(targets)}"
-        blame(f"The recipe's {what} failed with {trees}", error, defined_at(function))
+        remedy = remedy_of(error, outputs, targets, function)
+        blame(f"The recipe's {what} failed with {trees}", error, function, remedy=remedy)
+
+
+def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) -> str:
+    """Return what to do where a library's loss or metric fails for a common reason; else nothing.
+
+    A function of the user's own takes what they like, and their line says what it made of it.
+    """
+    remedy = ""
+    if defined_at(function) or isinstance(targets, dict):
+        return remedy
+    if not isinstance(outputs, Tensor):
+        found = type(outputs).__name__
+        hint = "end forward with `return`" if outputs is None else "return it alone"
+        remedy = f"The model returns a {found} where a tensor is needed: {hint}."
+    elif not isinstance(targets, Tensor):
+        pass
+    elif is_cross_entropy(function):
+        if isinstance(error, IndexError):
+            num = outputs.shape[1:2].numel()
+            remedy = f"The model has {num} outputs, so classes are 0 to {num - 1}."
+        elif targets.shape[1:] == (1,):
+            remedy = "Classes are one number a sample, (batch,): targets.squeeze(1)."
+        elif targets.dtype != torch.int64 and targets.shape != outputs.shape:
+            remedy = (
+                "Classes are whole numbers: targets.long(). For targets that are measured, take "
+                "another loss, such as nn.functional.mse_loss."
+            )
+    elif targets.shape != outputs.shape:
+        remedy = (
+            "Their shapes differ: give both the shape that it takes, or give the recipe a function "
+            "(outputs, targets) that does."
+        )
+    return remedy
 
 
 class Objects:

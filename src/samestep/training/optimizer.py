@@ -10,8 +10,10 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from samestep.data.trees import map_tensors
 from samestep.errors import UserError, blame, defined_at
 from samestep.recipe import Recipe
+from samestep.run.checkpoints import why_not_kept
 from samestep.settings import Settings
 
 _RATIO = "lr_ratio"
@@ -81,7 +83,7 @@ def optimizer_of(
     try:
         optimizer = recipe.optimizer(model, settings)
     except Exception as error:
-        blame("The recipe's optimizer failed", error, place)
+        blame("The recipe's optimizer failed", error, recipe.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
@@ -189,17 +191,25 @@ class Update:
     twentieth of a small model's step. Here that is done once, after the first ordinary step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None = None,
+        maker: object = None,
+    ) -> None:
+        self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
         self._group = optimizer.param_groups[0]
-        self._plain = _RATIO in self._group
+        self._plain, self._kept = _RATIO in self._group, False
         self._state: dict[str, list[Tensor]] = {}
 
     def __call__(self, lr: float) -> None:
         """Take one step at a learning rate."""
-        if self._plain:
+        if self._plain or self._scaler is not None:
             set_lr(self._optimizer, lr)
-            self._optimizer.step()
+            if self._plain:
+                self._own_step()
+            else:
+                self._ordinary_step()
             return
         parameters = self._group["params"]
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -211,6 +221,31 @@ class Update:
             self._sgd(parameters, gradients, lr)
         else:
             self._adam(parameters, gradients, lr)
+
+    def _ordinary_step(self) -> None:
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+
+    def _own_step(self) -> None:
+        """Take a step of the recipe's own optimizer, and see once that a checkpoint can hold it."""
+        told = f"The recipe's optimizer, {type(self._optimizer).__name__}"
+        try:
+            self._ordinary_step()
+        except Exception as error:
+            blame(f"{told}, failed in a step", error, self._maker)
+        if self._kept:
+            return
+        # Tensors may be large, and it is the rest that can be of any type.
+        small = map_tensors(lambda _: torch.empty(0), self._optimizer.state_dict())
+        if why := why_not_kept(small):
+            raise UserError(
+                f"{told}{defined_at(self._maker)}, holds what a checkpoint cannot: {why}. Its "
+                "state and groups may hold tensors, numbers, texts, and lists and dicts of them."
+            )
+        self._kept = True
 
     def _look_up(self, parameters: list[nn.Parameter]) -> None:
         states = [self._optimizer.state[p] for p in parameters]

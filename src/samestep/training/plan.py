@@ -1,5 +1,6 @@
 """What follows from the settings, the data and the world: batch sizes, steps, learning rate."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -179,15 +180,22 @@ def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> f
         UserError: it fails, or is no number of 0 or more.
     """
     try:
-        factor = float(schedule(step, total))
+        found = schedule(step, total)
     except Exception as error:
-        blame(f"The recipe's schedule failed at step {step} of {total}", error)
-    if not 0 <= factor < math.inf:
-        raise UserError(
-            f"The recipe's schedule{defined_at(schedule)} returned {factor} at step {step} of "
-            f"{total}; it must be a number of 0 or more, which the learning rate is multiplied by."
+        blame(
+            f"The recipe's schedule failed at step {step} of {total}",
+            error,
+            schedule,
+            remedy="It is called with (step, total steps).",
         )
-    return factor
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        factor = float(found)
+        if 0 <= factor < math.inf:
+            return factor
+    raise UserError(
+        f"The recipe's schedule{defined_at(schedule)} returned {found!r:.80} at step {step} of "
+        f"{total}; it must be a number of 0 or more, which the learning rate is multiplied by."
+    )
 
 
 def _steps_per_epoch(settings: Settings, num_samples: int, global_batch: int) -> int:

@@ -89,7 +89,8 @@ class SelfCheck:
             raise UserError(
                 "--virtual-ranks: the same samples, weights and random numbers gave other "
                 f"gradients when they were computed a second time, {_DEPENDS}. The model"
-                f"{self._trainee.place} or the loss{defined_at(self._trainee.loss)} must "
+                f"{defined_at(*self._trainee.makers[:1])} or the loss"
+                f"{defined_at(self._trainee.loss)} must "
                 f"{what}. Take it out, or leave --virtual-ranks out."
             )
         self._kept, self._prints = None, ({}, {})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samestep.data.blocks import Block, cut_rows
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import check_rows, describe, map_tensors, narrow
-from samestep.errors import UserError, blame, defined_at
+from samestep.errors import UserError, blame, defined_at, made_by
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
@@ -19,7 +19,8 @@ from samestep.training.alike import may_draw, seed_rank, seed_torch, seed_update
 from samestep.training.apply import Terms, as_scalar, call
 from samestep.training.ema import Average
 from samestep.training.epoch_metrics import Seen
-from samestep.training.optimizer import Update, set_lr
+from samestep.training.metrics import remedy_of
+from samestep.training.optimizer import Update
 from samestep.training.parallel import tell_end_of_autograd, without_sync
 from samestep.training.phases import Phases
 from samestep.training.precision import autocast, autocast_dtype
@@ -44,14 +45,16 @@ class Trainee:
     """Counts what the loss of a batch is a mean over, where that is not samples."""
     counter: nn.Parameter | None = None
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
+    optimizer_maker: object = None
+    """The recipe's function that returned the optimizer, if that is its own."""
     average: Average | None = None
     """Of the weights, if it is wanted."""
     own: tuple[str, ...] = ()
     """What is the recipe's beside model and loss: what batches are, or the optimizer."""
     measured: bool = False
     """Whether metrics over the training epoch need the outputs."""
-    place: str = ""
-    """Where the user builds the model, for a message: " (FILE:LINE)"."""
+    makers: tuple[object, ...] = ()
+    """The functions that build the model and read the data, for a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,21 @@ def check_loss(value: Any, loss: object) -> None:
     )
 
 
+def check_trainable(value: Any, loss: object) -> None:
+    """Check that a recipe's loss of training samples is a scalar with a gradient.
+
+    Raises:
+        UserError: it is not.
+    """
+    check_loss(value, loss)
+    if not value.requires_grad:
+        raise UserError(
+            f"The recipe's loss{defined_at(loss)} has no gradient: it does not depend on any "
+            "weight. Leave out .detach(), .item(), .argmax() and NumPy between the weights and the "
+            "loss."
+        )
+
+
 class EagerStep:
     """Run steps one by one with PyTorch's own autograd."""
 
@@ -118,7 +136,7 @@ class EagerStep:
         self._settings = settings
         self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
-        self._update = Update(trainee.optimizer)
+        self._update = Update(trainee.optimizer, trainee.scaler, trainee.optimizer_maker)
         self._draws = "optimizer" in trainee.own and may_draw(trainee.optimizer)
         """Whether the update may draw random numbers."""
         self._rank_seed = mix(settings.seed, world.rank)
@@ -158,12 +176,7 @@ class EagerStep:
         norm = self._clip(want_norm=want_norm)
         if self._draws:
             self._seed_update()
-        if scaler is None:
-            self._update(lrs[0])
-        else:
-            set_lr(trainee.optimizer, lrs[0])
-            scaler.step(trainee.optimizer)
-            scaler.update()
+        self._update(lrs[0])
         if self._draws:
             seed_rank(mix(self._settings.seed, step + 1), self._world.rank)
         if trainee.average is not None:
@@ -312,13 +325,8 @@ class EagerStep:
                 loss = self._loss_of(inputs, targets)
             except Exception as error:
                 self._tell(error, inputs, targets)
-            check_loss(loss, self._trainee.loss)
-            if not loss.requires_grad:
-                raise UserError(
-                    f"The recipe's loss{defined_at(self._trainee.loss)} has no gradient: it does "
-                    "not depend on any weight. Leave out .detach(), .item(), .argmax() and NumPy "
-                    "between the weights and the loss."
-                )
+            with made_by(*self._trainee.makers):
+                check_trainable(loss, self._trainee.loss)
             return loss
 
         loss = self._world.on_every(checked)
@@ -330,11 +338,14 @@ class EagerStep:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise error
         when = f"at step {self._step + 1}" if self._agreed else "on the first batch"
+        made = self._outputs  # None where the model has not come to an end
+        remedy = "" if made is None else remedy_of(error, made, targets, self._trainee.loss)
         blame(
             f"The recipe's model or loss failed {when}, with inputs {describe(inputs)} and "
             f"targets {describe(targets)} on this rank",
             error,
-            self._trainee.place,
+            *self._trainee.makers,
+            remedy=remedy,
         )
 
     def _clip(self, *, want_norm: bool) -> Tensor | None:

@@ -1,0 +1,194 @@
+"""Checks of what a recipe is given, and of what its model() returned, before anything is trained.
+
+They take plain values, so that a `Recipe` itself stays a table of what it has.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from samestep.errors import UserError, blame, did_you_mean
+
+RESERVED_NAMES = frozenset(
+    {
+        *("loss", "train_loss", "event", "split", "epoch", "step", "samples", "seconds"),
+        *("checkpoint", "problems", "per_class", "confusion", "notes"),
+        *("train_seconds", "samples_per_s", "phases", "ranks", "metrics"),
+    }
+)
+"""What no metric may be called: fields of `evaluation` and `epoch` records, and what `compare`
+offers."""
+
+PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
+"""What no picture of a recipe's own may be called: samestep's have these names."""
+
+_FUNCTIONS = (
+    *("loss", "loss_terms", "collate", "forward", "optimizer", "schedule", "transform", "augment"),
+    *("complete", "read", "show", "picture", "baselines"),
+)
+"""Fields of a recipe that are functions, or objects that can be called."""
+_MADE = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+
+
+def check_functions(recipe: object) -> None:
+    """Check what a recipe is given as functions.
+
+    Raises:
+        UserError: something is none.
+    """
+    for key in ("model", "data"):
+        builder = getattr(recipe, key)
+        if isinstance(builder, nn.Module) or not callable(builder):
+            raise UserError(
+                f"Recipe({key}=…) takes a function that builds it, not "
+                f"{type(builder).__name__}: write a function and pass its name."
+            )
+    for key in _FUNCTIONS:
+        if (given := getattr(recipe, key)) is not None:
+            _check_function(f"Recipe({key}=…)", given)
+
+
+def _check_function(what: str, given: Any) -> None:
+    if isinstance(given, type) and issubclass(given, _MADE):
+        raise _is_class(what, given)
+    if not callable(given):
+        raise UserError(f"{what} takes a function, not {given!r:.80}.")
+
+
+def _is_class(what: str, given: type) -> UserError:
+    name = given.__name__
+    remedy = f"write {name}(…), which makes one"
+    if issubclass(given, torch.optim.Optimizer):
+        remedy = "write a function (model, settings) that returns one"
+    if issubclass(given, torch.optim.lr_scheduler.LRScheduler):
+        remedy = "write a function (step, total steps) that returns the learning rate's factor"
+    return UserError(f"{what} is the class {name}; {remedy}.")
+
+
+def shown(found: object) -> str:
+    """Return what a function returned, for a message: most often the `return` was forgotten."""
+    if found is None:
+        return "None (is a `return` missing?)"
+    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+
+
+def check_model(model: object) -> None:
+    """Check that what model() returned can be trained.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"The recipe's model() returned {shown(model)}; it must return an nn.Module with "
+            "parameters to train."
+        )
+    kind, named = type(model).__name__, dict(model.named_parameters())
+    lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
+    if lazy:
+        raise UserError(
+            f"The recipe's model() returns lazy layers: {', '.join(lazy[:3])} have no shape yet. "
+            "Name their sizes (nn.Linear in place of nn.LazyLinear), or call the model on one "
+            "sample before you return it."
+        )
+    if not named:
+        raise UserError(f"The recipe's model() returned a {kind} without parameters to train.")
+    if not any(p.requires_grad for p in named.values()):
+        raise UserError(
+            f"The recipe's model() returned a {kind} whose parameters are all frozen. Leave some "
+            "to train: parameter.requires_grad_(True)."
+        )
+    tensors = named | dict(model.named_buffers())
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise UserError(
+                f"The recipe's model() returned a {kind} whose {name} is on the meta device, and "
+                "has no numbers. Build it on the CPU; samestep moves it to the device."
+            )
+        if name in named and tensor.is_complex():
+            raise UserError(
+                f"The recipe's model() returned a {kind} whose {name} is complex. Hold it as real "
+                "numbers, and turn it with torch.view_as_complex in forward."
+            )
+
+
+@contextmanager
+def telling_options(options: type) -> Iterator[None]:
+    """Let what a recipe's options refuse be told with the line that refuses it."""
+    try:
+        yield
+    except Exception as error:
+        blame("The recipe's options are refused", error, options)
+
+
+def check_options(options: type, settings: set[str]) -> None:
+    """Check that every option has a default, and a name of its own."""
+    if not is_dataclass(options):
+        raise UserError("The recipe's options must be a dataclass, each field a default.")
+    for option in fields(options):
+        if option.default is MISSING and option.default_factory is MISSING:
+            kind = getattr(option.type, "__name__", option.type)
+            raise UserError(
+                f"The recipe's option {option.name!r} has no default: write "
+                f"`{option.name}: {kind} = …` in the class {options.__name__}."
+            )
+    both = settings & {f.name for f in fields(options)}
+    if both:
+        raise UserError(
+            f"The recipe's option {min(both)!r} is also a setting of samestep; "
+            "give it another name."
+        )
+
+
+def check_metrics(metrics: Mapping[str, Any], lower: tuple[str, ...]) -> None:
+    """Check that the metrics' names are free, and that only metrics are named a second time."""
+    if not isinstance(metrics, Mapping):
+        raise UserError(
+            f"Recipe(metrics=…) is a {type(metrics).__name__}; it takes a dict of names: "
+            "metrics={'error': my_function}."
+        )
+    for name, metric in metrics.items():
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise UserError(
+                f"Recipe(metrics=…) names a metric {name!r}; a name is a word that can be "
+                "printed, such as 'f1'."
+            )
+        if not hasattr(metric, "compute"):  # training/metrics.py checks those
+            _check_function(f"Recipe(metrics=…): {name!r}", metric)
+        elif isinstance(metric, type):
+            raise _is_class(f"Recipe(metrics=…): {name!r}", metric)
+        if name in RESERVED_NAMES:
+            raise UserError(
+                f"Recipe(metrics=…) names a metric {name!r}, and a record has that already. "
+                f"Give it another name, such as 'own_{name}'."
+            )
+    if isinstance(lower, str):
+        raise UserError(f"Recipe(lower_is_better={lower!r}) takes a tuple of names: ({lower!r},).")
+    for name in lower:
+        if name not in ("loss", *metrics):
+            raise UserError(
+                f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
+                f"{did_you_mean(name, metrics)}They are: {', '.join(metrics)}."
+            )
+
+
+def check_pictures(pictures: Mapping[str, Any]) -> None:
+    """Check that each picture is a function, with a name that its file can have."""
+    for name, draw in pictures.items():
+        fits = isinstance(name, str) and re.fullmatch(r"(?a:\w[\w-]{0,59})", name)
+        if not fits or name in PICTURE_NAMES:
+            raise UserError(
+                f"Recipe(pictures=…) names a picture {name!r}, which cannot be a file's name "
+                f"here: take letters, digits, - and _, and none of {', '.join(PICTURE_NAMES)}."
+            )
+        if not callable(draw):
+            raise UserError(
+                f"Recipe(pictures=…): {name!r} is a {type(draw).__name__}; it takes a function "
+                "(model, data) that returns a matplotlib figure or HTML text."
+            )
