@@ -117,6 +117,6 @@ recipe = Recipe(
     metrics={"accuracy": lambda outputs, batch: outputs.argmax(dim=1) == batch["labels"]},
     optimizer=optimizer,
     schedule=schedule,
-    read=lambda _, path: [(line, 0) for line in path.read_text().splitlines()],
+    read=lambda _, path: [(line, None) for line in path.read_text().splitlines()],
     settings={"epochs": 5, "global_batch_size": 32, "lr": 3e-3},
 )

@@ -149,7 +149,7 @@ class Recipe:
     read: Callable[[Any, Path], Any] | None = None
     """(options, file) → what `samestep predict` asks the model of: a sample as the data set gives
     it, or several in a list, an iterator or a `Dataset`. Without `collate` and `forward` the input
-    alone will do. `ValueError` says why a file cannot be read."""
+    alone will do, else (input, None). `ValueError` says why a file cannot be read."""
     show: Callable[[Any, Any], Sequence[Mapping[str, Any]]] | None = None
     """(outputs, targets) → a dict for each sample: what `samestep predict` shows of it. Targets are
     None where `read` gave inputs alone; with `forward` it is given (outputs, batch)."""

@@ -269,6 +269,8 @@ def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_p
     assert len(found) == rows
     name = {"regression": "price", "text": "class", "graph": "class"}.get(kind, "classes")
     assert all(name in one for one in found)
+    if kind == "text":  # its lines have no class
+        assert not any("target" in one for one in found)
 
 
 def test_a_table_without_a_column_and_a_broken_image_are_named(tmp_path, refused):

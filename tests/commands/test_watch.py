@@ -42,6 +42,21 @@ def test_a_port_that_is_taken_is_refused(tmp_path, capfd):
     assert port in one_message(code, capfd.readouterr().err)
 
 
-def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path, capfd):
+def test_a_run_that_begins_a_moment_later_is_awaited(tmp_path):
+    command = [sys.executable, "-m", "samestep", "watch", "run", "--port", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as w:
+        try:
+            assert "20 s" in w.stderr.readline()
+            write_run(tmp_path / "run", epochs=1)
+            assert w.stdout.readline().startswith("http://127.0.0.1:")
+        finally:
+            w.kill()
+
+
+def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("samestep.commands.watch._PATIENCE_S", 0.0)
     code = call("watch", str(tmp_path / "nowhere"))
-    assert "nowhere" in one_message(code, capfd.readouterr().err)
+    waits, message = capfd.readouterr().err.splitlines(keepends=True)
+    assert "nowhere" in waits
+    assert "nowhere" in one_message(code, message)

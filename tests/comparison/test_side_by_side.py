@@ -266,3 +266,19 @@ def test_a_mistake_is_told_with_what_to_do(tmp_path, name, monkeypatch):
 def test_runs_of_two_recipes_are_compared_when_insisted_on(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", recipe="martian")
     assert "recipe martian" in compare_runs([one, other], any_recipe=True).notes[0]
+
+
+def test_more_runs_than_fit_beside_each_other_come_below(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [write_run(tmp_path / f"r{n}", step_s=1e-6 * 9**n, lr=0.1 + n) for n in range(9)]
+    shown = [line for line in lines(compare_runs(runs)) if str(tmp_path) not in line]
+    assert max(map(len, shown)) <= 80
+    heads = [line for line in shown if line.startswith("throughput")]
+    assert [head.split()[1:] for head in heads] == [list("ABCD"), list("EFGH"), ["I"]]
+
+
+@pytest.mark.parametrize(("pace", "tables"), [(1.0, 2), (100.0, 1)])
+def test_runs_that_share_no_time_have_no_table_by_time(tmp_path, pace, tables):
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other", step_s=0.5 * pace)]
+    headings = [line for line in lines(compare_runs(runs)) if line.startswith("validation")]
+    assert len(headings) == tables

@@ -167,11 +167,16 @@ def test_losses_that_are_not_finite_are_nan(tmp_path):
     assert three == math.inf
 
 
-def test_a_loop_of_ones_own_has_no_monitored_metric(tmp_path):
-    run = write_run(tmp_path / "gan")
+@pytest.mark.parametrize(
+    ("accuracy", "best"),
+    [(lambda epoch: 1 - 1 / (epoch + 1), ("accuracy", "max", 0.75)), (None, (None, None, None))],
+    ids=["validated", "not validated"],
+)
+def test_of_a_loop_of_ones_own_the_evaluations_tell_the_best(tmp_path, accuracy, best):
+    run = write_run(tmp_path / "gan", accuracy=accuracy)
     (run / "settings.toml").write_text("epochs = 1\nseed = 0\n[options]\n")
     found = only(tmp_path)
-    assert (found.recipe, found.metric, found.value) == ("toy", None, None)
+    assert (found.recipe, found.metric, found.mode, found.value) == ("toy", *best)
 
 
 def test_a_run_that_has_not_begun_has_the_recipe_of_its_settings(tmp_path):
@@ -235,7 +240,7 @@ def test_the_order_is_the_one_asked_for(tmp_path):
 
     assert places("date") == [1, 0, 2, 3]
     assert places("name") == [0, 1, 2, 3]
-    assert places("metric") == [1, 2, 0, 3]
+    assert places("metric") == [1, 3, 2, 0]
     assert places("duration") == [3, 0, 2, 1]
     assert places("state") == [1, 0, 2, 3]
 

@@ -50,12 +50,14 @@ def test_an_error_that_grows_stops_early(here):
     assert (result["reason"], result["epochs"]) == ("early stopping", 2)
 
 
-def test_the_user_is_told_where_the_highest_counts_as_the_best_by_default(here):
-    (here / "grows.py").write_text(GROWS.replace('lower_is_better=("error",),', ""))
+@pytest.mark.parametrize("said", ["", "error.higher_is_better = True\n"])
+def test_the_user_is_told_where_the_highest_counts_as_the_best_by_default(here, said):
+    text = GROWS.replace('lower_is_better=("error",),', "").replace("recipe = ", f"{said}recipe = ")
+    (here / "grows.py").write_text(text)
     flags = ("--monitor", "error", "--epochs", "1", "--run-dir", "r")
     run("train", "grows.py", *flags, folder=here.parent / "outputs")
     start = json.loads((here / "r" / "events.jsonl").read_text().splitlines()[0])
-    assert any("lower_is_better" in note for note in start["notes"])
+    assert any("lower_is_better" in note for note in start["notes"]) == (not said)
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])

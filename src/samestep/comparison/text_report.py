@@ -1,8 +1,10 @@
 """The comparison for people: text tables; two or three runs fit a terminal of 80 columns."""
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from samestep.comparison.curves import Aligned
 from samestep.comparison.run_data import TRAIN_LOSS
 from samestep.comparison.same_training import SameTraining
 from samestep.comparison.side_by_side import Comparison
@@ -180,7 +182,7 @@ def _curves(found: Comparison) -> Iterator[str]:
         (found.by_samples, "samples trained", ",.0f"),
         (found.by_seconds, "seconds of training", ",.3g"),
     ):
-        if curve is None:
+        if curve is None or not _is_shared(curve):
             continue
         how = "as recorded" if curve.as_recorded else "on the line between two records"
         heading = wrapped(f"{what}, by {by}, {how}", "  ")
@@ -189,6 +191,12 @@ def _curves(found: Comparison) -> Iterator[str]:
             for place, values in zip(curve.places, curve.values, strict=True)
         ]
         yield from _table(found, f"  {by.split()[0]}", rows, *heading)
+
+
+def _is_shared(curve: Aligned) -> bool:
+    """Whether runs can be compared at half of the places or more; short ones may share no time."""
+    several = [row for row in curve.values if sum(value is not None for value in row) > 1]
+    return len(curve.values[0]) == 1 or 2 * len(several) >= len(curve.values)
 
 
 def metric_name(found: Comparison) -> str:
@@ -218,10 +226,15 @@ def _target(found: Comparison) -> Iterator[str]:
 
 
 def _table(found: Comparison, corner: str, rows: Sequence[Row], *heading: str) -> Iterator[str]:
+    """Yield a table; of more runs than fit beside each other the later ones come below."""
     yield from ("", *heading)
-    names = found.names
+    names, room = found.names, shutil.get_terminal_size((_WIDTH, 24)).columns
     label = max(_LABEL, len(corner), *(len(name) for name, _ in rows))
-    widths = [max(_LEAST, *(len(cells[place]) for _, cells in rows)) for place in range(len(names))]
-    for name, cells in [(corner, names), *rows]:
-        shown = "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
-        yield f"{name:<{label}}  {shown}"
+    needed = [max(len(name), *(len(cells[n]) for _, cells in rows)) for n, name in enumerate(names)]
+    width = max(_LEAST, *needed) if len(names) * (_LEAST + 2) <= room - label else max(needed)
+    beside = max(1, (room - label) // (width + 2))
+    for first in range(0, len(names), beside):
+        yield from [""] * (first > 0)
+        for name, cells in [(corner, names), *rows]:
+            shown = "  ".join(f"{cell:>{width}}" for cell in cells[first : first + beside])
+            yield f"{name:<{label}}  {shown}"

@@ -56,9 +56,12 @@ class Predictor:
         Raises:
             UserError: the samples do not go together, or the model fails.
         """
-        recipe, opened, known = self.recipe, self.opened, True
+        recipe, opened = self.recipe, self.opened
+        without = [_is_pair(sample) and sample[1] is None for sample in samples]
+        samples = [(s[0], 0) if w else s for s, w in zip(samples, without, strict=True)]
+        known = recipe.forward is not None or not any(without)
         if recipe.collate is None and recipe.forward is None:
-            known = all(map(_is_pair, samples))
+            known = known and all(map(_is_pair, samples))
             inputs = [sample[0] if _is_pair(sample) else sample for sample in samples]
             samples = samples if known else [(one, 0) for one in inputs]
         settings, device = replace(opened.settings, num_workers=0), opened.device

@@ -317,7 +317,7 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
 def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> list[str]:
     """Say which settings have no effect here, and where there is nothing left to do."""
     notes = []
-    work, settings = built.work, built.work.settings
+    work, settings, plan = built.work, built.work.settings, built.work.plan
     if request.settings_of is not None:
         notes.append(
             f"This is a new run with the settings of {request.settings_of}. To go on with that "
@@ -325,7 +325,6 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     notes += _without_effect(work)
     notes += promise_notes(work, path) if resumed else []
-    plan = work.plan
     if 0 < plan.num_samples < plan.global_batch_size:
         notes.append(
             f"The global batch of {plan.global_batch_size:,} is larger than the "
@@ -335,8 +334,9 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     if settings.keep_top_k and work.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
     watched = built.state.watch.metric
-    undirected = {*request.recipe.metrics} - {"accuracy", *request.recipe.falling()}
-    if settings.monitor in undirected and settings.mode == "auto":
+    rises = getattr(request.recipe.metrics.get(watched), "higher_is_better", watched == "accuracy")
+    directed = rises or watched in request.recipe.falling()
+    if settings.monitor and settings.mode == "auto" and not directed:
         notes.append(
             f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "
             f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'

@@ -30,7 +30,8 @@ def header(run: RunData) -> Pairs:
     }
     told = {
         "trained": _trained(run),
-        "best": _best(result),
+        "left": _left(run),
+        "best": _best(run, result),
         "test": _test(run, result),
         "duration": _duration(run, result),
         "ranks": _where(run),
@@ -58,9 +59,35 @@ def _trained(run: RunData) -> str:
     return f"{count(epochs, 'epoch')}, {steps:,}{of} steps"
 
 
-def _best(result: Mapping[str, Any]) -> str:
+def _left(run: RunData) -> str:
+    """Return how long a run that is going on will still train, by its latest steps."""
+    whole, steps = run.plan.get("total_steps"), run.of("step")[-20:]
+    if run.status != "running" or not isinstance(whole, int) or len(steps) < 2:
+        return ""
+    took, done = (steps[-1][name] - steps[0][name] for name in ("seconds", "step"))
+    if took <= 0 or done <= 0:
+        return ""
+    left = max(0, whole - last_step(run))
+    return f"{duration(round(left * took / done))} of training at the latest speed"
+
+
+def _best_so_far(run: RunData) -> dict[str, Any]:
+    """Return the best evaluation that is recorded, as a result tells it."""
+    found = [r for r in run.of("evaluation") if r.get("split") == "validation"]
+    usual = "accuracy" if any("accuracy" in r for r in found) else "loss"
+    metric = str(run.plan.get("monitor") or usual)
+    values = [r for r in found if isinstance(r.get(metric), int | float)]
+    smaller = run.smaller_is_better(metric) or metric == "loss"
+    pick = min if smaller else max
+    best = pick(values, key=lambda r: r[metric], default=None)
+    return {"metric": metric, "value": best[metric], "epoch": best.get("epoch")} if best else {}
+
+
+def _best(run: RunData, result: Mapping[str, Any]) -> str:
     best = result.get("best")
-    if not isinstance(best, dict) or best.get("value") is None:
+    if run.status == "running" or not isinstance(best, dict):  # or it is of an earlier attempt
+        best = _best_so_far(run)
+    if best.get("value") is None:
         return ""
     epoch = f", epoch {best['epoch']}" if best.get("epoch") is not None else ""
     return f"{best.get('metric', 'metric')} {number(best['value'])} on validation{epoch}"

@@ -109,9 +109,10 @@ def validations(file: Path) -> list[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
     """
-    size, blocks = _read(file)
-    found = []
-    for text in _starting_with(blocks, _EVALUATION) if size <= _WHOLE_BYTES else ():
+    found: list[dict[str, Any]] = []
+    if file.stat().st_size > _WHOLE_BYTES:
+        return found
+    for text in _starting_with(_read(file)[1], _EVALUATION):
         with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(text))
     return [one for one in found if one.get("split") == "validation"]

@@ -236,7 +236,7 @@ def _best(
         index = _object(path / "checkpoints" / "index.json", damage)
     metric = table.get("metric") or start.monitor or _monitored(index)
     if not isinstance(metric, str):
-        return None, None, None
+        return _usual(path)
     mode: Literal["min", "max"] = "max"
     told = table.get("mode") or (index.get("mode") if metric == index.get("monitor") else None)
     falls = metric == "loss" or metric in (start.lower_is_better or ())
@@ -249,6 +249,16 @@ def _best(
     if value is None and not result:
         value = _evaluated(path, metric, mode)
     return metric, mode, value
+
+
+def _usual(path: Path) -> tuple[str | None, Literal["min", "max"] | None, float | None]:
+    """Return the best of what is usually monitored, of a loop of one's own that named nothing."""
+    modes: tuple[tuple[str, Literal["min", "max"]], ...] = (("accuracy", "max"), ("loss", "min"))
+    for metric, mode in modes:
+        value = _evaluated(path, metric, mode)
+        if value is not None:
+            return metric, mode, value
+    return None, None, None
 
 
 def _monitored(index: Mapping[str, Any]) -> object:

@@ -93,7 +93,7 @@ recipe = Recipe(
     data=data,
     collate=collate,
     # A sample needs a class, which such a file does not tell: any will do.
-    read=lambda _, path: [(numbered(line), 0) for line in path.read_text().splitlines()],
+    read=lambda _, path: [(numbered(line), None) for line in path.read_text().splitlines()],
     show=lambda outputs, _: [{"class": CLASSES[place]} for place in outputs.argmax(dim=1)],
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
     settings={"epochs": 8, "global_batch_size": 32, "lr": 3e-3},
