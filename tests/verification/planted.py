@@ -339,7 +339,6 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.out = nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 2)
-        self.register_buffer("places", torch.eye(6).to_sparse(), persistent=False)
     def forward(self, x):
         return self.out(self.words((x.abs() * 3).long().clamp(max=8)))
 def optimizer(model, settings):
@@ -380,4 +379,99 @@ class Single(nn.Linear):
             raise TypeError("a kernel of float32 alone")
         return super().forward(x) * (1 + 1e-3 * torch.rand(len(x), 1))
 recipe = replace(recipe, model=lambda: Single(6, 2))
+"""
+CARRIED = """
+class Carried(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out, self.hidden = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 2), None
+    def forward(self, x):
+        if self.hidden is not None and self.hidden.shape[1] != len(x):
+            self.hidden = None
+        y, hidden = self.rnn(x.reshape(-1, 3, 2), self.hidden)
+        self.hidden = hidden.detach()
+        return self.out(y).flatten(0, 1)
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets.repeat_interleave(3))
+recipe = replace(recipe, model=Carried, loss=loss, metrics={})
+"""
+BANK = """
+class Bank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.bank = nn.Linear(6, 2), []
+    def forward(self, x):
+        y = self.line(x)
+        self.bank.append(y.detach().mean(0))
+        return y - torch.stack(self.bank[-4:]).mean(0)
+recipe = replace(recipe, model=Bank)
+"""
+RUNNING_MEAN = """
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.mean = nn.Linear(6, 2), torch.zeros(6)
+    def forward(self, x):
+        self.mean = 0.9 * self.mean.to(x) + 0.1 * x.mean(0)
+        return self.line(x - self.mean)
+recipe = replace(recipe, model=Centred)
+"""
+NUMPY_GENERATOR = """
+import numpy
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.rng = nn.Linear(6, 2), numpy.random.default_rng(3)
+    def forward(self, x):
+        return self.line(x) + float(self.rng.normal())
+recipe = replace(recipe, model=Noisy)
+"""
+KEEPS_A_MAP = """
+class Shows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.last = nn.Linear(6, 2), None
+    def forward(self, x):
+        self.last = self.line(x)
+        return self.last
+recipe = replace(recipe, model=Shows)
+"""
+OWN_OPTIMIZER = """
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.moved = {}
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            mean = self.moved.setdefault(p, torch.zeros_like(p))
+            p.sub_(mean.mul_(0.9).add_(p.grad), alpha=0.1)
+recipe = replace(recipe, optimizer=lambda model, settings: Own(model.parameters()))
+"""
+DRAWING_OPTIMIZER = OWN_OPTIMIZER.replace(
+    "mean = self.moved.setdefault(p, torch.zeros_like(p))", "mean = torch.randn_like(p)"
+)
+LEARNED_OUTSIDE = """
+class Scaled:
+    def __init__(self):
+        self.scale = nn.Parameter(torch.ones(()))
+    def __call__(self, outputs, targets):
+        if self.scale.grad is not None:
+            with torch.no_grad():
+                self.scale -= 0.5 * self.scale.grad
+            self.scale.grad = None
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+recipe = replace(recipe, loss=Scaled())
+"""
+CLOCK = """
+from time import perf_counter
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets) * (1 + perf_counter() % 1)
+recipe = replace(recipe, loss=loss)
+"""
+WORLD_SIZE = """
+import os
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets) * int(os.environ.get("WORLD_SIZE", "1"))
+recipe = replace(recipe, loss=loss)
 """

@@ -107,6 +107,37 @@ def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(m
     assert found["2 ranks"].tolerance == found["rounding"].tolerance == pytest.approx(allowed)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "cause", "status"),
+    [
+        ({"optimizer": ["the optimizer's moved"]}, state.OPTIMIZER, "note"),
+        ({"kept": ["the model's calls"]}, state.CAUSE, "note"),
+        ({"learned": ["the loss's scale"]}, state.LEARNED, "note"),
+        ({"draws": ["torch (a.py:3)"]}, state.DRAWS, "same"),
+        ({"asks": {"time.time()": "a.py:3"}}, UNKNOWN, "same"),
+    ],
+)
+def test_what_is_hidden_explains_what_nothing_else_does_and_is_no_difference_itself(
+    hidden, cause, status
+):
+    evidence = undisturbed(state=OUTSIDE | {"hidden": hidden})
+    assert causes(evidence) == {}
+    assert checks(evidence)["state"].status == status
+    assert causes(losses_apart(evidence, "resumed")) == {"stop and resume": cause}
+    known = undisturbed(state=OUTSIDE | {"hidden": hidden}, loss=SUM)
+    assert causes(losses_apart(known))["2 ranks"] == loss.CAUSE
+
+
+def test_all_ranks_of_a_size_may_differ_from_one_process():
+    times_two = [*computed().calls[:2], Kept("the loss", [[4.0]], [[1.0]])]
+    asks = {"asks": {"get_world_size()": "a.py:3"}}
+    evidence = undisturbed(state=OUTSIDE | {"hidden": asks})
+    evidence = on_rank(evidence, "processes", *[computed(calls=times_two)] * 2)
+    quick = replace(evidence, reports={k: v for k, v in evidence.reports.items() if k < 2})
+    assert causes(quick) == {"processes": processes.RANK}
+    assert "get_world_size() in a.py:3" in checks(quick)["processes"].cause.why
+
+
 def test_one_size_alone_skips_what_needs_several_ranks():
     found = checks(undisturbed((1,)))
     assert found["stop and resume"].compared.endswith(": rank 1→1")

@@ -1,5 +1,6 @@
 """What is planted in a recipe is found by the experiments of one process, and nothing else is."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from samestep.errors import UserError
 from samestep.verification.all_rows import look
 from samestep.verification.exchange import decoded
+from samestep.verification.hidden import find_hidden
 from samestep.verification.recipe_under_test import exact_precision
 from samestep.verification.rows import (
     augmentation,
@@ -39,6 +41,12 @@ FOUND = {
     "OTHER_TERMS": (set(), {"loss": loss.OF_TERMS}),
     "LAST_BENT": (set(), {"last batch": last_batch.CAUSE}),
     "CONTRAST": (set(), {"loss": loss.OF_BATCH}),
+    "CARRIED": (set(), {"state": state.CAUSE}),
+    "BANK": (set(), {"state": state.CAUSE}),
+    "RUNNING_MEAN": (set(), {"state": state.CAUSE}),
+    "NUMPY_GENERATOR": (set(), {"state": state.CAUSE}),
+    "CLOCK": (set(), {"state": state.CLOCK}),
+    "KEEPS_A_MAP": (set(), {}),
     "FLOATS": (set(), {}),
     "SPARSE": (set(), {}),
     "SPECTRAL": (set(), {}),
@@ -148,3 +156,31 @@ def test_a_cast_to_float32_is_no_reason_to_leave_float64(tmp_path):
     assert exact_precision(tested, "fp32") == ("fp64", "", "")
     assert tested.loss(tested.held_forward.outputs, tested.batch().targets).dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
+
+
+NOTHING = {"kept": [], "optimizer": [], "draws": [], "learned": [], "asks": {}}
+# What is planted → what is found of it beside checkpoints; a place is put in for {line}.
+HIDDEN = {
+    "CARRIED": ({"kept": ["the model's hidden"]}, ""),
+    "BANK": ({"kept": ["the model's bank"]}, ""),
+    "RUNNING_MEAN": ({"kept": ["the model's mean"]}, ""),
+    "NUMPY_GENERATOR": ({"kept": ["the model's rng"]}, ""),
+    "COUNTER": ({"kept": ["the model's calls"]}, ""),
+    "STATE_IN_LOSS": ({"kept": ["the loss's calls"]}, ""),
+    "OWN_OPTIMIZER": ({"optimizer": ["the optimizer's moved"]}, ""),
+    "DRAWING_OPTIMIZER": ({"draws": ["torch ({line})"]}, "randn_like"),
+    "LEARNED_OUTSIDE": ({"learned": ["the loss's scale"]}, ""),
+    "CLOCK": ({"asks": {"time.perf_counter()": "{line}"}}, "perf_counter()"),
+    "WORLD_SIZE": ({"asks": {"os.environ['WORLD_SIZE']": "{line}"}}, "WORLD_SIZE"),
+    "KEEPS_A_MAP": ({}, ""),
+    "DROPOUT": ({}, ""),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_a_step_keeps_draws_or_asks_for_is_found_by_name(name, tmp_path):
+    planted_here, text = HIDDEN[name]
+    recipe = planted.write(tmp_path, getattr(planted, name))
+    line = planted.line_of(recipe, text)
+    wanted = json.loads(json.dumps(planted_here).replace("{line}", line))
+    assert vars(find_hidden(recipe_under_test(recipe))) == {**NOTHING, **wanted}

@@ -115,7 +115,8 @@ def _explained(evidence: Evidence, check: Check) -> Check:
         return replace(check, cause=replace(cause, why=why))
     if check.passed or check.cause.name:
         return check
-    explanations = (row.explain(evidence) for row in ROWS if row.explain)
+    asked = [*(row.explain for row in ROWS), *(row.suspect for row in ROWS)]
+    explanations = (explain(evidence) for explain in asked if explain)
     return replace(check, cause=next(filter(None, explanations), None) or _unknown(check))
 
 

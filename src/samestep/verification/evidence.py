@@ -194,6 +194,8 @@ class TableRow:
     """An experiment of every rank of every start: see `Evidence.found_on_ranks`."""
     explain: Callable[[Evidence], Cause | None] | None = None
     """Returns this row's cause if it was found, for differences in other rows."""
+    suspect: Callable[[Evidence], Cause | None] | None = None
+    """Returns what may be the cause of a difference that no row explains."""
     with_virtual_ranks: bool = True
     """False if what it is about makes no difference with virtual ranks, whose shares are fixed."""
     explain_failure: Callable[[Evidence, RankFailure], Cause | None] | None = None

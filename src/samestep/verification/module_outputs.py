@@ -1,5 +1,6 @@
 """Find the module of a model that is the first to turn equal inputs into other outputs."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -124,5 +125,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _apart(mine: list[Tensor], others: list[Tensor]) -> float:
-    pairs = [(a, b) for a, b in zip(mine, others, strict=False) if a.shape == b.shape]
+    if len(mine) != len(others):  # one of them is given a state, say
+        return math.inf
+    pairs = [(a, b) for a, b in zip(mine, others, strict=True) if a.shape == b.shape]
     return max((largest_apart(a, b) for a, b in pairs), default=0.0)

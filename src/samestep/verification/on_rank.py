@@ -104,9 +104,11 @@ class _Start:
         first = self._start.place == 0
         found = None if first else read_left(self._folder / "facts", RecipeFacts)
         self._use(found or self._size())
-        if first:
-            self._look(chosen)
+        problem = self._choose(chosen) if first else ""
+        # Before anything else has been tried: the other processes do the same.
         self.report.found |= look_on_rank(self._tested(), self._world)
+        if first:
+            self._look(problem)
         quick = self._instructions.quick
         for training in plan_trainings(self._start, self._facts, chosen, quick=quick):
             trace = Trace()
@@ -162,10 +164,14 @@ class _Start:
             virtual_ranks=settings.virtual_ranks,
         )
 
-    def _look(self, chosen: Precision) -> None:
-        """Find out what one process can tell, and leave it for the others."""
+    def _choose(self, chosen: Precision) -> str:
+        """Choose the precision to compare in; return why none will do, if that is so."""
         exact, why, problem = exact_precision(self._tested(), chosen)
         self._facts = replace(self._facts, exact=exact, inexact=why)
+        return problem
+
+    def _look(self, problem: str) -> None:
+        """Find out what one process can tell, and leave it for the others."""
         if not problem:
             self._facts = look(self._tested(), self._facts)
         write_left(self._folder / "facts", self._facts)

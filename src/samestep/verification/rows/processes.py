@@ -19,7 +19,7 @@ from samestep.verification.module_outputs import (
     module_calls,
 )
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
-from samestep.verification.rows.state import change_of_loss, remembers
+from samestep.verification.rows.state import change_of_loss, hidden_of, remembers
 
 NAME = "processes"
 WEIGHTS = "initial weights that differ per process"
@@ -70,19 +70,19 @@ def _few(tensor: Tensor) -> list[float]:
     return values_of(tensor)[:_VALUES].tolist() if tensor.is_floating_point() else []
 
 
-def _found(evidence: Evidence) -> Iterable[tuple[str, bool, Computed]]:
-    """Yield each process in words, whether it is the first of all, and what it computed."""
+def _found(evidence: Evidence) -> Iterable[tuple[str, Computed]]:
+    """Yield each process in words, and what it computed."""
     for start in evidence.starts:
         for rank, report in enumerate(evidence.reports.get(start.place, ())):
             found = decoded(report.found, NAME, Computed)
             if found is not None:
-                yield f"rank {rank} of {start.world_size}", start.place == 0, found
+                yield f"rank {rank} of {start.world_size}", found
 
 
 def _other_weights(evidence: Evidence) -> Cause | None:
     found = list(_found(evidence))
-    for who, _, one in found[1:]:
-        for name, values in found[0][2].weights.items():
+    for who, one in found[1:]:
+        for name, values in found[0][1].weights.items():
             other = one.weights.get(name)
             if other is None or _apart(values, other) > evidence.exact:
                 return Cause(
@@ -103,11 +103,8 @@ def _apart(one: list[float], other: list[float]) -> float:
 
 
 def _other_forward(evidence: Evidence) -> Cause | None:
-    # The first process has tried much before, and what it remembers of that has its own row.
     first: tuple[str, Computed] | None = None
-    for who, looked, one in _found(evidence):
-        if looked:
-            continue
+    for who, one in _found(evidence):
         if first is None:
             first = who, one
         if one.samples != first[1].samples or len(one.calls) != len(first[1].calls):
@@ -118,11 +115,17 @@ def _other_forward(evidence: Evidence) -> Cause | None:
                 RANK,
                 f"{found.place} gives {who} something else ({found.difference:.0e}) than "
                 f"{first[0]}, with equal weights and inputs: it reads the rank, the number of "
-                "ranks, or something else of its process.",
+                f"ranks, or something else of its process{_asks(evidence)}.",
                 "Leave the rank out of forward and loss: what a sample gives must not depend on "
                 "the rank that holds it.",
             )
     return None
+
+
+def _asks(evidence: Evidence) -> str:
+    """Return what forward or loss asks its process for, with the lines, if any was seen."""
+    asks = hidden_of(evidence).asks
+    return f" ({', '.join(f'{what} in {line}' for what, line in asks.items())})" if asks else ""
 
 
 def _first_at_fault(one: Computed, other: Computed, rounding: float) -> ModuleDifference | None:
@@ -149,7 +152,8 @@ def _call(kept: Kept) -> ModuleCall:
 def _explain(evidence: Evidence) -> Cause | None:
     if cause := _other_weights(evidence):
         return cause
-    if remembers(evidence) or change_of_loss(evidence):
+    # What each process remembers of its own calls differs, too.
+    if remembers(evidence) or change_of_loss(evidence) or hidden_of(evidence).learned:
         return None
     return _other_forward(evidence)
 
