@@ -40,7 +40,7 @@ from samestep.recipe_checks import (
     telling_options,
 )
 from samestep.scripts import opens_run
-from samestep.settings import Settings
+from samestep.settings import Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
@@ -56,6 +56,7 @@ Forward = Callable[[nn.Module, Any], Any]
 """(model, batch) → outputs."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Splits:
     """The data sets of one recipe: each a pair of tensors, a map-style `Dataset`, or a stream.
@@ -103,6 +104,7 @@ def is_cross_entropy(loss: object) -> bool:
 _BY_DEFAULT = {"accuracy": accuracy}
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A model, its data, its loss and its default settings.
@@ -168,7 +170,7 @@ class Recipe:
     """What may differ on another number of ranks by intent: `samestep verify` names it, proves that
     nothing else differs, and calls the training the same."""
     name: str = ""
-    """Set from the file when the recipe is found."""
+    """What its run directories are called after; of a file it is the file's."""
     file: str = field(default="", repr=False, compare=False)
     """Where it was found, for a recipe of a file; set then."""
 

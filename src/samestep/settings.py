@@ -4,7 +4,9 @@ What to train is the recipe's. Settings come from three layers, the later winnin
 defaults, a TOML file, the flags.
 """
 
+import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -45,6 +47,47 @@ def free_names(*kinds: type | None, virtual_ranks: object = None) -> frozenset[s
     )
 
 
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass and its bases."""
+    import ast  # noqa: PLC0415 - for help alone
+    import inspect  # noqa: PLC0415
+
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except (OSError, TypeError, SyntaxError):  # there is no source: of `object`, for one
+            continue
+        body = getattr(tree, "body", [])
+        for statement, below in itertools.pairwise(body):
+            match statement, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+class _WithFields:
+    """A class's docstring with those of its fields, read from the source when `help()` asks."""
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+
+    def __get__(self, _: object, kind: type) -> str:
+        parts = [f"{name}: {text}" for name, text in field_docs(kind).items()]
+        lines = [textwrap.fill(one, 100, subsequent_indent="    ") for one in parts]
+        return "\n".join([textwrap.dedent(f"    {self._own}").rstrip(), "", "Fields:", *lines])
+
+
+def documented(kind: type[T]) -> type[T]:
+    """Return a dataclass whose `help()` has the docstrings of its fields, too."""
+    kind.__doc__ = _WithFields(kind.__doc__ or "")  # type: ignore[assignment]
+    return kind
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to train. Every field is a flag (`--batch-size 64`) and a TOML key (`batch_size = 64`).

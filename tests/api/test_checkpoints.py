@@ -65,11 +65,25 @@ def test_a_recipe_of_no_file_is_given_to_load_and_evaluate(tmp_path, monkeypatch
     trained = samestep.train(recipe, quiet=True)
     for ask in (samestep.load, samestep.evaluate):
         with pytest.raises(UserError):
-            ask(trained)
+            ask(trained.path)
     assert samestep.evaluate(trained, recipe=recipe)["loss"] == pytest.approx(
         trained.result["test"]["loss"], rel=1e-5
     )
     assert isinstance(samestep.load(trained, recipe=recipe), nn.Linear)
+
+
+def test_the_run_that_train_returns_remembers_a_recipe_of_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = made(name="mine", read=lambda _, path: [*torch.ones(3, 4)])
+    trained = samestep.train(recipe, quiet=True, epochs=1)
+    assert trained.path.name.startswith("mine-")
+    assert isinstance(samestep.load(trained), nn.Linear)
+    assert samestep.evaluate(trained)["samples"] == 15
+    assert len(samestep.predict(trained, __file__)) == 3
+    again = samestep.train(trained, resume=True, epochs=2, quiet=True)
+    assert again.result["epochs"] == 2
+    assert isinstance(samestep.load(again), nn.Linear)
+    assert samestep.TrainedRun(trained.path) == trained
 
 
 def test_another_model_than_the_checkpoints_is_refused(trained):

@@ -1,6 +1,8 @@
 """`samestep.train` in the process that calls it: one rank, a run to look at, and interrupts."""
 
 import contextlib
+import dataclasses
+import inspect
 import os
 import random
 import signal
@@ -263,6 +265,37 @@ def test_a_mistake_that_nobody_catches_is_one_line_with_the_place_of_the_call(ca
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_an_error_that_somebody_has_caught_leaves_the_way_of_showing_errors_as_it_was(here):
+    def fails():
+        raise ValueError("of mine")
+
+    (here / "bad.py").write_text("1 / 0")
+    before = sys.excepthook
+    for call in (
+        lambda: samestep.train("spirl"),
+        lambda: samestep.train("bad.py"),
+        lambda: samestep.train(made(fails), quiet=True),
+        lambda: samestep.load("nothing"),
+    ):
+        with contextlib.suppress(UserError):
+            call()
+        assert sys.excepthook is before
+
+
+class Exits(torch.utils.data.Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        sys.exit(4)
+
+
+def test_an_exit_in_a_data_set_is_a_mistake_with_its_place():
+    recipe = made(data=lambda: samestep.Splits(train=Exits()))
+    with pytest.raises(UserError, match=r"exit\(4\) was called at .*test_training\.py"):
+        samestep.train(recipe, quiet=True)
+
+
 def test_a_process_in_a_group_of_its_own_is_told_so():
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -271,6 +304,18 @@ def test_a_process_in_a_group_of_its_own_is_told_so():
             samestep.train(made(), quiet=True)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_script_with_a_loop_of_its_own_is_not_run_as_a_recipe(here, refused):
+    (here / "loop.py").write_text(
+        "import pathlib, samestep\npathlib.Path('ran').touch()\n"
+        "with samestep.open_run('runs/mine') as run:\n    pass\n"
+    )
+    for verb in ("train", "verify", "explain"):
+        assert "torchrun" in refused(verb, "loop.py")
+    with pytest.raises(UserError, match=r"python loop\.py"):
+        samestep.train("loop.py")
+    assert not (here / "ran").exists()
 
 
 def test_a_recipe_file_that_trains_when_it_is_read_is_told_so(here):
@@ -305,6 +350,12 @@ def test_the_help_of_the_package_shows_its_functions():
     for name in ("train", "load", "evaluate", "predict", "verify", "compare"):
         assert f"\n    {name}(" in text
     assert {*dir(samestep)} <= {*samestep.__all__}
+    settings = {f.name for f in dataclasses.fields(samestep.Settings)}
+    for function in (samestep.train, samestep.verify):
+        assert settings < {*inspect.signature(function).parameters}
+    text = pydoc.plain(pydoc.render_doc(samestep.Recipe))
+    for field in dataclasses.fields(samestep.Recipe):
+        assert f"\n |  {field.name}: " in text
 
 
 def test_the_runs_of_a_folder_are_listed_also_from_within_a_training():

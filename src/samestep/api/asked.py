@@ -1,11 +1,12 @@
 """From the arguments of a call in Python to the request that a command line would make."""
 
+import inspect
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from samestep.errors import UserError
 from samestep.execution.request import Draft, Request, draft, finish, own_recipe, typed
@@ -13,6 +14,8 @@ from samestep.recipe import Recipe, find_recipe
 from samestep.run.directory import is_run
 from samestep.settings import Settings, merge_layers
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UNNAMED = "recipe"
 
@@ -31,6 +34,22 @@ class Asked:
     resume: bool = False
     allow_change: tuple[str, ...] = ()
     recipe_of_run: bool = False
+
+
+def with_settings(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose signature names all settings: for `help()` and for completion."""
+    signature = inspect.signature(function)
+    *own, rest = signature.parameters.values()
+    more = [
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+        )
+        for one in fields(Settings)
+        if one.name not in signature.parameters
+    ]
+    named = [*own, *more, rest.replace(name="options")]
+    vars(function)["__signature__"] = signature.replace(parameters=named)
+    return function
 
 
 def asked_of(
@@ -62,15 +81,19 @@ def asked_of(
         raise UserError("The first argument is empty: name a recipe, a recipe file or a run.")
     if recipe is not None and not is_run(Path(target)):
         raise UserError(f"recipe= goes with the directory of a run, and {target} is none.")
-    return Asked(target=target, recipe=given_recipe(recipe), **more)
+    return Asked(target=target, recipe=given_recipe(recipe, what), **more)
 
 
-def given_recipe(recipe: "Recipe | str | os.PathLike[str] | None") -> Recipe | None:
-    """Return a recipe that a caller gives as an object, by name or by file.
+def given_recipe(
+    recipe: "Recipe | str | os.PathLike[str] | None", run: object = None
+) -> Recipe | None:
+    """Return a recipe that a caller gives as an object, by name or by file; or that a run has.
 
     Raises:
         UserError: there is no such recipe.
     """
+    if recipe is None:
+        recipe = getattr(run, "recipe", None)
     if recipe is None or isinstance(recipe, Recipe):
         return None if recipe is None else named(recipe)
     return find_recipe(os.fspath(recipe))

@@ -47,9 +47,8 @@ def load(
     path = path_of(run, "run")
     _check_device(device)
     with as_before():
-        return open_checkpoint(
-            path, _name(checkpoint), device=device, recipe=given_recipe(recipe)
-        ).model
+        given = given_recipe(recipe, run)
+        return open_checkpoint(path, _name(checkpoint), device=device, recipe=given).model
 
 
 @one_line
@@ -88,7 +87,7 @@ def evaluate(
             device=device,
             data_dir=None if data_dir is None else os.fspath(data_dir),
             skip_bad=skip_bad,
-            given=given_recipe(recipe),
+            given=given_recipe(recipe, run),
         )
 
 
@@ -131,7 +130,8 @@ def predict(
     check_files(paths)
     with as_before():
         path = path_of(run, "run")
-        found = open_predictor(path, _name(checkpoint), device=device, given=given_recipe(recipe))
+        given = given_recipe(recipe, run)
+        found = open_predictor(path, _name(checkpoint), device=device, given=given)
         return [as_table(one) for one in predict_files(found, paths, top=top)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.api.as_before import as_before
-from samestep.api.asked import asked_of, request_of
+from samestep.api.asked import asked_of, request_of, with_settings
 from samestep.api.checkpoints import AnyRecipe
 from samestep.api.one_line import one_line
 from samestep.api.paths import AnyPath, path_of
@@ -24,6 +24,7 @@ from samestep.verification.result_output import as_table
 from samestep.verification.verifying import MOST_RANKS, Wanted, verify_request
 
 
+@with_settings
 @one_line
 def verify(
     what: str | os.PathLike[str] | Recipe,

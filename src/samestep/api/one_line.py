@@ -3,11 +3,13 @@
 import functools
 import re
 import sys
+import traceback
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from samestep.errors import UserError, raised_at
+from samestep.errors import UserError, no_exit, raised_at
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,14 +30,23 @@ def one_line(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return function(*args, **kwargs)
+            with no_exit():
+                return function(*args, **kwargs)
         except UserError as error:
             error.args = (_FLAG.sub(_argument, _CELL.sub(_cell, str(error))),)
             if sys.excepthook is sys.__excepthook__:  # another one is somebody else's
                 sys.excepthook = _show
+                traceback.clear_frames(error.__traceback__)  # they may hold the error itself
+                weakref.finalize(error, _give_back).atexit = False
             raise
 
     return called
+
+
+def _give_back() -> None:
+    """Let Python show errors as before, now that somebody has caught the error and is done."""
+    if sys.excepthook is _show:
+        sys.excepthook = sys.__excepthook__
 
 
 def _argument(found: re.Match[str]) -> str:
@@ -50,9 +61,9 @@ def _cell(place: re.Match[str]) -> str:
     return f"{named[1]} line {place['line']}" if named else place[0]
 
 
-def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, UserError):
         place = raised_at(error)
         sys.stderr.write(f"samestep: {error}{place and f' [called{place}]'}\n")
     else:
-        sys.__excepthook__(kind, error, traceback)
+        sys.__excepthook__(kind, error, trace)

@@ -3,7 +3,7 @@
 import json
 import os
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from samestep.api.paths import AnyPath, path_of
 from samestep.api.run_card import facts_of, run_card
 from samestep.api.run_figure import run_figure
 from samestep.errors import UserError
+from samestep.recipe import Recipe
 from samestep.run.directory import is_run, is_written
 from samestep.run.files import read_object, shown_path
 from samestep.run.index import read_index
@@ -28,6 +29,9 @@ class TrainedRun:
     """
 
     path: Path
+    recipe: Recipe | None = field(default=None, compare=False, repr=False)
+    """What `samestep.train` was given, where that was a `Recipe`: `load`, `evaluate`, `predict` and
+    `train` then need no other."""
 
     def __post_init__(self) -> None:
         # Absolute: the caller may change the working directory.

@@ -6,12 +6,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep.api.as_before import as_before
 from samestep.api.as_rank import Shows, train_as_rank
-from samestep.api.asked import Asked, asked_of, request_of
+from samestep.api.asked import Asked, asked_of, request_of, with_settings
 from samestep.api.one_line import one_line
 from samestep.api.place import check_place
 from samestep.api.several_ranks import train_on_ranks
@@ -33,6 +34,7 @@ from samestep.screen.progress import Screen
 _busy = threading.Lock()
 
 
+@with_settings
 @one_line
 def train(
     what: str | os.PathLike[str] | Recipe,
@@ -68,7 +70,8 @@ def train(
             "recipe" for an edited recipe.
         recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
         quiet: whether to show nothing.
-        settings: any setting of `samestep train`, and any option of the recipe.
+        settings: any setting of `samestep train`, and any option of the recipe; `help(samestep.
+            Settings)` says what each does, and the recipe's own win over the defaults here.
 
     Raises:
         UserError: anything in it can be mended by the user; also if a rank fails.
@@ -138,9 +141,8 @@ def _train(asked: Asked, nproc: NumRanks, screen: Shows, log: RankLog) -> Traine
                     "True); or give run_dir, to begin there and go on there when called again."
                 )
             number = _number(nproc, request)
-            if number > 1:
-                return _on_ranks(number, asked, screen)
-            return _here(request, screen, log)
+            run = _on_ranks(number, asked, screen) if number > 1 else _here(request, screen, log)
+            return replace(run, recipe=asked.recipe)
     finally:
         _busy.release()
 

@@ -3,9 +3,6 @@
 tyro reads the flags; its own help shows all settings in one box, with `{None}|INT` for a type.
 """
 
-import ast
-import inspect
-import itertools
 import re
 import shutil
 import textwrap
@@ -18,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import tyro
 
-from samestep.settings import Settings, flag_name
+from samestep.settings import Settings, field_docs, flag_name
 
 # A group begins with this setting, and goes on to the next one here.
 _GROUPS = {
@@ -56,7 +53,7 @@ def help_text(
     lines = [f"usage: samestep {command} [flags]", "", *textwrap.wrap(about, width)]
     for part, instance in parts.items():
         hints = typing.get_type_hints(type(instance), include_extras=True)
-        docs = _docstrings(type(instance))
+        docs = field_docs(type(instance))
         title = part if whole or not isinstance(instance, Settings) else "common settings"
         for field in fields(instance):
             name = field.name
@@ -128,22 +125,3 @@ def _default(name: str, value: object) -> str:
     if value is True:
         return f" (default: on; --no-{flag_name(name)} turns it off)"
     return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple | list) else value})"
-
-
-def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a dataclass and its bases."""
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__):
-        try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-        except (OSError, TypeError, SyntaxError):  # there is no source: of `object`, for one
-            continue
-        body = getattr(tree, "body", [])
-        for statement, below in itertools.pairwise(body):
-            match statement, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    found[name] = " ".join(text.split())
-    return found
