@@ -96,12 +96,36 @@ def test_a_dry_part_leaves_one_file_and_the_page_shows_its_rows(tmp_path):
     assert files(RESULTS) == before
 
 
+# The codes of several commands in one process, which imports PyTorch once.
+CODES = """
+import json, sys
+import gpu
+def code(arguments):
+    sys.argv = ["gpu.py", *arguments]
+    try:
+        return gpu.main()
+    except SystemExit as ended:
+        return ended.code
+print(json.dumps([code(arguments) for arguments in json.loads(sys.argv[1])]))
+"""
+
+
 def test_what_may_not_be_is_refused_with_code_2(tmp_path):
     before = files(RESULTS)
-    assert bench("startup", CUDA_VISIBLE_DEVICES="").returncode == 2
-    assert bench("startup", "--dry", "--out", RESULTS / "gpu").returncode == 2
-    assert bench("page").returncode == 2
-    assert bench("page", tmp_path, "--out", tmp_path).returncode == 2
+    refused = (
+        ["startup"],
+        ["startup", "--dry", "--out", str(RESULTS / "gpu")],
+        ["page"],
+        ["page", str(tmp_path), "--out", str(tmp_path)],
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", CODES, json.dumps(refused)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=BENCHMARKS,
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [2, 2, 2, 2]
     assert files(RESULTS) == before
 
 

@@ -255,7 +255,7 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     script = SCRIPT.write(here)
     found = profiled(here, str(script), *QUICK, "--out", "out", world_size=2)
     assert len(found["measured"]["ranks"]) == 2
-    assert found["verdict"]["kind"] == SCRIPT.verdict
+    assert all(rank["phases"]["checkpoint"] >= 0.02 for rank in found["measured"]["ranks"])
     assert {path.name for path in (here / "out" / "traces").glob("trace_*")} == {
         "trace_rank0_workers_0.json.gz",
         "trace_rank1_workers_0.json.gz",

@@ -307,21 +307,6 @@ def test_where_sighup_is_ignored_as_under_nohup_it_stays_ignored():
     assert HUP in stop_signals()
 
 
-def test_killing_the_command_ends_its_ranks(uninterrupted, recipe, tmp_path):
-    """Else they would train on, unseen, and hold the run."""
-    run = tmp_path / "run"
-    set_pace(recipe, 0.02)
-    with command(recipe, run) as parent:
-        ranks = rank_pids(parent.pid)
-        parent.kill()
-        parent.wait()
-        until(lambda: not any(runs(pid) for pid in ranks.values()))
-    assert newest_announced(run) > 0
-    set_pace(recipe, 0)
-    resume(run, "--max-steps", str(STEPS), folder=tmp_path)
-    assert_same_training(run, uninterrupted)
-
-
 def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(
     uninterrupted, recipe, tmp_path
 ):

@@ -1,6 +1,7 @@
 """The tree of sums: the same bits for any number of ranks, of few partial sums at a time."""
 
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -92,14 +93,21 @@ def test_the_shares_of_ranks_are_those_of_their_virtual_ranks(division, samples)
     assert found == list(positions)
 
 
-def reduced(parts: int, present: int, bucket_mb: int) -> list[torch.Tensor]:
-    """Add up tensors of odd shapes, layouts and types over ranks; runs on each of them."""
-    from dataclasses import replace
+CASES = ((5, 5), (5, 2), (4, 4))  # virtual ranks, and how many of them have samples
 
+
+def reduced() -> list[list[torch.Tensor]]:
+    """Add up tensors of odd shapes, layouts and types over ranks; runs on each of them."""
     from samestep.ranks.world import find_world, join, leave
 
-    world = replace(find_world("cpu"), virtual_ranks=parts)
+    world = find_world("cpu")
     join(world)
+    kept = [_reduced(replace(world, virtual_ranks=parts), present) for parts, present in CASES]
+    leave(world)
+    return kept
+
+
+def _reduced(world: World, present: int) -> list[torch.Tensor]:
     like = [
         torch.empty(3, 5),
         torch.empty(0),
@@ -116,17 +124,14 @@ def reduced(parts: int, present: int, bucket_mb: int) -> list[torch.Tensor]:
             tree.push(
                 [torch.empty_like(t).copy_(d) for t, d in zip(like, drawn, strict=True)], part
             )
-    sums = TreeReduce(world, [t.to("meta") for t in like], bucket_mb)(tree.roots, present)
+    sums = TreeReduce(world, [t.to("meta") for t in like], 1)(tree.roots, present)
     assert [t.stride() for t in sums] == [t.stride() for t in like]
-    kept = [t.clone() for t in sums]
-    leave(world)
-    return kept
+    return [t.clone() for t in sums]
 
 
 def test_tensors_of_all_kinds_add_up_to_the_same_bits_across_processes(tmp_path):
-    for parts, present in ((5, 5), (5, 2), (4, 4)):
-        (alone,) = run_ranks(reduced, 1, tmp_path / f"1-{parts}-{present}", parts, present, 1)
-        for ranks in (2, 3, 4):
-            folder = tmp_path / f"{ranks}-{parts}-{present}"
-            for found in run_ranks(reduced, ranks, folder, parts, present, 1):
-                assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    (alone,) = run_ranks(reduced, 1, tmp_path / "1")
+    for ranks in (2, 3, 4):
+        for found in run_ranks(reduced, ranks, tmp_path / str(ranks)):
+            for sums, must in zip(found, alone, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(sums, must, strict=True))

@@ -147,16 +147,19 @@ def assert_every_bit(run, reference):
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"] == digests(run)[STEPS]
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_every_recorded_number_and_every_weight_is_the_same_on_1_to_4_ranks(
-    tmp_path, recipe, flags
-):
-    runs = [tmp_path / f"on-{ranks}" for ranks in (1, 2, 3, 4)]
-    for ranks, run in enumerate(runs, start=1):
-        flags_of_run = [*flags, "--run-dir", str(run)]
-        tiny.train(recipe, *flags_of_run, world_size=ranks, folder=tmp_path)
-        assert_every_bit(run, runs[0])
-    assert len({*digests(runs[0]).values()}) == len(digests(runs[0]))  # the weights do change
+# How the 5 parts lie on each number of ranks is the same for all; 3 ranks hold 2, 2 and 1 of them.
+ON_ALL = ("mlp", "micro-steps, clipping")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, name):
+    alone = tmp_path / "on-1"
+    for ranks in (1, 2, 3, 4) if name in ON_ALL else (1, 3):
+        run = tmp_path / f"on-{ranks}"
+        flags = [*FLAGS[name], "--run-dir", str(run)]
+        tiny.train(recipe, *flags, world_size=ranks, folder=tmp_path)
+        assert_every_bit(run, alone)
+    assert len({*digests(alone).values()}) == len(digests(alone))  # the weights do change
 
 
 @pytest.mark.slow
