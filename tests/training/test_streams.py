@@ -40,14 +40,11 @@ def alone(request, tmp_path_factory):
 WORKERS = ("--num-workers", "2", "--global-batch-size", "12", "--batch-size", "2")
 
 
-@pytest.mark.parametrize(("world_size", "more"), [(2, WORKERS), (3, ())])
-def test_it_is_the_same_training_on_several_ranks_and_with_workers(
-    alone, tmp_path, world_size, more
-):
+def test_it_is_the_same_training_on_several_ranks_and_with_workers(alone, tmp_path):
     recipe, flags, reference = alone
     run = tmp_path / "run"
-    flags = ("--run-dir", str(run), *flags, *more)
-    tiny.train(recipe, *flags, world_size=world_size, folder=tmp_path)
+    flags = ("--run-dir", str(run), *flags, *WORKERS)
+    tiny.train(recipe, *flags, world_size=3, folder=tmp_path)
     tiny.assert_same_training(run, reference, 1e-9)
 
 

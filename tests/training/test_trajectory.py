@@ -150,8 +150,7 @@ CLIPPED = ("--clip-norm", "0.05", "--optimizer", "sgd")
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance", "flags"),
-    [("fp64", 1e-12, ()), ("fp64", 1e-12, CLIPPED), ("fp32", 1e-5, CLIPPED)],
+    ("precision", "tolerance", "flags"), [("fp64", 1e-12, CLIPPED), ("fp32", 1e-5, CLIPPED)]
 )
 def test_loss_and_gradient_norm_are_those_of_one_process_on_any_number_of_ranks(
     recipe, tmp_path, precision, tolerance, flags
@@ -256,16 +255,13 @@ def test_on_as_many_ranks_a_resumed_run_with_dropout_is_the_same_to_the_last_bit
     tiny.assert_same_training(run, whole, tolerance=0)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_a_run_that_reached_its_last_step_can_be_made_longer(tmp_path, before, after):
+def test_a_run_that_reached_its_last_step_can_be_made_longer(tmp_path):
     """Its end leaves an evaluation and a checkpoint of its own; all else is as in one go."""
     recipe = tiny.write_recipe(tmp_path)
     whole, run = tmp_path / "whole", tmp_path / "run"
     tiny.train(recipe, "--run-dir", str(whole), "--max-steps", "40", folder=tmp_path)
-    tiny.train(
-        recipe, "--run-dir", str(run), "--max-steps", "26", world_size=before, folder=tmp_path
-    )
-    tiny.resume(run, "--max-steps", "40", world_size=after, folder=tmp_path)
+    tiny.train(recipe, "--run-dir", str(run), "--max-steps", "26", world_size=2, folder=tmp_path)
+    tiny.resume(run, "--max-steps", "40", world_size=3, folder=tmp_path)
 
     def steps_and_whole_epochs(path):
         return [
