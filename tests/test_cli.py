@@ -100,10 +100,8 @@ def test_an_unknown_verb_gives_the_nearest_one():
 
 
 def test_a_reader_that_leaves_early_sees_no_traceback():
-    # A pipe that nobody reads, as after `samestep train spiral --help | head -1`.
-    program = (
-        f"exec {sys.executable} -m samestep train spiral --help | true; exit ${{PIPESTATUS[0]}}"
-    )
+    # A pipe that nobody reads, as after `samestep runs --help | head -1`.
+    program = f"exec {sys.executable} -m samestep runs --help | true; exit ${{PIPESTATUS[0]}}"
     done = run("bash", "-c", program)
     assert done.returncode == 141
     assert done.stderr == ""

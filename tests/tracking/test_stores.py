@@ -5,7 +5,6 @@ Each is started in a process of its own: W&B takes over `sys.exit` where it runs
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,11 +87,11 @@ def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, floa
     from samestep.tracking import mlflow
 
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{path}/mlflow.db"
-    run = tracked_run(path, "mlflow", offline=False)
+    run = tracked_run(path, "mlflow", offline=False, tags=("a tag",))
     store = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     usual, mlflow.RunTag = mlflow.RunTag, None  # as if it ended once it had made the run
     with pytest.raises(TypeError):
-        mlflow.start(replace(run, settings={"lr": 1}))
+        mlflow.start(run)
     mlflow.RunTag = usual
     values = [entry("step", n + 1, loss=2.0 ** -(n + 1)) for n in range(3)]
     for upto in (2, 3):

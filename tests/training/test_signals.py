@@ -253,12 +253,21 @@ def rank_pids(parent: int) -> dict[int, int]:
     return found
 
 
+# Its children have to end by the SIGTERM that a rank would only note.
+USES_A_POOL = """def data(options):
+    import multiprocessing
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, range(64)) == list(range(64))
+"""
+
+
 # All signals go the same way; this is the one that a terminal sends to all.
 @pytest.mark.parametrize("signum", [INT])
 def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
     uninterrupted_on_two, recipe, tmp_path, signum
 ):
     run = tmp_path / "run"
+    recipe.write_text(recipe.read_text().replace("def data(options):\n", USES_A_POOL))
     set_pace(recipe, 0.02)
     with command(recipe, run) as parent:
         ranks = rank_pids(parent.pid)

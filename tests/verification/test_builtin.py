@@ -35,7 +35,7 @@ def folder_for(name: str, folder) -> tuple[str, ...]:
             {"dropout"},
         ),
         ("cifar10", (), (1, 2), {"BatchNorm"}),
-        ("images", (), (1, 2), {"BatchNorm"}),
+        ("images", ("--precision", "fp64"), (1, 2), {"BatchNorm"}),
     ],
     ids=["spiral", "mnist", "convnet", "cifar10", "images"],
 )
