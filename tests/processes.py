@@ -27,10 +27,11 @@ TIMEOUT_S = 600.0
 
 
 # Below those that Linux hands out for outgoing connections: one of these could take a port between
-# its choice and its use. Each pytest process has its own.
+# its choice and its use. Each pytest process has its own, and another run begins elsewhere.
 _PORTS_EACH = 250
 _first_port = 30_000 + _PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10)
-_ports = itertools.cycle(range(_first_port, _first_port + _PORTS_EACH))
+_begin = os.getpid() % _PORTS_EACH
+_ports = (_first_port + number % _PORTS_EACH for number in itertools.count(_begin))
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ from samestep.recipe import find_recipe
 from samestep.recipes.images import ImagesOptions, complete
 from tests.command_line import RECIPE, read_json, refusal
 from tests.image_files import BROKEN, write_images
-from tests.processes import samestep, start_samestep
+from tests.processes import TIMEOUT_S, samestep, start_samestep
 from tests.tiny import all_records, num_records, until
 
 SMALL = ("--width", "2", "--batch-size", "8", "--epochs", "2", "--threads", "1")
@@ -245,7 +245,7 @@ def test_a_killed_job_leaves_nothing_in_shared_memory(place, tmp_path):
         assert {p for p in Path("/dev/shm").iterdir() if "samestep" in p.name} <= before
         for rank in whom:
             ranks.processes[rank].kill()
-        ranks.processes[whom[0]].join(30)
+        ranks.processes[whom[0]].join(TIMEOUT_S)
         ranks.kill()  # as a launcher does with the others
         assert ranks.wait()[whom[0]] == -signal.SIGKILL
         assert {p for p in Path("/dev/shm").iterdir() if "samestep" in p.name} <= before

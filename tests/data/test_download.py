@@ -38,7 +38,7 @@ def small_catalog(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def get_one(folder, *mirrors, timeout_s=5.0):
+def get_one(folder, *mirrors, timeout_s=60.0):
     urls = [getattr(mirror, "url", mirror) for mirror in mirrors]
     return download("one", folder, mirrors=urls, timeout_s=timeout_s)
 

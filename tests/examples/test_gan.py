@@ -7,6 +7,7 @@ import pytest
 
 from tests.own_loop.same import account, assert_same
 from tests.own_loop.scripts import EXAMPLES, Strike, run, start
+from tests.processes import TIMEOUT_S
 from tests.tiny import all_records, newest_announced
 
 SCRIPT = EXAMPLES / "gan.py"
@@ -42,7 +43,7 @@ def test_a_killed_run_goes_on_from_the_exact_step(alone, on_two, tmp_path, world
     ranks = start(
         *(SCRIPT, *FLAGS), world_size=world_size, folder=tmp_path, strike=Strike(8, signal.SIGKILL)
     )
-    ranks.processes[0].join(60)
+    ranks.processes[0].join(TIMEOUT_S)
     assert ranks.processes[0].exitcode == -signal.SIGKILL, ranks.output()
     ranks.kill()
     ranks.wait()

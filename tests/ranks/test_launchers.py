@@ -196,7 +196,7 @@ def test_ranks_that_torchrun_starts_again_meet_and_go_on(tmp_path):
             os.kill(children(agent)[1], signal.SIGKILL)
             wait_for_step(tmp_path, after_starts=2)
             (tmp_path / "pace").unlink()
-            assert agent.wait(60) == 0
+            assert agent.wait(TIMEOUT_S) == 0
         finally:
             agent.terminate()
     assert [start["world_size"] for start in starts(tmp_path)] == [2, 2]
@@ -233,11 +233,11 @@ def test_a_node_that_comes_or_is_lost_under_torchrun_leaves_the_training_what_it
             os.kill(pid, signal.SIGKILL)
         wait_for_step(tmp_path, after_starts=3)
         (tmp_path / "pace").unlink()
-        assert agents[0].wait(60) == 0
+        assert agents[0].wait(TIMEOUT_S) == 0
     finally:
         for one in agents:
             one.terminate()
-            one.wait(30)
+            one.wait(TIMEOUT_S)
     assert [start["world_size"] for start in starts(tmp_path)] == [1, 2, 1]
     assert_uninterrupted(tmp_path)
 

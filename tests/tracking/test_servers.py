@@ -10,6 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.command_line import read_json
+from tests.processes import TIMEOUT_S
 from tests.tracking.readers import expected
 from tests.tracking.servers import Errors, Silent, Wandb
 from tests.tracking.test_following import samestep, train
@@ -113,7 +114,7 @@ def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, d
         known = list(state["history"])
         server.dies_with_history = dead
         ranks = samestep("train", run, "--resume", "--epochs", "6", folder=tmp_path, **here)
-        assert server.died.wait(60), ranks.output()
+        assert server.died.wait(TIMEOUT_S), ranks.output()
         tiny.until(lambda: [r["event"] for r in tiny.all_records(run)].count("stop") == 2)
         if dead == 0:  # W&B would try for ever: a signal shortens the wait for it
             os.kill(ranks.processes[0].pid, signal.SIGTERM)

@@ -61,7 +61,7 @@ def a_fault(point: str, nth: int) -> Fault:
 
 def assert_killed(ranks: Ranks) -> None:
     """Wait for rank 0 to kill itself, then end the others as a scheduler ends a job."""
-    ranks.processes[0].join(60)
+    ranks.processes[0].join(TIMEOUT_S)
     assert ranks.processes[0].exitcode == -signal.SIGKILL, ranks.output()
     ranks.kill()
     ranks.wait()
