@@ -30,6 +30,7 @@ from samestep.errors import (
     what_to_install,
 )
 from samestep.nearby import nearby
+from samestep.option_calls import all_with_options, with_options
 from samestep.recipe_checks import (
     check_functions,
     check_metrics,
@@ -109,7 +110,7 @@ _BY_DEFAULT = {"accuracy": accuracy}
 class Recipe:
     """A model, its data, its loss and its default settings.
 
-    `model` and `data` are called with the recipe's options if it has any, else with nothing.
+    Each function gets the recipe's options if it has a parameter named `options`.
     """
 
     model: Callable[..., nn.Module]
@@ -148,14 +149,14 @@ class Recipe:
     complete: Callable[[Any], Any] | None = None
     """options → the same with what only the data can tell (classes, sizes) filled in where it was
     None or empty; the run keeps it, so that its model can be built without the data."""
-    read: Callable[[Any, Path], Any] | None = None
+    read: Callable[..., Any] | None = None
     """(options, file) → what `samestep predict` asks the model of: a sample as the data set gives
     it, or several in a list, an iterator or a `Dataset`. Without `collate` and `forward` the input
     alone will do, else (input, None). `ValueError` says why a file cannot be read."""
     show: Callable[[Any, Any], Sequence[Mapping[str, Any]]] | None = None
     """(outputs, targets) → a dict for each sample: what `samestep predict` shows of it. Targets are
     None where `read` gave inputs alone; with `forward` it is given (outputs, batch)."""
-    picture: Callable[[Any, Path, Sequence[Mapping[str, Any]], Any], None] | None = None
+    picture: Callable[..., None] | None = None
     """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
     figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
     pictures: Mapping[str, Callable[[nn.Module, Splits], Any]] = field(default_factory=dict)
@@ -217,6 +218,12 @@ class Recipe:
         with telling_options(self.options):
             return self.options(**given)
 
+    def with_options(self, options: object) -> "Recipe":
+        """Return the recipe with the options in each function that asks for them."""
+        found = all_with_options(self, options)
+        same = all(getattr(self, name) == function for name, function in found.items())
+        return self if same else replace(self, **found)
+
     def build_model(self, options: object) -> nn.Module:
         """Return the model that these options describe."""
         model = self._call("model", options)
@@ -245,9 +252,10 @@ class Recipe:
     def _call(self, name: str, options: object) -> Any:
         """Call one of the functions; what its code gets wrong is told with the line it is in."""
         function = getattr(self, name)
+        called = with_options(name, function, options)
         try:
             with no_exit(), made_by(function):
-                return function(options) if self.options else function()
+                return called()
         except Exception as error:
             if isinstance(error, FileNotFoundError) and error.filename is not None:
                 where = raised_at(error) or defined_at(function)
@@ -255,7 +263,7 @@ class Recipe:
                     f"The recipe's {name}() opens {error.filename}{where}, and there is no such "
                     "file. Put it there, or correct the path."
                 ) from error
-            remedy = f"It is called with {'the options' if self.options else 'no arguments'}."
+            remedy = f"It is called with {'no arguments' if called is function else 'the options'}."
             blame(f"The recipe's {name}() failed", error, function, remedy=remedy)
 
 

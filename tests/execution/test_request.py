@@ -1,8 +1,14 @@
 import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
+
+import samestep
+from samestep import UserError
 from samestep.execution.request import Request, to_toml
-from samestep.recipe import find_recipe
+from samestep.option_calls import unread_options, with_options
+from samestep.recipe import find_recipe, recipe_names
 from samestep.settings import Settings
 
 
@@ -23,3 +29,69 @@ def test_long_lists_of_a_runs_settings_take_few_lines_and_are_read_as_they_were(
     assert tomllib.loads(written)["options"] == {n: list(v) for n, v in vars(options).items()}
     assert written.count("\n") < 600
     assert all(len(line) <= 100 for line in written.split("\n"))
+
+
+WITH_OPTIONS = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+@dataclass(frozen=True)
+class Options:
+    smooth: float = 0.0
+    data_seed: int = 7
+    rate: float = 0.1
+    scale: float = 1.0
+    unread: int = 0
+
+def data(mine):
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(mine.data_seed))
+    return Splits(train=(x, (x[:, 0] > 0).long()), validation=(x, (x[:, 0] > 0).long()))
+
+def model():
+    return nn.Linear(4, 2)
+
+def loss(outputs, targets, options):
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=options.smooth)
+
+def optimizer(options, model, settings):
+    return torch.optim.SGD(model.parameters(), lr=options.rate)
+
+def big(outputs, targets, *, options):
+    return outputs[:, 0] * 0 + options.scale
+
+recipe = Recipe(model=model, data=data, loss=loss, optimizer=optimizer, metrics={"big": big},
+                options=Options, read=lambda path: torch.ones(4) * len(path.name),
+                settings={"epochs": 1, "batch_size": 10})
+"""
+
+
+def test_options_go_to_each_function_that_asks_and_one_that_nothing_reads_is_refused(here):
+    Path("mine.py").write_text(WITH_OPTIONS)
+
+    def trained(**options):
+        run = samestep.train("mine.py", quiet=True, **options)
+        return run, run.epochs[-1]
+
+    (run, plain), (_, smooth), (_, slow) = trained(), trained(smooth=0.3), trained(rate=0.001)
+    assert len({plain["loss"], smooth["loss"], slow["loss"]}) == 3
+    other, row = trained(scale=3.0)
+    assert (row["validation_big"], row["big"]) == (3.0, 3.0)
+    assert samestep.evaluate(other, split="validation")["big"] == 3.0
+    assert "problem" not in samestep.predict(run, "mine.py")[0]
+    with pytest.raises(UserError, match=r"unread 5.*model"):
+        trained(unread=5)
+
+
+def test_every_option_of_the_recipes_here_is_read_and_functions_keep_their_old_parameters():
+    for name in recipe_names():
+        recipe = find_recipe(name)
+        assert recipe.options is None or unread_options(recipe)[0] == [], name
+    for builder in (lambda o: o, lambda *o: o[0], lambda options=None: options):
+        assert with_options("model", builder, 7)() == 7
+    assert with_options("model", lambda width=3: width, 7)() == 3
+    assert with_options("read", lambda _, path: (_, path), None)(1) == (None, 1)
+    assert with_options("read", lambda path, options: (path, options), 7)(1) == (1, 7)
+    again = with_options("loss", with_options("loss", lambda o, t, options: options, 1), 2)
+    assert again(0, 0) == 2

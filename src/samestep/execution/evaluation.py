@@ -54,6 +54,7 @@ def evaluate_run(
     recipe, settings, model = opened.recipe, opened.settings, opened.model
     elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
     options = recipe.complete_options(elsewhere)
+    recipe = recipe.with_options(options)
     world = World(device=opened.device, virtual_ranks=settings.virtual_ranks or 0)
     seed_alike(settings.seed)
     splits = load_splits(recipe, options, world, wanted=(split,))

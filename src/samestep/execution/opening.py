@@ -61,7 +61,8 @@ def open_checkpoint(
     if recipe is None:
         check_recipe_unchanged(path, str(read_toml(path / "settings.toml").get("recipe")))
     start = draft(str(path.resolve()), None, recipe)  # a run may be called like a recipe
-    recipe, options, settings = start.recipe, start.options(), start.settings()
+    options, settings = start.options(), start.settings()
+    recipe = start.recipe.with_options(options)
     entry = find_checkpoint(path / "checkpoints", name)
     content = checkpoints.load(path / "checkpoints", entry)
     check_recipe(content, recipe.name)

@@ -147,12 +147,12 @@ class _Row(NamedTuple):
 
 def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
     """Yield what the recipe reads, file by file."""
-    read, options = predictor.recipe.read, predictor.opened.options
+    read = predictor.recipe.read
     assert read is not None
     for path in files:
         file, number = str(path), 0
         try:
-            found = read(options, path)
+            found = read(path)
             if not isinstance(found, list | Iterator | Dataset):
                 yield _Row(file, None, found)
                 continue
@@ -239,7 +239,7 @@ def draw(predictor: Predictor, file: Path, rows: Sequence[Mapping[str, Any]], fi
     paint = predictor.recipe.picture
     assert paint is not None
     try:
-        paint(predictor.opened.options, file, rows, figure)
+        paint(file, rows, figure)
     except Exception as error:
         blame(f"The recipe's picture failed with {file}", error, paint)
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from samestep.errors import UserError
+from samestep.option_calls import without_options
 from samestep.recipe import Recipe, find_recipe
 from samestep.run.files import read_object, write_text
 
@@ -217,7 +218,7 @@ class _Walk:
 
     def _told(self, value: Any, depth: int = 0) -> str:  # noqa: C901, PLR0911 - a case a kind
         """Return a value as text that is the same in each process."""
-        told = self._told
+        told, value = self._told, without_options(value)
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes():
                 return repr(value)

@@ -22,10 +22,11 @@ from samestep.execution.recipe_changes import (
     refused_recipe,
 )
 from samestep.nearby import nearby
+from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
-from samestep.settings import Settings, as_table, free_names, merge_layers
+from samestep.settings import Settings, as_table, flag_name, free_names, merge_layers
 from samestep.tracking.choice import check_choice
 
 # What the file of a run holds as it was derived, not as it was asked for.
@@ -290,8 +291,9 @@ def finish(
             raise refused_change(name, changes[name], is_given=name in given)
     resolved = Settings(**merged)  # type: ignore[arg-type]
     check_choice(resolved)
+    _refuse_unread(start, options, given)
     return Request(
-        recipe=start.recipe,
+        recipe=start.recipe.with_options(options),
         source=start.source,
         options=options,
         settings=resolved,
@@ -300,6 +302,20 @@ def finish(
         settings_of=None if resume else start.run,
         recipe_changes=_recipe_changes(run, start.recipe, allowed),
     )
+
+
+def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
+    """Refuse an option that is given and that no function of the recipe reads."""
+    if options is None:
+        return
+    named = given if start.run is not None else {*given, *start.options_layer}
+    unread, without = unread_options(start.recipe)
+    for name in sorted(named.intersection(unread)):
+        raise UserError(
+            f"--{flag_name(name)} {getattr(options, name)}: no function of the recipe reads this "
+            f"option. A function gets the options by a parameter named `options`, and these have "
+            f"none: {', '.join(without)}."
+        )
 
 
 def _recipe_changes(run: Draft | None, recipe: Recipe, allowed: tuple[str, ...]) -> tuple[str, ...]:

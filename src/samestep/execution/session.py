@@ -159,7 +159,7 @@ def completed(request: Request, world: World) -> Request:
     if request.recipe.complete is None:
         return request
     options = world.on_main(lambda: request.recipe.complete_options(request.options))
-    return replace(request, options=options)
+    return replace(request, recipe=request.recipe.with_options(options), options=options)
 
 
 def choose_path(request: Request) -> Path:

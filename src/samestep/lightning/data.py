@@ -86,6 +86,7 @@ class LitData(pl.LightningDataModule):
         super().__init__()
         self.recipe, self.settings = resolve(recipe, settings)
         self.options = choose_options(self.recipe, options)
+        self.recipe = self.recipe.with_options(self.options)
         self.plan: Plan | None = None
         """Batch sizes, steps and learning rate, once it is set up."""
         self.world = World()

@@ -66,7 +66,9 @@ class LitRecipe(pl.LightningModule):
         self.recipe, self.settings = resolve(recipe, settings)
         if model is None:
             seed_alike(self.settings.seed)
-            model = self.recipe.build_model(choose_options(self.recipe, options))
+            chosen = choose_options(self.recipe, options)
+            self.recipe = self.recipe.with_options(chosen)
+            model = self.recipe.build_model(chosen)
             model = prepare(model, self.settings, World(), torch.float32)
         self.model = model
         check_recipe(self.recipe)

@@ -11,6 +11,7 @@ import torch
 from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, Engine, Task, run_session
 from samestep.machine import usable_cores
+from samestep.option_calls import with_options
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.run.files import write_text
@@ -86,8 +87,8 @@ def measure(
 def _training_part(data: Any) -> Any:
     """Return what loads the training set of a recipe alone: nothing is evaluated here."""
 
-    def load(*options: Any) -> Splits:
-        splits: Splits = data(*options)
+    def load(options: Any = None) -> Splits:
+        splits: Splits = with_options("data", data, options)()
         return replace(splits, validation=None, test=None)
 
     return load

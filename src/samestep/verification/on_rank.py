@@ -15,6 +15,7 @@ from samestep.data.stream_lanes import is_stream
 from samestep.errors import LOST_PEER, UserError, caused, is_users
 from samestep.execution.request import Request
 from samestep.execution.session import run_session
+from samestep.option_calls import with_options
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, in_precision
@@ -91,7 +92,7 @@ class _Start:
         """Look at the recipe if this is the first start, then run what is planned."""
         request, chosen = self._request, self._request.settings.precision
         options = self._world.on_main(lambda: request.recipe.complete_options(request.options))
-        self._recipe: Recipe = replace(request.recipe, complete=None)
+        self._recipe: Recipe = replace(request.recipe.with_options(options), complete=None)
         # What is to be named here must not end the training.
         settings = replace(request.settings, self_check=False)
         self._request = replace(request, options=options, settings=settings, resume=True)
@@ -234,8 +235,8 @@ class _Start:
         recipe, allowed = self._recipe, self._request.settings.allows_unused
         unused = [] if allowed else unused_parameters(self._facts)
 
-        def model(*options: Any) -> nn.Module:
-            built = recipe.model(*options)
+        def model(options: Any = None) -> nn.Module:
+            built: nn.Module = with_options("model", recipe.model, options)()
             for name, parameter in built.named_parameters():
                 if name in unused:
                     parameter.requires_grad = False

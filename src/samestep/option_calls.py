@@ -1,0 +1,127 @@
+"""Which of a recipe's functions get its options, and which options none of them reads."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+OTHERS: Mapping[str, int] = {
+    "model": 0,
+    "data": 0,
+    "complete": 0,
+    "baselines": 0,
+    "read": 1,
+    "picture": 3,
+    "loss": 2,
+    "loss_terms": 1,
+    "collate": 1,
+    "forward": 2,
+    "transform": 1,
+    "augment": 2,
+    "optimizer": 2,
+    "schedule": 2,
+    "metrics": 2,
+    "pictures": 2,
+    "show": 2,
+}
+"""Each function of a recipe → how many arguments it gets beside the options."""
+_OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "picture"})
+"""These may call them by another name, as the first of their parameters."""
+_HAS_OPTIONS = "has_options"
+
+
+def without_options(function: Any) -> Any:
+    """Return a function of a recipe as the recipe has it."""
+    given = isinstance(function, partial) and _HAS_OPTIONS in vars(function)
+    return function.func if given else function
+
+
+def with_options(name: str, function: Any, options: object) -> Any:
+    """Return a function of a recipe, which has the options if it asks for them.
+
+    Those that it has already may have been completed since.
+    """
+    function = without_options(function)
+    asked = _asked(name, function)
+    if asked is None or (options is None and name not in ("read", "picture")):
+        return function
+    is_first = asked == next(iter(inspect.signature(function).parameters))
+    given = partial(function, options) if is_first else partial(function, options=options)
+    vars(given)[_HAS_OPTIONS] = True  # no class of its own: torch.compile knows a plain partial
+    return given
+
+
+def all_with_options(recipe: Any, options: object) -> dict[str, Any]:
+    """Return the fields of a recipe that hold functions, each with the options if it asks."""
+    found: dict[str, Any] = {}
+    for name in OTHERS:
+        value = getattr(recipe, name)
+        if isinstance(value, Mapping):
+            found[name] = {key: with_options(name, one, options) for key, one in value.items()}
+        elif value is not None:
+            found[name] = with_options(name, value, options)
+    return found
+
+
+def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
+    """Return the options that no function of a recipe reads, and the functions without options.
+
+    A function that hands the options on as a whole may read any of them.
+    """
+    known = [one.name for one in fields(recipe.options)]
+    read, without = _names_in(recipe.options, "self", but="__post_init__"), []
+    for name in OTHERS:
+        value = getattr(recipe, name)
+        for function in value.values() if isinstance(value, Mapping) else [value]:
+            asked = None if function is None else _asked(name, function)
+            if asked is None:
+                without += [name] if callable(function) else []
+                continue
+            names = _names_in(function, asked)
+            if names is None or read is None:
+                return [], []
+            read |= names
+    return [name for name in known if name not in (read or known)], without
+
+
+def _asked(name: str, function: Any) -> str | None:
+    """Return what a function calls its parameter for the options; None if it has none."""
+    try:
+        parameters = inspect.signature(without_options(function)).parameters
+    except (TypeError, ValueError):  # compiled functions do not say
+        return None
+    if "options" in parameters:
+        return "options"
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [n for n, p in parameters.items() if p.kind in kinds and p.default is p.empty]
+    any_number = [n for n, p in parameters.items() if p.kind is p.VAR_POSITIONAL]
+    if name in _OPTIONS_FIRST and (len(needed) > OTHERS[name] or any_number):
+        return (needed or any_number)[0]
+    return None
+
+
+def _names_in(code: Callable[..., Any], name: str, but: str = "") -> set[str] | None:
+    """Return the attributes of a variable that code reads; None if it may read any of them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError):  # there is no source, or a lambda's line is cut
+        return None
+    left_out: Collection[ast.AST] = [
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == but
+        for inner in ast.walk(node)
+    ]
+    nodes = [node for node in ast.walk(tree) if node not in left_out]
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    read = [
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
+    ]
+    return {*read} if len(read) == len(uses) else None
