@@ -86,15 +86,24 @@ def check_recipe_unchanged(run: Path, source: str) -> None:
         )
 
 
-def refused_recipe(run: Path, source: str, changes: list[str]) -> UserError:
-    """Return the message for a run that would go on with another recipe."""
-    what = source if source.endswith(".py") else "The recipe"
-    kept = "go on with the run's own copy: --recipe-of-run; " if source.endswith(".py") else ""
-    return UserError(
-        f"{what} has changed since {run} began: {shown_changes(changes)}. When the run goes on "
-        f"this would make it another training: {kept}start a new run without --resume; or insist "
-        "with --allow-change recipe."
-    )
+def accepted_changes(
+    run: Path | None, source: str, recipe: Recipe, allowed: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what differs in the recipe of a run that goes on.
+
+    Raises:
+        UserError: something does, and --allow-change does not name the recipe.
+    """
+    changes = recipe_changes(run, source, recipe) if run is not None else []
+    if changes and "recipe" not in allowed:
+        is_file = source.endswith(".py")
+        kept = "go on with the run's own copy: --recipe-of-run; " if is_file else ""
+        raise UserError(
+            f"{source if is_file else 'The recipe'} has changed since {run} began: "
+            f"{shown_changes(changes)}. When the run goes on this would make it another training: "
+            f"{kept}start a new run without --resume; or insist with --allow-change recipe."
+        )
+    return tuple(changes)
 
 
 def shown_changes(changes: Sequence[str]) -> str:

@@ -15,12 +15,7 @@ import tomli_w
 
 from samestep.errors import UserError, did_you_mean
 from samestep.execution.changes import Change, parse_names, refused_change
-from samestep.execution.recipe_changes import (
-    FROM_PYTHON,
-    copy_of_run,
-    recipe_changes,
-    refused_recipe,
-)
+from samestep.execution.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
 from samestep.nearby import nearby
 from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
@@ -300,7 +295,7 @@ def finish(
         resume=resume,
         allow_change=allowed,
         settings_of=None if resume else start.run,
-        recipe_changes=_recipe_changes(run, start.recipe, allowed),
+        recipe_changes=accepted_changes(run.run, run.source, start.recipe, allowed) if run else (),
     )
 
 
@@ -316,20 +311,6 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
             f"option. A function gets the options by a parameter named `options`, and these have "
             f"none: {', '.join(without)}."
         )
-
-
-def _recipe_changes(run: Draft | None, recipe: Recipe, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what differs in the recipe of a run that goes on.
-
-    Raises:
-        UserError: something does, and --allow-change does not name the recipe.
-    """
-    if run is None or run.run is None:
-        return ()
-    changes = recipe_changes(run.run, run.source, recipe)
-    if changes and "recipe" not in allowed:
-        raise refused_recipe(run.run, run.source, changes)
-    return tuple(changes)
 
 
 def _repeated(start: Draft, run_dir: str) -> Draft:
