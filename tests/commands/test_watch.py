@@ -47,7 +47,7 @@ def test_a_run_that_begins_a_moment_later_is_awaited(tmp_path):
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as w:
         try:
-            assert "20 s" in w.stderr.readline()
+            assert "60 s" in w.stderr.readline()
             write_run(tmp_path / "run", epochs=1)
             assert w.stdout.readline().startswith("http://127.0.0.1:")
         finally:

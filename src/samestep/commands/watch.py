@@ -12,7 +12,7 @@ from samestep.nearby import nearby
 from samestep.reporting.server import RunServer
 from samestep.run.directory import is_run
 
-_PATIENCE_S, _LOOK_EVERY_S = 20.0, 0.2
+_PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.2
 _EXAMPLES = ("watch runs/ID", "watch runs/ID --port 0 --open")
 
 

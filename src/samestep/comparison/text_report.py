@@ -194,9 +194,9 @@ def _curves(found: Comparison) -> Iterator[str]:
 
 
 def _is_shared(curve: Aligned) -> bool:
-    """Whether runs can be compared at half of the places or more; short ones may share no time."""
+    """Whether runs can be compared at most of the places; short ones may share no time."""
     several = [row for row in curve.values if sum(value is not None for value in row) > 1]
-    return len(curve.values[0]) == 1 or 2 * len(several) >= len(curve.values)
+    return len(curve.values[0]) == 1 or 2 * len(several) > len(curve.values)
 
 
 def metric_name(found: Comparison) -> str:
