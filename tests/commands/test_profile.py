@@ -263,6 +263,23 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     assert not list((here / "out").glob("meeting*"))
 
 
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [
+        ("--out DIR main.py -- --out x", "main.py --out DIR -- --out x"),
+        ("--json --seconds=2 main.py --nproc 2", "main.py --json --seconds=2 --nproc 2"),
+        ("--drop-last --no-pictures spiral", "spiral --drop-last --no-pictures"),
+        ("--seconds 2 -m pkg.train --json", "-m pkg.train --seconds 2 --json"),
+        ("main.py --out DIR", "main.py --out DIR"),
+        ("--json", "--json"),
+    ],
+)
+def test_flags_may_stand_before_what_is_profiled(given, target):
+    from samestep.commands.profile import _target_first
+
+    assert _target_first(given.split()) == target.split()
+
+
 FAILS = """
 def inner():
     raise ValueError("the script's own")

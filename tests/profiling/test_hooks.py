@@ -288,3 +288,39 @@ def test_pytorch_is_as_before_once_the_hooks_are_taken_off():
     assert [getattr(place, name) for place, name in places] == before
     script.step()
     assert script.steps == []
+
+
+def test_weights_that_a_script_changes_itself_make_steps_and_gathered_gradients_make_none():
+    script = Script()
+    told = []
+    script.hooks.on_own_updates = lambda: told.append(script.hooks.steps)
+    with script.hooks.installed():
+        for number in range(12):
+            loss = nn.functional.mse_loss(script.model(DATA.tensors[0] + 1), DATA.tensors[1])
+            loss.backward()
+            if number % 2:  # two micro-steps for each update
+                for weight in script.model.parameters():
+                    weight.data.add_(weight.grad, alpha=-0.01)
+                    weight.grad = None
+    assert script.steps == [1, 2, 3], "of the updates before the last pass all after the second"
+    assert told == [0]
+    assert {id(w) for w in script.hooks.trained} == {id(w) for w in script.model.parameters()}
+
+
+def test_with_an_optimizer_of_pytorchs_its_steps_alone_count_however_late_they_come():
+    script = Script()
+    model = script.model
+    script.optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
+
+    def closure():
+        script.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(DATA.tensors[0] + 1), DATA.tensors[1] + 2)
+        loss.backward()
+        return loss
+
+    with script.hooks.installed():
+        for _ in range(4):
+            closure()
+        for _ in range(2):
+            script.optimizer.step(closure)
+    assert script.steps == [1, 2]

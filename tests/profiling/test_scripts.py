@@ -277,3 +277,24 @@ def test_a_module_that_fails_shows_its_own_frames_and_a_wrong_name_is_one_messag
     assert re.search(r"^samestep: mine .* 0 steps", ranks.output(), re.MULTILINE)
     assert "gone.train" in refusal("profile", "-m", "gone.train", folder=here.parent)
     assert "-m" in refusal("profile", "-m", folder=here.parent)
+
+
+OWN = """
+for _ in range(400):
+    nn.functional.mse_loss(model(torch.randn(4, 8)), torch.randn(4, 1)).backward()
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.01)
+        p.grad = None
+"""
+
+
+def test_a_script_without_an_optimizer_is_profiled_by_its_backward_passes_and_told_so(here):
+    ranks = start(
+        "profile", "--out", "out", *QUICK, script(here, OWN), folder=here.parent / "o"
+    )  # the flags may stand before the script
+    assert ranks.wait() == [0], ranks.output()
+    assert ranks.output().count("torch.optim") == 1
+    measured = read_json(here / "out" / "profile.json")["measured"]
+    assert measured["steps"] > 8
+    assert measured["gradient_bytes"] == 4 * (8 * 16 + 16 + 16 + 1)
+    assert {"forward", "backward", "other"} <= set(measured["ranks"][0]["phases"])

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from samestep.ranks.process import run_as_rank, start_nproc
 from samestep.ranks.startup import PARENT
 from samestep.run.directory import is_run, new_run_path
 from samestep.scripts import names_recipe
+from samestep.settings import Settings
 
 if TYPE_CHECKING:
     from samestep.profiling.of_script import ScriptFailed
@@ -48,6 +49,9 @@ _EXAMPLES = (
     "profile train.py --nproc 2 -- --epochs 1",
 )
 
+_SWITCHES = {"json", "apply", *(f.name for f in fields(Settings) if f.type in (bool, "bool"))}
+"""Flags without a value."""
+
 _STOPPED = 143
 """The exit code after SIGTERM, as a shell has it."""
 
@@ -62,8 +66,8 @@ it next, and what to change.
 
 TARGET is a recipe ({recipes}), a recipe file, or the
 directory of a run; all flags of `samestep train TARGET` are taken too.
-SCRIPT.py is any other Python program that trains with a torch.optim optimizer;
-nothing in it has to change. `samestep profile TARGET --help` shows all flags.
+SCRIPT.py is any other Python program that trains, best with a torch.optim
+optimizer; nothing in it has to change. `samestep profile TARGET --help` shows all flags.
 """
 
 
@@ -117,6 +121,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _profile(arguments: list[str], log: RankLog) -> int:
+    arguments = _target_first(arguments)
     target, *flags = arguments
     if target == "-m":
         if not flags or flags[0].startswith("-"):
@@ -149,6 +154,20 @@ def is_recipe_file(path: Path) -> bool:
         line = getattr(error, "lineno", None) or 1
         raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error
     return names_recipe(tree)
+
+
+def _target_first(arguments: list[str]) -> list[str]:
+    """Return the arguments with what to profile first, also where flags stand before it."""
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("--") and arguments[place] != "--":
+        name = arguments[place].removeprefix("--").replace("-", "_")
+        alone = "=" in name or name in _SWITCHES or name.startswith("no_")
+        place += 1 if alone else 2
+    if place >= len(arguments) or arguments[place] == "--":
+        return arguments
+    words = 2 if arguments[place] == "-m" else 1
+    target = arguments[place : place + words]
+    return [*target, *arguments[:place], *arguments[place + words :]]
 
 
 def _check_extent(extent: _Extent) -> None:

@@ -7,6 +7,7 @@ Nothing of the script is changed. While it runs, a few functions of PyTorch that
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,32 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, dataloader
 
 from samestep.profiling.trace_events import COLLATE
+from samestep.training.hidden_state import leaves_of
 from samestep.training.parallel import tell_end_of_autograd
 from samestep.training.phases import Phases, make_phases
+
+_SURE = 3
+"""Updates without an optimizer, after which a script counts as one that makes its own."""
+_FEW, _VALUES = 8, 64
+
+
+class OwnUpdates:
+    """Whether weights change from one backward pass to the next, by a few values of a few of them.
+
+    They are looked up in each loss anew: a script may make new ones instead of changing them.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: list[Tensor] = []
+
+    def count_before(self, loss: Tensor) -> None:
+        """Count an update if the weights of a loss have changed since the last call."""
+        few = itertools.islice(leaves_of(loss), _FEW)
+        now = [leaf.detach().reshape(-1)[:_VALUES].clone() for leaf in few]
+        pairs = zip(self._before, now, strict=False)
+        self.count += any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+        self._before = now
 
 
 class Hooks:
@@ -35,6 +60,12 @@ class Hooks:
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.on_profiler: Callable[[], None] = lambda: None
         """Told that a profiler is started."""
+        self.on_own_updates: Callable[[], None] = lambda: None
+        """Told that the script changes its weights itself."""
+        self.trained: list[Tensor] = []
+        """The weights: those of the optimizer, or of the loss where there is none."""
+        self._own_updates: OwnUpdates | None = OwnUpdates()
+        """None as soon as an optimizer has begun a step."""
         self.steps = 0
         self.optimizer: Optimizer | None = None
         """The one whose steps count: the first that took one."""
@@ -104,6 +135,7 @@ class Hooks:
 
         What lies before the step is clipping if there are gradients, else the script's own Python.
         """
+        self._own_updates = None
         if self._has_gradients:
             self.phases.lap("optimizer")
         else:
@@ -128,13 +160,29 @@ class Hooks:
         self._between, self._has_gradients = True, False
         if self.optimizer is None:
             self.optimizer = optimizer
-            device = optimizer.param_groups[0]["params"][0].device
-            if device.type == "cuda":
-                self.phases = make_phases(device)
-                self.phases.begin()
+            self._begin([p for group in optimizer.param_groups for p in group["params"]])
         if optimizer is self.optimizer:
             self.steps += 1
             self.on_step(self.steps)
+
+    def _begin(self, trained: list[Tensor]) -> None:
+        """Take note of the weights, and of the device whose clock counts."""
+        self.trained = trained
+        if trained[0].device.type == "cuda":
+            self.phases = make_phases(trained[0].device)
+            self.phases.begin()
+
+    def _count_own_update(self, updates: OwnUpdates, loss: Tensor) -> None:
+        """Count a step where the script has changed its weights without an optimizer."""
+        before = updates.count
+        updates.count_before(loss)
+        if updates.count == before or updates.count < _SURE:
+            return
+        if not self.trained:
+            self._begin(list(leaves_of(loss)))
+            self.on_own_updates()
+        self.steps += 1
+        self.on_step(self.steps)
 
     def _around_iter(self, original: Callable[..., Any], loader: Any) -> Any:
         self._begin_reading()
@@ -198,12 +246,16 @@ class Hooks:
         if self._several and loss.requires_grad:
             tell_end_of_autograd(loss, lambda: self.phases.lap("backward"))
             ends = "all_reduce"
+        if self._own_updates is not None:
+            self._count_own_update(self._own_updates, loss)
         self._depth += 1
         try:
             return original(tensors, *args, **kwargs)
         finally:
             self._depth -= 1
             self.phases.lap(ends)
+            # Without an optimizer the update follows, and nothing tells its end but the next call.
+            self._between = self._own_updates is not None and bool(self.trained)
 
     def _around_zero_grad(
         self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any

@@ -103,7 +103,8 @@ def profile_script(
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
-    failure = None
+    hooks.on_own_updates = lambda: _tell_of_own_updates(script, ranks.rank)
+    failure = profile = None
     try:
         with (
             hooks.installed(),
@@ -124,13 +125,20 @@ def profile_script(
     if failure is None and (stages.span is None or (epoch is not None and stages.tracer is None)):
         why = _why_nothing(script, hooks, None if stages.tracer else epoch)
         raise UserError(why, on_all_ranks=True)
-    profile = None
     if stages.span is not None and (failure is None or ranks.world_size == 1):
         profile = _of_all_ranks(script, stages, hooks, ranks, out, stopped=bool(received))
     if failure is not None:
         failure.steps, failure.found = hooks.steps, profile
         raise failure
     return profile
+
+
+def _tell_of_own_updates(script: Path, rank: int) -> None:
+    if rank == 0:
+        sys.stderr.write(
+            f"samestep: {script} changes its weights without a torch.optim optimizer: each change "
+            "between two backward passes counts as a step, and its time as 'other'.\n"
+        )
 
 
 def _ended_early(script: Path, steps: int, rank: int, own_steps: int) -> str:
@@ -218,10 +226,10 @@ def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
     """Return why there is no profile."""
     if not hooks.steps:
         return (
-            f"{script} ended without a single step of a torch.optim optimizer, so there is nothing "
-            "to profile. Does it train with these arguments (they follow `--`), and in this very "
-            "process? Let samestep start its ranks with --nproc. A recipe file ends with "
-            "`recipe = Recipe(…)`."
+            f"{script} ended without a single step of a torch.optim optimizer, and its backward "
+            "passes changed no weights, so there is nothing to profile. Does it train with these "
+            "arguments (they follow `--`), and in this very process? Let samestep start its ranks "
+            "with --nproc. A recipe file ends with `recipe = Recipe(…)`."
         )
     if epoch is None:
         return (
@@ -285,9 +293,7 @@ def _profile(
     *,
     stopped: bool,
 ) -> Profile:
-    loader, optimizer = hooks.loader, hooks.optimizer
-    assert optimizer is not None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    loader, parameters = hooks.loader, hooks.trained
     batch = getattr(loader, "batch_size", None) or 0
     measured = MeasuredSteps(
         ranks=tuple(each.rank for each in found),

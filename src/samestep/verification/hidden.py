@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from samestep.data.blocks import Block
 from samestep.errors import is_users
 from samestep.training.draws import Seen, users_line, watched
-from samestep.training.hidden_state import closure_prints, differing, model_prints, optimizer_prints
+from samestep.training.hidden_state import (
+    closure_prints,
+    differing,
+    leaves_of,
+    model_prints,
+    optimizer_prints,
+)
 from samestep.training.optimizer import optimizer_of
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
 
@@ -74,7 +80,7 @@ def _of_forward(tested: RecipeUnderTest) -> tuple[list[str], dict[str, str], lis
     # What samestep has put around the model's own forward is no attribute of the user's.
     kept = [name for name in differing(before, prints()) if not name.endswith(" forward")]
     known = {id(p) for p in model.parameters()}
-    learned = [_described(leaf, model, loss) for leaf in _leaves(value) if id(leaf) not in known]
+    learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in known]
     return kept, asks, learned
 
 
@@ -120,20 +126,6 @@ def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
 
 
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
-
-
-def _leaves(value: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a value's backward gives a gradient to."""
-    nodes, seen = [value.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        nodes += [following for following, _ in node.next_functions]
 
 
 def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
