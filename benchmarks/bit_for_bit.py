@@ -50,10 +50,10 @@ class Case:
 
 
 CASES = (
-    Case("spiral", "--num-samples 1010 --global-batch-size 64", 15),
-    Case("mnist", "--model convnet --global-batch-size 32", 5),
-    Case("cifar10", "--width 16 --global-batch-size 32", 5),
-    Case("images", "--width 16 --global-batch-size 16", 7),
+    Case("spiral", "--num-samples 1010 --batch-size 64", 15),
+    Case("mnist", "--model convnet --batch-size 32", 5),
+    Case("cifar10", "--width 16 --batch-size 32", 5),
+    Case("images", "--width 16 --batch-size 16", 7),
 )
 
 

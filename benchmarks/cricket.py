@@ -63,7 +63,7 @@ def read(data_dir: str) -> dict[str, Any]:
 
 def request_for(data_dir: str, *more: str) -> Request:
     """Return what `samestep train cricket` would train."""
-    batch = ("--global-batch-size", str(BATCH))
+    batch = ("--batch-size", str(BATCH))
     flags = ("--data-dir", data_dir, "--device", "cpu", *batch, *more)
     _, request = parse(["cricket", *flags])
     return replace(request, options=request.recipe.complete_options(request.options))

@@ -81,12 +81,14 @@ def main() -> int:
 
 def _called(path: Path, nproc: int) -> tuple[float, float]:
     started = time.perf_counter()
-    run = samestep.train("spiral", epochs=EPOCHS, nproc=nproc, run_dir=path, quiet=True)
+    how = {"epochs": EPOCHS, "batch_size_per_rank": 32, "nproc": nproc}
+    run = samestep.train("spiral", run_dir=path, quiet=True, **how)
     return time.perf_counter() - started, _account(run)
 
 
 def _typed(path: Path) -> tuple[float, float]:
-    flags = ["--epochs", str(EPOCHS), "--nproc", "2", "--run-dir", str(path)]
+    flags = ["--epochs", str(EPOCHS), "--batch-size-per-rank", "32"]
+    flags += ["--nproc", "2", "--run-dir", str(path)]
     started = time.perf_counter()
     command = [sys.executable, "-m", "samestep", "train", "spiral", *flags]
     subprocess.run(command, check=True, capture_output=True)

@@ -172,7 +172,7 @@ def _mnist(epochs: int) -> Table:
 
 def _ddp(epochs: int) -> Table:
     data = ("--data-dir", "{data}")
-    mine = (*data, "--model", "convnet", "--batch-size", "64", "--nproc", "2")
+    mine = (*data, "--model", "convnet", "--batch-size", "128", "--nproc", "2")
     return Table(
         name="ddp",
         title="Two ranks, Gloo: Fashion-MNIST, ConvNet, batch 64 per rank, Adam",

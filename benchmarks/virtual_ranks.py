@@ -111,7 +111,7 @@ def rank() -> None:
 
 def _turns(world: World, asked: dict[str, Any]) -> list[tuple[float, float]]:
     """Return the seconds of each turn, of both trainings."""
-    common = (str(IMAGES), "--model", asked["model"], "--global-batch-size", str(GLOBAL_BATCH))
+    common = (str(IMAGES), "--model", asked["model"], "--batch-size", str(GLOBAL_BATCH))
     trainings = {
         "other": Steps(world, *common, "--accumulate", str(asked["accumulate"])),
         "virtual": Steps(world, *common, "--virtual-ranks", str(asked["virtual"])),
@@ -230,7 +230,7 @@ def measure_memory() -> list[dict[str, Any]]:
     """Measure the rows on memory; the rank that takes most counts."""
     rows = []
     for virtual, ranks in ((0, 1), *LAYOUTS):
-        flags = ["--global-batch-size", str(virtual or 8)]
+        flags = ["--batch-size", str(virtual or 8)]
         flags += ["--virtual-ranks", str(virtual)] if virtual else ["--accumulate", "8"]
         found = start(ranks, {"kind": "memory", "flags": flags})
         most = {name: max(one[name] for one in found) for name in found[0]}

@@ -105,7 +105,7 @@ recipe = Recipe(
     loss=loss,
     settings={
         "epochs": 5,
-        "global_batch_size": 32,
+        "batch_size": 32,
         "optimizer": "adamw",
         "lr": 3e-3,
         "warmup_steps": 50,

@@ -111,5 +111,5 @@ recipe = Recipe(
     show=show,
     optimizer=optimizer,
     schedule=lambda step, total: 1 - step / total,
-    settings={"epochs": 5, "global_batch_size": 32, "lr": 3e-3},
+    settings={"epochs": 5, "batch_size": 32, "lr": 3e-3},
 )

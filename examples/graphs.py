@@ -79,5 +79,5 @@ recipe = Recipe(
     forward=lambda model, graphs: model(graphs),
     loss=lambda outputs, graphs: nn.functional.cross_entropy(outputs, graphs.y),
     metrics={"accuracy": accuracy},
-    settings={"epochs": 5, "global_batch_size": 32, "lr": 0.01},
+    settings={"epochs": 5, "batch_size": 32, "lr": 0.01},
 )

@@ -118,5 +118,5 @@ recipe = Recipe(
     optimizer=optimizer,
     schedule=schedule,
     read=lambda _, path: [(line, None) for line in path.read_text().splitlines()],
-    settings={"epochs": 5, "global_batch_size": 32, "lr": 3e-3},
+    settings={"epochs": 5, "batch_size": 32, "lr": 3e-3},
 )

@@ -1,6 +1,6 @@
 """Sentences of different lengths: padded batch by batch, and a loss whose mean is over words.
 
-    samestep train examples/padded_text.py --nproc 2 --global-batch-size 16
+    samestep train examples/padded_text.py --nproc 2
     samestep predict runs/ID beginnings.txt
 
 A mean over sentences would weigh a word of a short sentence more than one of a long sentence, and a
@@ -117,5 +117,5 @@ recipe = Recipe(
     metrics={"mostly_right": ended},
     read=read,
     show=show,
-    settings={"epochs": 3, "global_batch_size": 16, "lr": 0.01},
+    settings={"epochs": 3, "batch_size": 16, "lr": 0.01},
 )

@@ -85,5 +85,5 @@ recipe = Recipe(
     data=data,
     options=Options,
     loss=nn.functional.mse_loss,
-    settings={"epochs": 3, "global_batch_size": 32, "shuffle_buffer": 64, "lr": 1e-2},
+    settings={"epochs": 3, "batch_size": 32, "shuffle_buffer": 64, "lr": 1e-2},
 )

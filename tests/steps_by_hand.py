@@ -80,7 +80,7 @@ def eager(trained: Trainee, settings: Settings, device: torch.device = CPU) -> E
 
 def whole(trained: Trainee, settings: Settings, device: torch.device = CPU) -> WholeStep:
     """Return what takes whole steps, several at once where the model is small."""
-    plan = make_plan(settings, 600, 1, resumed=False)
+    plan = make_plan(settings, 600, 1)
     world, phases = World(device=device), make_phases(device)
     return WholeStep(trained, settings, world, plan, IN_A_GRAPH, phases)
 

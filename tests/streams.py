@@ -133,7 +133,7 @@ def model(o):
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 recipe = Recipe(model=model, data=data, collate=collate, options=Options, settings={
-    "epochs": 2, "global_batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1})
+    "epochs": 2, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1})
 """
 
 

@@ -63,7 +63,7 @@ def test_the_help_of_a_verb_ends_with_two_examples(arguments, capfd):
 def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults(capfd):
     assert call("train", "spiral", "--help-all") == 0
     text = capfd.readouterr().out
-    for flag in ("--global-batch-size", "--lr-scaling", "--hidden-dims", "--noise"):
+    for flag in ("--batch-size", "--lr-scaling", "--hidden-dims", "--noise"):
         assert flag in text
     assert "64 32 16" in text
     assert "(default: 30)" in text, "the recipe's own epochs"

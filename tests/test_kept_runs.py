@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import samestep
 from samestep import read_records
+from samestep.commands.train import parse
 from tests.command_line import refusal, run
 from tests.tiny import all_records, read_index, sha256
 
@@ -51,6 +53,16 @@ def test_a_kept_run_goes_on_from_its_step_on_another_number_of_ranks(
     result = json.loads((copy / "result.json").read_text())
     assert (result["steps"], result["world_size"]) == (42, world_size)
     assert read_index(copy)["last"]["step"] == 42
+
+
+@pytest.mark.parametrize("copy", NAMES[:1], indirect=True)
+def test_the_batch_size_of_a_kept_run_counts_per_rank_also_where_its_command_is_repeated(copy):
+    repeated = ["spiral", "--run-dir", str(copy), "--batch-size", "500", "--max-steps", "30"]
+    for arguments in ([str(copy)], [*repeated, "--epochs", "4"]):
+        _, request = parse([*arguments, "--resume"])
+        sizes = request.settings.batch_size, request.settings.micro_batch_size
+        assert sizes == (1000, 500)
+    assert samestep.TrainedRun(copy).settings["batch_size"] == 1000
 
 
 @pytest.mark.parametrize("copy", NAMES, indirect=True)

@@ -55,7 +55,7 @@ def accuracy(outputs, targets):
     return outputs.argmax(dim=1) == targets
 
 recipe = Recipe(model=model, data=data, loss=loss, options=Options, settings={
-    "epochs": 6, "global_batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1,
+    "epochs": 6, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1,
     "checkpoint_every_steps": 4,
 }, metrics={"accuracy": accuracy})
 """

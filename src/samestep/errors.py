@@ -16,8 +16,8 @@ LOST_PEER = re.compile(
 _NO_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED|DefaultCPUAllocator: can't allocate")
 _NOT_DETERMINISTIC = re.compile(r"not have a deterministic implementation|CUBLAS_WORKSPACE_CONFIG")
 _LESS_MEMORY = (
-    "Use less memory: a smaller --batch-size with a larger --accumulate (the same training, if "
-    "their product stays), --precision bf16, --checkpoint-activations if the model marks blocks; "
+    "Use less memory: a smaller --micro-batch-size (the same training in more micro-steps), "
+    "--precision bf16, --checkpoint-activations if the model marks blocks; "
     "in an evaluation, --eval-batch-size. See that nothing else runs on this device. Where much is "
     "reserved but unallocated, PYTORCH_ALLOC_CONF=expandable_segments:True helps."
 )

@@ -41,7 +41,7 @@ from samestep.recipe_checks import (
     telling_options,
 )
 from samestep.scripts import opens_run
-from samestep.settings import Settings, documented
+from samestep.settings import OTHER_NAMES, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
@@ -179,7 +179,7 @@ class Recipe:
         if self.metrics is _BY_DEFAULT:
             own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
             object.__setattr__(self, "metrics", own)
-        known = {f.name for f in fields(Settings)}
+        known = {f.name for f in fields(Settings)} | OTHER_NAMES.keys()
         for key in self.settings:
             if key not in known:
                 raise UserError(

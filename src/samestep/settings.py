@@ -7,8 +7,8 @@ defaults, a TOML file, the flags.
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from samestep.errors import UserError
@@ -102,11 +102,15 @@ class Settings:
     """Stop after this many steps, whatever the epoch."""
 
     batch_size: int | None = field(default=None, metadata=_COMMON)
-    """Samples per rank and micro-step; beside --global-batch-size, the most of them."""
-    global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks; the batch size per rank then follows."""
-    accumulate: int | None = None
-    """Micro-steps per optimizer step; 1 unless both batch sizes are given."""
+    """Samples per step over all ranks."""
+    global_batch_size: InitVar[int | None] = None
+    """Another name of --batch-size."""
+    batch_size_per_rank: int | None = None
+    """In place of --batch-size: samples per rank and step, so that more ranks take larger steps."""
+    micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
+    """The most samples that a rank computes at once; the number of micro-steps follows."""
+    accumulate: int | None = field(default=None, metadata=_BITS_ALONE)
+    """In place of --micro-batch-size: micro-steps per optimizer step."""
     eval_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """Samples per rank and forward of an evaluation; by default those of a micro-step."""
     virtual_ranks: int | None = field(default=None, metadata=_COMMON)
@@ -234,7 +238,10 @@ class Settings:
     track_timeout: float = field(default=120.0, metadata=_FREE)
     """Seconds that a tracker may take to start, and for each answer."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, global_batch_size: int | None) -> None:
+        if global_batch_size is not None:
+            named = {"global_batch_size": global_batch_size, "batch_size": self.batch_size}
+            object.__setattr__(self, "batch_size", own_names(named, "Settings")["batch_size"])
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
         check_flags(self, ("momentum", "ema"), lambda value: value < 1, "be below 1")
@@ -298,7 +305,8 @@ _WHY_NOT = {
     "engine": "Lightning's DDP adds the gradients up in an order of its own",
 }
 _POSITIVE = (
-    *("epochs", "max_steps", "batch_size", "global_batch_size", "accumulate", "lr"),
+    *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
+    *("accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
@@ -333,24 +341,54 @@ def in_precision(settings: Settings, precision: Precision) -> Settings:
 
 
 # Of these pairs a layer states one; stating it drops the other from the layers below.
-_ALTERNATIVES = (("batch_size", "global_batch_size"), ("epochs", "max_steps"))
+_ALTERNATIVES = (
+    ("batch_size", "batch_size_per_rank"),
+    ("micro_batch_size", "accumulate"),
+    ("epochs", "max_steps"),
+)
+OTHER_NAMES = {"global_batch_size": "batch_size"}
+
+
+def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Return settings by their own names: `global_batch_size` is another one of `batch_size`.
+
+    Raises:
+        UserError: a setting has two values by its two names; `where` begins the message.
+    """
+    for other, name in OTHER_NAMES.items():
+        if other in table and table.get(name) not in (None, table[other]):
+            raise UserError(
+                f"{where}: {name} is {table[name]} and {other} is {table[other]}, but both name "
+                "the samples per step over all ranks. Keep one; micro_batch_size is the most that "
+                "one rank computes at once."
+            )
+    own = {key: value for key, value in table.items() if key not in OTHER_NAMES}
+    return own | {OTHER_NAMES[key]: table[key] for key in OTHER_NAMES if key in table}
+
+
+def settings_of_run(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run's settings.toml says, by what the names mean today.
+
+    An earlier one has `global_batch_size`, and its `batch_size` is the most of a micro-step.
+    """
+    if "global_batch_size" not in table:
+        return dict(table)
+    renamed = {"batch_size": "micro_batch_size", "global_batch_size": "batch_size"}
+    return {renamed.get(key, key): value for key, value in table.items()}
 
 
 def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
     """Merge layers of settings, the later winning.
 
-    A layer that gives the global batch size (or the steps) replaces the lower layers' batch size
-    per rank (or epochs), unless it gives both itself.
+    A layer that gives one of two alternatives drops the other of the lower layers.
     """
     merged: dict[str, object] = {}
-    for layer in layers:
+    for layer in (own_names(layer, "settings") for layer in layers):
         for pair in _ALTERNATIVES:
             given = [name for name in pair if layer.get(name) is not None]
             if len(given) == 1:
                 (other,) = set(pair) - set(given)
                 merged.pop(other, None)
-        if layer.get("global_batch_size") is not None and layer.get("accumulate") is None:
-            merged.pop("accumulate", None)
         if layer.get("optimizer", "sgd") != "sgd" and "momentum" not in layer:
             merged.pop("momentum", None)  # it was meant for the optimizer of a layer below
         merged.update(layer)

@@ -58,7 +58,7 @@ def data():
 def fails():
     raise ValueError("of mine")
 
-settings = {"epochs": 2, "global_batch_size": 12}
+settings = {"epochs": 2, "batch_size": 12}
 recipe = Recipe(model=Net, data=data, settings=settings, name="mine")
 failing = Recipe(model=fails, data=data, settings=settings)
 """
@@ -281,17 +281,17 @@ class StopsTwice(nn.Linear):
 
 @pytest.mark.slow
 def test_two_interrupts_of_several_ranks_end_them_at_once(here):
-    recipe = made(lambda: StopsTwice(4, 2), settings={"batch_size": None, "global_batch_size": 10})
+    recipe = made(lambda: StopsTwice(4, 2), settings={"batch_size": 10})
     with pytest.raises(UserError):
         samestep.train(recipe, nproc=2, quiet=True, run_dir="twice")
-    more = {"run_dir": "twice", "allow_change": "recipe", "global_batch_size": 10}
+    more = {"run_dir": "twice", "allow_change": "recipe", "batch_size": 10}
     again = samestep.train(made(), resume=True, quiet=True, **more)
     assert again.result["status"] == "completed"
 
 
 @pytest.mark.slow
 def test_an_interrupt_of_several_ranks_saves_and_returns_the_run():
-    many = {"global_batch_size": 10, "epochs": 1_000, "checkpoint_every_epochs": 1_000}
+    many = {"batch_size": 10, "epochs": 1_000, "checkpoint_every_epochs": 1_000}
     stopped = samestep.train(
         made(lambda: Stops(4, 2), settings={"batch_size": None}), nproc=2, quiet=True, **many
     )

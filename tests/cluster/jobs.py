@@ -40,7 +40,7 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 
 recipe = Recipe(model=model, data=data, loss=loss,
-                settings={"epochs": 2, "global_batch_size": 4, "log_every": 1, "seed": 3})
+                settings={"epochs": 2, "batch_size": 4, "log_every": 1, "seed": 3})
 """
 
 

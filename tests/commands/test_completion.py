@@ -81,7 +81,7 @@ def test_a_verb_that_trains_completes_recipes_and_files(complete, tmp_path):
 
 
 def test_the_flags_of_the_verb_and_of_the_recipe_are_completed(complete):
-    assert complete("samestep train spiral --glob") == ["--global-batch-size"]
+    assert complete("samestep train spiral --micro") == ["--micro-batch-size"]
     assert complete("samestep train spiral --hid") == ["--hidden-dims"]
     assert complete("samestep train mnist --hid") == []
     assert complete("samestep train my_recipe.py --lr 0.1 --lr-s") == ["--lr-scaling"]
@@ -154,7 +154,7 @@ def test_fish_completes(words, tmp_path):
 
     assert ask("samestep trai") == {"train"}
     assert ask("samestep train sp") == {"spiral"}
-    assert ask("samestep train spiral --glob") == {"--global-batch-size"}
+    assert ask("samestep train spiral --micro") == {"--micro-batch-size"}
 
 
 def test_the_command_prints_the_script(script, capfd):

@@ -11,11 +11,11 @@ from tests.command_line import call, tree
 
 CASES = {
     "one rank": (1, "--epochs 2"),
-    "micro-steps": (2, "--batch-size 3 --epochs 1"),
+    "micro-steps": (2, "--micro-batch-size 3 --epochs 1"),
     "scaled": (2, "--lr-scaling linear --base-batch-size 4 --warmup-steps 3 --schedule cosine"),
     "best kept": (1, "--epochs 3 --keep-top-k 1 --checkpoint-every-epochs 2 --eval-every-steps 5"),
     "cut short": (1, "--max-steps 15 --ema 0.9 --optimizer sgd --momentum 0.9 --drop-last"),
-    "virtual ranks": (2, "--virtual-ranks 3 --batch-size 2 --epochs 1"),
+    "virtual ranks": (2, "--virtual-ranks 3 --micro-batch-size 2 --epochs 1"),
 }
 
 
@@ -123,7 +123,7 @@ def test_eight_gpus_on_two_nodes_are_explained_without_any(explained):
         8,
         2,
     )
-    assert told["plan"]["global_batch_size"] == 256
+    assert told["plan"]["global_batch_size"] == 32
     assert [other["ranks"] for other in told["others"]] == [1, 4, 8, 16]
     assert told["memory"]["optimizer"]["exp_avg"]["elements"] == 2834
 
@@ -181,7 +181,7 @@ def test_a_model_for_a_gpu_that_does_not_run_here_is_explained_without_its_memor
     ["--nproc 8", "--nproc 3 --virtual-ranks 5 --keep-top-k 2 --ema 0.9", "--epochs 1 --nodes 3"],
 )
 def test_every_line_for_people_fits_80_columns(flags, capfd):
-    assert call("explain", "spiral", "--global-batch-size", "120", *flags.split()) == 0
+    assert call("explain", "spiral", "--batch-size", "120", *flags.split()) == 0
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines == [line.rstrip() for line in lines]
@@ -192,7 +192,7 @@ def test_every_line_for_people_fits_80_columns(flags, capfd):
     [
         "spirla",
         "spiral --lr 0",
-        "spiral --global-batch-size 32 --accumulate 3",
+        "spiral --batch-size 32 --micro-batch-size 16 --accumulate 3",
         "spiral --lr-scaling linear",
         "spiral --monitor nothing",
         "spiral --virtual-ranks 9999",
@@ -211,7 +211,7 @@ def test_a_mistake_is_told_as_train_tells_it(arguments, here, refused):
 def test_a_run_that_would_become_another_training_is_refused(tmp_path, refused):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     tiny.train(recipe, "--epochs", "1", "--run-dir", str(run), folder=tmp_path)
-    for flag, value in (("--lr", "0.5"), ("--global-batch-size", "24"), ("--seed", "1")):
+    for flag, value in (("--lr", "0.5"), ("--batch-size", "24"), ("--seed", "1")):
         told = refused("explain", str(run), flag, value)
         assert told == refused("train", str(run), "--resume", flag, value)
 
@@ -223,7 +223,7 @@ def test_a_run_that_would_become_another_training_is_refused(tmp_path, refused):
         ("--nodes 0", "--nodes"),
         ("--nproc 999 --nodes 999", "4096"),
         ("--new --resume", "--new"),
-        ("--global-batch-size 32 --nproc 3", "--global-batch-size"),
+        ("--batch-size 2 --nproc 3", "--batch-size 2"),
         ("--nproc 7001", "7001"),
         ("--virtual-ranks 2 --nproc 3", "--virtual-ranks"),
         ("--backend nccl --device cpu --nproc 2", "--backend"),

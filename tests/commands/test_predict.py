@@ -39,7 +39,7 @@ def place(tmp_path_factory) -> Path:
         *SMALL,
         "--max-corrupt",
         "0.1",
-        "--global-batch-size",
+        "--batch-size",
         "8",
         "--cache",
         "memory",

@@ -208,7 +208,7 @@ recipe = replace(recipe, show=show, read=lambda options, path: RandomGraphs(40, 
 def test_a_file_of_many_graphs_is_predicted_beside_what_each_is(tmp_path, capsys):
     text = (EXAMPLES / "graphs.py").read_text() + GRAPHS
     recipe = tiny.write_recipe(tmp_path, text, name="own_graphs.py")
-    run = trained(recipe, tmp_path, "--num-graphs", "60", "--global-batch-size", "8")
+    run = trained(recipe, tmp_path, "--num-graphs", "60", "--batch-size", "8")
     found = predicted(capsys, run, recipe)
     assert [one["row"] for one in found] == list(range(1, 41))
     assert {one["actual"] for one in found} == {0, 1}

@@ -87,7 +87,7 @@ def test_what_fails_on_the_ranks_is_told_once_and_leaves_nothing(tmp_path):
         (["--rounds", "0"], "--rounds is 0"),
         (["--engine", "lightning"], "--engine"),
         (["--mode", "sideways"], "--mode"),
-        (["--mode", "strong", "--nproc", "1,5", "--batch-size", "12"], "--global-batch-size 12"),
+        (["--mode", "strong", "--nproc", "1,5", "--batch-size", "4"], "--batch-size 4"),
         (["--run-dir", "full"], "full"),
         (["--nonsense"], "--nonsense"),
     ],

@@ -32,7 +32,7 @@ def test_the_settings_of_a_training_stand_in_groups(capfd):
         "train": "resume",
         "options of spiral": "hidden-dims",
         "length": "epochs",
-        "batch": "global-batch-size",
+        "batch": "micro-batch-size",
         "optimizer": "clip-norm",
         "schedule": "warmup-steps",
         "machine": "device",

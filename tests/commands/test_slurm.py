@@ -89,12 +89,13 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(here, slurm):
 
 def test_a_range_of_nodes_needs_a_global_batch_that_they_do_not_decide_on(here, slurm):
     elastic = ("--nodes", "1-4", "--ntasks-per-node", "2", "--dry-run")
-    code, _, said = slurm("submit", "tiny.py", *elastic)  # the recipe has a size per rank
+    code, _, said = slurm("submit", "tiny.py", *elastic, "--", "--batch-size-per-rank", "4")
     assert code == 2
     assert said.count("samestep: ") == 1
-    assert re.search("--nodes 1-4.*--virtual-ranks 8 .*--global-batch-size", said)
-    code, text, _ = slurm("submit", "tiny.py", *elastic, "--", "--global-batch-size", "10")
+    assert re.search("--nodes 1-4.*--batch-size N.*--virtual-ranks 8 ", said)
+    code, text, _ = slurm("submit", "tiny.py", *elastic, "--", "--batch-size", "10")
     assert code == 0
+    assert slurm("submit", "tiny.py", *elastic, "--", "--batch-size", "7")[0] == 2
     assert directives(text)["nodes"] == "1-4"
     (here / "how.toml").write_text("global_batch_size = 10\n")
     assert slurm("submit", "tiny.py", *elastic, "--", "--config", "how.toml")[0] == 0

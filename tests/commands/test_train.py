@@ -70,14 +70,15 @@ WRONG_FLAGS = {
     "ill-typed option": Bad("spiral --hidden-dims 64 x", ("--hidden-dims", "x")),
     "TOML file missing": Bad("spiral --config nope.toml", ("nope.toml",)),
     "TOML file is a directory": Bad("spiral --config .", ("directory",)),
-    "batch not divisible": Bad(
-        "spiral --global-batch-size 32 --accumulate 3", ("32", "of 3", "30", "33")
+    "two names of one setting": Bad(
+        "spiral --batch-size 12 --global-batch-size=32", ("batch_size is 12", "32", "micro_batch")
     ),
-    "both batch sizes contradict": Bad(
-        "spiral --global-batch-size 32 --batch-size 12", ("32", "of 12", "24", "36")
+    "batch of all ranks and of each": Bad(
+        "spiral --batch-size 12 --batch-size-per-rank 32",
+        ("--batch-size 12", "--batch-size-per-rank 32"),
     ),
     "three batch settings contradict": Bad(
-        "spiral --global-batch-size 32 --batch-size 16 --accumulate 4", ("--accumulate", "4", "32")
+        "spiral --batch-size 32 --micro-batch-size 16 --accumulate 4", ("--accumulate", "4", "32")
     ),
     "drop last leaves nothing": Bad(
         "spiral --batch-size 9000 --drop-last", ("--drop-last", "7000", "9000")
@@ -149,12 +150,6 @@ def test_two_ranks_refuse_as_one(here, refuse, name):
     message = refuse(*WRONG_FLAGS[name].flags.split(), world_size=2)
     for words in WRONG_FLAGS[name].says:
         assert words in message
-
-
-def test_a_batch_that_two_ranks_cannot_share_names_the_sizes_that_would_do(refuse):
-    message = refuse("spiral", "--global-batch-size", "33", world_size=2)
-    for number in ("33", "32", "34"):
-        assert number in message
 
 
 def test_starting_ranks_within_a_launcher_is_refused(refuse):
@@ -344,6 +339,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(here, refuse, finished
         ("done --resume --batch-size 20", "--batch-size"),
         ("done --resume --seed 1", "--seed"),
         ("small.py --run-dir done --resume --lr 0.5", "--lr"),
+        ("small.py --run-dir done --resume --batch-size 20", "--batch-size"),
     ],
 )
 def test_a_resumed_run_does_not_become_another_training(here, refuse, finished, command, named):
@@ -402,7 +398,7 @@ def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_goo
     """Also when only one rank meets it, and when nothing is logged before the epoch ends."""
     last = str(world_size - 1)
     (here / "nan.py").write_text(NAN.replace("RANK", f'os.environ.get("RANK", "0") == "{last}"'))
-    told = ("--run-dir", "run", "--lr", "0.03125", "--global-batch-size", "10")
+    told = ("--run-dir", "run", "--lr", "0.03125", "--batch-size", "10")
     more = {"world_size": world_size, "folder": here.parent / "outputs"}
     message = refusal("train", "nan.py", *told, "--log-every", log_every, **more)
     assert "NaN" in message

@@ -173,7 +173,9 @@ def test_the_times_of_a_run_are_plausible(alone):
 
 
 EVENTS = {
-    "start": {"recipe", "world_size", "global_batch_size", "batch_size", "accumulate", "lr"},
+    "start": {
+        *("recipe", "world_size", "global_batch_size", "micro_batch_size", "accumulate", "lr")
+    },
     "step": {"step", "epoch", "loss", "grad_norm", "lr", "samples", "seconds", "samples_per_s"},
     "epoch": {"epoch", "step", "loss", "samples", "train_seconds", "samples_per_s", "phases"},
     "evaluation": {"split", "epoch", "loss", "accuracy", "samples", "seconds"},
@@ -266,7 +268,8 @@ SETTINGS = {
     "epochs": 7,
     "max_steps": 9,
     "batch_size": 16,
-    "global_batch_size": 48,
+    "batch_size_per_rank": 24,
+    "micro_batch_size": 3,
     "accumulate": 2,
     "virtual_ranks": 4,
     "drop_last": True,
@@ -337,7 +340,7 @@ NEEDED = {
     "param_dtype": {"precision": "bf16"},
 }
 # Where the run lies is not written into it; what follows from the batch sizes neither.
-NOT_IN_FILE = {"run_dir", "accumulate"}
+NOT_IN_FILE = {"run_dir", "accumulate", "batch_size_per_rank"}
 
 
 def as_flags(table: dict) -> list[str]:
@@ -369,12 +372,12 @@ def write_toml(path: Path, table: dict) -> str:
 def resolved(flags: list[str]) -> dict:
     """Return the settings and options that `samestep train spiral` makes of some flags."""
     _, request = parse(["spiral", *flags])
-    plan = make_plan(request.settings, 7000, 1, resumed=request.resume)
-    sizes = {"batch_size": plan.batch_size, "global_batch_size": plan.global_batch_size}
+    plan = make_plan(request.settings, 7000, 1)
+    sizes = {"batch_size": plan.global_batch_size, "micro_batch_size": plan.micro_batch_size}
     saved = tomllib.loads(to_toml(request, **sizes))
     saved |= saved.pop("options")
     values = {**dataclasses.asdict(request.settings), **dataclasses.asdict(request.options)}
-    for name in set(saved) - {"recipe", "batch_size", "global_batch_size"}:
+    for name in set(saved) - {"recipe", *sizes}:
         assert saved[name] == (list(v) if isinstance(v := values[name], tuple) else v)
     assert saved.keys() >= {k for k, v in values.items() if v is not None} - NOT_IN_FILE
     return values
@@ -446,11 +449,14 @@ def test_a_setting_of_the_recipe_beats_the_default_and_loses_to_both_others(here
     assert resolved(["--epochs=5", f"--config={config}"])["epochs"] == 5
 
 
-def test_the_global_batch_size_replaces_a_batch_size_of_a_lower_layer(here):
-    config = write_toml(here / "my.toml", {"batch_size": 10, "accumulate": 4})
-    values = resolved(["--config", config, "--global-batch-size", "70"])
-    assert (values["batch_size"], values["accumulate"]) == (None, None)
-    assert values["global_batch_size"] == 70
+def test_of_settings_that_exclude_each_other_a_layer_replaces_those_of_a_lower_one(here):
+    config = write_toml(here / "my.toml", {"global_batch_size": 10, "accumulate": 4})
+    values = resolved(["--config", config])
+    assert (values["batch_size"], values["accumulate"]) == (10, 4)
+    values = resolved(["--config", config, "--global-batch-size", "70", "--micro-batch-size", "9"])
+    assert (values["batch_size"], values["accumulate"]) == (70, None)
+    values = resolved(["--config", config, "--batch-size-per-rank", "7"])
+    assert (values["batch_size"], values["batch_size_per_rank"]) == (None, 7)
     assert resolved(["--max-steps", "5"])["epochs"] is None
 
 
@@ -462,9 +468,9 @@ def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
         "compile": "off",
         "cudnn_benchmark": False,  # which deterministic operations exclude
         "num_workers": 0,
-        "global_batch_size": 32,
+        "batch_size": 32,
         "virtual_ranks": 4,
-        "batch_size": 4,
+        "micro_batch_size": 4,
         "accumulate": 2,
         # The spiral's network has nothing that these could apply to.
         "checkpoint_activations": False,
@@ -505,7 +511,7 @@ def test_a_run_of_accumulated_steps_starts_another_one_that_accumulates(here):
     train(here, "small.py", "--run-dir", "first", *flags)
     train(here, "first", "--run-dir", "second")
     plans = [records(here / name, "start")[0] for name in ("first", "second")]
-    for name in ("global_batch_size", "batch_size", "accumulate"):
+    for name in ("global_batch_size", "micro_batch_size", "accumulate"):
         assert plans[0][name] == plans[1][name]
     assert losses(here / "first") == losses(here / "second")
 
@@ -533,7 +539,7 @@ def test_a_finished_run_goes_on_for_more_epochs_as_if_it_had_never_stopped(
     here, alone, twice_as_long, by_recipe, world_size
 ):
     shutil.copytree(alone.path, here / "run")
-    flags = ("--log-every", "1", "--global-batch-size", "10")
+    flags = ("--log-every", "1", "--batch-size", "10")
     target = (str(alone.recipe), "--run-dir", "run", *flags) if by_recipe else ("run",)
     train(here, *target, "--resume", "--epochs", "4", world_size=world_size)
     assert losses(here / "run") == pytest.approx(losses(twice_as_long.path), rel=1e-5)

@@ -81,7 +81,7 @@ def test_without_its_settings_a_run_still_tells_its_batch(run):
     (problem,) = found.problems
     assert problem.startswith("settings.toml")
     assert found.settings is None
-    assert found.facts["global_batch_size"] == 10
+    assert found.facts["batch_size"] == 10
 
 
 @pytest.mark.parametrize("name", ["settings.toml", "environment.json", "result.json"])

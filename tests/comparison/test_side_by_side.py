@@ -33,7 +33,7 @@ def test_a_run_without_settings_differs_in_nothing_that_is_not_known(tmp_path):
     one, other = write_run(tmp_path / "one", seed=1), write_run(tmp_path / "other", ranks=2)
     (other / "settings.toml").unlink()
     found = {d.name: d.values for d in compare_runs([one, other]).differences}
-    assert found == {"world_size": ("1", "2"), "batch_size": ("10", "5")}
+    assert found == {"world_size": ("1", "2"), "micro_batch_size": ("10", "5")}
 
 
 def changed(step_from, by):

@@ -6,9 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep import Settings
 from samestep.data.order import epoch_order, share, step_range, steps_per_epoch
-from samestep.training.plan import make_plan
 
 GOLDEN_FIRST = [6, 1, 2, 8, 10, 3, 7, 11, 0, 4, 5, 9]
 GOLDEN_SECOND = [6, 4, 5, 9, 1, 8, 3, 2, 0, 11, 10, 7]
@@ -109,28 +107,6 @@ def test_resuming_at_any_step_on_any_number_of_ranks_goes_on_with_the_same_sampl
     flat = [i for part in taken for i in part]
     assert flat == epoch.order[: len(flat)]
     assert len(flat) == sum(len(part) for part in epoch.taken(epoch.steps, 1))
-
-
-@given(epochs, WORLD_SIZES, st.integers(1, 8), st.integers(1, 5))
-@settings(max_examples=150)
-def test_batch_size_and_accumulate_only_cut_the_same_step_into_pieces(
-    epoch, world_size, batch_size, accumulate
-):
-    """The step of a plan is that of its global batch; no rank needs more micro-steps than told."""
-    num_samples = max(epoch.num_samples, world_size, batch_size * world_size * accumulate)
-    told = Settings(
-        epochs=1, batch_size=batch_size, accumulate=accumulate, drop_last=epoch.drop_last
-    )
-    plan = make_plan(told, num_samples, world_size, resumed=False)
-    whole = Epoch(
-        num_samples, batch_size * world_size * accumulate, epoch.drop_last, epoch.seed, epoch.epoch
-    )
-    assert plan.global_batch_size == whole.global_batch
-    assert plan.steps_per_epoch == len(whole.steps)
-    for step in whole.steps:
-        for part in whole.shares(step, world_size):
-            assert -(-len(part) // plan.batch_size) <= plan.accumulate
-    assert whole.taken(whole.steps, world_size) == whole.taken(whole.steps, 1)
 
 
 @given(st.integers(0, 100), st.integers(0, 100), WORLD_SIZES)

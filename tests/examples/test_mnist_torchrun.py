@@ -123,7 +123,7 @@ def test_its_losses_are_those_of_samestep_train_mnist(tmp_path, world_size):
     assert by_hand.returncode == 0, by_hand.stderr
     by_samestep = forked(
         *(WITHOUT_DROPOUT, "samestep", "train", "mnist", "--model", "convnet", *same),
-        *("--global-batch-size", "122", "--run-dir", "run", "--device", "cpu"),
+        *("--batch-size", "122", "--run-dir", "run", "--device", "cpu"),
         folder=tmp_path,
         world_size=world_size,
     )

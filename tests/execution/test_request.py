@@ -25,7 +25,7 @@ def test_long_lists_of_a_runs_settings_take_few_lines_and_are_read_as_they_were(
     request = Request(
         recipe=find_recipe("spiral"), source="spiral", options=options, settings=Settings()
     )
-    written = to_toml(request, batch_size=4, global_batch_size=8)
+    written = to_toml(request, batch_size=8, micro_batch_size=4)
     assert tomllib.loads(written)["options"] == {n: list(v) for n, v in vars(options).items()}
     assert written.count("\n") < 600
     assert all(len(line) <= 100 for line in written.split("\n"))

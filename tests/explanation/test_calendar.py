@@ -12,8 +12,8 @@ from samestep.training.stopping import Watch
 
 
 def events_of(samples=30, *, position=None, evaluates=True, **told):
-    run = Settings(global_batch_size=10, **told)
-    plan = make_plan(run, samples, 1, resumed=False)
+    run = Settings(batch_size=10, **told)
+    plan = make_plan(run, samples, 1)
     return calendar(plan, run, position or Position(), evaluates=evaluates)
 
 

@@ -24,15 +24,12 @@ def imagined(settings_of_run, ranks):
 def trainings(draw):
     """Settings, samples and ranks that go together."""
     told = {"epochs": 1, "drop_last": draw(st.booleans()), "virtual_ranks": draw(st.none() | SMALL)}
-    if draw(st.booleans()):
-        told |= {"batch_size": draw(SMALL), "accumulate": draw(SMALL)}
-    else:
-        told |= {"batch_size": draw(SMALL), "global_batch_size": draw(st.integers(1, 60))}
+    told |= {"batch_size": draw(st.integers(1, 60))}
+    told |= {draw(st.sampled_from(["micro_batch_size", "accumulate"])): draw(SMALL)}
     samples, ranks = draw(st.integers(1, 200)), draw(SMALL)
-    resumed = "global_batch_size" in told  # then any number of ranks does
     try:
         run = Settings(**told)
-        return run, make_plan(run, samples, ranks, resumed=resumed)
+        return run, make_plan(run, samples, ranks)
     except UserError:
         assume(False)
 
@@ -74,8 +71,8 @@ def ranks_of(share):
 
 
 def test_an_epoch_that_the_batch_divides_has_no_step_of_its_own_at_its_end():
-    run = Settings(epochs=1, global_batch_size=10)
-    plan = make_plan(run, 30, 2, resumed=False)
+    run = Settings(epochs=1, batch_size=10)
+    plan = make_plan(run, 30, 2)
     assert last_step(plan, run, imagined(run, 2)) is None
 
 

@@ -33,7 +33,7 @@ def train(recipe, folder, name, *flags, world_size=1, environment=None):
     return path
 
 
-@pytest.mark.parametrize("flags", [(), ("--batch-size", "4", "--accumulate", "3")])
+@pytest.mark.parametrize("flags", [(), ("--batch-size", "12", "--accumulate", "3")])
 def test_a_group_of_one_on_nccl_trains_as_one_process(cuda, recipe, tmp_path, flags):
     device = ("--device", cuda.type)
     alone = train(recipe, tmp_path, "alone", *device, *flags)

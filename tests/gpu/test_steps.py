@@ -45,7 +45,7 @@ def trained(cifar10, mnist):
         "spiral": ("spiral",),
         "sgd, clipped": ("spiral", "--optimizer", "sgd", "--momentum", "0.9", "--clip-norm", "1"),
         "convnet": ("mnist", "--data-dir", mnist, "--model", "convnet", "--batch-size", "10"),
-        "accumulated": ("mnist", "--data-dir", mnist, "--batch-size", "5", "--accumulate", "2"),
+        "accumulated": ("mnist", "--data-dir", mnist, "--batch-size", "10", "--accumulate", "2"),
         "cifar10, bf16": (
             *("cifar10", "--data-dir", cifar10, "--precision", "bf16"),
             *("--width", "8", "--batch-size", "10"),
@@ -96,4 +96,4 @@ def test_out_of_memory_is_one_message_that_names_the_batch_size(cuda, tmp_path):
     recipe = tiny.write_recipe(tmp_path, LARGE)
     told = refusal("train", str(recipe), "--run-dir", str(tmp_path / "run"), folder=tmp_path)
     assert "memory" in told
-    assert "--batch-size" in told
+    assert "--micro-batch-size" in told

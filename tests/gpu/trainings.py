@@ -41,7 +41,7 @@ def normalise(images):
     return images.double() / 255 - 0.5
 
 recipe = Recipe(model=model, data=data, AUGMENTtransform=normalise,
-                settings={"epochs": 2, "global_batch_size": 20, "lr": 0.01, "precision": "fp64"})
+                settings={"epochs": 2, "batch_size": 20, "lr": 0.01, "precision": "fp64"})
 """
 IN_MEMORY = IMAGES.replace("AUGMENT", "augment=flip, ")
 IN_MEMORY_PLAIN = IMAGES.replace("AUGMENT", "")

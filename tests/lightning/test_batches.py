@@ -15,7 +15,7 @@ from tests.training.test_metrics import RECIPE as OBJECTS
 
 def test_graphs_in_micro_steps_of_uneven_shares_train_as_in_the_native_loop(tmp_path):
     """128 and 13 graphs of 109 a step and rank: the last step needs fewer micro-steps."""
-    flags = (*FP64, *RECIPES["graphs.py"], "--global-batch-size", "32", "--batch-size", "4")
+    flags = (*FP64, *RECIPES["graphs.py"], "--batch-size", "32", "--micro-batch-size", "4")
     compared(EXAMPLES / "graphs.py", tmp_path, *flags)
 
 

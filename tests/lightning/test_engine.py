@@ -28,7 +28,7 @@ SETTINGS = {
         *("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine"),
         *("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01"),
     ),
-    "accumulated": ("--batch-size", "2", "--global-batch-size", "12"),
+    "accumulated": ("--micro-batch-size", "2", "--batch-size", "13"),
     "without the incomplete batch": ("--drop-last",),
     "ended within an epoch": ("--max-steps", "17"),
     "stopped early": ("--patience", "1", "--lr", "0.3"),
@@ -80,7 +80,7 @@ def test_recipes_with_dropout_draw_the_same(tmp_path, target, flags, world_size,
             target,
             "--epochs",
             "1",
-            "--global-batch-size",
+            "--batch-size",
             "32",
             *flags,
             *engine,
@@ -105,7 +105,7 @@ def test_a_resnet_with_batch_norm_and_augmentation_is_the_same(tmp_path):
             "4",
             "--epochs",
             "2",
-            "--global-batch-size",
+            "--batch-size",
             "16",
             "--log-every",
             "1",
@@ -259,7 +259,7 @@ def test_in_a_users_own_trainer_it_learns_what_samestep_train_does(tmp_path, wor
         "701",
         "--epochs",
         "2",
-        "--global-batch-size",
+        "--batch-size",
         "32",
         "--run-dir",
         str(path),
@@ -267,7 +267,7 @@ def test_in_a_users_own_trainer_it_learns_what_samestep_train_does(tmp_path, wor
         folder=tmp_path / "out",
     )
     expected = [r for r in tiny.account(path) if r["event"] == "evaluation"][-2]
-    values = run_ranks(_fit, world_size, tmp_path / "own", 32 // world_size)
+    values = run_ranks(_fit, world_size, tmp_path / "own", 32)
     for value in values:  # the global numbers, on every rank
         assert value["val_loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert value["val_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
@@ -347,7 +347,7 @@ def _execute(program: str, folder: Path) -> None:
 def test_a_trainer_that_accumulates_otherwise_is_told_how_often(tmp_path):
     program = (
         "import lightning.pytorch as pl, samestep as s\n"
-        "settings = s.Settings(epochs=1, batch_size=8, global_batch_size=32)\n"
+        "settings = s.Settings(epochs=1, micro_batch_size=8, batch_size=32)\n"
         "pl.Trainer(max_epochs=1, logger=False, accelerator='cpu').fit("
         "s.LitRecipe('spiral', settings), s.LitData('spiral', settings))"
     )
@@ -372,7 +372,7 @@ def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_t
     )
     code, printed = execute(tmp_path, program)
     assert code == 0, printed
-    assert printed.splitlines()[-1] == "5 2 9 9"  # of 140 samples in batches of 32 and of 64
+    assert printed.splitlines()[-1] == "5 2 15 15"  # of 140 samples in batches of 32
 
 
 def test_a_data_module_can_be_looked_at_without_a_trainer(tmp_path):

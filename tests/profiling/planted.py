@@ -60,7 +60,7 @@ def data():
     return Splits(train={train}, validation=validation)
 
 recipe = Recipe(model=Net, data=data, settings={{
-    "epochs": 2, "batch_size": BATCH, "optimizer": "sgd", "lr": 1e-6, {settings}
+    "epochs": 2, "batch_size_per_rank": BATCH, "optimizer": "sgd", "lr": 1e-6, {settings}
 }})
 """
 _DEFAULTS = {

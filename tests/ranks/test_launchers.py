@@ -139,7 +139,7 @@ recipe = Recipe(loss=loss, """,
 )
 GOES_ON = (
     *("-m", "samestep", "train", "paced.py", "--run-dir", "run", "--resume", "--epochs", "20"),
-    *("--global-batch-size", "20", "--checkpoint-every-steps", "1", "--log-every", "1"),
+    *("--batch-size", "20", "--checkpoint-every-steps", "1", "--log-every", "1"),
 )
 
 

@@ -170,7 +170,7 @@ def test_two_ranks_take_the_steps_of_one_where_batch_norm_is_frozen(binary, tmp_
             str(folder),
             "--width",
             "2",
-            "--global-batch-size",
+            "--batch-size",
             "12",
             "--epochs",
             "2",

@@ -162,7 +162,7 @@ def test_the_test_is_told_beside_what_has_to_be_beaten(trained):
 
 def test_two_ranks_take_the_same_steps(matches, trained, tmp_path):
     flags = ("--data-dir", str(matches), "--cache-dir", str(tmp_path / "kept"))
-    more = ("--log-every", "1", "--dropout", "0", "--global-batch-size", "64")
+    more = ("--log-every", "1", "--dropout", "0", "--batch-size", "64")
     runs = [train(tmp_path, *flags, *more, name=f"{n}", world_size=n) for n in (1, 2)]
     losses = [
         [record["loss"] for record in read_records(path) if record["event"] == "step"]

@@ -20,7 +20,7 @@ from tests.cricket_files import encoded, match, write
 pytest.importorskip("torch_geometric")
 
 SMALL = ("--balls-per-match", "6", "--width", "8", "--threads", "1", "--max-steps", "1")
-SMALL += ("--global-batch-size", "4")
+SMALL += ("--batch-size", "4")
 
 
 def command(source, folder, *flags):

@@ -136,7 +136,7 @@ def test_settings_of_the_command_line_and_unlike_the_defaults_come_first(tmp_pat
     (run / "environment.json").write_text(json.dumps({"command": command}))
     part = collect([run]).runs[0]
     special, others = part.settings
-    assert {row[0] for row in special.rows} == {"lr", "global_batch_size", "epochs", "width"}
+    assert {row[0] for row in special.rows} == {"lr", "batch_size", "epochs", "width"}
     assert [row[0] for row in others.rows] == ["seed"]
     assert part.commands[0] == ("repeat it", "samestep train toy --width 8")
 

@@ -10,7 +10,7 @@ def measured(
 
     The phases are in milliseconds of a step; what they leave is `forward`.
     """
-    setup = Setup(mode=mode, ranks=ranks, global_batch_size=batch, batch_size=batch // ranks)
+    setup = Setup(mode=mode, ranks=ranks, global_batch_size=batch, micro_batch_size=batch // ranks)
     found = []
     for number in range(rounds):
         step = ms[number % len(ms)]

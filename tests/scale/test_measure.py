@@ -39,7 +39,7 @@ def measured(recipe: Path, ranks: int, batches: list[int], folder: Path) -> list
     assert codes == [0] * ranks
     return [
         MeasuredSetup(
-            setup=Setup(mode="weak", ranks=ranks, global_batch_size=batch, batch_size=own),
+            setup=Setup(mode="weak", ranks=ranks, global_batch_size=batch, micro_batch_size=own),
             rounds=[read_measurement(Path(run))],
         )
         for batch, own, run in setups

@@ -14,7 +14,7 @@ from tests.scale.made import measurement
 
 
 def sizes(study):
-    return [(s.mode, s.ranks, s.global_batch_size, s.batch_size) for s in study.setups]
+    return [(s.mode, s.ranks, s.global_batch_size, s.micro_batch_size) for s in study.setups]
 
 
 def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_the_global_batch():
@@ -28,24 +28,27 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_the_global_batch():
 
 
 def test_the_smallest_number_of_ranks_is_what_the_settings_mean():
-    study = plan_study(Settings(global_batch_size=64), [2, 4], ["strong", "weak"])
+    study = plan_study(Settings(batch_size=64), [2, 4], ["strong", "weak"])
     assert sizes(study) == [("strong", 2, 64, 32), ("strong", 4, 64, 16), ("weak", 4, 128, 32)]
 
 
 def test_micro_steps_stay_when_scaling_weakly_and_become_fewer_when_strongly():
-    settings = Settings(global_batch_size=64, batch_size=16)  # four micro-steps on one rank
+    settings = Settings(batch_size=64, micro_batch_size=16)  # four micro-steps on one rank
     study = plan_study(settings, [1, 2], ["weak", "strong"])
     assert sizes(study)[1:] == [("weak", 2, 128, 16), ("strong", 2, 64, 16)]
 
 
-def test_a_batch_that_ranks_cannot_share_is_left_out_and_said():
-    study = plan_study(Settings(batch_size=32), [1, 3], ["weak", "strong"])
-    assert sizes(study) == [("weak", 1, 32, 32), ("weak", 3, 96, 32)]
+def test_a_batch_that_ranks_do_not_divide_is_measured_and_one_without_samples_for_all_left_out():
+    study = plan_study(Settings(batch_size=4), [1, 3, 5], ["weak", "strong"])
+    assert sizes(study) == [
+        ("weak", 1, 4, 4),
+        *(("weak", 3, 12, 4), ("strong", 3, 4, 2)),
+        ("weak", 5, 20, 4),
+    ]
     (note,) = study.left_out
-    assert note.startswith("strong scaling at 3 ranks")
-    assert "--global-batch-size 32" in note
-    with pytest.raises(UserError, match="--global-batch-size 32"):
-        plan_study(Settings(batch_size=32), [1, 3], ["strong"])
+    assert note.startswith("strong scaling at 5 ranks")
+    with pytest.raises(UserError, match="--batch-size 4"):
+        plan_study(Settings(batch_size=4), [1, 5], ["strong"])
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,b", "0,1", "-1,2", "1", "4", "2,2", "1,65", "1.5,2"])

@@ -20,7 +20,7 @@ PLAN = {
     "device": "cpu",
     "threads": 1,
     "precision": "fp32",
-    "batch_size": 32,
+    "micro_batch_size": 32,
     "accumulate": 1,
     "global_batch_size": 32,
     "num_samples": 7000,

@@ -94,16 +94,16 @@ def test_what_a_job_may_lack_is_told_with_the_flag_that_gives_it(tmp_path, optio
 ELASTIC = JobOptions(nodes="1-4", ntasks_per_node=2)
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 32}, {"batch_size": 32, "accumulate": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size_per_rank": 32}, {"batch_size_per_rank": 32, "accumulate": 2}]
+)
 def test_a_range_of_nodes_is_refused_where_they_would_decide_on_the_global_batch(sizes):
-    with pytest.raises(UserError, match=r"--nodes 1-4: .*--virtual-ranks 8 .*--global-batch-size"):
+    with pytest.raises(UserError, match=r"--nodes 1-4: .*--batch-size N .*--virtual-ranks 8 "):
         check_ranks(ELASTIC, Settings(**sizes))
     check_ranks(JobOptions(nodes="4", ntasks_per_node=2), Settings(**sizes))
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"global_batch_size": 32}, {"virtual_ranks": 8}, {"virtual_ranks": 9}]
-)
+@pytest.mark.parametrize("sizes", [{"batch_size": 32}, {"virtual_ranks": 8}, {"virtual_ranks": 9}])
 def test_a_range_of_nodes_is_taken_where_the_training_is_the_same_on_all(sizes):
     check_ranks(ELASTIC, Settings(**sizes))
 
@@ -112,7 +112,7 @@ def test_a_range_of_nodes_is_taken_where_the_training_is_the_same_on_all(sizes):
 def test_fewer_virtual_ranks_than_ranks_are_refused_before_the_job_waits(nodes):
     options = JobOptions(nodes=nodes, ntasks_per_node=2)
     with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
-        check_ranks(options, Settings(virtual_ranks=7, global_batch_size=32))
+        check_ranks(options, Settings(virtual_ranks=7, batch_size=32))
 
 
 def test_a_time_limit_of_the_shell_counts():

@@ -265,7 +265,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(run, refuse, half_trained, tm
         ("hidden = 16", "hidden = 24", "hidden = 16"),
         ("samples = 131", "samples = 130", "samples = 131"),
         ("seed = 42", "seed = 43", "seed = 42"),
-        ("global_batch_size = 12", "global_batch_size = 24", "global_batch_size = 12"),
+        ("batch_size = 12", "batch_size = 24", "batch_size = 12"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_data_is_refused(run, refuse, old, new, named):

@@ -32,7 +32,7 @@ def data():
                   classes=("low", "middle", "high", "absent"))
 
 recipe = Recipe(model=lambda: nn.Linear(4, 4), data=data,
-                settings={"epochs": 2, "global_batch_size": 12, "lr": 0.05})
+                settings={"epochs": 2, "batch_size": 12, "lr": 0.05})
 """
 
 

@@ -80,11 +80,11 @@ CASES = {
     ),
     "sgd": Case(
         "--optimizer sgd --momentum 0.9 --weight-decay 0.1 --clip-norm 0.3 --lr 0.1 "
-        "--batch-size 6 --accumulate 2",
+        "--batch-size 12 --accumulate 2",
         2,
     ),
     "large": Case(
-        "--optimizer adamw --weight-decay 0.2 --clip-norm 0.05 --batch-size 6 --accumulate 2",
+        "--optimizer adamw --weight-decay 0.2 --clip-norm 0.05 --batch-size 12 --accumulate 2",
         1,
         recipe="normalised.py",
         small=False,
@@ -284,7 +284,7 @@ def test_a_graph_holds_no_more_steps_than_there_are_in_a_row(
 ):
     """Else no group of steps would ever be full, and --compile on would compile nothing."""
     settings = Settings(batch_size=10, epochs=None if "max_steps" in told else 5, **told)
-    plan = make_plan(settings, num_samples, 1, resumed=False)
+    plan = make_plan(settings, num_samples, 1)
     assert _steps_per_graph(settings, plan, steps_per_block) == expected
 
 

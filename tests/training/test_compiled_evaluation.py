@@ -78,7 +78,7 @@ LONG = {"epochs": 100, "compile": "on"}
 @pytest.mark.usefixtures("compiled")
 def test_it_pays_on_a_gpu_in_runs_that_evaluate_much(told, device, compiles):
     settings = Settings(batch_size=10, **{**LONG, **told})
-    plan = make_plan(settings, 2000, 1, resumed=False)
+    plan = make_plan(settings, 2000, 1)
     world = World(device=torch.device(device))
     made = compiled_forward(nn.Linear(3, 2), settings, world, plan, num_samples=1000)
     assert (made is not None) == compiles

@@ -60,7 +60,7 @@ def told_of(tmp_path, verb, when, error, *flags):
 def test_memory_that_is_used_up_gets_one_message_with_what_to_do(tmp_path, when, where, steps):
     run = tmp_path / "run"
     message = told_of(tmp_path, "train", when, NO_MEMORY, "--run-dir", str(run))
-    for part in (where, "139.80 GiB", "hungry.py:14", "--accumulate", "--eval-batch-size"):
+    for part in (where, "139.80 GiB", "hungry.py:14", "--micro-batch-size", "--eval-batch-size"):
         assert part in message
     assert message.count("expandable_segments") == 1
     records = all_records(run)
@@ -71,7 +71,7 @@ def test_memory_that_is_used_up_gets_one_message_with_what_to_do(tmp_path, when,
 
 
 def test_a_profile_tells_it_too(tmp_path):
-    assert "--batch-size" in told_of(
+    assert "--micro-batch-size" in told_of(
         tmp_path, "profile", IN_TRAINING, NO_MEMORY, "--run-dir", str(tmp_path / "run")
     )
 

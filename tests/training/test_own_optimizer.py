@@ -40,7 +40,7 @@ def recipe_of(**parts) -> Recipe:
 def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up():
     sizes = {"lr_scaling": "linear", "base_batch_size": 8, "batch_size": 32, "epochs": 3}
     settings = Settings(lr=0.1, weight_decay=0.3, warmup_steps=3, **sizes)
-    plan, model = make_plan(settings, 128, 1, resumed=False), network()
+    plan, model = make_plan(settings, 128, 1), network()
     optimizer = optimizer_of(recipe_of(optimizer=two_groups), model, settings, plan.lr, CPU)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.04, 0.4])
     for step, scale in enumerate((0.25, 0.5, 0.75, 1.0, 1.0)):
@@ -52,7 +52,7 @@ def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up()
 
 def test_a_schedule_of_ones_own_multiplies_the_warm_up():
     settings = Settings(lr=0.1, batch_size=8, epochs=1, warmup_steps=1)
-    plan = make_plan(settings, 48, 1, resumed=False, schedule=lambda step, total: 1 - step / total)
+    plan = make_plan(settings, 48, 1, schedule=lambda step, total: 1 - step / total)
     rates = [learning_rate(plan, settings, step) for step in range(6)]
     factors = [0.5 * 6 / 6, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
     assert rates == pytest.approx([0.1 * factor for factor in factors])
@@ -64,7 +64,7 @@ def test_a_schedule_of_ones_own_is_not_asked_for_steps_after_the_last():
         return 1 - (step + 1) / (total + 1)
 
     settings = Settings(lr=0.1, batch_size=8, epochs=1)
-    plan = make_plan(settings, 48, 1, resumed=False, schedule=schedule)
+    plan = make_plan(settings, 48, 1, schedule=schedule)
     rates = [learning_rate(plan, settings, step) for step in (5, 6, 700)]
     assert rates == pytest.approx([0.1 / 7] * 3)
 
@@ -105,7 +105,7 @@ def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
         loss=nn.functional.cross_entropy,
         own=recipe.own_parts(),
     )
-    plan = make_plan(settings, 48, 1, resumed=False)
+    plan = make_plan(settings, 48, 1)
     step = make_step(compiles, trainee, settings, world, plan, 1, make_phases(CPU))
     assert isinstance(step, ModelStep) is (why is not None)
     if why is not None:

@@ -1,12 +1,17 @@
 """What follows from the settings: batch sizes on any ranks, lengths, learning rates."""
 
-import re
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from samestep import Settings, UserError
+from samestep.data.blocks import group_steps
+from samestep.data.source import micro_steps
+from samestep.ranks.world import World
+from samestep.settings import merge_layers
 from samestep.training.due import is_recorded
 from samestep.training.plan import learning_rate, make_plan
 
@@ -14,88 +19,94 @@ SIZES = st.integers(1, 12)
 PLENTY = 10_000
 
 
-def plan_of(num_samples=PLENTY, world_size=1, *, resumed=False, **told):
+def plan_of(num_samples=PLENTY, world_size=1, **told):
     told.setdefault("epochs", 1)
-    return make_plan(Settings(**told), num_samples, world_size, resumed=resumed)
+    return make_plan(Settings(**told), num_samples, world_size)
 
 
-@given(SIZES, SIZES, SIZES)
-def test_any_two_of_the_batch_sizes_give_the_third(batch, world_size, accumulate):
-    total = batch * world_size * accumulate
-    for told in (
-        {"batch_size": batch, "accumulate": accumulate},
-        {"global_batch_size": total, "accumulate": accumulate},
-        {"global_batch_size": total, "batch_size": batch},
-        {"global_batch_size": total, "batch_size": batch, "accumulate": accumulate},
-    ):
-        plan = plan_of(world_size=world_size, **told)
-        assert (plan.global_batch_size, plan.batch_size, plan.accumulate) == (
-            total,
-            batch,
-            accumulate,
-        )
+@given(
+    st.integers(1, 200), SIZES, st.none() | SIZES, st.none() | SIZES, st.booleans(), st.booleans()
+)
+@settings(max_examples=300)
+def test_any_batch_is_shared_by_any_number_of_ranks(
+    batch, world_size, micro_batch, accumulate, virtual, together
+):
+    """Every sample once, shares that differ by one at most, and no micro-step above its limit."""
+    assume(world_size <= batch)
+    told = {"micro_batch_size": micro_batch} if micro_batch else {"accumulate": accumulate}
+    how = Settings(batch_size=batch, epochs=1, sync_batchnorm=together, **told)
+    virtual_ranks = (batch + world_size) // 2 if virtual else 0
+    if virtual:
+        how = replace(how, sync_batchnorm=False, virtual_ranks=virtual_ranks)
+    plan = make_plan(how, PLENTY, world_size)
+    taken, sizes, numbers = [], [], []
+    for rank in range(world_size):
+        world = World(rank=rank, world_size=world_size, virtual_ranks=virtual_ranks)
+        blocks = group_steps(torch.arange(PLENTY), 0, 1, batch, world, drop_last=False)
+        block = next(blocks)
+        parts = list(micro_steps(block, plan.cut(how), world))
+        counted = [part for part in parts if part.weight]
+        taken += [index for part in counted for index in part.inputs.tolist()]
+        sizes.append(sum(part.rows for part in counted))
+        numbers.append(len(parts))
+        assert all(part.rows <= plan.micro_batch_size for part in parts)
+        assert {part.rows for part in counted} <= plan.full_micro_steps(how)
+    assert sorted(taken) == list(range(batch))
+    assert plan.micro_batch_size <= (micro_batch or batch)
+    assert micro_batch or plan.accumulate <= (accumulate or 1)
+    if not virtual:
+        assert max(sizes) - min(sizes) <= 1
+        assert max(numbers) == plan.accumulate
+    assert not how.sync_batchnorm or set(numbers) == {plan.accumulate}
 
 
 def test_without_accumulate_there_is_one_micro_step():
-    assert plan_of(world_size=3, batch_size=8).global_batch_size == 24
-    assert plan_of(world_size=3, global_batch_size=24).batch_size == 8
+    for world_size, largest in ((1, 24), (3, 8), (5, 5)):
+        plan = plan_of(world_size=world_size, batch_size=24)
+        assert (plan.micro_batch_size, plan.accumulate) == (largest, 1)
 
 
-def test_a_batch_size_larger_than_a_ranks_share_is_cut_to_it():
-    """Beside a global batch, the batch size is what fits a rank's memory: the most of it."""
-    plan = plan_of(world_size=2, global_batch_size=24, batch_size=64)
-    assert (plan.batch_size, plan.accumulate) == (12, 1)
+def test_a_batch_per_rank_makes_more_of_more_ranks():
+    told = {"batch_size_per_rank": 8, "accumulate": 2}
+    plan = plan_of(world_size=3, **told)
+    assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulate) == (24, 4, 2)
+    with pytest.raises(UserError, match=r"--batch-size 24 and --batch-size-per-rank 8"):
+        plan_of(batch_size=24, **told)
 
 
-@given(st.integers(1, 200), st.none() | SIZES, st.none() | SIZES, SIZES)
-@settings(max_examples=300)
-def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_would(
-    total, batch, accumulate, world_size
-):
-    told = {"batch_size": batch, "accumulate": accumulate}
-    try:
-        plan = plan_of(world_size=world_size, global_batch_size=total, **told)
-    except UserError as error:
-        message = str(error)
-        assert f"--global-batch-size {total}" in message
-        found = re.search(r"The nearest that would do: (\d+)(?: or (\d+))?\.", message)
-        if found is None:
-            assert f"--accumulate is {accumulate}" in message
-            assert batch is not None
-            return
-        named = [int(size) for size in found.groups() if size]
-        assert len(named) == 2 or named[0] > total
-        unit = int(re.search(r"not a multiple of (\d+)", message)[1])
-        assert all(abs(size - total) < unit for size in named)
-        told["accumulate"] = accumulate if batch is None else None
-        for size in named:
-            assert plan_of(world_size=world_size, global_batch_size=size, **told)
-    else:
-        assert plan.global_batch_size == total
-        assert plan.batch_size * world_size * plan.accumulate == total
-        assert accumulate in (None, plan.accumulate)
-        assert batch is None or plan.batch_size <= batch
+def test_the_global_batch_size_is_another_name_of_the_batch_size():
+    assert Settings(global_batch_size=8) == Settings(batch_size=8, global_batch_size=8)
+    assert merge_layers({"batch_size": 4}, {"global_batch_size": 8}) == {"batch_size": 8}
+    for refused in (
+        lambda: Settings(batch_size=8, global_batch_size=64),
+        lambda: merge_layers({"batch_size": 8, "global_batch_size": 64}),
+    ):
+        with pytest.raises(UserError, match="batch_size is 8 and global_batch_size is 64"):
+            refused()
 
 
-def test_the_refusal_says_what_was_multiplied():
-    with pytest.raises(UserError, match=r"100 .* 24 .*8 × 3"):
-        plan_of(world_size=3, global_batch_size=100, batch_size=8)
+def test_a_batch_that_leaves_ranks_without_samples_is_refused():
+    for how in ({}, {"virtual_ranks": 7}):
+        with pytest.raises(UserError, match=r"--batch-size 3 .* 7 .*--batch-size 7"):
+            plan_of(world_size=7, batch_size=3, **how)
 
 
-def test_batch_sizes_that_contradict_each_other_are_refused():
+def test_micro_steps_that_contradict_each_other_are_refused():
+    told = {"batch_size": 24, "micro_batch_size": 8}
+    assert plan_of(**told, accumulate=3).accumulate == 3
     with pytest.raises(UserError, match="--accumulate 3, but --accumulate is 2"):
-        plan_of(global_batch_size=24, batch_size=8, accumulate=2)
+        plan_of(**told, accumulate=2)
 
 
 def test_a_static_graph_with_micro_steps_on_several_ranks_is_refused():
-    told = {"batch_size": 4, "accumulate": 2, "static_graph": True}
+    told = {"batch_size": 8, "accumulate": 2, "static_graph": True}
     assert plan_of(**told).accumulate == 2
     with pytest.raises(UserError, match=r"--static-graph .* 2 micro-steps"):
         plan_of(world_size=2, **told)
 
 
-def test_without_any_batch_size_the_two_flags_are_named():
-    with pytest.raises(UserError, match=r"--batch-size .* or --global-batch-size"):
+def test_without_any_batch_size_its_flag_is_named():
+    with pytest.raises(UserError, match="--batch-size"):
         plan_of()
 
 
@@ -124,10 +135,8 @@ def test_steps_and_epochs_follow_from_the_one_that_ends_first(
 
 def test_more_ranks_than_samples_are_refused_with_the_most_that_would_do():
     with pytest.raises(UserError, match=r"8 ranks .* 7 "):
-        plan_of(7, 8, batch_size=1)
-    assert plan_of(7, 7, batch_size=1).total_steps == 1
-    with pytest.raises(UserError, match="at most 7 ranks"):
-        plan_of(7, 8, global_batch_size=8, resumed=True)
+        plan_of(7, 8, batch_size=8)
+    assert plan_of(7, 7, batch_size=7).total_steps == 1
 
 
 def test_drop_last_that_would_leave_no_step_is_refused():
@@ -137,31 +146,17 @@ def test_drop_last_that_would_leave_no_step_is_refused():
     assert plan_of(7, batch_size=8).total_steps == 1
 
 
-@given(SIZES, SIZES, SIZES, SIZES, st.booleans())
-def test_a_resumed_run_keeps_its_global_batch_and_its_memory_on_any_ranks(
-    batch, world_size, accumulate, other_size, drop_last
+@given(st.integers(12, 200), SIZES, st.none() | SIZES, SIZES)
+def test_a_resumed_run_keeps_its_batch_and_its_memory_on_any_ranks(
+    batch, world_size, accumulate, other_size
 ):
-    """The batch per rank never grows beyond what fitted, and shares need not be equal."""
-    before = plan_of(
-        world_size=world_size, batch_size=batch, accumulate=accumulate, drop_last=drop_last
-    )
-    stored = {"batch_size": before.batch_size, "global_batch_size": before.global_batch_size}
-    after = plan_of(world_size=other_size, resumed=True, drop_last=drop_last, **stored)
-    assert after.global_batch_size == before.global_batch_size
-    assert (after.steps_per_epoch, after.total_steps) == (
-        before.steps_per_epoch,
-        before.total_steps,
-    )
-    assert after.batch_size <= before.batch_size
-    share = -(-after.global_batch_size // other_size)
-    assert after.batch_size * (after.accumulate - 1) < share <= after.batch_size * after.accumulate
-    again = plan_of(world_size=world_size, resumed=True, drop_last=drop_last, **stored)
-    assert again == before
-
-
-def test_a_resumed_run_may_have_fewer_samples_a_step_than_ranks():
-    plan = plan_of(world_size=5, resumed=True, global_batch_size=3, batch_size=3)
-    assert (plan.global_batch_size, plan.batch_size, plan.accumulate) == (3, 1, 1)
+    """A rank never computes more at once than what fitted."""
+    before = plan_of(world_size=world_size, batch_size=batch, accumulate=accumulate)
+    stored = {"batch_size": batch, "micro_batch_size": before.micro_batch_size}
+    after = plan_of(world_size=other_size, **stored)
+    assert after.global_batch_size == batch
+    assert after.micro_batch_size <= before.micro_batch_size
+    assert plan_of(world_size=world_size, **stored) == before
 
 
 @pytest.mark.parametrize(
@@ -179,9 +174,9 @@ def test_a_resumed_run_may_have_fewer_samples_a_step_than_ranks():
 def test_the_learning_rate_follows_the_global_batch(scaling, total, expected):
     told = {"lr": 0.1, "lr_scaling": scaling, "base_batch_size": 64}
     for how in (
-        {"global_batch_size": total},
-        {"batch_size": total // 2, "world_size": 2},
-        {"batch_size": total // 4, "world_size": 2, "accumulate": 2},
+        {"batch_size": total},
+        {"batch_size": total, "world_size": 2, "accumulate": 2},
+        {"batch_size_per_rank": total // 2, "world_size": 2},
     ):
         assert plan_of(**told, **how).lr == pytest.approx(expected, rel=1e-15)
 

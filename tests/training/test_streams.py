@@ -37,7 +37,7 @@ def alone(request, tmp_path_factory):
     return recipe, flags, folder / "run"
 
 
-WORKERS = ("--num-workers", "2", "--global-batch-size", "12", "--batch-size", "2")
+WORKERS = ("--num-workers", "2", "--batch-size", "12", "--micro-batch-size", "2")
 
 
 def test_it_is_the_same_training_on_several_ranks_and_with_workers(alone, tmp_path):
@@ -70,7 +70,7 @@ def refused(tmp_path: Path, *flags: str, world_size: int = 2) -> str:
 
 
 def test_an_element_that_fails_in_a_worker_is_named_and_ends_all_ranks(tmp_path):
-    flags = ("--elements", "10100", "--fail", "10000", "--global-batch-size", "500")
+    flags = ("--elements", "10100", "--fail", "10000", "--batch-size", "500")
     told = refused(tmp_path, *flags, "--num-workers", "2")
     assert "element 10,000" in told
     assert "flow.py:" in told
@@ -125,16 +125,16 @@ def test_what_comes_after_the_last_step_may_be_broken(tmp_path):
         ({"schedule": "cosine"}, "--max-steps"),
         ({"sync_batchnorm": True}, "--sync-batchnorm"),
         ({"engine": "lightning"}, "--engine lightning"),
-        ({"global_batch_size": 1}, "2 ranks"),
+        ({"batch_size": 1}, "2 ranks"),
     ],
 )
 def test_what_a_stream_does_not_go_with_is_refused_by_name(changed, named):
-    settings = Settings(**{"epochs": 1, "global_batch_size": 4, **changed})
+    settings = Settings(**{"epochs": 1, "batch_size": 4, **changed})
     with pytest.raises(UserError, match=named):
-        make_plan(settings, 0, 2, resumed=True)
+        make_plan(settings, 0, 2)
 
 
 def test_the_plan_of_a_stream_says_what_nobody_knows():
-    plan = make_plan(Settings(epochs=2, global_batch_size=4), 0, 2, resumed=True).record()
+    plan = make_plan(Settings(epochs=2, batch_size=4), 0, 2).record()
     unknown = {"num_samples", "steps_per_epoch", "total_steps"}
     assert {name for name, value in plan.items() if value is None} == unknown

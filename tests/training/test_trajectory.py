@@ -34,7 +34,7 @@ def data():
 def model():
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
 
-recipe = Recipe(model=model, data=data, settings={"epochs": 2, "global_batch_size": 24, "lr": 0.01})
+recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 24, "lr": 0.01})
 """
 
 CONVNET = """
@@ -62,7 +62,7 @@ def normalise(images):
 
 recipe = Recipe(
     model=model, data=data, augment=flip, transform=normalise,
-    settings={"epochs": 3, "global_batch_size": 12, "lr": 0.01},
+    settings={"epochs": 3, "batch_size": 12, "lr": 0.01},
 )
 """
 LOADED = """
@@ -155,9 +155,9 @@ CLIPPED = ("--clip-norm", "0.05", "--optimizer", "sgd")
 def test_loss_and_gradient_norm_are_those_of_one_process_on_any_number_of_ranks(
     recipe, tmp_path, precision, tolerance, flags
 ):
-    flags = ("--precision", precision, *flags)
+    flags = ("--precision", precision, "--batch-size", "32", *flags)
     one = train(recipe, tmp_path, "one", *flags)
-    for size in (2, 3, 4):
+    for size in (2, 3, 5):
         many = train(recipe, tmp_path, f"ranks{size}", *flags, world_size=size)
         assert worst(one, many) < tolerance
     assert json.dumps(one) != "[]"
@@ -167,15 +167,16 @@ def test_loss_and_gradient_norm_are_those_of_one_process_on_any_number_of_ranks(
 
 
 def test_micro_steps_add_up_to_the_same_step(recipe, tmp_path):
-    """24 samples a step: at once, in three micro-steps, on three ranks, or two times two."""
-    whole = train(recipe, tmp_path, "whole", *FP64)
-    for name, batch_size, accumulate, world_size in (
-        ("one", 8, 3, 1),
-        ("ranks", 8, 1, 3),
-        ("both", 6, 2, 2),
+    """32 samples: at once; 11 + 11 + 10; 4 at a time on two ranks; 5 + 5 + 1 on one of three."""
+    flags = (*FP64, "--batch-size", "32")
+    whole = train(recipe, tmp_path, "whole", *flags)
+    for name, world_size, *cut in (
+        ("one", 1, *flags, "--accumulate", "3"),
+        ("two", 2, *flags, "--micro-batch-size", "4"),
+        ("three", 3, *flags, "--micro-batch-size", "5"),
+        ("per rank", 2, *FP64, "--batch-size-per-rank", "16"),
     ):
-        cut = ("--batch-size", str(batch_size), "--accumulate", str(accumulate))
-        other = train(recipe, tmp_path, name, *FP64, *cut, world_size=world_size)
+        other = train(recipe, tmp_path, name, *cut, world_size=world_size)
         assert worst(whole, other) < 1e-12, name
 
 
@@ -255,19 +256,22 @@ def test_on_as_many_ranks_a_resumed_run_with_dropout_is_the_same_to_the_last_bit
     tiny.assert_same_training(run, whole, tolerance=0)
 
 
-def test_a_run_that_reached_its_last_step_can_be_made_longer(tmp_path):
+def test_a_run_that_reached_its_last_step_can_be_made_longer_on_4_then_3_then_2_ranks(tmp_path):
     """Its end leaves an evaluation and a checkpoint of its own; all else is as in one go."""
     recipe = tiny.write_recipe(tmp_path)
     whole, run = tmp_path / "whole", tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(whole), "--max-steps", "40", folder=tmp_path)
-    tiny.train(recipe, "--run-dir", str(run), "--max-steps", "26", world_size=2, folder=tmp_path)
-    tiny.resume(run, "--max-steps", "40", world_size=3, folder=tmp_path)
+    flags = ("--batch-size", "13", "--run-dir")
+    tiny.train(recipe, *flags, str(whole), "--max-steps", "40", folder=tmp_path)
+    first = (*flags, str(run), "--max-steps", "13")
+    tiny.train(recipe, *first, world_size=4, folder=tmp_path)
+    tiny.resume(run, "--max-steps", "26", world_size=3, folder=tmp_path)
+    tiny.resume(run, "--max-steps", "40", world_size=2, folder=tmp_path)
 
     def steps_and_whole_epochs(path):
         return [
             r
             for r in tiny.account(path)
-            if r["event"] == "step" or (r["step"] != 26 and r.get("split") != "test")
+            if r["event"] == "step" or (r["step"] not in (13, 26) and r.get("split") != "test")
         ]
 
     assert worst(steps_and_whole_epochs(run), steps_and_whole_epochs(whole)) < 1e-12
@@ -509,7 +513,7 @@ def test_the_comparison_sees_each_of_the_classic_mistakes(correct, tmp_path, pla
         "1",
         *FP64,
         "--batch-size",
-        "6",
+        "24",
         "--accumulate",
         "2",
     ]

@@ -108,11 +108,11 @@ def accuracy(outputs, targets):
     return outputs.argmax(dim=1) == targets
 
 recipe = Recipe(model=model, data=data, loss=loss, options=Options, metrics={"accuracy": accuracy},
-    settings={"epochs": 2, "global_batch_size": 15, "lr": 0.01, "log_every": 1,
+    settings={"epochs": 2, "batch_size": 15, "lr": 0.01, "log_every": 1,
               "checkpoint_every_steps": 3, "virtual_ranks": 5})
 """
 STEPS = 10
-ONE_BY_ONE = ["--batch-size", "1", "--global-batch-size", "15"]
+ONE_BY_ONE = ["--micro-batch-size", "1", "--batch-size", "15"]
 FLAGS = {
     "mlp": [],
     "conv": ["--kind", "conv"],
@@ -287,7 +287,7 @@ def test_what_decides_over_bits_is_kept_in_the_run(tmp_path, recipe):
     ("flags", "named"),
     [
         (["--virtual-ranks", "16"], "16 is more than the global batch of 15"),
-        (["--virtual-ranks", "64", "--global-batch-size", "64"], "the 63 training samples"),
+        (["--virtual-ranks", "64", "--batch-size", "64"], "the 63 training samples"),
         (["--virtual-ranks", "0"], "--virtual-ranks"),
         (["--virtual-ranks", "4"], "virtual ranks"),  # 15 is no multiple of it
         (["--sync-batchnorm"], "--sync-batchnorm"),

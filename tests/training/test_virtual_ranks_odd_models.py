@@ -77,7 +77,7 @@ class Squares(torchmetrics.Metric):
 
 recipe = Recipe(model=lambda options: Odd(options.kind), data=data, loss=Scaled(False),
     options=Options, metrics={"squares": Squares()},
-    settings={"epochs": 2, "global_batch_size": 16, "lr": 0.01, "log_every": 1,
+    settings={"epochs": 2, "batch_size": 16, "lr": 0.01, "log_every": 1,
               "virtual_ranks": 4, "find_unused": True})
 """
 CHANGES = {

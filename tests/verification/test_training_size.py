@@ -50,7 +50,7 @@ def test_a_batch_that_was_asked_for_is_kept(batch, sizes):
         (8, (1, 2, 3), None, ["--world-sizes 1,2."]),
         (4, (1, 2), None, ["--world-sizes 1."]),
         (2, (1,), None, []),
-        (60, (1, 2), 100, ["--global-batch-size"]),
+        (60, (1, 2), 100, ["--batch-size"]),
         (1, (1, 2), None, []),
         (5, (1, 2, 3), None, ["--world-sizes 1."]),
     ],

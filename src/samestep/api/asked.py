@@ -137,7 +137,7 @@ def request_of(asked: Asked, verb: str = "train") -> Request:
         start,
         Settings(**merge_layers(start.settings_layer, settings)),  # type: ignore[arg-type]
         _options(start, options),
-        given={*given},
+        given={*settings, *options},
         resume=asked.resume,
         allow_change=",".join(asked.allow_change) or None,
     )

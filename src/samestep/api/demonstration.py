@@ -24,7 +24,7 @@ from samestep.settings import flag_name
 
 SETTINGS: dict[str, Any] = {
     "epochs": 10,
-    "global_batch_size": 192,
+    "batch_size": 192,
     "virtual_ranks": 6,
     "lr": 0.004,
     "log_every": 1,

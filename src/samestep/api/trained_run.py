@@ -16,6 +16,7 @@ from samestep.run.directory import is_run, is_written
 from samestep.run.files import read_object, shown_path
 from samestep.run.index import read_index
 from samestep.run.records import NOT_METRICS, Record, read_records
+from samestep.settings import settings_of_run
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +108,8 @@ class TrainedRun:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that it was trained with, and its recipe's options under `options`."""
-        return tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8"))
+        text = (self.path / "settings.toml").read_text(encoding="utf-8")
+        return settings_of_run(tomllib.loads(text))
 
     def plot(self) -> Any:
         """Return a `matplotlib.figure.Figure` of loss and metrics per epoch, the best one marked.

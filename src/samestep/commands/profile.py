@@ -92,7 +92,7 @@ class Command(_Extent):
     workers: str | None = None
     """Try these numbers of loader workers, and say which to use: 0,1,2,4."""
     batch_sizes: str | None = None
-    """Try these batch sizes per rank, and say which is fastest: 32,64,128. Another batch size is
+    """Try these batch sizes, and say which is fastest: 32,64,128. Another batch size is
     another training."""
     apply: Switch = False
     """Write what --workers and --batch-sizes found into the file that --config names, or into a

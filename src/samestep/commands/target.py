@@ -19,7 +19,7 @@ from samestep.execution.request import Request, draft, finish, own_recipe
 from samestep.ranks.failure import TASK
 from samestep.recipe import Recipe
 from samestep.recipe_checks import telling_options
-from samestep.settings import Settings, flag_name
+from samestep.settings import OTHER_NAMES, Settings, flag_name, own_names
 
 
 def parse_target(
@@ -48,7 +48,7 @@ def parse_target(
     """
     if not arguments or arguments[0] in HELP:
         _show_general(verb, about, kind, arguments, lines, settings(), no_effect)
-    target, *flags = arguments
+    target, *flags = own_flags(arguments)
     if target.startswith("-"):
         raise UserError(
             f"Name what to {verb} before {target}: a recipe ({', '.join(recipe_files())}), a "
@@ -203,6 +203,27 @@ def value_of(name: str, flags: list[str]) -> str | None:
         if flag.startswith(f"{name}="):
             found = flag.removeprefix(f"{name}=")
     return found
+
+
+def own_flags(flags: list[str]) -> list[str]:
+    """Return the flags by their own names: `--global-batch-size` is another one of `--batch-size`.
+
+    Raises:
+        UserError: two names of one setting are given, with different values.
+    """
+    found: dict[str, Any] = {}
+    named = []
+    for flag, following in itertools.pairwise([*flags, ""]):
+        typed, equals, value = flag.partition("=")
+        name = typed.removeprefix("--").replace("-", "_")
+        if typed.startswith("--") and name in (*OTHER_NAMES, *OTHER_NAMES.values()):
+            found[name] = value if equals else following
+            own = "--" + flag_name(OTHER_NAMES.get(name, name))
+            named.append(f"{own}{equals}{value}")
+        else:
+            named.append(flag)
+    own_names(found, "the command")
+    return named
 
 
 def names_given(flags: list[str]) -> set[str]:

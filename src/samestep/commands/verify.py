@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from samestep.api.asked import request_of
 from samestep.api.sent import SENT, receive
 from samestep.commands.help import Switch, check_positive, numbers
-from samestep.commands.target import names_given, parse_target
+from samestep.commands.target import names_given, own_flags, parse_target
 from samestep.execution.request import Request
 from samestep.ranks.failure import TASK, rank_of
 from samestep.ranks.process import refuse_inside_launcher, run_as_rank
@@ -73,7 +73,7 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     command, request = parse(arguments)
-    given = names_given(arguments)
+    given = names_given(own_flags(arguments))
     check_positive(tolerance=command.tolerance)
     named = "world_sizes" in given
     wanted = Wanted(

@@ -17,6 +17,7 @@ from samestep.nearby import nearby
 from samestep.run.ending import how_it_ended
 from samestep.run.files import read_object
 from samestep.run.records import NOT_METRICS, Record, as_uninterrupted
+from samestep.settings import settings_of_run
 
 TRAIN_LOSS = "train_loss"
 
@@ -136,7 +137,8 @@ def read_run(path: Path) -> RunData:
     settings = None
     if table is not None:  # settings and options beside each other, as the command line has them
         settings = {key: table[key] for key in table if key not in ("recipe", "options")}
-        settings |= table["options"] if isinstance(table.get("options"), dict) else {}
+        own = table["options"] if isinstance(table.get("options"), dict) else {}
+        settings |= {key: own[key] for key in own if key not in settings}
     plan = starts[-1] if starts else {}
     name = plan.get("recipe") or result.get("recipe") or (table or {}).get("recipe") or ""
     return RunData(
@@ -204,7 +206,7 @@ def _record(line: bytes) -> Record | None:
 
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return settings_of_run(tomllib.loads(file.read_text(encoding="utf-8")))
     except OSError:
         problems.append("settings.toml is missing: its settings are not known")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
@@ -225,10 +227,16 @@ def _facts(path: Path, plan: Record, problems: list[str]) -> dict[str, object]:
     environment = read_object(path / "environment.json")
     if not environment:
         problems.append("environment.json is missing or damaged: versions and machine not known")
-    # The sizes are in settings.toml too; where that is gone, the plan still has them.
-    derived = ("num_samples", "parameters", "batch_size", "global_batch_size", "accumulate")
+    # The sizes are in settings.toml too; where that is gone, the plan still has them. An earlier
+    # run's has the micro-batch under the name of the batch.
+    sizes = {
+        "batch_size": plan.get("global_batch_size"),
+        "micro_batch_size": plan.get("micro_batch_size", plan.get("batch_size")),
+    }
+    others = ("num_samples", "parameters", "accumulate")
     where = ("world_size", "num_nodes", "device", "backend", "threads")
-    facts: dict[str, object] = {name: plan[name] for name in (*derived, *where) if name in plan}
+    facts = {name: plan[name] for name in (*others, *where) if name in plan}
+    facts |= {name: size for name, size in sizes.items() if size is not None}
     facts |= {name: environment[name] for name in ("host", "cores_usable") if name in environment}
     versions = environment.get("versions")
     facts |= versions if isinstance(versions, dict) else {}

@@ -8,7 +8,7 @@ from samestep.settings import Settings, free_names
 
 # Derived, or of where and how fast: the training is the same without them.
 _SAME_TRAINING = free_names(Settings) | {
-    *("batch_size", "accumulate", "engine", "world_size", "num_nodes", "host", "cores_usable"),
+    *("engine", "world_size", "num_nodes", "host", "cores_usable"),
     *("samestep", "python", "torch", "cuda", "sync_batchnorm", "monitor", "mode", "precision"),
 }
 _FREE_OPTIONS = frozenset(
@@ -18,7 +18,7 @@ _FREE_OPTIONS = frozenset(
 _LENGTH = frozenset({"epochs", "max_steps"})
 # The plan has these as the settings do. Of the same name, but something else, are `num_samples` (an
 # option of spiral) and `device` (what was asked for).
-_SIZES = ("batch_size", "global_batch_size", "accumulate")
+_SIZES = ("batch_size", "micro_batch_size", "accumulate")
 UNKNOWN, UNSET = "?", "–"
 
 

@@ -134,9 +134,7 @@ def planned(request: Request, num_samples: int, world_size: int) -> Plan:
         UserError: as `make_plan`.
     """
     schedule = request.recipe.schedule
-    return make_plan(
-        request.settings, num_samples, world_size, resumed=request.resume, schedule=schedule
-    )
+    return make_plan(request.settings, num_samples, world_size, schedule=schedule)
 
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:

@@ -12,15 +12,20 @@ from typing import Any
 
 from samestep.errors import UserError, did_you_mean
 from samestep.recipe import Recipe
-from samestep.settings import Settings, as_table, flag_name, free_names
+from samestep.settings import (
+    Settings,
+    as_table,
+    flag_name,
+    free_names,
+    merge_layers,
+    settings_of_run,
+)
 
 # They decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
-    {
-        *("seed", "drop_last", "batch_size", "global_batch_size", "accumulate", "num_samples"),
-        "shuffle_buffer",
-    }
+    {*("seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples"), "shuffle_buffer"}
 )
+_SIZES = ("batch_size", "micro_batch_size", "accumulate")
 _FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
 
 Change = tuple[Any, Any]
@@ -84,7 +89,8 @@ def check_changes(
         UserError: there are others.
     """
     defaults = {**_plain(as_table(Settings())), **_option_defaults(recipe)}
-    before = defaults | _flat(tomllib.loads(made_with))  # a setting may be newer than the file
+    # A setting may be newer than the file.
+    before = defaults | _flat(settings_of_run(tomllib.loads(made_with)))
     after = defaults | _flat(tomllib.loads(now))
     free = free_names(Settings, recipe.options, virtual_ranks=before.get("virtual_ranks"))
     compared = _names(recipe) - free - _OF_THE_ORDER
@@ -104,6 +110,25 @@ def check_changes(
             f"{'' if _FIXED & others.keys() else insist}."
         )
     return changes
+
+
+def with_sizes_of_run(
+    merged: Mapping[str, object],
+    of_run: Mapping[str, object],
+    flags: Mapping[str, object],
+    *,
+    earlier: bool,
+) -> dict[str, object]:
+    """Return the settings of a repeated command with the batch sizes of the run it goes on with.
+
+    Its flags may ask for other micro-steps. What an earlier version's command says counts per rank,
+    for the ranks of then.
+    """
+    asked = () if earlier else _SIZES[:1] if of_run.get("virtual_ranks") is not None else _SIZES
+    sizes = {name: of_run[name] for name in _SIZES if name in of_run}
+    sizes = merge_layers(sizes, {name: flags[name] for name in asked if name in flags})
+    others = {*_SIZES, "batch_size_per_rank"}
+    return {k: v for k, v in merged.items() if k not in others} | sizes
 
 
 def words_of(changes: Mapping[str, Change]) -> list[str]:

@@ -69,7 +69,7 @@ def evaluate_run(
         place_loss(recipe.loss, opened.device, opened.dtype),
         fitting_metrics(recipe.metrics, source.peek(1).targets),
         world=world,
-        batch_size=evaluation_batch(settings, settings.batch_size or 1),
+        batch_size=evaluation_batch(settings),
         precision=settings.precision,
         seed=settings.seed,
         classes=recipe.counted_classes(splits),

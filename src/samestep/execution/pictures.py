@@ -218,7 +218,7 @@ def _look(sitting: Sitting, album: Album) -> None:
 
 def _ask(sitting: Sitting, some: Some) -> Iterator[tuple[Any, Any, int]]:
     work, settings = sitting.work, sitting.work.settings
-    size, until = evaluation_batch(settings, work.plan.batch_size), time.monotonic() + _ASK_S
+    size, until = evaluation_batch(settings, work.plan.micro_batch_size), time.monotonic() + _ASK_S
     return ask(sitting.model(), some, sitting.recipe, settings, work.world.device, size, until)
 
 

@@ -14,18 +14,24 @@ import msgspec
 import tomli_w
 
 from samestep.errors import UserError, did_you_mean
-from samestep.execution.changes import Change, parse_names, refused_change
+from samestep.execution.changes import Change, parse_names, refused_change, with_sizes_of_run
 from samestep.execution.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
 from samestep.nearby import nearby
 from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
-from samestep.settings import Settings, as_table, flag_name, free_names, merge_layers
+from samestep.settings import (
+    Settings,
+    as_table,
+    flag_name,
+    free_names,
+    merge_layers,
+    own_names,
+    settings_of_run,
+)
 from samestep.tracking.choice import check_choice
 
-# What the file of a run holds as it was derived, not as it was asked for.
-_DERIVED = ("batch_size", "global_batch_size")
 _COLUMNS = 100
 
 
@@ -58,6 +64,8 @@ class Draft:
     options_layer: dict[str, object]
     run: Path | None = None
     """The run that the settings are taken from, if the target was one."""
+    earlier: bool = False
+    """Whether that run is of the time when `batch_size` counted per rank."""
 
     def settings(self) -> Settings:
         """Return the settings as they are without flags."""
@@ -93,6 +101,8 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     tables = [
         (path, read_toml(path)) for path in (run / "settings.toml" if run else None, config) if path
     ]
+    earlier = bool(run) and "global_batch_size" in tables[0][1]
+    tables[:1] = [(p, settings_of_run(t) if run else t) for p, t in tables[:1]]
     named = [str(table.pop("recipe")) for _, table in tables if "recipe" in table]
     if run and not named:
         raise UserError(
@@ -113,7 +123,7 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
         recipe = dataclasses.replace(recipe, name=_name_of(source))
     if source.endswith(".py"):
         source = str(Path(source).resolve())
-    return _layered(source, recipe, run, tables)
+    return dataclasses.replace(_layered(source, recipe, run, tables), earlier=earlier)
 
 
 def _best_file(run: Path) -> str:
@@ -204,7 +214,7 @@ def typed(
     option_types = _field_types(recipe.options) if recipe.options else {}
     ours: dict[str, object] = {}
     theirs: dict[str, object] = {}
-    for key, value in table.items():
+    for key, value in own_names(table, where).items():
         if key not in types and key not in option_types:
             valid = sorted(types)
             own = (
@@ -273,9 +283,7 @@ def finish(
         run = _repeated(start, run_dir)
         options = _inherited(run.options(), options, {*given, *start.options_layer})
         merged = merge_layers(run.settings_layer, merged)
-        # The command gives sizes for its own number of ranks; those of the run are kept.
-        merged.pop("accumulate", None)
-        merged |= {size: run.settings_layer[size] for size in _DERIVED}
+        merged = with_sizes_of_run(merged, run.settings_layer, flags, earlier=run.earlier)
     elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
     if run is not None:
@@ -357,17 +365,17 @@ def _changes(start: Draft, merged: dict[str, object], options: Any) -> dict[str,
     }
 
 
-def to_toml(request: Request, *, batch_size: int, global_batch_size: int) -> str:
+def to_toml(request: Request, *, batch_size: int, micro_batch_size: int) -> str:
     """Return the settings, with the batch sizes that follow from them, as TOML.
 
     `samestep train RUN` starts from them.
     """
     table = as_table(request.settings)
     table.pop("run_dir", None)  # it is where the file lies
-    table.pop("accumulate", None)  # it follows from the two batch sizes on any number of ranks
-    # The batch size is the most that fits a rank: resuming on more ranks does not lower it.
-    table.setdefault("batch_size", batch_size)
-    table["global_batch_size"] = global_batch_size
+    table["batch_size"] = batch_size
+    table = {k: v for k, v in table.items() if k not in ("batch_size_per_rank", "accumulate")}
+    if micro_batch_size < batch_size:  # it fits: fewer ranks that go on need no more memory
+        table.setdefault("micro_batch_size", micro_batch_size)
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
         document["options"] = {

@@ -86,8 +86,10 @@ class Resumed:
 
 def settings_text(request: Request, work: Work) -> str:
     """Return the settings of a run as its settings.toml has them."""
-    sizes = {name: getattr(work.plan, name) for name in ("batch_size", "global_batch_size")}
-    return to_toml(request, **sizes)
+    plan = work.plan
+    return to_toml(
+        request, batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size
+    )
 
 
 def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | None:

@@ -36,6 +36,7 @@ from samestep.training.backends import kernels_of, switched
 from samestep.training.between import Between
 from samestep.training.loop import train
 from samestep.training.parallel import Wrap, wrap
+from samestep.training.plan import batch_notes
 from samestep.training.stopping import Agreement, Minutes, Received
 from samestep.training.work import State, Work, is_done
 
@@ -286,12 +287,14 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
     work, splits = built.work, built.splits
     world = work.world
     notes = notes_of(request, built, path, resumed=resumed is not None)
+    per_rank = request.settings.batch_size_per_rank
     return {
         "event": "start",
         "format": RUN_FORMAT,
         "time": time.time(),
         "recipe": request.recipe.name,
         **work.plan.record(),
+        **({"batch_size_per_rank": per_rank} if per_rank else {}),
         "device": str(world.device),
         "backend": world.backend,
         "launcher": world.launcher,
@@ -325,12 +328,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     notes += _without_effect(work)
     notes += promise_notes(work, path) if resumed else []
-    if 0 < plan.num_samples < plan.global_batch_size:
-        notes.append(
-            f"The global batch of {plan.global_batch_size:,} is larger than the "
-            f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
-            "step."
-        )
+    notes += batch_notes(plan, settings)
     if settings.keep_top_k and work.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
     watched = built.state.watch.metric

@@ -18,7 +18,7 @@ def others_rows(told: Explanation) -> Iterator[tuple[str, str]]:
         steps = f"{other.total_steps:,}" if other.total_steps < ENDLESS else "-"
         this = other.ranks == told.plan.world_size
         word = "this one" if this else "the same" if other.same else "another training"
-        portions = f"{other.accumulate} × {other.batch_size}"
+        portions = f"{other.accumulate} × {other.micro_batch_size}"
         yield (
             name,
             f"{other.global_batch_size:>12,}  {portions:>11}  {steps:>9}  {other.lr:>8.4g}  {word}",
@@ -30,8 +30,8 @@ def equal_rows(told: Explanation) -> Iterator[tuple[str, str]]:
     plan, drawn, virtual = told.plan, told.drawn, told.plan.virtual_ranks
     if any(not (other.same or other.refused) for other in told.others):
         text = (
-            "--batch-size counts per rank, so other ranks make another global batch. Keep it with "
-            f"--global-batch-size {plan.global_batch_size}."
+            "with --batch-size-per-rank, other ranks make another global batch. Keep it with "
+            f"--batch-size {plan.global_batch_size}."
         )
         yield "another", text
     if virtual:

@@ -244,7 +244,7 @@ def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
     return Evaluations(
         has_validation=work.validation is not None,
         num_samples=known or None,
-        batch_size=evaluation_batch(settings, plan.batch_size),
+        batch_size=evaluation_batch(settings, plan.micro_batch_size),
         share=evaluation_shares(known, work.world) if known else None,
         monitor=watch.metric,
         mode=watch.mode,

@@ -16,7 +16,7 @@ class OtherSize:
     refused: str = ""
     """Why it cannot be; then all that follows says nothing."""
     global_batch_size: int = 0
-    batch_size: int = 0
+    micro_batch_size: int = 0
     accumulate: int = 0
     total_steps: int = 0
     lr: float = 0.0
@@ -39,7 +39,7 @@ def _other(request: Request, plan: Plan, ranks: int) -> OtherSize:
     return OtherSize(
         ranks=ranks,
         global_batch_size=other.global_batch_size,
-        batch_size=other.batch_size,
+        micro_batch_size=other.micro_batch_size,
         accumulate=other.accumulate,
         total_steps=other.total_steps,
         lr=other.lr,

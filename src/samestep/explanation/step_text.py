@@ -46,10 +46,10 @@ def step_rows(told: Explanation) -> Iterator[tuple[str, str]]:
     plan = told.plan
     parts = count(plan.virtual_ranks or plan.world_size, "rank")
     parts = parts.replace("rank", "virtual rank") if plan.virtual_ranks else parts
-    even = plan.batch_size * (plan.virtual_ranks or plan.world_size) * plan.accumulate
+    even = plan.micro_batch_size * (plan.virtual_ranks or plan.world_size) * plan.accumulate
     most = "" if even == plan.global_batch_size else "at most "
     text = (
-        f"{plan.global_batch_size:,} per step = {most}{plan.batch_size:,} × {parts} × "
+        f"{plan.global_batch_size:,} per step = {most}{plan.micro_batch_size:,} × {parts} × "
         f"{count(plan.accumulate, 'micro-step')}"
     )
     yield "samples", text

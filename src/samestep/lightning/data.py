@@ -140,18 +140,12 @@ class LitData(pl.LightningDataModule):
                     "Trainer max_epochs or max_steps (beside max_time, as the most)."
                 )
             settings = replace(settings, epochs=epochs, max_steps=steps)
-        sizes = settings.batch_size, settings.global_batch_size, settings.accumulate
-        if sizes[0] is not None and sizes[1:] == (None, None):
+        if settings.micro_batch_size is None:
             settings = replace(settings, accumulate=asked)
         num_samples = self._sources["train"].num_samples
         settings = settings if num_samples else replace(settings, engine="lightning")  # refused
-        plan = make_plan(
-            settings,
-            num_samples,
-            self.world.world_size,
-            resumed=False,
-            schedule=self.recipe.schedule,
-        )
+        schedule = self.recipe.schedule
+        plan = make_plan(settings, num_samples, self.world.world_size, schedule=schedule)
         if plan.accumulate != asked:
             raise UserError(
                 f"The batch sizes need {plan.accumulate} micro-steps and the Trainer takes {asked}:"
@@ -176,8 +170,8 @@ class LitData(pl.LightningDataModule):
     def _share(self, name: str) -> "_Share | list[Any]":
         if name not in self._sources:
             return []
-        batch = self.plan.batch_size if self.plan else self.settings.batch_size or 1
-        return _Share(self._sources[name], evaluation_batch(self.settings, batch), self.world)
+        most = self.plan.micro_batch_size if self.plan else None
+        return _Share(self._sources[name], evaluation_batch(self.settings, most), self.world)
 
 
 class SpiralDataModule(LitData):
@@ -186,7 +180,7 @@ class SpiralDataModule(LitData):
     Args:
         num_samples: points in all; 70 % train, 15 % validation, 15 % test.
         noise: standard deviation that is added to each coordinate.
-        batch_size: samples per rank.
+        batch_size: samples per step over all ranks.
         seed: of the points and their order.
     """
 
@@ -204,7 +198,7 @@ class CIFAR10DataModule(LitData):
 
     Args:
         data_dir: folder of the binary version, or of train/CLASS/*.jpg and test/CLASS/*.jpg.
-        batch_size: samples per rank.
+        batch_size: samples per step over all ranks.
         download: whether to fetch the binary version first if no data is there.
         seed: of the order and the augmentation.
     """
@@ -268,11 +262,11 @@ class Parts:
 
     def _parts_of(self, size: int) -> int:
         largest_share = -(-size // self._plan.world_size)
-        return -(-largest_share // self._plan.batch_size)
+        return -(-largest_share // self._plan.micro_batch_size)
 
     def _cuts(self, rows: int, global_size: int) -> list[tuple[int, int, int]]:
         """Cut a step; every rank gets equally many parts, for Lightning counts them."""
-        batch = self._plan.batch_size
+        batch = self._plan.micro_batch_size
         starts = [part * batch for part in range(self._parts_of(global_size))]
         counts = [min(batch, rows - start) for start in starts]
         # Where another rank has samples left, one that counts nothing stands in.

@@ -209,7 +209,7 @@ class Loops:
         return {
             "num_samples": order["num_samples"],
             "global_batch_size": total,
-            "batch_size": -(-total // world_size),
+            "micro_batch_size": -(-total // world_size),
             "accumulate": 1,
             "steps_per_epoch": num_steps,
             "epochs": self._num_epochs,

@@ -132,7 +132,7 @@ def _launch(seconds: float, measured: MeasuredSteps) -> tuple[str, str]:
     )
     if measured.compiled:
         return why, "More work per operation: a larger --batch-size."
-    change = "More samples per rank and step (--batch-size), or fewer ranks for so small a model."
+    change = "More samples per step (--batch-size), or fewer ranks for so small a model."
     if measured.script:
         change = (
             "torch.compile(model), or more samples per step: each operation then does more work."

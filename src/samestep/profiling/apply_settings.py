@@ -5,6 +5,7 @@ from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.profiling.tracing import write_whole
+from samestep.settings import own_names
 
 
 def check_place(config: Path | None, recipe: str) -> Path:
@@ -37,7 +38,8 @@ def apply_settings(path: Path, values: Mapping[str, int], recipe: str) -> None:
         document = tomlkit.parse(text)
     except TOMLKitError as error:
         raise UserError(f"{path} is no valid TOML: {error}. Nothing was changed.") from error
+    named = {str(key): str(key).replace("-", "_") for key in document}
+    written = {own: key for key in named for own in own_names({named[key]: 0}, path)}
     for key, value in values.items():
-        written = key.replace("_", "-")
-        document[written if written in document else key] = value
+        document[written.get(key, key)] = value
     write_whole(path, tomlkit.dumps(document).encode())

@@ -39,7 +39,7 @@ def evaluation_seconds(work: Work) -> float:
     evaluate_work(replace(work, forward=None), part)  # compiling happens once, and is no part of it
     if work.world.device.type == "cuda":  # the host was ahead; by now it has read the sums
         part.seconds = time.perf_counter() - part.began
-    batches = -(-share // evaluation_batch(work.settings, work.plan.batch_size))
+    batches = -(-share // evaluation_batch(work.settings, work.plan.micro_batch_size))
     return max(work.world.gather(part.seconds / max(1, part.batches) * batches))
 
 

@@ -84,10 +84,16 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
         )
     samples = work.train.num_samples  # 0 of a stream
     for size in wishes.batch_sizes:
-        if samples and size * world.world_size > samples:
+        if samples and size > samples:
             raise UserError(
-                f"--batch-sizes: {size:,} samples a rank, {size * world.world_size:,} a step, are "
-                f"more than the {samples:,} training samples. Leave {size} out.",
+                f"--batch-sizes: {size:,} samples per step are more than the {samples:,} training "
+                f"samples. Leave {size} out.",
+                on_all_ranks=True,
+            )
+        if size < world.num_parts:
+            raise UserError(
+                f"--batch-sizes: {size} samples per step are less than the {world.num_parts} "
+                f"ranks. Leave {size} out.",
                 on_all_ranks=True,
             )
 
@@ -200,7 +206,7 @@ def _sweep(
     def candidate(setting: str, value: int) -> tuple[Work, State]:
         changes: dict[str, Any] = {setting: value}
         if setting == "batch_size":
-            changes |= {"global_batch_size": None, "accumulate": None}
+            changes |= dict.fromkeys(("batch_size_per_rank", "micro_batch_size", "accumulate"))
         settings = replace(best, **changes)
         dtype = data_dtype(settings.precision)
         source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)

@@ -143,9 +143,7 @@ def variant(work: Work, settings: Settings, source: Source) -> Work:
     """Return endless work with other settings: the same model, on a source of its own."""
     world, trainee = work.world, work.trainee
     schedule = work.plan.schedule
-    plan = make_plan(
-        settings, source.num_samples, world.world_size, resumed=False, schedule=schedule
-    )
+    plan = make_plan(settings, source.num_samples, world.world_size, schedule=schedule)
     phases = make_phases(world.device)
     compiles = what_compiles(settings, world, trainee.model, own=trainee.own)
     per_block = source.steps_per_block(plan.global_batch_size)

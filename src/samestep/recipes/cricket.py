@@ -306,7 +306,7 @@ recipe = Recipe(
     accepts=("dropout",),
     settings={
         "epochs": 2,
-        "global_batch_size": 512,
+        "batch_size": 512,
         "eval_batch_size": 512,
         "optimizer": "adamw",
         "weight_decay": 1e-3,

@@ -15,7 +15,7 @@ from samestep.option_calls import with_options
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.run.files import write_text
-from samestep.scale.study import FILE, Measurement, Segment
+from samestep.scale.study import FILE, Measurement, Segment, with_sizes
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.plan import ENDLESS
@@ -36,22 +36,19 @@ def measure(
 ) -> int:
     """Train for some seconds and leave a `Measurement` in the run's directory.
 
-    The request's batch sizes and its end are replaced; `sizes` are the global batch size, the batch
-    size and the run's directory. `seconds` are measured after warming up.
+    The request's batch sizes and its end are replaced; `sizes` are the global batch size, the
+    micro-batch size and the run's directory. `seconds` are measured after warming up.
 
     Returns:
         The signal that stopped it, or 0.
     """
-    global_batch, batch, path = sizes
+    global_batch, micro_batch, path = sizes
     stopwatch = _Stopwatch(received, seconds)
     settings = replace(
-        request.settings,
+        with_sizes(request.settings, global_batch, micro_batch),
         run_dir=path,
         epochs=None,
         max_steps=ENDLESS,
-        global_batch_size=global_batch,
-        batch_size=batch,
-        accumulate=None,
         patience=None,
         monitor=None,
         keep_top_k=None,

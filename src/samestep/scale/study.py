@@ -24,8 +24,8 @@ class Setup:
     mode: Mode
     ranks: int
     global_batch_size: int
-    batch_size: int
-    """Most samples per rank and micro-step, as `Settings` means it."""
+    micro_batch_size: int
+    """Most samples per rank and micro-step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
     """What ranks that are started are to measure: setups of their number, one after the other."""
 
     setups: list[tuple[int, int, str]]
-    """(global batch size, batch size, run directory) of each."""
+    """(global batch size, micro-batch size, run directory) of each."""
     seconds: float
 
 
@@ -116,10 +116,8 @@ def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) 
     for ranks, mode in product(sizes[1:], modes):
         total = base.global_batch_size
         if mode == "weak":
-            total = total // base.ranks * ranks
-        own = replace(
-            settings, global_batch_size=total, batch_size=base.batch_size, accumulate=None
-        )
+            total = total * ranks // base.ranks
+        own = with_sizes(settings, total, base.micro_batch_size)
         try:
             setups.append(_setup(own, mode, ranks))
         except UserError as error:
@@ -129,9 +127,20 @@ def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) 
     return Study(setups=tuple(setups), left_out=tuple(left_out))
 
 
+def with_sizes(settings: Settings, global_batch: int, micro_batch: int) -> Settings:
+    """Return the settings with these batch sizes in place of their own."""
+    return replace(
+        settings,
+        batch_size=global_batch,
+        batch_size_per_rank=None,
+        micro_batch_size=micro_batch,
+        accumulate=None,
+    )
+
+
 def _setup(settings: Settings, mode: Mode, ranks: int) -> Setup:
-    plan = make_plan(replace(settings, epochs=1, max_steps=None), 10**12, ranks, resumed=False)
-    return Setup(mode, ranks, plan.global_batch_size, plan.batch_size)
+    plan = make_plan(replace(settings, epochs=1, max_steps=None), 10**12, ranks)
+    return Setup(mode, ranks, plan.global_batch_size, plan.micro_batch_size)
 
 
 def run_study(
@@ -160,7 +169,7 @@ def run_study(
             if not setups:
                 continue  # left out, now that the size of the training set is known
             runs = {s: folder / f"{s.mode}-{ranks}-round-{number}" for s in setups}
-            sizes = [(s.global_batch_size, s.batch_size, str(run)) for s, run in runs.items()]
+            sizes = [(s.global_batch_size, s.micro_batch_size, str(run)) for s, run in runs.items()]
             launch(ranks, MeasurementTask(seconds=seconds, setups=sizes))
             speeds = []
             for setup, run in runs.items():
@@ -185,7 +194,7 @@ def _without_too_large(study: Study, num_samples: int) -> Study:
     ]
     left = tuple(setup for setup in study.setups if setup not in too_large)
     if study.base in too_large or len(left) < 2:
-        raise UserError(f"{said[0]} Take a smaller --batch-size or --global-batch-size.")
+        raise UserError(f"{said[0]} Take a smaller --batch-size.")
     return replace(study, setups=left, left_out=(*study.left_out, *said))
 
 

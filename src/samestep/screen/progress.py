@@ -90,9 +90,12 @@ class Screen:
         threads = f", {count(plan['threads'], 'thread')} each" if plan["device"] == "cpu" else ""
         virtual = plan.get("virtual_ranks")
         shares = count(virtual, "virtual rank") if virtual else ranks
-        even = plan["batch_size"] * (virtual or plan["world_size"]) * plan["accumulate"]
+        even = plan["micro_batch_size"] * (virtual or plan["world_size"]) * plan["accumulate"]
         most = "" if even == plan["global_batch_size"] else "at most "
-        parts = f"{most}{plan['batch_size']} × {shares} × {count(plan['accumulate'], 'micro-step')}"
+        steps = count(plan["accumulate"], "micro-step")
+        parts = f"{most}{plan['micro_batch_size']} × {shares} × {steps}"
+        if plan.get("batch_size_per_rank"):
+            parts += " (--batch-size-per-rank: other ranks, another batch)"
         lr = f"{plan['lr']:.4g}"
         if plan["lr_scaling"] != "none":
             ratio = plan["lr"] / plan["base_lr"]

@@ -63,12 +63,17 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
             f"computes at least one virtual rank. Give --virtual-ranks {most} or more, or ask for "
             "fewer nodes."
         )
-    if options.is_elastic and virtual is None and settings.global_batch_size is None:
+    if options.is_elastic and virtual is None and settings.batch_size_per_rank is not None:
         raise UserError(
-            f"--nodes {options.nodes}: the global batch would follow from the number of nodes that "
-            "are free at the first start. After `--`, give what is the same on any number of them: "
-            f"--virtual-ranks {most} (or more; equal to the last bit), or --global-batch-size N "
-            "(equal to rounding)."
+            f"--nodes {options.nodes}: --batch-size-per-rank makes a global batch that follows "
+            "from the number of nodes that are free at the first start. Give what is the same on "
+            "any number of them: --batch-size N (equal to rounding), or --virtual-ranks "
+            f"{most} or more (equal to the last bit)."
+        )
+    if settings.batch_size is not None and settings.batch_size < most:
+        raise UserError(
+            f"--batch-size {settings.batch_size}: the job may have {most} ranks ({options.size}), "
+            "and each needs a sample of every step. Give more, or ask for fewer nodes."
         )
 
 

@@ -81,5 +81,5 @@ recipe = Recipe(
     data=data,
     read=lambda _, path: list(scaled(numbers(read_rows(path)))),
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
-    settings={"epochs": 10, "global_batch_size": 32, "lr": 3e-3},
+    settings={"epochs": 10, "batch_size": 32, "lr": 3e-3},
 )

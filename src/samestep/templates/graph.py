@@ -96,5 +96,5 @@ recipe = Recipe(
     read=lambda _, path: read_graphs(path),
     show=lambda outputs, _: [{"class": CLASSES[place]} for place in outputs.argmax(dim=1)],
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
-    settings={"epochs": 15, "global_batch_size": 32, "lr": 5e-3},
+    settings={"epochs": 15, "batch_size": 32, "lr": 5e-3},
 )

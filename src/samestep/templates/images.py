@@ -96,5 +96,5 @@ recipe = Recipe(
     transform=lambda batch: normalise(batch, MEAN, DEVIATION),
     read=lambda _, path: read(path),
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
-    settings={"epochs": 6, "global_batch_size": 32, "lr": 3e-3},
+    settings={"epochs": 6, "batch_size": 32, "lr": 3e-3},
 )

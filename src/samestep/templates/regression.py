@@ -86,5 +86,5 @@ recipe = Recipe(
     read=lambda _, path: list(scaled(read_columns(path, COLUMNS))),
     show=show,
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
-    settings={"epochs": 10, "global_batch_size": 32, "lr": 3e-3, "monitor": "error"},
+    settings={"epochs": 10, "batch_size": 32, "lr": 3e-3, "monitor": "error"},
 )

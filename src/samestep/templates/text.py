@@ -96,5 +96,5 @@ recipe = Recipe(
     read=lambda _, path: [(numbered(line), None) for line in path.read_text().splitlines()],
     show=lambda outputs, _: [{"class": CLASSES[place]} for place in outputs.argmax(dim=1)],
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
-    settings={"epochs": 8, "global_batch_size": 32, "lr": 3e-3},
+    settings={"epochs": 8, "batch_size": 32, "lr": 3e-3},
 )

@@ -167,7 +167,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
             work.trainee.loss,
             work.metrics,
             world=work.world,
-            batch_size=evaluation_batch(work.settings, work.plan.batch_size),
+            batch_size=evaluation_batch(work.settings, work.plan.micro_batch_size),
             precision=work.settings.precision,
             seed=work.settings.seed,
             classes=classes,

@@ -91,59 +91,57 @@ def make_step(
 ) -> EagerStep:
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
     if settings.virtual_ranks is not None:
-        kind = VirtualStep if compiles == "nothing" else VirtualModelStep
-        return kind(trainee, settings, world, plan.batch_size, phases)
+        if compiles == "nothing":
+            return VirtualStep(trainee, settings, world, plan.micro_batch_size, phases)
+        return VirtualModelStep(trainee, settings, world, plan, phases)
     if compiles == "step":
         return WholeStep(trainee, settings, world, plan, steps_per_block, phases)
     if compiles == "nothing":
-        return EagerStep(trainee, settings, world, plan.batch_size, phases)
-    step = ModelStep(trainee, settings, world, plan.batch_size, phases)
+        return EagerStep(trainee, settings, world, plan.micro_batch_size, phases)
+    step = ModelStep(trainee, settings, world, plan, phases)
     step.why = _why_the_model_alone(settings, world, trainee.model, trainee.own)
     return step
 
 
 class ModelStep(EagerStep):
-    """Steps of a model whose forward and backward are compiled; the rest is as it was."""
+    """Steps of a model whose forward and backward are compiled; the rest is as it was.
 
-    _to_compile = True
+    Micro-steps of a size that no full batch has run uncompiled rather than compile another graph.
+    """
+
     why = ""
     """Why whole steps are not compiled, where they could have been."""
-
-    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take one step; odd sizes run uncompiled rather than compile another graph."""
-        if block.rows % self._batch_size:
-            with torch.compiler.set_stance("force_eager"):
-                return super().__call__(block, step, lrs, want_norm=want_norm)
-        if not self._to_compile:
-            return super().__call__(block, step, lrs, want_norm=want_norm)
-        self._to_compile = False
-        what = "the model's forward and backward; optimizer and all-reduce are not compiled"
-        if self.why:
-            what += f"; whole steps are not, since {self.why}"
-        take = super().__call__
-        return _timed(what, self._phases, lambda: take(block, step, lrs, want_norm=want_norm))
-
-
-class VirtualModelStep(VirtualStep):
-    """Steps of virtual ranks, with the model's forward and backward compiled."""
-
+    _what = "the model's forward and backward; optimizer and all-reduce are not compiled"
     _to_compile = True
+
+    def __init__(
+        self, trainee: Trainee, settings: Settings, world: World, plan: Plan, phases: Phases
+    ) -> None:
+        super().__init__(trainee, settings, world, plan.micro_batch_size, phases)
+        self._compiled_sizes = plan.full_micro_steps(settings)
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take one step."""
         if not self._to_compile:
             return super().__call__(block, step, lrs, want_norm=want_norm)
         self._to_compile = False
-        what = "the model's forward and backward; optimizer and tree of sums are not compiled"
+        what = self._what
+        if self.why:
+            what += f"; whole steps are not, since {self.why}"
         take = super().__call__
         return _timed(what, self._phases, lambda: take(block, step, lrs, want_norm=want_norm))
 
     def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
-        if part.rows == self._batch_size:
+        if part.rows in self._compiled_sizes:
             return super()._micro_step(part, weight, terms)
-        # Odd sizes run uncompiled rather than compile another graph.
         with torch.compiler.set_stance("force_eager"):
             return super()._micro_step(part, weight, terms)
+
+
+class VirtualModelStep(ModelStep, VirtualStep):
+    """Steps of virtual ranks, with the model's forward and backward compiled."""
+
+    _what = "the model's forward and backward; optimizer and tree of sums are not compiled"
 
 
 class WholeStep(EagerStep):
@@ -158,26 +156,26 @@ class WholeStep(EagerStep):
         steps_per_block: int,
         phases: Phases,
     ) -> None:
-        super().__init__(trainee, settings, world, plan.batch_size, phases)
+        super().__init__(trainee, settings, world, plan.micro_batch_size, phases)
+        self._plan = plan
         self._compiled_model: ModelStep | None = None
         self._was_whole, phases.whole = phases.whole, True
         if is_small(trainee.model):
             self.steps_per_call = _steps_per_graph(settings, plan, steps_per_block)
-        self._accumulate = plan.accumulate
         self._graph: StepGraph | None = None
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the steps of a block: as many as a graph holds, or one."""
         if self._compiled_model is not None:
             return _one_by_one(self._compiled_model, block, step, lrs, want_norm=want_norm)
-        whole = block.rows == self._batch_size * self._accumulate
+        whole = block.rows == self._plan.global_batch_size
         if block.num_steps != self.steps_per_call or not whole:
             return super().__call__(block, step, lrs, want_norm=want_norm)
         if self._graph is None and (why := self._why_not(block, step)):
             self._compile_model(why)
             return self(block, step, lrs, want_norm=want_norm)
         self._seed(step)
-        shape = (block.num_steps, self._accumulate, self._batch_size)
+        shape = (block.num_steps, block.rows)
         inputs, targets = _fold(block.inputs, shape), _fold(block.targets, shape)
         if self._graph is not None:
             try:
@@ -187,7 +185,9 @@ class WholeStep(EagerStep):
             self._phases.lap("step")
             return result
         before = time.perf_counter()
-        self._graph = StepGraph(self._trainee, self._settings, self._world.device, step)
+        self._graph = StepGraph(
+            self._trainee, self._settings, self._world.device, self._batch_size, step
+        )
         with self._phases.left_out(), explained():
             result = self._graph.run(inputs, targets, lrs, step)
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
@@ -213,7 +213,7 @@ class WholeStep(EagerStep):
             replace(self._trainee, wrapped=compiled),
             self._settings,
             self._world,
-            self._batch_size,
+            self._plan,
             self._phases,
         )
         self._compiled_model.why = why

@@ -61,7 +61,7 @@ def compiled_forward(
     """
     if settings.compile == "off" or world.device.type != "cuda":
         return None
-    batch_size = evaluation_batch(settings, plan.batch_size)
+    batch_size = evaluation_batch(settings, plan.micro_batch_size)
     every = settings.eval_every_epochs * plan.steps_per_epoch
     every = min(every, settings.eval_every_steps or every)
     batches = num_samples // world.num_parts // batch_size

@@ -26,9 +26,10 @@ from samestep.training.step import check_loss
 from samestep.training.stopping import Agreement
 
 
-def evaluation_batch(settings: Settings, batch_size: int) -> int:
+def evaluation_batch(settings: Settings, micro_batch_size: int | None = None) -> int:
     """Return the samples per rank and forward of an evaluation: what fits in training, fits."""
-    return settings.eval_batch_size or batch_size
+    most = micro_batch_size or settings.micro_batch_size or settings.batch_size
+    return settings.eval_batch_size or most or 1
 
 
 class EvaluationError(UserError):

@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 from samestep.data.blocks import Cut, cut_rows
-from samestep.data.order import steps_per_epoch
+from samestep.data.order import share, steps_per_epoch
 from samestep.errors import UserError, blame, defined_at
 from samestep.settings import Settings
 from samestep.training.due import steps_between_records
 
 _LARGEST = 2**31
+_FEW = 8
+"""Samples per rank and step below which a note tells how to have more."""
 ENDLESS = 2**40
 """Steps of what nobody knows the end of: a stream, or a training that is left at some step."""
 
@@ -28,9 +30,10 @@ class Plan:
     num_samples: int
     """Samples of the training set; 0 of a stream, whose length nobody knows."""
     global_batch_size: int
-    batch_size: int
+    micro_batch_size: int
     """Most samples per micro-step, of a rank or of a virtual one."""
     accumulate: int
+    """Most micro-steps per step, of a rank or of a virtual one."""
     steps_per_epoch: int
     """Of a stream `ENDLESS`: it says itself when it ends."""
     epochs: int
@@ -49,6 +52,16 @@ class Plan:
         """Whether the training set is a stream."""
         return self.num_samples == 0
 
+    def full_micro_steps(self, settings: Settings) -> frozenset[int]:
+        """Return the sizes of micro-steps in a step with a whole global batch, of any rank."""
+        samples = min(self.global_batch_size, self.num_samples or self.global_batch_size)
+        parts = self.virtual_ranks or self.world_size
+        cuts = (
+            self.cut(settings)(len(share(range(samples), part, parts)), samples)
+            for part in (0, parts - 1)
+        )
+        return frozenset(rows for cut in cuts for _, rows, _ in cut)
+
     def record(self) -> dict[str, Any]:
         """Return the plan as records hold it: what nobody knows is None."""
         known = asdict(replace(self, schedule=None))
@@ -65,9 +78,8 @@ class Plan:
         """Return how a step's rows become micro-steps."""
         # Forwards that talk to those of the other ranks: every rank needs equally many of them.
         together = settings.sync_batchnorm and self.world_size > 1
-        return partial(
-            cut_rows, batch_size=self.batch_size, world_size=self.world_size, together=together
-        )
+        most, ranks = self.micro_batch_size, self.world_size
+        return partial(cut_rows, batch_size=most, world_size=ranks, together=together)
 
 
 def make_plan(
@@ -75,13 +87,11 @@ def make_plan(
     num_samples: int,
     world_size: int,
     *,
-    resumed: bool,
     schedule: Callable[[int, int], float] | None = None,
 ) -> Plan:
-    """Derive a run's numbers from its settings.
+    """Derive a run's numbers from its settings; a stream has 0 samples.
 
-    A resumed run keeps its global batch on any number of ranks; shares may then be unequal. A
-    stream has 0 samples.
+    The global batch is the same on any number of ranks. Their shares differ by one sample at most.
 
     Raises:
         UserError: the batch sizes contradict each other, or the data is too small.
@@ -94,7 +104,7 @@ def make_plan(
         )
     parts = settings.virtual_ranks or world_size
     ranks = "virtual ranks" if settings.virtual_ranks else "ranks"
-    global_batch, batch, accumulate = _batch_sizes(settings, parts, ranks, resumed=resumed)
+    global_batch, micro_batch, accumulate = _batch_sizes(settings, parts, ranks)
     if settings.static_graph and accumulate > 1 and world_size > 1:
         raise UserError(
             f"--static-graph does not go with {accumulate} micro-steps per step: DDP learns the "
@@ -103,11 +113,11 @@ def make_plan(
         )
     if global_batch >= _LARGEST:
         raise UserError(
-            f"The global batch of {global_batch} samples = {batch} × {parts} {ranks} × "
-            f"{accumulate} micro-steps is too large to count; it must be below {_LARGEST}."
+            f"The global batch of {global_batch} samples is too large to count; it must be below "
+            f"{_LARGEST}."
         )
     if num_samples == 0:
-        _check_stream(settings, world_size, global_batch, schedule)
+        _check_stream(settings, world_size, schedule)
     per_epoch = _steps_per_epoch(settings, num_samples, global_batch)
     epochs, total = _length(settings, per_epoch)
     return Plan(
@@ -115,7 +125,7 @@ def make_plan(
         virtual_ranks=settings.virtual_ranks,
         num_samples=num_samples,
         global_batch_size=global_batch,
-        batch_size=batch,
+        micro_batch_size=micro_batch,
         accumulate=accumulate,
         steps_per_epoch=per_epoch,
         epochs=epochs,
@@ -146,15 +156,11 @@ def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None
             "--virtual-ranks takes no stream: who reads which element depends on the number of "
             "ranks. Leave it out, or give a map-style Dataset."
         )
-    for what, size in (
-        (f"the {num_samples} training samples", num_samples),
-        (f"the global batch of {settings.global_batch_size}", settings.global_batch_size),
-    ):
-        if size is not None and size < virtual:
-            raise UserError(
-                f"--virtual-ranks {virtual} is more than {what}: each virtual rank needs a sample. "
-                f"Use at most {size}."
-            )
+    if num_samples < virtual:
+        raise UserError(
+            f"--virtual-ranks {virtual} is more than the {num_samples} training samples: each "
+            f"virtual rank needs a sample. Use at most {num_samples}."
+        )
 
 
 def _checked(
@@ -224,21 +230,13 @@ def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
 
 
 def _check_stream(
-    settings: Settings,
-    world_size: int,
-    global_batch: int,
-    schedule: Callable[[int, int], float] | None,
+    settings: Settings, world_size: int, schedule: Callable[[int, int], float] | None
 ) -> None:
     """Check that the settings need no length of the training set.
 
     Raises:
         UserError: they do, or do not go with a stream.
     """
-    if world_size > global_batch:
-        raise UserError(
-            f"{world_size} ranks are more than the global batch of {global_batch} elements of a "
-            f"stream: every rank needs one. Start at most {global_batch} ranks."
-        )
     if settings.engine != "native":
         raise UserError(
             f"--engine {settings.engine} takes no stream: it asks for the length of an epoch. "
@@ -258,52 +256,59 @@ def _check_stream(
         )
 
 
-def _batch_sizes(
-    settings: Settings, parts: int, ranks: str, *, resumed: bool
-) -> tuple[int, int, int]:
-    """Return (global batch, batch, accumulate): any two of the settings give the third.
+def _batch_sizes(settings: Settings, parts: int, ranks: str) -> tuple[int, int, int]:
+    """Return global batch, micro-batch and the number of micro-steps.
 
-    With both sizes given, the batch size is the most that a rank takes at once. `parts` is the
-    number of `ranks`, a word for messages, that share a global batch.
+    `parts` is the number of `ranks`, a word for messages, that share a global batch.
     """
-    batch, total = settings.batch_size, settings.global_batch_size
+    total, asked = settings.batch_size, settings.accumulate
+    if settings.batch_size_per_rank is not None:
+        if total is not None:
+            raise UserError(
+                f"--batch-size {total} and --batch-size-per-rank {settings.batch_size_per_rank}: "
+                "one says what all ranks take together, the other what each takes. Leave one out."
+            )
+        total = settings.batch_size_per_rank * parts
     if total is None:
-        if batch is None:
-            raise UserError("No batch size: give --batch-size (per rank) or --global-batch-size.")
-        accumulate = settings.accumulate or 1
-        return batch * parts * accumulate, batch, accumulate
-    if resumed:
-        # What fits a rank's memory stays the same; the number of micro-steps follows.
-        per_rank = -(-total // parts)
-        batch = min(batch or per_rank, per_rank)
-        return total, batch, -(-per_rank // batch)
-    if batch is None:
-        accumulate = settings.accumulate or 1
-        unit = f"{parts} {ranks}"
-        if accumulate > 1:
-            unit += f" × {accumulate} micro-steps"
-        return total, _divide(total, parts * accumulate, unit), accumulate
-    if batch * parts >= total:
-        batch = _divide(total, parts, f"{parts} {ranks}")
-    accumulate = _divide(total, batch * parts, f"batch size {batch} × {parts} {ranks}")
-    if settings.accumulate not in (None, accumulate):
+        raise UserError("No batch size: give --batch-size, the samples of a step over all ranks.")
+    if total < parts:
         raise UserError(
-            f"--global-batch-size {total} = --batch-size {batch} × {parts} {ranks} × "
-            f"--accumulate {accumulate}, but --accumulate is {settings.accumulate}. "
-            "Leave one of the three out."
+            f"--batch-size {total} is less than the {parts} {ranks}: each needs a sample of every "
+            f"step. Use at most {total} {ranks}, or --batch-size {parts} or more."
         )
-    return total, batch, accumulate
+    largest = -(-total // parts)
+    micro_batch = min(settings.micro_batch_size or -(-largest // (asked or 1)), largest)
+    accumulate = -(-largest // micro_batch)
+    if settings.micro_batch_size is not None and asked not in (None, accumulate):
+        raise UserError(
+            f"--batch-size {total} on {parts} {ranks} with --micro-batch-size "
+            f"{settings.micro_batch_size} is --accumulate {accumulate}, but --accumulate is "
+            f"{asked}. Leave one of the two out."
+        )
+    return total, micro_batch, accumulate
 
 
-def _divide(total: int, unit: int, what: str) -> int:
-    if total % unit:
-        below = total // unit * unit
-        near = [size for size in (below, below + unit) if size > 0]
-        raise UserError(
-            f"--global-batch-size {total} is not a multiple of {unit} ({what}). "
-            f"The nearest that would do: {' or '.join(str(size) for size in near)}."
+def batch_notes(plan: Plan, settings: Settings) -> list[str]:
+    """Say what is odd about the samples of a step, and about the ranks' shares of them."""
+    notes = []
+    if 0 < plan.num_samples < plan.global_batch_size:
+        notes.append(
+            f"The global batch of {plan.global_batch_size:,} is larger than the "
+            f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
+            "step."
         )
-    return total // unit
+    if plan.world_size > 1 and plan.global_batch_size < _FEW * plan.world_size:
+        notes.append(
+            f"The {plan.world_size} ranks share {plan.global_batch_size} samples per step. With so "
+            "few for each, more ranks seldom train faster; --batch-size-per-rank N makes steps "
+            "larger with the ranks, which is another training."
+        )
+    if settings.accumulate not in (None, plan.accumulate):
+        notes.append(
+            f"--accumulate {settings.accumulate}: a rank's samples make {plan.accumulate} "
+            f"micro-steps of at most {plan.micro_batch_size}."
+        )
+    return notes
 
 
 def scaled_lr(settings: Settings, global_batch: int) -> float:

@@ -35,9 +35,15 @@ class StepGraph:
     """
 
     def __init__(
-        self, trainee: Trainee, settings: Settings, device: torch.device, step: int
+        self,
+        trainee: Trainee,
+        settings: Settings,
+        device: torch.device,
+        micro_batch_size: int,
+        step: int,
     ) -> None:
         """Prepare the steps after `step` steps of the run, with what the optimizer has by then."""
+        self._micro_batch_size = micro_batch_size
         self._model, self._optimizer = trainee.model, trainee.optimizer
         self._loss, self._settings, self._device = trainee.loss, settings, device
         self._measured = trainee.measured
@@ -75,8 +81,8 @@ class StepGraph:
         """Take as many steps as there are learning rates.
 
         Args:
-            inputs: (steps, accumulate, batch, …).
-            targets: (steps, accumulate, batch, …).
+            inputs: (steps, samples, …).
+            targets: (steps, samples, …).
             lrs: of each step.
             step: steps taken before these in the run.
         """
@@ -91,7 +97,7 @@ class StepGraph:
         losses, norms, *outputs = self._call(kept, fed)
         seen = []
         if outputs:
-            flat = map_leaves(lambda leaf: leaf.flatten(0, 2), targets)
+            flat = map_leaves(lambda leaf: leaf.flatten(0, 1), targets)
             seen = [Seen(outputs[0], flat, len(tree_leaves(flat)[0]))]
         return StepResult(losses.unbind(), norms, seen=seen)
 
@@ -185,13 +191,14 @@ class StepGraph:
         self, vectors: Vectors, buffers: dict[str, Tensor], inputs: Any, targets: Any, k: int
     ) -> tuple[Vectors, Tensor, dict[str, Tensor], list[Tensor]]:
         """Return gradients, loss, buffers and outputs after the micro-steps of step k."""
-        leaf = tree_leaves(inputs)[0]
-        accumulate = leaf.shape[1]
+        samples, most = tree_leaves(inputs)[0].shape[1], self._micro_batch_size
         gradients = [torch.zeros_like(vector) for vector in vectors]
         loss, seen = torch.zeros((), device=vectors[0].device), []
-        for m in range(accumulate):
+        for start in range(0, samples, most):
+            rows = slice(start, min(start + most, samples))
+            weight = (rows.stop - start) / samples
             parts, (value, (buffers, outputs)) = grad_and_value(self._forward, has_aux=True)(
-                vectors, buffers, _row(inputs, k, m), _row(targets, k, m), 1.0 / accumulate
+                vectors, buffers, _rows(inputs, k, rows), _rows(targets, k, rows), weight
             )
             gradients = [so_far + part for so_far, part in zip(gradients, parts, strict=True)]
             loss = loss + value
@@ -253,7 +260,7 @@ def _total_norm(gradients: Vectors) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _row(tree: Any, k: int, m: int) -> Any:
+def _rows(tree: Any, k: int, rows: slice) -> Any:
     if isinstance(tree, Tensor):
-        return tree[k, m]
-    return map_leaves(lambda leaf: leaf[k, m], tree)
+        return tree[k, rows]
+    return map_leaves(lambda leaf: leaf[k, rows], tree)

@@ -77,9 +77,10 @@ def settings_of(
         run_dir=str(run),
         epochs=None,
         max_steps=size.steps,
-        global_batch_size=size.global_batch,
+        batch_size=size.global_batch,
+        batch_size_per_rank=None,
+        micro_batch_size=-(-share // 2) if training.halves else share,
         accumulate=None,
-        batch_size=-(-share // 2) if training.halves else share,
         # DDP has no static graph of micro-steps; what one may leave unused, they may, too.
         static_graph=settings.static_graph and not training.halves,
         find_unused=settings.find_unused or (settings.static_graph and training.halves),

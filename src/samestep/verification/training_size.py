@@ -103,7 +103,7 @@ def _way_out(num_samples: int, sizes: Sequence[int], batch: int | None, virtual:
     if virtual:
         return ", or fewer virtual ranks"
     if batch is not None:
-        return ", or leave --global-batch-size out" if _fit(num_samples, sizes) else ""
+        return ", or leave --batch-size out" if _fit(num_samples, sizes) else ""
     fewer = [tuple(range(1, top + 1)) for top in range(min(3, max(sizes) - 1), 0, -1)]
     found = next((some for some in fewer if _fit(num_samples, some)), None)
     return f", or fewer ranks: --world-sizes {','.join(map(str, found))}" if found else ""

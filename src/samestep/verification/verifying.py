@@ -18,7 +18,8 @@ from samestep.verification.in_parent import Verification, gather, judge_evidence
 
 # What a verification decides by itself, or has no use for.
 NO_EFFECT = (
-    *("run_dir", "epochs", "max_steps", "accumulate", "engine", "compile", "log_every"),
+    *("run_dir", "epochs", "max_steps", "engine", "compile", "log_every"),
+    *("batch_size_per_rank", "micro_batch_size", "accumulate"),
     *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
     "timeout_s",
     *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),
@@ -129,11 +130,7 @@ def _accepted(wanted: Wanted) -> tuple[Accepted, ...]:
 
 def _batch(settings: Settings, given: Collection[str]) -> int | None:
     """Return the global batch that was asked for, if one was."""
-    if "global_batch_size" in given:
-        return settings.global_batch_size
-    if "batch_size" not in given or settings.batch_size is None:
-        return None
-    return settings.batch_size * (settings.virtual_ranks or 1)
+    return settings.batch_size if "batch_size" in given else None
 
 
 def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
