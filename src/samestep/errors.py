@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -66,12 +66,34 @@ def no_exit() -> Iterator[None]:
         ) from error
 
 
+# What other tools and scripts call a setting, where the letters do not lead to it.
+_ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "learningrate", "base_lr"), "lr"),
+    **dict.fromkeys(("bs", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("num_train_epochs", "n_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_grad_norm"), "clip_norm"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),
+    **dict.fromkeys(("amp", "dtype", "mixed_precision"), "precision"),
+    "wd": "weight_decay",
+    "warmup": "warmup_steps",
+    "random_seed": "seed",
+}
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "Did you mean …? " for the closest of some names, or nothing."""
     import difflib  # noqa: PLC0415 - it is needed after a mistake only
 
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    names = [*names]
+    meant = known_elsewhere(name, names)
+    close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def known_elsewhere(name: str, names: Collection[str]) -> str | None:
+    """Return which of some names other tools and scripts call so, if any."""
+    meant = _ELSEWHERE.get(name.replace("-", "_").lower())
+    return meant if meant in names else None
 
 
 def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoReturn:

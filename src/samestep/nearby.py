@@ -40,7 +40,8 @@ def find_nearby(target: str | Path, *kinds: Kind) -> str | None:
         return None
     for folder in _folders(Path.cwd()):
         for found in _candidates(folder, path, kinds):
-            return os.path.relpath(found)
+            if found.resolve() != path.resolve():  # what was named is known to be none
+                return os.path.relpath(found)
     return None
 
 

@@ -1,6 +1,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from samestep.commands.target import parse_target
 from samestep.recipes.cricket import CricketOptions
 
@@ -21,3 +23,10 @@ def test_a_verbs_flag_goes_before_an_option_of_the_same_name(tmp_path):
     assert command.rounds == 7
     assert request.options == CricketOptions(rounds=2, width=8)
     assert type(request.options) is CricketOptions
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("--learning-rate", "--lr"), ("--max_epochs=3", "--epochs")]
+)
+def test_a_flag_that_other_tools_call_otherwise_is_named(refused, flag, meant):
+    assert f"{meant} here" in refused("train", "spiral", flag, "3")

@@ -131,9 +131,7 @@ def test_a_repeated_command_inherits_what_it_does_not_give_and_what_it_gives_is_
     assert (request.options.scale, settings.epochs) == (2.0, 2)
     assert "--virtual-ranks 4" in refused("train", *command, "--virtual-ranks", "4")
     assert "--scale 1.0" in refused("train", *command, "--scale", "1.0")
-    assert "--global-batch-size 40" in refused(
-        "train", "run", "--resume", "--global-batch-size", "40"
-    )
+    assert "--batch-size 40" in refused("train", "run", "--resume", "--batch-size", "40")
     Path("small.py").write_text(WITH_OPTION.replace('"batch_size": 10', '"weight_decay": 0.1'))
     assert "weight_decay = 0.1 in the settings" in refused("train", *command)
 

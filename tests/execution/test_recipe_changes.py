@@ -153,3 +153,32 @@ def test_a_recipe_made_in_python_is_compared_by_its_functions_and_values(here):
         assert name.strip() in str(told.value), told.value
     same = made(model(), loss=smoothed(0.1), settings={"lr": 0.1})
     assert go_on(recipe=same).result["epochs"] == 2
+
+
+def test_a_missing_run_is_told_alike_and_a_lost_settings_file_is_no_run_elsewhere(edited, refused):
+    verbs = [("train", "no/run"), ("evaluate", "no/run"), ("compare", "no/run", "no/other")]
+    for ask in (*verbs, ("report", "no/run"), ("predict", "no/run", "small.py")):
+        edited("SEED = 7", "SEED = 7")
+        assert "There is no run at no/run" in refused(*ask), ask
+    for call in (samestep.load, samestep.evaluate, samestep.TrainedRun):
+        with pytest.raises(UserError, match="There is no run at"):
+            call("no/run")
+    Path("run/settings.toml").unlink()
+    for ask in (("train", "run", "--resume"), ("evaluate", "run")):
+        said = refused(*ask)
+        assert "settings.toml is missing" in said
+        assert "There is one at" not in said
+
+
+def test_json_that_is_nested_too_deep_is_one_message_or_left_out(edited, refused):
+    deep = "[" * 100_000 + "]" * 100_000
+    edited("SEED = 7", "SEED = 7")
+    Path("run/result.json").write_text(deep)
+    with pytest.raises(UserError):
+        _ = samestep.TrainedRun("run").result
+    with Path("run/events.jsonl").open("a") as file:
+        file.write(f'{{"event": {deep}}}\n')
+    assert samestep.cli.main(["report", "run"]) == 0
+    assert "damaged" in refused("train", "run", *GO_ON)
+    Path("run/checkpoints/index.json").write_text(deep)
+    assert "index.json" in refused("evaluate", "run")

@@ -1,10 +1,13 @@
 """What a page shows of a run, from its records alone."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from samestep.comparison.run_data import read_run
 from samestep.errors import UserError
+from samestep.reporting import facts
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render
 from tests.comparison.made_runs import lines_of, write_run
@@ -218,3 +221,23 @@ def test_of_a_run_that_goes_on_the_header_has_the_time_left_and_the_best_so_far(
     assert facts["left"].startswith("0:10 ")  # 11 steps of 11/12 s, as the last 12
     assert facts["best"].startswith("accuracy 0.6667")
     assert "left" not in dict(collect([write_run(tmp_path / "ended")]).runs[0].facts)
+
+
+def test_the_command_that_repeats_a_run_runs_as_pasted(tmp_path):
+    run = Path("runs/mine")
+    for words, pasted in (
+        ("train s.py --run-dir runs/mine --lr 0.1 --resume", "train s.py --lr 0.1"),
+        ("train runs/mine --resume --allow-change=lr --lr 1", "train runs/mine --lr 1"),
+        ("train spiral --run_dir=runs/mine --epochs 2", "train spiral --epochs 2"),
+        ("runs/mine --lr 0.1", "runs/mine-again --lr 0.1"),
+        ("--out=runs/mine/ --lr 0.1", "--out=runs/mine-again --lr 0.1"),
+    ):
+        assert facts._anew(words.split(), run) == pasted.split()
+
+
+def test_a_loops_settings_are_not_told_as_given_on_the_command_line(tmp_path):
+    run = write_run(tmp_path / "mine", lr=0.5)
+    command = json.dumps({"command": ["loop.py", "--lr", "0.5"]})
+    (run / "environment.json").write_text(command)
+    (table, *_) = facts.settings_tables(read_run(run))
+    assert next(row[2] for row in table.rows if row[0] == "lr") == "of the loop"

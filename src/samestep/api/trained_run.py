@@ -12,7 +12,7 @@ from samestep.api.run_card import facts_of, run_card
 from samestep.api.run_figure import run_figure
 from samestep.errors import UserError
 from samestep.recipe import Recipe
-from samestep.run.directory import is_run, is_written
+from samestep.run.directory import is_run, is_written, no_run
 from samestep.run.files import read_object, shown_path
 from samestep.run.index import read_index
 from samestep.run.records import NOT_METRICS, Record, read_records
@@ -38,7 +38,7 @@ class TrainedRun:
         # Absolute: the caller may change the working directory.
         object.__setattr__(self, "path", path_of(self.path, "path").absolute())
         if not is_run(self.path):
-            raise UserError(f"{self.path} holds no run: there is no settings.toml in it.")
+            raise no_run(self.path)
 
     def __repr__(self) -> str:
         return f"TrainedRun({shown_path(self.path)!r})"
@@ -56,7 +56,7 @@ class TrainedRun:
         """
         try:
             found: dict[str, Any] = json.loads((self.path / "result.json").read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if not self.path.is_dir():
                 raise UserError(f"There is no directory {self.path} any more.") from error
             raise UserError(

@@ -14,7 +14,7 @@ from tyro.conf import Suppress
 
 from samestep.commands.help import example_text, examples, recipe_files
 from samestep.commands.settings_help import HELP, HELP_ALL, help_text
-from samestep.errors import AlreadyTold, UserError
+from samestep.errors import AlreadyTold, UserError, known_elsewhere
 from samestep.execution.request import Request, draft, finish, own_recipe
 from samestep.ranks.failure import TASK
 from samestep.recipe import Recipe
@@ -156,6 +156,13 @@ def _parse(command: str, about: str, flags: list[str], parts: dict[str, Any]) ->
     parts = {key: part for key, part in parts.items() if part is not None}
     types = [(key, type(part)) for key, part in parts.items()]
     form = dataclasses.make_dataclass("Form", types, frozen=True)
+    known = {field.name for part in parts.values() for field in dataclasses.fields(part)}
+    for name in sorted(names_given(flags) - known):
+        if meant := known_elsewhere(name, known):
+            raise UserError(
+                f"--{flag_name(name)} is no flag of samestep {command}: it is called "
+                f"--{flag_name(meant)} here."
+            )
     return tyro.cli(
         form,
         prog=f"samestep {command}",

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from samestep.errors import UserError
-from samestep.nearby import nearby
+from samestep.run.directory import no_run
 from samestep.run.ending import how_it_ended
 from samestep.run.files import read_object
 from samestep.run.records import NOT_METRICS, Record, as_uninterrupted
@@ -114,16 +113,8 @@ def read_run(path: Path) -> RunData:
     Raises:
         UserError: there is no run here at all.
     """
-    if not path.is_dir():
-        raise UserError(
-            f"{path} is no directory; name the directories of runs, like runs/ID."
-            f"{nearby(path, 'run')}"
-        )
     if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
-        raise UserError(
-            f"{path} holds no run: neither events.jsonl nor settings.toml is in it. Name the "
-            f"directories of runs, like runs/ID.{nearby(path, 'run')}"
-        )
+        raise no_run(path)
     problems: list[str] = []
     records = _records(path / "events.jsonl", problems)
     starts = [record for record in records if record["event"] == "start"]
@@ -187,7 +178,7 @@ def _read_lines(text: bytes) -> list[Record | None]:
             by_event.setdefault(record.get("event"), []).append(record)
         for event, records in by_event.items():
             msgspec.convert(records, list[_FORMS.get(str(event), _OTHER_FORM)])  # type: ignore[misc]
-    except (msgspec.MsgspecError, TypeError):  # an event may be a list
+    except (msgspec.MsgspecError, RecursionError, TypeError):  # an event may be a list
         found = []
     if found and len(found) == text.count(b"\n") + 1:
         return [*found]
@@ -199,7 +190,7 @@ def _record(line: bytes) -> Record | None:
     try:
         record = _RECORDS.decode(line)
         msgspec.convert(record, _FORMS.get(str(record.get("event")), _OTHER_FORM))
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     return record
 

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.errors import UserError
 from samestep.execution.recipe_changes import check_recipe_unchanged
 from samestep.execution.request import draft, read_toml
-from samestep.nearby import nearby
 from samestep.ranks.world import Device, choose_device
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
-from samestep.run.directory import is_run
+from samestep.run.directory import is_run, no_run
 from samestep.run.index import Entry, find_checkpoint
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike
@@ -55,9 +53,7 @@ def open_checkpoint(
             the recipe has changed since.
     """
     if not is_run(path):
-        raise UserError(
-            f"{path} holds no run: there is no settings.toml in it.{nearby(path, 'run')}"
-        )
+        raise no_run(path)
     if recipe is None:
         check_recipe_unchanged(path, str(read_toml(path / "settings.toml").get("recipe")))
     start = draft(str(path.resolve()), None, recipe)  # a run may be called like a recipe

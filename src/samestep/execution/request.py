@@ -16,10 +16,9 @@ import tomli_w
 from samestep.errors import UserError, did_you_mean
 from samestep.execution.changes import Change, parse_names, refused_change, with_sizes_of_run
 from samestep.execution.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
-from samestep.nearby import nearby
 from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
-from samestep.run.directory import is_run
+from samestep.run.directory import is_run, no_run
 from samestep.run.index import read_index
 from samestep.settings import (
     Settings,
@@ -94,10 +93,7 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     named_recipe = target in recipe_names()  # a folder of data may well be called mnist
     run = Path(target) if not named_recipe and is_run(Path(target)) else None
     if run is None and not named_recipe and Path(target).is_dir():
-        raise UserError(
-            f"{target} is a directory without settings.toml, so it holds no run."
-            f"{nearby(target, 'run')}"
-        )
+        raise no_run(Path(target))
     tables = [
         (path, read_toml(path)) for path in (run / "settings.toml" if run else None, config) if path
     ]

@@ -170,7 +170,7 @@ def _system_records(path: Path) -> list[Record]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             found.append(record)

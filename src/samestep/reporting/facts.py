@@ -146,13 +146,16 @@ def settings_tables(run: RunData) -> tuple[Table, ...]:
     own defaults are among it.
     """
     usual = {field.name: field.default for field in fields(Settings)}
+    own = _is_own(_command(run))
     given = {word.partition("=")[0] for word in _command(run) if word.startswith("--")}
     special: list[tuple[str, ...]] = []
     others: list[tuple[str, ...]] = []
     for name, value in (run.settings or {}).items():
         if name == "recipe":
             continue
-        if f"--{flag_name(name)}" in given:
+        if own:
+            special.append((name, _shown(value), "of the loop"))
+        elif f"--{flag_name(name)}" in given:
             special.append((name, _shown(value), "given on the command line"))
         elif name in usual and value != usual[name]:
             special.append((name, _shown(value), "of the recipe, or derived"))
@@ -196,15 +199,34 @@ def _command(run: RunData) -> list[str]:
     return [str(word) for word in words] if isinstance(words, list) else []
 
 
+def _is_own(words: list[str]) -> bool:
+    """Whether the run is of a loop of the user's own."""
+    return bool(words) and Path(words[0]).stem not in ("samestep", "__main__")
+
+
+def _anew(words: list[str], run: Path) -> list[str]:
+    """Return the words of a command without what makes it go on in the run's own directory."""
+    trains = words[:1] == ["train"]  # its target may be a run: a new one begins with its settings
+    found, rest = words[: 2 * trains], iter(words[2 * trains :])
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if trains and name.replace("_", "-") in ("--run-dir", "--allow-change"):
+            if not equals:
+                next(rest, None)
+        elif name not in ("--resume", "--recipe-of-run"):
+            found.append(f"{word.rstrip('/')}-again" if Path(word).name == run.name else word)
+    return found
+
+
 def commands(run: RunData) -> Pairs:
     """Return the commands to repeat the run, to go on with it, and to look further."""
     words = _command(run)
     path = shlex.quote(str(run.path))
     told = []
-    own = words[:1] and Path(words[0]).stem not in ("samestep", "__main__")
+    own = _is_own(words)
     if words:
         program = ["python", words[0]] if own else ["samestep"]
-        told.append(("repeat it", shlex.join([*program, *words[1:]])))
+        told.append(("repeat it", shlex.join([*program, *_anew(words[1:], run.path)])))
     if not own:
         told += [
             ("train anew with its settings", f"samestep train {path}"),

@@ -53,6 +53,9 @@ class ScalingStudy:
     phrase: str
 
 
+_NO_STUDY = (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
+
+
 def read_study(path: Path) -> ScalingStudy:
     """Return what a file of `samestep scale RECIPE --json` tells.
 
@@ -72,7 +75,15 @@ def read_study(path: Path) -> ScalingStudy:
             phrase=f"{count(rounds, 'round')}, {number(found.get('seconds'))} s each after warming "
             "up. The bars are 95 % intervals of the speed-up.",
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise UserError(
             f"{path} is no scaling study ({type(error).__name__}: {error}). Write one with: "
             "samestep scale RECIPE --nproc 1,2,4 --json > scaling.json"

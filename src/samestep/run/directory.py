@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.run.environment import describe_environment
 from samestep.run.files import Held, cannot_write, hold, write_text
 from samestep.run.records import Record, check_format, first_start
@@ -26,6 +27,19 @@ def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run."""
     return (path / "settings.toml").is_file()
+
+
+def no_run(path: Path) -> UserError:
+    """Return the message for a directory that holds no run."""
+    if (path / "events.jsonl").is_file():
+        return UserError(
+            f"There is no run at {path}: its settings.toml is missing, though it has records. Put "
+            "the file back from a backup; each checkpoint has its text, too, as `made_with`: "
+            "torch.load(FILE)['made_with']."
+        )
+    why = "no settings.toml is in it" if path.is_dir() else "no such directory"
+    name = "Name the directory of a run, like runs/ID."
+    return UserError(f"There is no run at {path}: {why}. {name}{nearby(path, 'run')}")
 
 
 class Run:

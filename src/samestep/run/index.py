@@ -115,7 +115,7 @@ def read_index(folder: Path) -> Index:
         return index  # noqa: TRY300 - the checks belong together
     except FileNotFoundError:
         return Index()
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({error}). It names the checkpoints beside it; restore it from a "
             "backup, or start a new run."

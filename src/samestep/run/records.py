@@ -60,7 +60,7 @@ def read_records(path: Path, *, superseded: bool = False) -> Iterator[Record]:
 def _record(line: bytes, number: int, file: Path) -> Record:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or "event" not in record:
         raise UserError(
@@ -75,7 +75,7 @@ def first_start(path: Path) -> Record:
     try:
         with (path / "events.jsonl").open("rb") as file:
             record = json.loads(file.readline())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) and record.get("event") == "start" else {}
 

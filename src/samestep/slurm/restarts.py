@@ -193,7 +193,7 @@ def read_restarts(run: Path, job: int) -> Restarts:
     """Return what is known of the restarts of a job; those of another job do not count."""
     try:
         found = msgspec.json.decode((run / FILE).read_bytes(), type=Restarts)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, RecursionError, msgspec.MsgspecError):
         return Restarts(job=job)
     return found if found.job == job else Restarts(job=job)
 
