@@ -170,6 +170,17 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
     return told
 
 
+def file_error(error: BaseException) -> UserError | None:
+    """Return what the user is told of a file that samestep, not their code, could not open."""
+    if not isinstance(error, OSError) or error.filename is None or raised_at(error):
+        return None
+    told = UserError(
+        f"{error.filename}: {error.strerror}. Correct the path, or see that this user may use it."
+    )
+    told.__cause__ = error
+    return told
+
+
 def _in_module(error: BaseException) -> str:
     """Return " in the module CLASS", the innermost one whose forward raised; else nothing."""
     found, step = "", error.__traceback__

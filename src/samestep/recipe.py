@@ -331,6 +331,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
             spec.loader.exec_module(module)
     except SyntaxError as error:
         text = (error.text or "").strip()
+        if error.lineno is None:  # of bytes that are no text there is no line
+            raise UserError(f"{path} is no Python file in UTF-8: {error.msg}.") from error
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {text}") from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

@@ -271,6 +271,14 @@ def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_p
     assert all(name in one for one in found)
     if kind == "text":  # its lines have no class
         assert not any("target" in one for one in found)
+    if kind in ("regression", "classification"):
+        first, second, third, *_ = data.read_text().splitlines()
+        broken = tmp_path / "broken.csv"
+        broken.write_text(f"{first}\n{second}\nn/a{third[third.index(',') :]}\n{second}\n")
+        _, found = predicted(run, broken, capfd=capfd)
+        assert [name in one for one in found] == [True, False, True]
+        assert "row 2" in found[1]["problem"]
+        assert "n/a" in found[1]["problem"]
 
 
 def test_a_table_without_a_column_and_a_broken_image_are_named(tmp_path, refused):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import UserError
+from samestep.run.directory import check_free
 from samestep.run.files import cannot_write, write_atomically, write_text
 from tests.processes import start_ranks
 
@@ -126,3 +127,50 @@ def test_a_full_disk_is_named_and_so_is_the_way_out(tmp_path):
 def test_a_folder_that_may_not_be_written_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no/such/file"):
         write_text(tmp_path / "no" / "such" / "file", "text")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG])
+@pytest.mark.parametrize("there", [True, False], ids=["folder", "deleted"])
+def test_where_nothing_can_be_deleted_either_it_is_told_all_the_same(tmp_path, number, there):
+    """Read-only, full, deleted: that the half-written file stays is no traceback either."""
+    path = tmp_path / "file" if there else tmp_path / "no" / "file"
+
+    def fail(_file) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: fail(None))
+        with pytest.raises(UserError, match=r"file could not be written") as told:
+            write_atomically(path, fail)
+    assert isinstance(told.value.__cause__, OSError)
+
+
+def test_a_name_that_is_too_long_is_told(tmp_path):
+    with pytest.raises(UserError, match="shorter"):
+        write_text(tmp_path / ("n" * 300), "text")
+
+
+@pytest.mark.parametrize(
+    ("names", "fits"),
+    [
+        ([], True),
+        (["job.log", ".hidden"], True),
+        (["checkpoints", "note.txt"], True),
+        (["thesis.tex"], False),
+        (["photos/"], False),
+    ],
+)
+def test_a_run_begins_in_a_folder_of_nothing_else(tmp_path, names, fits):
+    for name in names:
+        (tmp_path / name).mkdir() if name[-1] == "/" else (tmp_path / name).touch()
+    if fits:
+        check_free(tmp_path)
+        check_free(tmp_path / "new")
+        return
+    with pytest.raises(UserError, match=r"--run-dir .* (thesis|photos)"):
+        check_free(tmp_path)
+
+
+def test_a_run_does_not_begin_in_the_root(tmp_path):
+    with pytest.raises(UserError, match="--run-dir /"):
+        check_free(Path("/"))

@@ -442,3 +442,23 @@ def test_steps_due_at_the_end_of_an_epoch_are_not_forgotten(tmp_path):
     assert names == {f"checkpoint_epoch_{n}.pt" for n in (1, 2, 3, 4)}
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert events.count('"split": "validation"') == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"x = 1\0", "UTF-8"), (b"x = = 1", "mine.py:1"), (b"", "recipe = Recipe")],
+)
+def test_a_file_that_is_no_recipe_is_told(refused, here, content, told):
+    (here / "mine.py").write_bytes(content)
+    assert told in refused("train", "mine.py")
+
+
+def test_a_name_that_no_file_can_have_is_told(refused, here):
+    assert "too long" in refused("train", "n" * 300)
+    assert "too long" in refused("report", "n" * 300)
+    assert "no run" in refused("evaluate", "n" * 300)
+
+
+def test_a_target_that_no_metric_can_reach_is_told(refused, here):
+    assert "--target nan" in refused("report", "runs/a", "runs/b", "--target", "nan")
+    assert "--target inf" in refused("compare", "runs/a", "runs/b", "--target", "inf")

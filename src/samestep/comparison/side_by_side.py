@@ -1,5 +1,6 @@
 """Put some runs side by side: everything that is said of them, before it is shown."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,6 +45,16 @@ class Comparison:
         return [chr(ord("A") + place) for place in range(len(self.runs))]
 
 
+def check_target(target: float | None) -> None:
+    """Check that a metric can ever be at a target.
+
+    Raises:
+        UserError: it is no number.
+    """
+    if target is not None and not math.isfinite(target):
+        raise UserError(f"--target {target} is no number that a metric can reach. Give one.")
+
+
 def compare_runs(
     paths: Sequence[Path],
     metric: str | None = None,
@@ -60,6 +71,7 @@ def compare_runs(
     Raises:
         UserError: one is no run, or they have nothing in common.
     """
+    check_target(target)
     _check_paths(paths, alone=alone)
     runs = [read_run(path) for path in paths]
     recipes = {run.recipe for run in runs if run.recipe}

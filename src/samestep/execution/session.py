@@ -26,7 +26,7 @@ from samestep.execution.saving import Resumed, Write, make_saver, make_writer, r
 from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.gpus import gpu_uuid
 from samestep.ranks.world import World
-from samestep.run.directory import Run, is_run, new_run_path
+from samestep.run.directory import Run, check_free, is_run, new_run_path
 from samestep.run.environment import git_commit, versions
 from samestep.run.files import write_text
 from samestep.run.heartbeat import Heartbeat
@@ -176,7 +176,7 @@ def choose_path(request: Request) -> Path:
             f"{path} already holds a run. Continue it with {_go_on(request, path)}, or choose "
             "another --run-dir."
         )
-    return path
+    return path if is_run(path) else check_free(path)
 
 
 def _go_on(request: Request, path: Path) -> str:

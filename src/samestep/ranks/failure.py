@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from samestep.errors import LOST_PEER, UserError, caused, device_error, is_users, said
+from samestep.errors import LOST_PEER, UserError, caused, device_error, file_error, is_users, said
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.log import RankLog
 from samestep.ranks.startup import PARENT, unheeded_signal
@@ -47,7 +47,7 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
 
     This rank's log gets the traceback, unless the error is a `UserError` that nothing caused.
     """
-    error = device_error(error) or error
+    error = device_error(error) or file_error(error) or error
     rank, path = (log.rank, log.path) if log else (0, None)
     code = 2 if isinstance(error, UserError) else 1
     message = str(error) if code == 2 else _describe(error, path)

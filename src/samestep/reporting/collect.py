@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.comparison.run_data import RunData, read_run
-from samestep.comparison.side_by_side import Comparison, compare_runs
+from samestep.comparison.side_by_side import Comparison, check_target, compare_runs
 from samestep.errors import UserError
 from samestep.reporting import facts as of_run
 from samestep.reporting import text_parts
@@ -117,6 +117,7 @@ def collect(paths: Sequence[Path], target: float | None = None) -> Report:
     Raises:
         UserError: one is neither, or none is given.
     """
+    check_target(target)
     if not paths:
         raise UserError("Name a run: samestep report runs/ID. Several are put side by side.")
     files = [path for path in paths if path.is_file()]

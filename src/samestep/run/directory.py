@@ -1,5 +1,6 @@
 """The run directory: everything about one run as plain files, written by rank 0 alone."""
 
+import contextlib
 import datetime as dt
 import json
 import math
@@ -26,7 +27,37 @@ def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
 
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run."""
-    return (path / "settings.toml").is_file()
+    try:
+        return (path / "settings.toml").is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
+_OTHERS = frozenset({".log", ".out", ".err", ".sh", ".sbatch", ".toml"})
+"""Ends of names of files that may lie beside a run before it begins: its job's."""
+
+
+def check_free(path: Path) -> Path:
+    """Return a directory that can become a run's: it is new, empty, or was one's before.
+
+    Raises:
+        UserError: it holds files of another kind, among which a run's would be lost.
+    """
+    try:
+        names = sorted(entry.name for entry in path.iterdir() if entry.name[0] != ".")
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    ours = {"checkpoints", "events.jsonl", "run.lock", "job.json", "rank-0.log"} & {*names}
+    others = [name for name in names if Path(name).suffix not in _OTHERS]
+    if path.resolve() == Path(path.resolve().anchor) or (others and not ours):
+        raise UserError(
+            f"--run-dir {path} is no run, and holds {len(others)} other files or folders: "
+            f"{', '.join(others[:3])}{', …' if len(others) > 3 else ''}. Name a new directory, "
+            "such as runs/first."
+        )
+    return path
 
 
 def no_run(path: Path) -> UserError:
@@ -76,7 +107,8 @@ class Run:
             if record["event"] in ("checkpoint", "stop"):
                 os.fsync(self._events.fileno())
         except OSError as error:
-            self._events.truncate(end)  # else the next record would follow a torn one
+            with contextlib.suppress(OSError):  # else the next record would follow a torn one
+                self._events.truncate(end)
             raise cannot_write(self.path / "events.jsonl", error) from error
 
     def write_result(self, result: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Write files so that a reader, or a crash at any moment, sees the old one or the new, whole."""
 
+import contextlib
 import errno
 import json
 import os
@@ -29,7 +30,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
         temporary.replace(path)
         _sync_directory(path.parent)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing is there
+            temporary.unlink()
         if isinstance(error, OSError):
             raise cannot_write(path, error) from error
         raise
@@ -109,7 +111,9 @@ def cannot_write(path: Path, error: OSError) -> UserError:
             f"The disk is full: {path} could not be written ({free:.0f} MiB free in "
             f"{path.parent}). Free some space, then resume the run; earlier checkpoints are whole."
         )
-    return UserError(
-        f"{path} could not be written: {error.strerror or error}. Check the directory's "
-        "permissions, or choose another with --run-dir."
-    )
+    remedy = "Check the directory's permissions, or choose another with --run-dir."
+    if error.errno == errno.ENAMETOOLONG:
+        remedy = "Choose a shorter name."
+    elif not path.parent.is_dir():
+        remedy = f"{path.parent} is no directory; choose another with --run-dir."
+    return UserError(f"{path} could not be written: {error.strerror or error}. {remedy}")

@@ -10,10 +10,12 @@ It trains at once, on a table that it makes up. Change it from the top down.
 """
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from samestep import Recipe, Splits
 
@@ -29,8 +31,9 @@ MEAN, DEVIATION = (30.0, 8.0, 1.0), (8.0, 2.0, 0.4)
 def table() -> tuple[Tensor, Tensor]:
     """Return the columns (rows, columns), and for each row the place of its class (rows,)."""
     if DATA_FILE is not None:
-        rows = read_rows(DATA_FILE)
-        return numbers(rows), torch.tensor([CLASSES.index(row[TARGET]) for row in rows])
+        rows = Rows(DATA_FILE, COLUMNS, torch.clone)
+        numbers = torch.stack([rows[place] for place in range(len(rows))])
+        return numbers, torch.tensor([class_of(row) for row in rows.rows])
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(len(CLASSES), (2000,), generator=generator)
     centres = torch.tensor([[34.0, 8.0, 1.3], [24.0, 9.0, 0.7], [32.0, 6.5, 0.9]])
@@ -38,18 +41,35 @@ def table() -> tuple[Tensor, Tensor]:
     return centres[classes] + spread * torch.randn(2000, 3, generator=generator), classes
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file, each a dict by the names in its first line."""
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        missing = set(COLUMNS) - set(rows.fieldnames or ())
-        if missing:
-            raise ValueError(f"it has no column {', '.join(sorted(missing))}")
-        return list(rows)
+def class_of(row: dict[str, str]) -> int:
+    if row.get(TARGET) not in CLASSES:
+        raise ValueError(f"{TARGET} is {row.get(TARGET)!r} in {row}, none of {', '.join(CLASSES)}")
+    return CLASSES.index(row[TARGET])
 
 
-def numbers(rows: list[dict[str, str]]) -> Tensor:
-    return torch.tensor([[float(row[name]) for name in COLUMNS] for row in rows])
+Ready = Callable[[Tensor], Tensor]
+
+
+class Rows(Dataset[Tensor]):
+    """The numbers in these columns of a CSV file, row by row; `ready` is what becomes of each."""
+
+    def __init__(self, path: Path, names: tuple[str, ...], ready: Ready) -> None:
+        with path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            missing = set(names) - set(rows.fieldnames or ())
+            if missing:
+                raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+            self.rows, self.names, self.ready = list(rows), names, ready
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Tensor:
+        row = self.rows[place]
+        try:  # `predict` shows what is wrong with a row, and goes on with the next
+            return self.ready(torch.tensor([float(row[name]) for name in self.names]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {place + 1}: {error}") from None
 
 
 def scaled(columns: Tensor) -> Tensor:
@@ -79,7 +99,7 @@ def model() -> nn.Module:
 recipe = Recipe(
     model=model,
     data=data,
-    read=lambda _, path: list(scaled(numbers(read_rows(path)))),
+    read=lambda _, path: Rows(path, COLUMNS, scaled),
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
     settings={"epochs": 10, "batch_size": 32, "lr": 3e-3},
 )

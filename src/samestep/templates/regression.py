@@ -10,10 +10,12 @@ It trains at once, on a table that it makes up. Change it from the top down.
 """
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from samestep import Recipe, Splits
 
@@ -29,21 +31,38 @@ TARGET_MEAN, TARGET_DEVIATION = 345.0, 137.0
 def table() -> tuple[Tensor, Tensor]:
     """Return the columns (rows, columns) and what to predict (rows, 1)."""
     if DATA_FILE is not None:
-        return read_columns(DATA_FILE, COLUMNS), read_columns(DATA_FILE, (TARGET,))
+        rows = Rows(DATA_FILE, (*COLUMNS, TARGET), torch.clone)
+        numbers = torch.stack([rows[place] for place in range(len(rows))])
+        return numbers[:, :-1], numbers[:, -1:]
     drawn = torch.rand(2000, 4, generator=torch.Generator().manual_seed(0))
     area, rooms, age = 30 + 150 * drawn[:, 0], 1 + (6 * drawn[:, 1]).floor(), 80 * drawn[:, 2]
     price = 3 * area + 20 * rooms - 0.01 * age * area + 20 * (drawn[:, 3] - 0.5)
     return torch.stack([area, rooms, age], dim=1), price.unsqueeze(1)
 
 
-def read_columns(path: Path, names: tuple[str, ...]) -> Tensor:
-    """Return these columns of a CSV file: (rows, columns)."""
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        missing = set(names) - set(rows.fieldnames or ())
-        if missing:
-            raise ValueError(f"it has no column {', '.join(sorted(missing))}")
-        return torch.tensor([[float(row[name]) for name in names] for row in rows])
+Ready = Callable[[Tensor], Tensor]
+
+
+class Rows(Dataset[Tensor]):
+    """The numbers in these columns of a CSV file, row by row; `ready` is what becomes of each."""
+
+    def __init__(self, path: Path, names: tuple[str, ...], ready: Ready) -> None:
+        with path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            missing = set(names) - set(rows.fieldnames or ())
+            if missing:
+                raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+            self.rows, self.names, self.ready = list(rows), names, ready
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Tensor:
+        row = self.rows[place]
+        try:  # `predict` shows what is wrong with a row, and goes on with the next
+            return self.ready(torch.tensor([float(row[name]) for name in self.names]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {place + 1}: {error}") from None
 
 
 def scaled(columns: Tensor) -> Tensor:
@@ -83,7 +102,7 @@ recipe = Recipe(
     loss=nn.functional.mse_loss,
     metrics={"error": error},
     lower_is_better=("error",),
-    read=lambda _, path: list(scaled(read_columns(path, COLUMNS))),
+    read=lambda _, path: Rows(path, COLUMNS, scaled),
     show=show,
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
     settings={"epochs": 10, "batch_size": 32, "lr": 3e-3, "monitor": "error"},
