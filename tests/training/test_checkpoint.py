@@ -78,8 +78,8 @@ def newest(run: Path, place: int = 0) -> Path:
 def refuse(refused, run, tmp_path):
     """Refuse to go on with the run, in this process if alone; return the one message."""
 
-    def refuse(world_size: int = 1) -> str:
-        command = ("train", str(run), "--resume", "--max-steps", "40")
+    def refuse(*flags: str, world_size: int = 1) -> str:
+        command = ("train", str(run), "--resume", "--max-steps", "40", *flags)
         if world_size == 1:
             return refused(*command)
         return refusal(*command, world_size=world_size, folder=tmp_path / "outputs")
@@ -136,7 +136,7 @@ def test_where_all_are_damaged_resuming_is_refused_and_nothing_is_overwritten(
     for path in (run / "checkpoints").glob("*.pt"):
         flip_a_bit(path)
     before = files(run)
-    said = refuse(world_size)
+    said = refuse(world_size=world_size)
     assert str(run) in said
     assert_nothing_overwritten(run, before)
 
@@ -164,7 +164,7 @@ def test_a_damaged_index_is_refused_and_nothing_is_overwritten(run, refuse, cont
 
 def test_a_damaged_index_is_refused_alike_by_every_rank(run, refuse):
     (run / "checkpoints" / "index.json").write_text("{")
-    refuse(2)
+    refuse(world_size=2)
 
 
 def test_a_missing_index_is_refused_where_checkpoints_were_announced(run, refuse):
@@ -280,14 +280,14 @@ def test_a_checkpoint_of_another_model_or_data_is_refused(run, refuse, old, new,
 
 
 def test_a_checkpoint_with_other_layers_is_refused(run, refuse, half_trained, tmp_path):
-    """The recipe file was edited since."""
+    """The recipe file was edited since, and that was allowed."""
     deeper = RECIPE.replace("nn.Tanh(),", "nn.Tanh(), nn.LayerNorm(options.hidden),")
     write_recipe(tmp_path, deeper)
     settings = run / "settings.toml"
     settings.write_text(
         settings.read_text().replace(str(half_trained / "tiny.py"), str(tmp_path / "tiny.py"))
     )
-    said = refuse()
+    said = refuse("--allow-change", "recipe")
     assert "3.weight" in said
 
 
