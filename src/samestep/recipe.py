@@ -323,8 +323,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
     module = importlib.util.module_from_spec(spec)
     # Loader workers and dataclasses look a class's module up by its name.
     sys.modules.setdefault(path.stem, module)
-    module.__file__ = str(original.resolve())
-    sys.path[:0] = [str(file.parent.resolve()) for file in (path, original)]  # for its neighbours
+    file, module.__file__ = str(path.resolve()), str(original.resolve())
+    sys.path[:0] = [str(one.parent.resolve()) for one in (path, original)]  # for its neighbours
     _being_read.append(path)
     try:
         with no_exit():
@@ -336,7 +336,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {text}") from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = path.resolve()  # frames name the file by its absolute path
+        own = Path(file)  # frames name the file by its absolute path
         line = next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == own), "?")
         if isinstance(error, UserError):
             raise UserError(f"{path}:{line}: {error}") from error
@@ -353,4 +353,4 @@ def _from_file(path: Path, original: Path) -> Recipe:
             f"{path} has {found}. End it with: recipe = Recipe(model=…, data=…), "
             "after `from samestep import Recipe`."
         )
-    return replace(recipe, name=original.stem, file=str(path.resolve()))
+    return replace(recipe, name=original.stem, file=file)

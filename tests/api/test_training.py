@@ -134,6 +134,21 @@ def test_a_recipe_that_changes_the_working_directory_leaves_the_run_where_it_was
     assert trained.result["status"] == "completed"
 
 
+def test_a_recipe_file_that_changes_the_working_directory_moves_no_run(here):
+    (here / "elsewhere").mkdir()
+    (here / "moves.py").write_text(f"{RECIPE}\nimport os\nos.chdir('elsewhere')\n")
+    for flags in (["--run-dir", "named"], []):
+        run("train", "moves.py", *flags, "--max-steps", "2", folder=here.parent / "outputs")
+    run("train", "named", "--resume", "--max-steps", "3", folder=here.parent / "outputs")
+    assert len([*(here / "runs").iterdir()]) == 1
+    assert [*(here / "elsewhere").iterdir()] == []
+    result = read_json(here / "named" / "result.json")
+    assert (result["status"], result["steps"]) == ("completed", 3)
+    trained = samestep.train("moves.py", run_dir="called", quiet=True)
+    assert trained.path == here / "called"
+    assert trained.settings["recipe"] == str(here / "moves.py")
+
+
 def test_a_setting_of_several_names_is_a_list_or_one_text():
     trained = samestep.train(made(), epochs=1, quiet=True)
     for names in ("lr,momentum", ["lr", "momentum"]):

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -78,3 +79,20 @@ def test_the_records_are_of_all_samples(alone):
         (n, 16 * n, 1000) for n in range(1, 6)
     ]
     assert epochs[-1]["loss"] < 0.1 * epochs[0]["loss"]
+
+
+def test_the_ported_loop_of_the_handbook_is_the_same_on_two_ranks_and_stops_early(tmp_path):
+    """Both sides of docs/port-your-loop.md, as they stand there."""
+    page = (EXAMPLES.parent / "docs" / "port-your-loop.md").read_text()
+    plain, ported = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for size, name, text in ((1, "plain", plain), (1, "one", ported), (2, "two", ported)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "ported.py").write_text(text)
+        said = run(folder / "ported.py", world_size=size, folder=folder).output()
+        assert "best" in said
+    one, two = (tmp_path / name / "runs" / "ported" for name in ("one", "two"))
+    assert_same(two, one, 1e-7)
+    result = json.loads((one / "result.json").read_text())
+    assert result["status"] == "completed"
+    assert result["epochs"] < 30 or result["reason"] == "finished"

@@ -6,7 +6,7 @@ Precedence: recipe defaults < TOML < flags.
 import dataclasses
 import tomllib
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from samestep.execution.recipe_changes import FROM_PYTHON, accepted_changes, cop
 from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run, no_run
-from samestep.run.index import read_index
+from samestep.run.index import best_file
 from samestep.settings import (
     Settings,
     as_table,
@@ -49,6 +49,8 @@ class Request:
     """Settings and options that may differ from those of the checkpoint that it goes on from."""
     settings_of: Path | None = None
     """The run whose settings a new run starts with."""
+    folder: Path = field(default_factory=Path.cwd)
+    """The working directory before the recipe's file, which may change it, was read."""
     recipe_changes: tuple[str, ...] = ()
     """What differs in the recipe from that of the run that goes on, as --allow-change lets it."""
 
@@ -65,6 +67,7 @@ class Draft:
     """The run that the settings are taken from, if the target was one."""
     earlier: bool = False
     """Whether that run is of the time when `batch_size` counted per rank."""
+    folder: Path = field(default_factory=Path.cwd)
 
     def settings(self) -> Settings:
         """Return the settings as they are without flags."""
@@ -104,9 +107,9 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
         raise UserError(
             f"{run / 'settings.toml'} names no recipe: a loop of its own trained what is in {run}, "
             "so only its script can go on with it or evaluate it. The weights: torch.load("
-            f'"{run / "checkpoints"}/{_best_file(run)}")["state"].'
+            f'"{best_file(run / "checkpoints")}")["state"].'
         )
-    source = named[0] if run else target
+    source, folder = named[0] if run else target, Path.cwd()
     for path, _ in tables[1 if run else 0 :]:
         if named and named[-1] != source:
             raise UserError(
@@ -118,14 +121,12 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     else:  # another file, as the run's own copy, may have it under another name
         recipe = dataclasses.replace(recipe, name=_name_of(source))
     if source.endswith(".py"):
-        source = str(Path(source).resolve())
-    return dataclasses.replace(_layered(source, recipe, run, tables), earlier=earlier)
-
-
-def _best_file(run: Path) -> str:
-    index = read_index(run / "checkpoints")
-    entry = index.best or index.last
-    return entry.path if entry else "…"
+        source = str((folder / source).resolve())
+    if run is not None and folder != Path.cwd():
+        run = folder / run
+    return dataclasses.replace(
+        _layered(source, recipe, run, tables), earlier=earlier, folder=folder
+    )
 
 
 def _layered(
@@ -270,10 +271,12 @@ def finish(
     if allow_change is not None and not resume:
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
     allowed = parse_names(allow_change, start.recipe)
-    own = {field.name for field in fields(Settings)}
+    own = {one.name for one in fields(Settings)}
     flags = {name: getattr(settings, name) for name in given if name in own}
     merged = merge_layers(start.settings_layer, flags)
     run_dir = str(merged.get("run_dir") or "")
+    if run_dir and start.folder != Path.cwd():
+        run_dir = merged["run_dir"] = str(start.folder / run_dir)
     run = start if resume and start.run is not None else None
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
         run = _repeated(start, run_dir)
@@ -300,6 +303,7 @@ def finish(
         allow_change=allowed,
         settings_of=None if resume else start.run,
         recipe_changes=accepted_changes(run.run, run.source, start.recipe, allowed) if run else (),
+        folder=start.folder,
     )
 
 

@@ -171,6 +171,8 @@ def choose_path(request: Request) -> Path:
     """
     wanted = request.settings.run_dir
     path = Path(wanted) if wanted else new_run_path(request.recipe.name)
+    if request.folder != Path.cwd():
+        path = request.folder / path
     if not request.resume and is_run(path):
         raise UserError(
             f"{path} already holds a run. Continue it with {_go_on(request, path)}, or choose "
