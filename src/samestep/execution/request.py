@@ -3,10 +3,9 @@
 Precedence: recipe defaults < TOML < flags.
 """
 
-import dataclasses
 import tomllib
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +118,12 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     if recipe is None:
         recipe = _recipe_of_run(run, source) if run else find_recipe(source)
     else:  # another file, as the run's own copy, may have it under another name
-        recipe = dataclasses.replace(recipe, name=_name_of(source))
+        recipe = replace(recipe, name=_name_of(source))
     if source.endswith(".py"):
         source = str((folder / source).resolve())
     if run is not None and folder != Path.cwd():
         run = folder / run
-    return dataclasses.replace(
-        _layered(source, recipe, run, tables), earlier=earlier, folder=folder
-    )
+    return replace(_layered(source, recipe, run, tables), earlier=earlier, folder=folder)
 
 
 def _layered(
@@ -341,7 +338,7 @@ def _inherited(old: Any, options: Any, given: set[str]) -> Any:
     if options is None:
         return None
     kept = {f.name: getattr(old, f.name) for f in fields(old) if f.name not in given}
-    return dataclasses.replace(options, **kept)
+    return replace(options, **kept)
 
 
 def _free(run: Draft) -> frozenset[str]:
@@ -379,9 +376,7 @@ def to_toml(request: Request, *, batch_size: int, micro_batch_size: int) -> str:
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
         document["options"] = {
-            key: value
-            for key, value in dataclasses.asdict(request.options).items()
-            if value is not None
+            key: value for key, value in asdict(request.options).items() if value is not None
         }
     return _packed(tomli_w.dumps(document))
 
