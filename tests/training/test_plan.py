@@ -13,7 +13,7 @@ from samestep.data.source import micro_steps
 from samestep.ranks.world import World
 from samestep.settings import merge_layers
 from samestep.training.due import is_recorded
-from samestep.training.plan import learning_rate, make_plan
+from samestep.training.plan import learning_rate, make_plan, plan_notes
 
 SIZES = st.integers(1, 12)
 PLENTY = 10_000
@@ -223,6 +223,21 @@ def test_the_cosine_falls_from_the_rate_to_0_at_the_end(warmup, length):
 def test_a_warm_up_longer_than_the_run_only_rises():
     ramp = rates(max_steps=5, warmup_steps=9, schedule="cosine")
     assert ramp == pytest.approx([0.03 * k for k in range(1, 6)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told", "named"),
+    [
+        (1, {"warmup_steps": 5}, "--warmup-steps 5"),
+        (5, {}, "--batch-size-per-rank"),
+        (1, {"accumulate": 9}, "--accumulate 9"),
+        (4, {"warmup_steps": 4, "accumulate": 2}, None),
+    ],
+)
+def test_what_is_odd_about_the_length_or_the_shares_is_a_note(ranks, told, named):
+    how = Settings(batch_size=32, max_steps=5, **told)
+    notes = plan_notes(make_plan(how, PLENTY, ranks), how)
+    assert [named in note for note in notes] == ([True] if named else [])
 
 
 def test_warm_up_and_cosine_start_from_the_scaled_rate():

@@ -36,7 +36,7 @@ from samestep.training.backends import kernels_of, switched
 from samestep.training.between import Between
 from samestep.training.loop import train
 from samestep.training.parallel import Wrap, wrap
-from samestep.training.plan import batch_notes
+from samestep.training.plan import plan_notes
 from samestep.training.stopping import Agreement, Minutes, Received
 from samestep.training.work import State, Work, is_done
 
@@ -330,7 +330,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     notes += _without_effect(work)
     notes += promise_notes(work, path) if resumed else []
-    notes += batch_notes(plan, settings)
+    notes += plan_notes(plan, settings)
     if settings.keep_top_k and work.validation is None:
         notes.append("--keep-top-k keeps the last checkpoint alone: there is no validation data.")
     watched = built.state.watch.metric

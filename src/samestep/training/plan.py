@@ -288,9 +288,14 @@ def _batch_sizes(settings: Settings, parts: int, ranks: str) -> tuple[int, int, 
     return total, micro_batch, accumulate
 
 
-def batch_notes(plan: Plan, settings: Settings) -> list[str]:
-    """Say what is odd about the samples of a step, and about the ranks' shares of them."""
+def plan_notes(plan: Plan, settings: Settings) -> list[str]:
+    """Say what is odd about the samples of a step, the ranks' shares of them, and the length."""
     notes = []
+    if settings.warmup_steps >= plan.total_steps:
+        notes.append(
+            f"--warmup-steps {settings.warmup_steps} outlasts the run of {plan.total_steps} steps: "
+            f"the learning rate never reaches {plan.lr:g}."
+        )
     if 0 < plan.num_samples < plan.global_batch_size:
         notes.append(
             f"The global batch of {plan.global_batch_size:,} is larger than the "
