@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -94,6 +94,12 @@ def known_elsewhere(name: str, names: Collection[str]) -> str | None:
     """Return which of some names other tools and scripts call so, if any."""
     meant = _ELSEWHERE.get(name.replace("-", "_").lower())
     return meant if meant in names else None
+
+
+def listed(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
 
 
 def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoReturn:

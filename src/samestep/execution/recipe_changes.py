@@ -21,10 +21,11 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.option_calls import without_options
 from samestep.recipe import Recipe, find_recipe
 from samestep.run.files import read_object, write_text
+from samestep.training.hidden_state import closure_of
 
 RECIPE_COPY = "recipe.py"
 """A user's recipe file as it was when the run began, in the run's directory."""
@@ -80,7 +81,7 @@ def check_recipe_unchanged(run: Path, source: str) -> None:
     """
     if changes := recipe_changes(run, source):
         raise UserError(
-            f"{source} has changed since {run} began: {shown_changes(changes)}. Ask the run with "
+            f"{source} has changed since {run} began: {listed(changes, 5)}. Ask the run with "
             f"the recipe as it was: --recipe {run / RECIPE_COPY}; or as it is now: "
             f"--recipe {source}"
         )
@@ -100,16 +101,10 @@ def accepted_changes(
         kept = "go on with the run's own copy: --recipe-of-run; " if is_file else ""
         raise UserError(
             f"{source if is_file else 'The recipe'} has changed since {run} began: "
-            f"{shown_changes(changes)}. When the run goes on this would make it another training: "
+            f"{listed(changes, 5)}. When the run goes on this would make it another training: "
             f"{kept}start a new run without --resume; or insist with --allow-change recipe."
         )
     return tuple(changes)
-
-
-def shown_changes(changes: Sequence[str]) -> str:
-    """Return the names of what has changed, for a message."""
-    more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""
-    return ", ".join(changes[:5]) + more
 
 
 def copy_of_run(run: Path, source: str) -> Recipe | None:
@@ -294,9 +289,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
-        cells = [_content(cell) for cell in function.__closure__ or ()]
         with_defaults = [function.__defaults__, function.__kwdefaults__]
-        for name, one in zip(code.co_freevars, cells, strict=True):
+        for name, one in closure_of(function).items():
             self._name(name, one)
         for name in _names(code):
             if name in function.__globals__:
@@ -308,13 +302,6 @@ class _Walk:
         kinds = (*_PLAIN, tuple, partial, types.FunctionType, type)
         if isinstance(value, kinds) and name[:2] != "__" and name not in self.pieces:
             self._add(name, f"{name} = {self._told(value)}")
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is filled later
-        return None
 
 
 def _names(code: types.CodeType) -> list[str]:

@@ -11,16 +11,11 @@ from pathlib import Path
 
 from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
-from samestep.errors import UserError, no_exit
+from samestep.errors import UserError, listed, no_exit
 from samestep.execution.build import Built, build
 from samestep.execution.outcome import Outcome, finish_run, leave_why
 from samestep.execution.promise import promise_notes, promise_record
-from samestep.execution.recipe_changes import (
-    FROM_PYTHON,
-    keep_recipe,
-    recipe_changes,
-    shown_changes,
-)
+from samestep.execution.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
 from samestep.execution.request import Request
 from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.ranks.failure import JOB_RUN
@@ -342,10 +337,10 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'
         )
     if request.recipe_changes:
-        told = shown_changes(request.recipe_changes)
+        told = listed(request.recipe_changes, 5)
         notes.append(f"The run goes on with the recipe as it is now; what has changed: {told}.")
     elif resumed and (changes := recipe_changes(path, request.source)):
-        told = shown_changes(changes)
+        told = listed(changes, 5)
         notes.append(f"{request.source} has changed ({told}); the run goes on with its own copy.")
     if resumed and is_done(work, built.state):
         notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")

@@ -175,16 +175,16 @@ def backward(
     for p in parameters:
         p.grad = None  # what is there already is a sum over all ranks
     _backward(loss * weight, parameters, retain_graph=retain_graph)
-    mine = total = (loss.detach() * weight).reshape(1)
-    for number, bucket in enumerate(_buckets(parameters)):
-        if number == 0:
-            total = _add_up(bucket, world, weight, mine, step % _TOLD_APART)
-        else:
-            _add_up(bucket, world, weight, mine[:0], step % _TOLD_APART)
+    mine, apart = (loss.detach() * weight).reshape(1), step % _TOLD_APART
+    # The loss travels with the first bucket: mine[1:] is empty.
+    totals = [
+        _add_up(bucket, world, weight, mine[number:], apart)
+        for number, bucket in enumerate(_buckets(parameters))
+    ]
     for p, old in zip(parameters, before, strict=True):
         if old is not None:
             p.grad = old if p.grad is None else old.add_(p.grad)
-    return total.reshape(()).to(loss.dtype)
+    return (totals or [mine])[0].reshape(()).to(loss.dtype)
 
 
 def _backward(loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool) -> None:

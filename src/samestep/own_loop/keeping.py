@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from samestep.data.trees import map_tensors
-from samestep.errors import UserError, blame
+from samestep.errors import UserError, blame, listed
 from samestep.own_loop.means import Sums
 from samestep.ranks.world import World
 from samestep.run import checkpoints
@@ -338,9 +338,8 @@ def check_kept(state: Mapping[str, Kept], trained: Sequence[Any]) -> set[int]:
         and not (own and (not modules or isinstance(piece, torch.optim.Optimizer)))
     ]
     if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise UserError(
-            f"run.backward was given {', '.join(lacking[:3])}{more}, which state does not name, so "
+            f"run.backward was given {listed(lacking)}, which state does not name, so "
             "checkpoints would not hold it. Name the module and the optimizer in run.epochs(…, "
             "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
         )

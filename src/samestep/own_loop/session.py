@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from samestep.errors import UserError
-from samestep.execution.recipe_changes import script_changes, shown_changes
+from samestep.errors import UserError, listed
+from samestep.execution.recipe_changes import script_changes
 from samestep.execution.saving import load_newest
 from samestep.execution.session import open_directory
 from samestep.own_loop import directory, keeping
@@ -173,7 +173,7 @@ class Session:
             after = f"after step {standing.position.step}, from {checkpoint}"
             changed = script_changes(self.path / directory.SCRIPT_COPY, Path(sys.argv[0]))
             if changed:
-                told = shown_changes(changed)
+                told = listed(changed, 5)
                 problems.append(f"{sys.argv[0]} has changed since the run began: {told}.")
             say(world, " ".join([f"{self.path} goes on {after}.", *problems]))
             self.emit(

@@ -53,9 +53,6 @@ class ScalingStudy:
     phrase: str
 
 
-_NO_STUDY = (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
-
-
 def read_study(path: Path) -> ScalingStudy:
     """Return what a file of `samestep scale RECIPE --json` tells.
 

@@ -26,12 +26,8 @@ _DEPTH = 4
 _MOST = 1000
 """Of a container's entries that are looked at, from its beginning and from its end."""
 _OF_ANY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized"})
-_OF_ANY_OPTIMIZER = frozenset(
-    {
-        *vars(torch.optim.SGD([torch.zeros(1)])),
-        *("step", "_opt_called", "_step_count"),  # a learning-rate schedule writes these
-    }
-)
+_OF_A_SCHEDULE = ("step", "_opt_called", "_step_count")
+"""What a learning-rate schedule of PyTorch writes into its optimizer."""
 
 
 def model_prints(model: nn.Module, loss: object = None) -> Prints:
@@ -42,11 +38,10 @@ def model_prints(model: nn.Module, loss: object = None) -> Prints:
     found: Prints = {}
     for owner, root in (("the model's", model), ("the loss's", loss)):
         for name, part in root.named_modules() if isinstance(root, nn.Module) else ():
-            if not type(part).__module__.startswith(
-                "torchmetrics"
-            ):  # what it counts trains nothing
-                prefix = f"{owner} {name}." if name else f"{owner} "
-                found |= _of_attributes(prefix, vars(part), _OF_ANY_MODULE)
+            if type(part).__module__.startswith("torchmetrics"):
+                continue  # what it counts trains nothing
+            prefix = f"{owner} {name}." if name else f"{owner} "
+            found |= _of_attributes(prefix, vars(part), _OF_ANY_MODULE)
     return found
 
 
@@ -56,7 +51,7 @@ def closure_prints(loss: object) -> Prints:
         loss = loss.func if isinstance(loss, functools.partial) else loss.__self__
     if isinstance(loss, nn.Module):
         return {}
-    kept = _closure(loss) if isinstance(loss, FunctionType) else getattr(loss, "__dict__", {})
+    kept = closure_of(loss) if isinstance(loss, FunctionType) else getattr(loss, "__dict__", {})
     return _of_attributes("the loss's ", kept)
 
 
@@ -65,7 +60,9 @@ def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     held += [t for state in optimizer.state.values() for t in state.values()]
     known = [id(t) for t in held if isinstance(t, Tensor)]
-    return _of_attributes("the optimizer's ", vars(optimizer), _OF_ANY_OPTIMIZER, known)
+    # Not at import: the first optimizer imports torch._dynamo, which takes a second.
+    usual = {*vars(torch.optim.SGD([torch.zeros(1)])), *_OF_A_SCHEDULE}
+    return _of_attributes("the optimizer's ", vars(optimizer), usual, known)
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -118,98 +115,57 @@ def _pieces(value: Any, depth: int, seen: set[int]) -> Iterator[bytes]:
                 yield from _pieces(part, depth - 1, seen)
 
 
-@functools.singledispatch
-def _content(_value: Any) -> bytes | None:
+def _content(value: Any) -> bytes | None:  # noqa: PLR0911 - a case a kind
     """Return the content of a tensor, an array or a generator; None of anything else."""
+    match value:
+        case Tensor():
+            return _values(value)
+        case np.ndarray():
+            content = repr(value).encode() if value.dtype.hasobject else value.tobytes()
+            return f"{value.dtype}{value.shape}".encode() + content
+        case torch.Generator():
+            return value.get_state().numpy().tobytes()
+        case np.random.Generator():
+            return repr(value.bit_generator.state).encode()
+        case np.random.RandomState():
+            return repr(value.get_state()).encode()
+        case random.Random():
+            return repr(value.getstate()).encode()
     return None
 
 
-@_content.register
-def _(value: Tensor) -> bytes:
-    kind = f"{value.dtype}{tuple(value.shape)}".encode()
-    if value.layout != torch.strided or value.is_meta or value.is_quantized or not value.numel():
+def _values(tensor: Tensor) -> bytes:
+    kind = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    unreadable = tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized
+    if unreadable or not tensor.numel():
         return kind
-    flat = value.detach().resolve_conj().cpu().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().cpu().contiguous().view(-1)
     return kind + flat.view(torch.uint8).numpy().tobytes()
 
 
-@_content.register
-def _(value: np.ndarray) -> bytes:
-    content = repr(value).encode() if value.dtype.hasobject else value.tobytes()
-    return f"{value.dtype}{value.shape}".encode() + content
-
-
-@_content.register
-def _(value: torch.Generator) -> bytes:
-    return value.get_state().numpy().tobytes()
-
-
-@_content.register
-def _(value: np.random.Generator) -> bytes:
-    return repr(value.bit_generator.state).encode()
-
-
-@_content.register
-def _(value: np.random.RandomState) -> bytes:
-    return repr(value.get_state()).encode()
-
-
-@_content.register
-def _(value: random.Random) -> bytes:
-    return repr(value.getstate()).encode()
-
-
-@functools.singledispatch
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
     """Return what a container, a module, a function or another object is made of."""
+    match value:
+        case type() | ModuleType():
+            return ()
+        case Mapping():
+            return (part for pair in _some(value.items(), len(value)) for part in pair)
+        case set() | frozenset():
+            return sorted(map(repr, value))
+        case list() | tuple() | deque():
+            return (len(value), *_some(value, len(value)))
+        case nn.Module():
+            plain = [kept for name, kept in vars(value).items() if name not in _OF_ANY_MODULE]
+            return [*value.parameters(), *value.buffers(), *plain]
+        case functools.partial():
+            return value.func, value.args, value.keywords
+        case MethodType():
+            return (value.__self__,)
+        case FunctionType():
+            return closure_of(value).values()
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     kept = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**kept, **getattr(value, "__dict__", {})}.values()
-
-
-@_parts.register(type)
-@_parts.register(ModuleType)
-def _(_value: Any) -> Iterable[Any]:
-    return ()
-
-
-@_parts.register
-def _(value: Mapping) -> Iterable[Any]:  # type: ignore[type-arg]
-    return (part for pair in _some(value.items(), len(value)) for part in pair)
-
-
-@_parts.register(set)
-@_parts.register(frozenset)
-def _(value: Any) -> Iterable[Any]:
-    return sorted(map(repr, value))
-
-
-@_parts.register(list)
-@_parts.register(tuple)
-@_parts.register(deque)
-def _(value: Any) -> Iterable[Any]:
-    return (len(value), *_some(value, len(value)))
-
-
-@_parts.register
-def _(value: nn.Module) -> Iterable[Any]:
-    plain = [kept for name, kept in vars(value).items() if name not in _OF_ANY_MODULE]
-    return [*value.parameters(), *value.buffers(), *plain]
-
-
-@_parts.register
-def _(value: functools.partial) -> Iterable[Any]:  # type: ignore[type-arg]
-    return value.func, value.args, value.keywords
-
-
-@_parts.register
-def _(value: MethodType) -> Iterable[Any]:
-    return (value.__self__,)
-
-
-@_parts.register
-def _(value: FunctionType) -> Iterable[Any]:
-    return _closure(value).values()
 
 
 def _some(values: Iterable[Any], size: int) -> Iterator[Any]:
@@ -219,7 +175,7 @@ def _some(values: Iterable[Any], size: int) -> Iterator[Any]:
             yield value
 
 
-def _closure(function: FunctionType) -> dict[str, Any]:
+def closure_of(function: FunctionType) -> dict[str, Any]:
     """Return what a function has from where it was made, by name."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

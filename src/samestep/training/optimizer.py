@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from samestep.data.trees import map_tensors
-from samestep.errors import UserError, blame, defined_at
+from samestep.errors import UserError, blame, defined_at, listed
 from samestep.recipe import Recipe
 from samestep.run.checkpoints import why_not_kept
 from samestep.settings import Settings
@@ -107,9 +107,8 @@ def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str
     named = dict(model.named_parameters())
     missing = [name for name, p in named.items() if p.requires_grad and id(p) not in given]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise UserError(
-            f"The recipe's optimizer{place} is not given {', '.join(missing[:3])}{more}: they "
+            f"The recipe's optimizer{place} is not given {listed(missing)}: they "
             "would never change. Give them to it, or freeze them with requires_grad_(False)."
         )
     if not given <= {id(p) for p in named.values()}:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from samestep.data.blocks import Block
-from samestep.errors import UserError, defined_at
+from samestep.errors import UserError, defined_at, listed
 from samestep.ranks.world import as_if_alone
 from samestep.training.alike import bits_of
 from samestep.training.hidden_state import (
@@ -72,26 +72,26 @@ class SelfCheck:
         same = torch.equal(alone, self._bits)
         named = attributes if same else attributes + closure
         if named:
-            more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             raise UserError(
-                f"--virtual-ranks: each forward changes {named[0]}{more}, and a rank computes as "
+                f"--virtual-ranks: each forward changes {listed(named, 1)}, and a rank computes as "
                 f"many forwards as it has virtual ranks, {_DEPENDS}. Keep it in a buffer that each "
                 f"forward of a training step writes (register_buffer), {_OR}."
             )
         if not same:
             again = torch.equal(bits_of(compute(part, micro_steps)), self._bits)
             what = (
-                "ask for this rank or for the number of ranks"
+                "asks for its rank or for the number of ranks"
                 if again
-                else "keep something outside of the model (a list, a global variable), or read the "
-                "clock or another generator than torch's, Python's and NumPy's global ones"
+                else "keeps something outside the model (a list, a global variable), reads the "
+                "clock, or draws from a generator other than the global ones of torch, Python and "
+                "NumPy"
             )
             raise UserError(
-                "--virtual-ranks: the same samples, weights and random numbers gave other "
-                f"gradients when they were computed a second time, {_DEPENDS}. The model"
+                "--virtual-ranks: the same samples, weights and random numbers gave different "
+                f"gradients the second time, {_DEPENDS}. Probably the model"
                 f"{defined_at(*self._trainee.makers[:1])} or the loss"
-                f"{defined_at(self._trainee.loss)} must "
-                f"{what}. Take it out, or leave --virtual-ranks out."
+                f"{defined_at(self._trainee.loss)} {what}. Remove that, or leave out "
+                "--virtual-ranks."
             )
         self._kept, self._prints = None, ({}, {})
 

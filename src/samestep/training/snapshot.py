@@ -15,7 +15,7 @@ from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.stream_lanes import Mark
 from samestep.data.stream_source import StreamSource
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.run.checkpoints import FORMAT
 from samestep.training.alike import check_weights, seed_alike, seed_rank
 from samestep.training.clock import Position
@@ -214,9 +214,8 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
         if name in saved and _shape(saved[name]) != _shape(own[name])
     ]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise UserError(
-            f"The checkpoint does not fit the model: {'; '.join(wrong[:3])}{more}. "
+            f"The checkpoint does not fit the model: {listed(wrong, between='; ')}. "
             "Use the model options of the run that wrote it."
         )
     model.load_state_dict(saved)

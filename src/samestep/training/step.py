@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samestep.data.blocks import Block, cut_rows
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import check_rows, describe, map_tensors, narrow
-from samestep.errors import UserError, blame, defined_at, made_by
+from samestep.errors import UserError, blame, defined_at, listed, made_by
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
@@ -83,9 +83,8 @@ def check_used(model: nn.Module) -> None:
     unused = [name for name, p in named if p.requires_grad and p.grad is None]
     if unused:
         raise UserError(
-            f"The loss does not depend on {', '.join(unused[:3])}"
-            f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}, so ranks would wait "
-            "for a gradient that never comes. Use these parameters in forward, freeze them with "
+            f"The loss does not depend on {listed(unused)}, so ranks would wait for a gradient "
+            "that never comes. Use these parameters in forward, freeze them with "
             "requires_grad_(False), or, if other steps use them, add --find-unused."
         )
 

@@ -75,36 +75,36 @@ class VirtualStep(EagerStep):
             self._agree_without()
         tree = TreeSum(add_tensors)
         in_place = not self._to_check and self._may_add_in_place()
+        checks = self._check if self._repeats else None
         for part, parts in groupby(block.parts, key=lambda micro_step: micro_step.place):
             micro_steps = tuple(parts)
-            if self._repeats and self._check is not None:
-                self._check.keep(part, micro_steps)
+            if checks is not None:
+                checks.keep(part, micro_steps)
             left = tree.left_of(part) if in_place and len(micro_steps) == 1 else None
             if left is not None:
                 tree.push(self._add_share(left, part, micro_steps), part // 2, level=1)
             else:
                 share = self._share(part, micro_steps)
-                if self._repeats and self._check is not None:
-                    self._check.take(share)
+                if checks is not None:
+                    checks.take(share)
                 tree.push(share, part)
         self._to_check = False
-        if self._repeats:
-            self._repeat()
+        if checks is not None:
+            self._repeat(checks)
         *gradients, numbers = self._reducer()(tree.roots, present)
         loss, terms = self._settle(gradients, numbers, block.global_size, present)
         self._phases.lap("all_reduce" if self._world.connected else "backward")
         # The ranks' parts of a loss are added up where it is read.
         return loss if self._world.is_main else torch.zeros_like(loss), terms
 
-    def _repeat(self) -> None:
+    def _repeat(self, checks: SelfCheck) -> None:
         """Compute the first share of this rank again, once all ranks have theirs.
 
         Raises:
             UserError: on every rank, what depends on the number of ranks.
         """
-        self._repeats, check, seen = False, self._check, len(self._seen)
-        assert check is not None
-        self._world.on_every(lambda: check.repeat(self._share))
+        self._repeats, seen = False, len(self._seen)
+        self._world.on_every(lambda: checks.repeat(self._share))
         del self._seen[seen:]
 
     def _agree_without(self) -> None:

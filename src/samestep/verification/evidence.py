@@ -104,10 +104,12 @@ class Evidence:
     @property
     def exact(self) -> float:
         """Tolerance of what is compared in the exact precision."""
-        if self.bits or self.trace(0, NUDGED) is None:
-            return 0.0 if self.bits else ROUNDING[self.facts.exact]
-        measured = max(LEAST[self.facts.exact], _TIMES * self.nudged())
-        return min(ROUNDING[self.facts.exact], measured)
+        if self.bits:
+            return 0.0
+        usual = ROUNDING[self.facts.exact]
+        if self.trace(0, NUDGED) is None:
+            return usual
+        return min(usual, max(LEAST[self.facts.exact], _TIMES * self.nudged()))
 
     def nudged(self) -> float:
         """Return how far one rounding of the weights has moved the losses."""

@@ -130,12 +130,15 @@ _ENVIRONMENT = type(os.environ).__getitem__.__code__
 
 def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
     """Return a parameter by the name under which the model or the loss has it, if that is found."""
-    places = {"the model's": vars(model), "the loss's": getattr(loss, "__dict__", {})}
-    places["the global"] = getattr(loss, "__globals__", {})
-    places["the global "] = getattr(type(model).forward, "__globals__", {})
-    for owner, names in places.items():
+    places = (
+        ("the model's", vars(model)),
+        ("the loss's", getattr(loss, "__dict__", {})),
+        ("the global", getattr(loss, "__globals__", {})),
+        ("the global", getattr(type(model).forward, "__globals__", {})),
+    )
+    for owner, names in places:
         for name, kept in names.items():
             several = kept if isinstance(kept, list | tuple) else (kept,)
             if any(each is leaf for each in several):
-                return f"{owner.strip()} {name}"
+                return f"{owner} {name}"
     return f"a parameter of shape {tuple(leaf.shape)}"

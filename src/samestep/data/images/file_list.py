@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _FOLDERS = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
@@ -91,12 +91,9 @@ def find_files(
         return None
     strange = sorted(set(_names(folder, os.DirEntry.is_dir)) - set(classes))
     if strange:
-        known = ", ".join(classes[:5]) + (
-            f" and {len(classes) - 5} more" if len(classes) > 5 else ""
-        )
         raise UserError(
-            f"{folder / strange[0]} is none of the classes ({known}). Rename the folder, or move "
-            "it elsewhere."
+            f"{folder / strange[0]} is none of the classes ({listed(classes, 5)}). Rename "
+            "the folder, or move it elsewhere."
         )
     names: list[bytes] = []
     labels: list[int] = []

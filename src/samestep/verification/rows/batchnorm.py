@@ -1,5 +1,6 @@
 """BatchNorm: each rank normalises over its own share of the batch."""
 
+from samestep.errors import listed
 from samestep.training.draws import batch_norms
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow
 from samestep.verification.recipe_under_test import RecipeUnderTest
@@ -17,11 +18,10 @@ def _answer(evidence: Evidence) -> Check:
     names = evidence.found(NAME, list[str])
     if not names:
         return Check("same", "the model has none")
-    shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     cause = Cause(
         CAUSE,
-        f"Layer {shown}: each rank normalises over its own share of the batch; frozen, they make "
-        "no difference.",
+        f"Layer {listed(names, 1)}: each rank normalises over its own share of the batch; frozen, "
+        "they make no difference.",
         "GroupNorm needs no batch; --sync-batchnorm works on NVIDIA GPUs; or accept it: --accept "
         'batchnorm, in the recipe accepts=("batchnorm",).',
     )

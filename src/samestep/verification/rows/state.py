@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from samestep.data.trees import map_leaves
+from samestep.errors import listed
 from samestep.verification.difference import relative
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.hidden import Hidden, find_hidden, other_batch
@@ -111,37 +112,32 @@ def _suspect(evidence: Evidence) -> Cause | None:
     """Return what may be the cause of a difference that no experiment explains."""
     hidden = hidden_of(evidence)
     if hidden.draws:
-        why = f"The optimizer's step draws from {_listed(hidden.draws)}: each rank, and a resumed "
+        why = f"The optimizer's step draws from {listed(hidden.draws)}: each rank, and a resumed "
         advice = "Draw from torch's own generator in step(): samestep seeds it alike on all ranks."
         return Cause(DRAWS, f"{why}run, may draw other numbers.", advice)
     if hidden.optimizer:
         return Cause(
             OPTIMIZER,
-            f"Each step changes {_listed(hidden.optimizer)}, and no checkpoint holds it: a resumed "
+            f"Each step changes {listed(hidden.optimizer)}, and no checkpoint holds it: a resumed "
             "run begins without.",
             "Keep it in self.state[parameter], which checkpoints hold.",
         )
     if hidden.kept:
         return Cause(
             CAUSE,
-            f"Forward or loss changes {_listed(hidden.kept)}: a plain attribute, which no "
+            f"Forward or loss changes {listed(hidden.kept)}: a plain attribute, which no "
             "checkpoint holds and each rank has its own of.",
             _REGISTER,
         )
     if hidden.learned:
         return Cause(
             LEARNED,
-            f"The loss depends on {_listed(hidden.learned)}, which is not among the model's "
+            f"The loss depends on {listed(hidden.learned)}, which is not among the model's "
             "parameters: its gradient is not added up over ranks, and no checkpoint holds it.",
             "Make it an nn.Parameter of the model, which returns it beside its outputs if the loss "
             "needs it: the optimizer is given it then.",
         )
     return None
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _explain(evidence: Evidence) -> Cause | None:
@@ -151,10 +147,10 @@ def _explain(evidence: Evidence) -> Cause | None:
     if clocks and (found or change):
         return Cause(
             CLOCK,
-            f"Forward or loss reads {_listed(clocks)}, and gives something else each time.",
+            f"Forward or loss reads {listed(clocks)}, and gives something else each time.",
             "Compute from inputs, weights and buffers alone.",
         )
-    named = f" It changes {_listed(hidden.kept)}." if hidden.kept else ""
+    named = f" It changes {listed(hidden.kept)}." if hidden.kept else ""
     if found is None and change is not None:
         return Cause(
             IN_LOSS,

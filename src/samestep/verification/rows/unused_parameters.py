@@ -6,6 +6,7 @@ whether they agree.
 
 import re
 
+from samestep.errors import listed
 from samestep.screen.words import count
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure, RecipeFacts, decoded
@@ -29,8 +30,7 @@ def unused_parameters(facts: RecipeFacts) -> list[str]:
 
 
 def _cause(names: list[str]) -> Cause:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    loss = f"The loss does not depend on {shown}"
+    loss = f"The loss does not depend on {listed(names)}"
     if not names:
         loss = "In some steps the loss does not depend on all parameters"
     why = f"{loss}, so ranks would wait for a gradient that never comes."
