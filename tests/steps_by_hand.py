@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 OPTIMIZERS = {
     "adam": {"weight_decay": 0.1},
     "adamw": {"optimizer": "adamw", "weight_decay": 0.2, "clip_norm": 0.3},
-    "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1, "accumulate": 2},
+    "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1, "micro_batch_size": 4},
     "plain sgd": {"optimizer": "sgd"},
 }
 
@@ -62,8 +62,7 @@ def trainee(net: nn.Module, settings: Settings, device: torch.device = CPU) -> T
 def blocks(settings: Settings, device: torch.device = CPU, *, together: int) -> list[Block]:
     """Return three groups of steps, two single ones, an incomplete batch, and a group again."""
     torch.manual_seed(5)
-    made, first = [], 0
-    rows = BATCH * (settings.accumulate or 1)
+    made, first, rows = [], 0, BATCH
     shapes = [(together, rows)] * 3 + [(1, rows)] * 2 + [(1, rows - 2), (together, rows)]
     for steps, size in shapes:
         x = torch.randn(steps * size, 8, dtype=torch.float64)
@@ -75,7 +74,8 @@ def blocks(settings: Settings, device: torch.device = CPU, *, together: int) -> 
 
 def eager(trained: Trainee, settings: Settings, device: torch.device = CPU) -> EagerStep:
     """Return what takes the steps one by one."""
-    return EagerStep(trained, settings, World(device=device), BATCH, make_phases(device))
+    most = settings.micro_batch_size or BATCH
+    return EagerStep(trained, settings, World(device=device), most, make_phases(device))
 
 
 def whole(trained: Trainee, settings: Settings, device: torch.device = CPU) -> WholeStep:

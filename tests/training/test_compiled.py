@@ -253,7 +253,7 @@ def _train_on_two_ranks(arguments):
 @pytest.mark.slow
 def test_on_several_ranks_the_model_is_compiled_and_the_steps_are_the_same(tmp_path):
     recipe = tiny.write_recipe(tmp_path, SMALL)
-    flags = ["--max-steps", "24", "--clip-norm", "0.05"]
+    flags = ["--max-steps", "24", "--clip-norm", "0.05", "--batch-size", "33"]  # 17 and 16
     tiny.train(recipe, "--run-dir", str(tmp_path / "eager"), *flags, folder=tmp_path)
     run = tmp_path / "run"
     arguments = ["train", str(recipe), "--run-dir", str(run), "--compile", "on", *flags]

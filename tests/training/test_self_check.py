@@ -31,7 +31,7 @@ HIDDEN = {
     ),
     "a list as memory bank": (
         "bank.append(out.detach().mean(0))\n        out = out - torch.stack(bank).mean(0)",
-        "outside of the model",
+        "outside the model",
     ),
     "the clock": ("out = out * (1 + time.perf_counter())", "clock"),
 }

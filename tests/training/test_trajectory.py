@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from samestep import read_records
 from tests import tiny
@@ -108,6 +109,11 @@ def train(recipe: str, folder: Path, name: str, *flags: str, world_size: int = 1
     return records_of(run)
 
 
+def weights_of(run: Path):
+    last = torch.load(run / "checkpoints" / "checkpoint_epoch_2.pt", weights_only=True)
+    return last["model"].values()
+
+
 def records_of(run: Path):
     return [r for r in read_records(run) if r["event"] in ("step", "evaluation", "epoch")]
 
@@ -160,6 +166,10 @@ def test_loss_and_gradient_norm_are_those_of_one_process_on_any_number_of_ranks(
     for size in (2, 3, 5):
         many = train(recipe, tmp_path, f"ranks{size}", *flags, world_size=size)
         assert worst(one, many) < tolerance
+        for mine, others in zip(
+            weights_of(tmp_path / "one"), weights_of(tmp_path / f"ranks{size}"), strict=True
+        ):
+            torch.testing.assert_close(mine, others, rtol=tolerance, atol=tolerance)
     assert json.dumps(one) != "[]"
 
 

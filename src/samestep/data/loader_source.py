@@ -138,10 +138,10 @@ def _end_workers(loader: DataLoader[Any]) -> None:
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-    """Start a loader's workers, which serve on while the ranks stop.
+    """Start a loader's workers, which go on serving while the ranks stop.
 
-    PyTorch would raise of one that ends in whatever line the rank is at; this leaves it to the
-    next batch, which looks every few seconds.
+    When a worker ends, PyTorch would raise in whatever line the rank is at. Here the next batch
+    finds it instead: it looks every few seconds.
     """
     before = signal.getsignal(signal.SIGCHLD)
     with forking_servants():
@@ -151,7 +151,7 @@ def starting_workers() -> Iterator[None]:
 
 
 def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:
-    """Raise what the user is told where a worker of a loader has ended, which else does nothing.
+    """Raise what the user is told if a worker of a loader has ended; else do nothing.
 
     Raises:
         UserError: by an exit code, so the code that it ran has called for it.
@@ -177,9 +177,9 @@ def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "
 
 
 _GONE_S = 0.2
-_CRASHED = "A library that it calls has crashed, if nobody ended it: --num-workers 0 finds where."
+_CRASHED = "Most likely a library that it calls has crashed: --num-workers 0 shows where."
 _REMEDIES = {
-    int(signal.SIGKILL): "If nobody ended it, the system did for lack of memory: use fewer "
+    int(signal.SIGKILL): "Most likely the system ended it for lack of memory: use fewer "
     "--num-workers, or a smaller batch or --shuffle-buffer.",
     int(signal.SIGBUS): "There is too little shared memory: make /dev/shm larger (docker run "
     "--shm-size), or use fewer --num-workers.",

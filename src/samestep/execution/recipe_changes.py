@@ -81,8 +81,8 @@ def check_recipe_unchanged(run: Path, source: str) -> None:
     """
     if changes := recipe_changes(run, source):
         raise UserError(
-            f"{source} has changed since {run} began: {listed(changes, 5)}. Ask the run with "
-            f"the recipe as it was: --recipe {run / RECIPE_COPY}; or as it is now: "
+            f"{source} has changed since {run} began: {listed(changes, 5)}. Use the "
+            f"recipe as it was: --recipe {run / RECIPE_COPY}; or as it is now: "
             f"--recipe {source}"
         )
 

@@ -104,8 +104,8 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     named = [str(table.pop("recipe")) for _, table in tables if "recipe" in table]
     if run and not named:
         raise UserError(
-            f"{run / 'settings.toml'} names no recipe: a loop of its own trained what is in {run}, "
-            "so only its script can go on with it or evaluate it. The weights: torch.load("
+            f"{run / 'settings.toml'} names no recipe: {run} comes from a loop of your own, "
+            "and only its script can go on with it or evaluate it. The weights: torch.load("
             f'"{best_file(run / "checkpoints")}")["state"].'
         )
     source, folder = named[0] if run else target, Path.cwd()
@@ -313,8 +313,8 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
     for name in sorted(named.intersection(unread)):
         raise UserError(
             f"--{flag_name(name)} {getattr(options, name)}: no function of the recipe reads this "
-            f"option. A function gets the options by a parameter named `options`, and these have "
-            f"none: {', '.join(without)}."
+            f"option. A function gets the options through a parameter named `options`; without "
+            f"it are: {', '.join(without)}."
         )
 
 

@@ -121,15 +121,15 @@ class Passes:
 
 def _unequal(times: str) -> UserError:
     return UserError(
-        f"run.backward was called {times}. Each call adds up over all ranks, so all have to call "
-        "it equally often: decide on what all have alike. run.backward returns the loss over all "
-        "ranks; a closure for LBFGS returns that.",
+        f"run.backward was called {times}. Each call adds up over all ranks, so every rank "
+        "has to call it equally often: base such a decision on values that all ranks share. "
+        "run.backward returns the loss over all ranks: return that from a closure for LBFGS.",
         on_all_ranks=True,
     )
 
 
 def check_loss(loss: Any) -> None:
-    """Check that something can be gone back from.
+    """Check that backward can start from a loss.
 
     Raises:
         UserError: it is no scalar, or depends on nothing that is trained.

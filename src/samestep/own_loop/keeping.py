@@ -228,7 +228,7 @@ def load_best(standing: Standing, folder: Path, world: World) -> int:
         UserError: there is none, or it does not fit.
     """
     if standing.watch is None:
-        raise UserError("run.load_best: no epoch is the best. Call run.best(…) in each epoch.")
+        raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
     entry = world.on_main(lambda: find_checkpoint(folder, "best"))
     saved = world.on_every(lambda: checkpoints.load(folder, entry))["state"]
     for name, one in standing.state.items():

@@ -35,8 +35,8 @@ def open_run(
             slurm submit`, or a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
         resume: whether to go on with the run that is there; where there is none, it begins.
-        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts. One
-            that is the path is left out.
+        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts. A
+            value equal to `path` is left out.
         may_change: names of those that may be others when the run goes on.
         name: of the program, for `samestep compare`; by default that of the script.
         log_every: steps between two `step` records; by default the length decides: 200 to 500

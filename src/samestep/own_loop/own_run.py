@@ -161,7 +161,7 @@ class OwnRun:
         return self._opened.standing.own
 
     def best(self, name: str = "loss", *, mode: Literal["min", "max"] = "min") -> bool:
-        """Return whether a value of `means` is the best so far; then so is this epoch's checkpoint.
+        """Return whether a value of `means` is the best so far, and so is this epoch's checkpoint.
 
             if run.best("accuracy", mode="max"):
                 run.state["waited"] = 0
@@ -181,8 +181,8 @@ class OwnRun:
     def finish(self, reason: str = "finished early") -> None:
         """Let this epoch be the last, on all ranks, once any of them has called it.
 
-        A run that has finished is not trained on by the same command: only where more epochs are
-        asked for than there were.
+        The same command does not train a finished run any further. It goes on only if the script
+        asks for more epochs than before.
 
         Args:
             reason: for the records.

@@ -127,19 +127,21 @@ def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: s
     rank = next(r for r, found in enumerate(ranks) if found[0][place] != ranks[0][0][place])
     summed = [found[1] and found[1][place] for found in ranks]
     if not named[name].requires_grad:
-        why = "Nothing trains it: something writes it from a rank's own samples or random numbers."
-    elif summed.count(summed[0]) < len(summed):
-        why = f"Its gradient differs, too: {added}."
-    else:
         why = (
-            f"{'' if None in summed else 'Its gradient is the same, so it is the update: '}what "
-            "changes it draws from a generator of its own that each rank seeds otherwise, or "
-            "reads the rank, the clock or a rank's own samples. Draw from torch's, Python's or "
-            "NumPy's global generator, which samestep seeds alike for it."
+            "No gradient trains it: something sets it from a rank's own samples or random numbers."
+        )
+    elif summed.count(summed[0]) < len(summed):
+        why = f"So does its gradient: {added}."
+    else:
+        update = "The update" if None in summed else "Its gradient is the same, so the update"
+        why = (
+            f"{update} draws from a generator that each rank seeds differently, or reads the rank, "
+            "the clock or a rank's own samples. Draw from the global generators of torch, Python "
+            "or NumPy: samestep seeds them alike for the update."
         )
     raise UserError(
-        f"The weights of the ranks have drifted apart: after step {step} {name} is another on "
-        f"rank {rank} than on rank 0. {why[0].upper()}{why[1:]} Earlier checkpoints are kept.",
+        f"The weights of the ranks have drifted apart: after step {step}, {name} differs between "
+        f"ranks 0 and {rank}. {why} Earlier checkpoints are kept.",
         on_all_ranks=True,
     )
 
@@ -150,7 +152,7 @@ def bits_of(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         bits = real.detach().view(_BITS[real.element_size()])
-        # In a type of the same size nothing is copied; what flows over does not matter.
+        # A type of the same size needs no copy; an overflow does no harm.
         total = bits.sum(dtype=bits.dtype if bits.element_size() > 2 else torch.int64)
         sums.append(total.to(tensors[0].device, torch.int64))
     return torch.stack(sums).cpu()

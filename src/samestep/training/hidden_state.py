@@ -1,8 +1,8 @@
 """State that no checkpoint holds and no rank shares: what objects keep in plain attributes.
 
 A fingerprint names each such place and hashes what is there: tensors, numbers, generators, and
-containers, objects and closures that hold them, to a depth. What differs between two fingerprints
-is state, where nothing else has happened in between.
+containers, objects and closures that hold them, to a depth. Two fingerprints around a forward
+differ where it has changed such state.
 """
 
 import contextlib

@@ -305,8 +305,8 @@ def plan_notes(plan: Plan, settings: Settings) -> list[str]:
     if plan.world_size > 1 and plan.global_batch_size < _FEW * plan.world_size:
         notes.append(
             f"The {plan.world_size} ranks share {plan.global_batch_size} samples per step. With so "
-            "few for each, more ranks seldom train faster; --batch-size-per-rank N makes steps "
-            "larger with the ranks, which is another training."
+            "few per rank, more ranks are seldom faster. With --batch-size-per-rank N the batch "
+            "grows with the ranks, which is another training."
         )
     if settings.accumulate not in (None, plan.accumulate):
         notes.append(

@@ -1,7 +1,7 @@
-"""Compute in float64 also what a model or a loss casts to float32 by itself: `outputs.float()`.
+"""Keep in float64 what a model or a loss casts to float32 by itself: `outputs.float()`.
 
-Such a cast is common and harmless, but in a comparison in float64 it would leave the rounding of
-float32, or types that do not fit each other.
+Such a cast is common and harmless, but in a comparison in float64 it would bring back the rounding
+of float32, or make types that do not fit each other.
 """
 
 import functools

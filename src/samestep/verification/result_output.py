@@ -43,8 +43,8 @@ def show(found: Verification, console: Console) -> None:
     notes = list(found.notes)
     if facts.inexact:
         notes.append(
-            f"float64 is not possible here ({facts.inexact}), so losses alone "
-            "decide, measured by what one rounding of the weights does to them."
+            f"float64 is not possible here ({facts.inexact}), so only losses are compared; the "
+            "tolerance comes from what one rounding of the weights does to them."
         )
     for note in notes:
         console.print(_block("note", note, "yellow"))

@@ -73,7 +73,7 @@ def verify_request(
         _check_strict(wanted)
     device, notes = _device(settings, max(sizes))
     if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
-        notes += (f"{', '.join(idle)}: without effect, for a verification chooses its own steps.",)
+        notes += (f"{', '.join(idle)}: no effect, since a verification chooses its own steps.",)
     request = replace(request, settings=replace(settings, device=device))
     evidence = gather(
         request,

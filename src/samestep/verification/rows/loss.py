@@ -129,8 +129,8 @@ def _explain(evidence: Evidence) -> Cause | None:
             OF_BATCH,
             "What a sample adds to the loss depends on the outputs of the other samples of its "
             "batch, as in a contrastive loss. On N ranks each sample meets only those of its rank, "
-            "one N-th of the batch (fewer negatives), and in micro-steps fewer still: the loss "
-            "and its gradients are others.",
+            "one N-th of the batch (fewer negatives), and in micro-steps fewer still, so "
+            "the loss and its gradients differ.",
             "With shares of a fixed size it is the same training on any number of ranks: "
             "--virtual-ranks N, with N times the batch that one sample is to meet.",
         )

@@ -119,7 +119,7 @@ def _suspect(evidence: Evidence) -> Cause | None:
         return Cause(
             OPTIMIZER,
             f"Each step changes {listed(hidden.optimizer)}, and no checkpoint holds it: a resumed "
-            "run begins without.",
+            "run begins without it.",
             "Keep it in self.state[parameter], which checkpoints hold.",
         )
     if hidden.kept:
@@ -134,8 +134,8 @@ def _suspect(evidence: Evidence) -> Cause | None:
             LEARNED,
             f"The loss depends on {listed(hidden.learned)}, which is not among the model's "
             "parameters: its gradient is not added up over ranks, and no checkpoint holds it.",
-            "Make it an nn.Parameter of the model, which returns it beside its outputs if the loss "
-            "needs it: the optimizer is given it then.",
+            "Make it an nn.Parameter of the model, so that the optimizer gets it. The model may "
+            "return it beside its outputs for the loss.",
         )
     return None
 
