@@ -127,9 +127,7 @@ def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: s
     rank = next(r for r, found in enumerate(ranks) if found[0][place] != ranks[0][0][place])
     summed = [found[1] and found[1][place] for found in ranks]
     if not named[name].requires_grad:
-        why = (
-            "No gradient trains it: something sets it from a rank's own samples or random numbers."
-        )
+        why = "It is not trained: something sets it from a rank's own samples or random numbers."
     elif summed.count(summed[0]) < len(summed):
         why = f"So does its gradient: {added}."
     else:
