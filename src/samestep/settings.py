@@ -8,7 +8,7 @@ import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import InitVar, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from samestep.errors import UserError
@@ -102,9 +102,7 @@ class Settings:
     """Stop after this many steps, whatever the epoch."""
 
     batch_size: int | None = field(default=None, metadata=_COMMON)
-    """Samples per step over all ranks."""
-    global_batch_size: InitVar[int | None] = None
-    """Another name of --batch-size."""
+    """Samples per step over all ranks; also --global-batch-size."""
     batch_size_per_rank: int | None = None
     """In place of --batch-size: samples per rank and step, so that more ranks take larger steps."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
@@ -238,10 +236,7 @@ class Settings:
     track_timeout: float = field(default=120.0, metadata=_FREE)
     """Seconds that a tracker may take to start, and for each answer."""
 
-    def __post_init__(self, global_batch_size: int | None) -> None:
-        if global_batch_size is not None:
-            named = {"global_batch_size": global_batch_size, "batch_size": self.batch_size}
-            object.__setattr__(self, "batch_size", own_names(named, "Settings")["batch_size"])
+    def __post_init__(self) -> None:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
         check_flags(self, ("momentum", "ema"), lambda value: value < 1, "be below 1")

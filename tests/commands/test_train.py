@@ -363,13 +363,13 @@ def test_a_run_does_not_go_on_with_another_recipe(refuse, finished):
 
 def test_a_run_does_not_go_on_with_another_model(here, refuse, finished):
     (here / "small.py").write_text(RECIPE.replace("nn.Linear(4, 2)", "nn.Linear(4, 2, bias=False)"))
-    message = refuse(finished, "--resume", "--epochs", "3")
+    message = refuse(finished, "--resume", "--epochs", "3", "--allow-change", "recipe")
     assert "bias" in message
 
 
 def test_a_run_does_not_go_on_with_other_data(here, refuse, finished):
     (here / "small.py").write_text(RECIPE.replace("[:60]", "[:50]"))
-    message = refuse(finished, "--resume", "--epochs", "3")
+    message = refuse(finished, "--resume", "--epochs", "3", "--allow-change", "recipe")
     assert "num_samples = 60" in message
     assert "50" in message
 

@@ -108,8 +108,11 @@ def test_a_checkpoint_of_other_classes_is_refused(recipe, refused, trained, tmp_
     settings = folder / "settings.toml"
     settings.write_text(settings.read_text().replace(str(trained), str(tmp_path)))
     recipe.write_text(RECIPE.replace('"low", "middle"', '"middle", "low"'))
-    more = ("--resume", "--epochs", "3") if verb == "train" else ()
-    message = refused(verb, str(folder), *more)
+    insist = {
+        "evaluate": ("--recipe", str(recipe)),
+        "train": ("--resume", "--epochs", "3", "--allow-change", "recipe"),
+    }
+    message = refused(verb, str(folder), *insist[verb])
     assert "'low'" in message
     assert "'middle'" in message
 

@@ -329,7 +329,7 @@ def test_a_metric_that_the_recipe_gained_within_an_epoch_begins_with_the_next(
     for text_now, ranks in ((None, before), (tiny.RECIPE + RECIPE, after)):
         if text_now is not None:
             recipe.write_text(text_now)
-            flags = ("--run-dir", str(run), "--resume", *EPOCHS)
+            flags = ("--run-dir", str(run), "--resume", "--allow-change", "recipe", *EPOCHS)
         stopped = tiny.start(recipe, *flags, faults=(fault,), world_size=ranks, folder=tmp_path)
         assert stopped.wait() == [128 + signal.SIGTERM] * ranks, stopped.output()
     tiny.train(recipe, *flags, world_size=before, folder=tmp_path)

@@ -136,5 +136,5 @@ def test_what_a_stream_does_not_go_with_is_refused_by_name(changed, named):
 
 def test_the_plan_of_a_stream_says_what_nobody_knows():
     plan = make_plan(Settings(epochs=2, batch_size=4), 0, 2).record()
-    unknown = {"num_samples", "steps_per_epoch", "total_steps"}
+    unknown = {"num_samples", "steps_per_epoch", "total_steps", "log_every"}
     assert {name for name, value in plan.items() if value is None} == unknown
