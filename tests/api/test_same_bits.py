@@ -30,6 +30,7 @@ def model():
 recipe = Recipe(
     model=model, data=data, read=lambda _, file: [torch.arange(4.0), -torch.arange(4.0)],
     settings={"epochs": 5, "batch_size": 12, "lr": 0.05, "oversubscribe": True},
+    accepts=("dropout",),
 )
 """
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")

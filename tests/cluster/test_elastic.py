@@ -39,7 +39,7 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 
 recipe = Recipe(model=model, data=data, loss=loss,
-                settings={"epochs": 6, "batch_size": 3, "log_every": 1, "seed": 3})
+                settings={"epochs": 6, "batch_size": 12, "log_every": 1, "seed": 3})
 """
 TRAINS = ("--virtual-ranks", "4", "--checkpoint-every-steps", "2")
 

@@ -214,7 +214,8 @@ def test_what_the_cluster_cannot_give_is_refused_before_it_is_queued(sandbox, tm
         (("--ntasks-per-node", "50"), "the largest node of partition debug has 4"),
         (("--gpus-per-node", "8"), "have no GPUs each"),
     ]:
-        assert says in refused(sandbox, tmp_path, "submit", "tiny.py", *words)
+        given = ("tiny.py", *words, "--", "--batch-size", "64")
+        assert says in refused(sandbox, tmp_path, "submit", *given)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
