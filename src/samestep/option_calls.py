@@ -72,7 +72,13 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
     A function that hands the options on as a whole may read any of them.
     """
     known = [one.name for one in fields(recipe.options)]
-    read, without = _names_in(recipe.options, "self", but="__post_init__"), []
+    read: set[str] = set()
+    without: list[str] = []
+    for kind in recipe.options.__mro__[:-1]:
+        names = _names_in(kind, "self", but="__post_init__")
+        if names is None:
+            return [], []
+        read |= names
     for name in OTHERS:
         value = getattr(recipe, name)
         for function in value.values() if isinstance(value, Mapping) else [value]:
@@ -80,11 +86,12 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
             if asked is None:
                 without += [name] if callable(function) else []
                 continue
-            names = _names_in(function, asked)
-            if names is None or read is None:
+            # Of a class, what takes the options may be inherited.
+            names = _names_in(function.__init__ if inspect.isclass(function) else function, asked)
+            if names is None:
                 return [], []
             read |= names
-    return [name for name in known if name not in (read or known)], without
+    return [name for name in known if name not in read], without
 
 
 def _asked(name: str, function: Any) -> str | None:

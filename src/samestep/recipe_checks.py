@@ -129,8 +129,11 @@ def telling_options(options: type) -> Iterator[None]:
 
 def check_options(options: type, settings: set[str]) -> None:
     """Check that every option has a default, and a name of its own."""
-    if not is_dataclass(options):
-        raise UserError("The recipe's options must be a dataclass, each field a default.")
+    if not (isinstance(options, type) and is_dataclass(options)):
+        raise UserError(
+            f"The recipe's options are {options!r}; they must be a dataclass itself, not an "
+            "object of it, with a default for each field."
+        )
     for option in fields(options):
         if option.default is MISSING and option.default_factory is MISSING:
             kind = getattr(option.type, "__name__", option.type)

@@ -1,11 +1,11 @@
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 import samestep
-from samestep import UserError
+from samestep import Recipe, UserError
 from samestep.execution.request import Request, to_toml
 from samestep.option_calls import unread_options, with_options
 from samestep.recipe import find_recipe, recipe_names
@@ -32,7 +32,7 @@ def test_long_lists_of_a_runs_settings_take_few_lines_and_are_read_as_they_were(
 
 
 WITH_OPTIONS = """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from samestep import Recipe, Splits
@@ -93,5 +93,29 @@ def test_every_option_of_the_recipes_here_is_read_and_functions_keep_their_old_p
     assert with_options("model", lambda width=3: width, 7)() == 3
     assert with_options("read", lambda _, path: (_, path), None)(1) == (None, 1)
     assert with_options("read", lambda path, options: (path, options), 7)(1) == (1, 7)
+
+    class Built:
+        def __init__(self, options):
+            self.width = options.width
+
+    class Inherits(Built):
+        pass
+
+    @dataclass(frozen=True)
+    class Base:
+        width: int = 1
+        height: int = 1
+
+        @property
+        def area(self):
+            return self.height
+
+    @dataclass(frozen=True)
+    class More(Base):
+        nobody: int = 1
+
+    plain = Recipe(model=dict, data=tuple, options=More)
+    assert unread_options(plain)[0] == ["width", "nobody"], "also where no function has options"
+    assert unread_options(replace(plain, model=Inherits))[0] == ["nobody"]
     again = with_options("loss", with_options("loss", lambda o, t, options: options, 1), 2)
     assert again(0, 0) == 2

@@ -13,7 +13,7 @@ from tests.comparison.made_runs import lines_of, write_run
 from tests.tiny import files
 
 READERS = {
-    "read_records": lambda run: list(read_records(run)),
+    "read_records": lambda run: list(read_records(str(run))),
     "compare": read_run,
     "resume": lambda run: Run(run).close(),
     "track": lambda run: send_run(run, {"track": "tests.tracking.own_tracker"}, print),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def check_format(start: Record, path: Path) -> None:
         )
 
 
-def read_records(path: Path, *, superseded: bool = False) -> Iterator[Record]:
+def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iterator[Record]:
     """Yield the records of a run as one uninterrupted run would have written them.
 
     A resumed run starts again from a checkpoint, so the records that an earlier attempt wrote for
@@ -46,6 +47,7 @@ def read_records(path: Path, *, superseded: bool = False) -> Iterator[Record]:
         UserError: there is no run here, a line of it is damaged, or its format is newer than this
             samestep.
     """
+    path = Path(path)
     file = path / "events.jsonl"
     try:
         lines = file.read_bytes().split(b"\n")

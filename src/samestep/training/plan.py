@@ -302,7 +302,8 @@ def plan_notes(plan: Plan, settings: Settings) -> list[str]:
             f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
             "step."
         )
-    if plan.world_size > 1 and plan.global_batch_size < _FEW * plan.world_size:
+    few = plan.global_batch_size < _FEW * plan.world_size
+    if plan.world_size > 1 and few and settings.batch_size_per_rank is None:
         notes.append(
             f"The {plan.world_size} ranks share {plan.global_batch_size} samples per step. With so "
             "few per rank, more ranks are seldom faster. With --batch-size-per-rank N the batch "
