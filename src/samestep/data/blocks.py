@@ -66,6 +66,18 @@ class Block:
         for step, pair in enumerate(zip(inputs, targets, strict=True), start=self.first_step):
             yield Block(step, 1, *pair, self.rows, self.weight, self.global_size)
 
+    def with_samples(self, inputs: Any, targets: Any, parts: "tuple[Block, ...]" = ()) -> "Block":
+        """Return this block with its samples; faster than by `replace`."""
+        first, count, rows, size = self.first_step, self.num_steps, self.rows, self.global_size
+        made = (inputs, targets, rows, self.weight, size, parts, self.last, self.place)
+        return Block(first, count, *made)
+
+    def steps_of_indices(self) -> Iterator["Block"]:
+        """Yield the steps one by one, before the samples are read."""
+        rows = self.inputs.view(self.num_steps, self.rows).unbind()
+        for step, indices in enumerate(rows, start=self.first_step):
+            yield Block(step, 1, indices, None, self.rows, self.weight, self.global_size)
+
 
 class Batch(NamedTuple):
     """Samples to evaluate, on the device."""

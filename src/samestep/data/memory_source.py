@@ -1,7 +1,8 @@
 """Samples held in memory: gathered whole batches at a time, for several steps at once."""
 
 from collections.abc import Iterator
-from itertools import tee
+from itertools import islice, tee
+from math import gcd, lcm
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from samestep.recipe import InMemory
 _BYTES_PER_GATHER = 1 << 20
 _BYTES_PER_GATHER_ON_CUDA = 64 << 20
 _STEPS_PER_GATHER = 64
+_ALIGNED_BYTES = 64
+"""Where PyTorch lets memory begin on a CPU."""
 _RESIDENT_FRACTION = 0.25
 """What data takes at most of a GPU's memory: the rest is the training's."""
 
@@ -59,10 +62,12 @@ class MemorySource(OrderedSource):
         row = max(1, inputs[:1].numel() * 4)  # bytes of a sample as float32
         most = _BYTES_PER_GATHER_ON_CUDA if device.type == "cuda" else _BYTES_PER_GATHER
         self._rows_per_gather: int = max(1, most // row)
+        bytes_of_rows = (self._inputs[:1].nbytes, self.targets[:1].nbytes)
+        self._aligned_rows = lcm(*(_ALIGNED_BYTES // gcd(_ALIGNED_BYTES, n) for n in bytes_of_rows))
 
     def steps_per_block(self, global_batch: int) -> int:
         """Return the most steps that a block holds: a power of two."""
-        if self._world.virtual_ranks:
+        if self._world.virtual_ranks and self._world.device.type != "cpu":
             return 1
         rows = -(-global_batch // self._world.world_size)
         limit = min(max(1, self._rows_per_gather // rows), _STEPS_PER_GATHER)
@@ -77,12 +82,36 @@ class MemorySource(OrderedSource):
             for block, (inputs, targets) in zip(blocks, pairs, strict=True):
                 yield block, inputs, targets
             return
+        if self._world.virtual_ranks and device.type == "cpu":
+            yield from self._read_together(unread)
+            return
         for block in unread:
             inputs = self._inputs.index_select(0, block.inputs)
             targets = self.targets.index_select(0, block.inputs)
             lap("data")
             lap("to_device")
             yield block, inputs, targets
+
+    def _read_together(self, unread: Iterator[Block]) -> Read:
+        """Gather many micro-steps of virtual ranks at once.
+
+        Each begins where memory of its own might: a kernel may round otherwise elsewhere.
+        """
+        for first in unread:
+            most = min(max(1, self._rows_per_gather // max(1, first.rows)), _STEPS_PER_GATHER)
+            blocks = [first, *islice(unread, most - 1)]
+            indices, sizes = torch.cat([b.inputs for b in blocks]), [b.rows for b in blocks]
+            inputs = self._inputs.index_select(0, indices).split(sizes)
+            targets = self.targets.index_select(0, indices).split(sizes)
+            self._reading.lap("data")
+            self._reading.lap("to_device")
+            row = 0
+            for block, mine, wanted in zip(blocks, inputs, targets, strict=True):
+                if row % self._aligned_rows:
+                    yield block, mine.clone(), wanted.clone()
+                else:
+                    yield block, mine, wanted
+                row += block.rows
 
     def _gather(self, block: Block) -> Pair:
         """Return the samples of a block in memory that the device can copy from by itself."""

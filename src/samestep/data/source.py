@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice, tee
 from typing import Any
 
@@ -114,7 +114,7 @@ class Source(ABC):
                 keys = self._keys(epoch, send(block.inputs, device))
                 inputs = self._call("augment", rows, how.augment, inputs, keys)
             inputs, targets = self._finish(inputs, targets, rows)  # noqa: PLW2901
-            yield replace(block, inputs=inputs, targets=targets)
+            yield block.with_samples(inputs, targets)
 
     def _keys(self, epoch: int, indices: Tensor) -> Tensor:
         """Return the keys of samples in an epoch, for the augmentation."""
@@ -196,12 +196,13 @@ class OrderedSource(Source):
         if not (self._collates or world.virtual_ranks):
             yield from self._ready(unread, epoch)
             return
-        # Virtual ranks are read one by one, too: a kernel may round otherwise where rows begin
-        # elsewhere in memory.
-        blocks, again = tee((block, list(micro_steps(block, cut, world))) for block in unread)
+        # What virtual ranks take is made share by share, too: a kernel may round otherwise where
+        # rows begin elsewhere in memory.
+        steps = (step for block in unread for step in block.steps_of_indices())
+        blocks, again = tee((step, list(micro_steps(step, cut, world))) for step in steps)
         ready = self._ready(chain.from_iterable(parts for _, parts in again), epoch)
         for block, parts in blocks:
-            yield replace(block, parts=tuple(islice(ready, len(parts))))
+            yield block.with_samples(block.inputs, None, tuple(islice(ready, len(parts))))
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
@@ -250,6 +251,8 @@ def micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
             rows = len(part_of(range(block.global_size), part, world))
         for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
             weight = block.weight if counted else 0.0
-            indices = block.inputs[first + start : first + start + count]
-            yield replace(block, inputs=indices, rows=count, weight=weight, place=part)
+            whole = count == len(block.inputs)
+            indices = block.inputs if whole else block.inputs.narrow(0, first + start, count)
+            step, size = block.first_step, block.global_size
+            yield Block(step, 1, indices, None, count, weight, size, place=part)
         first += rows

@@ -22,6 +22,7 @@ class Still:
         if isinstance(loss, nn.Module):
             self._named |= {f"the loss's buffer {name}": b for name, b in loss.named_buffers()}
             self._named |= {f"the loss's parameter {n}": p for n, p in loss.named_parameters()}
+        self._tensors = list(self._named.values())
         self._first = True
         self._marks: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
@@ -30,7 +31,7 @@ class Still:
         """Keep what they are before a step."""
         self._marks = self._mark()
         if self._first:  # what is written by way of `.data` leaves no mark
-            self._kept = [tensor.detach().clone() for tensor in self._named.values()]
+            self._kept = [tensor.detach().clone() for tensor in self._tensors]
 
     def check(self) -> None:
         """Check, after a virtual rank, that they are what they were.
@@ -38,9 +39,12 @@ class Still:
         Raises:
             UserError: one is not.
         """
-        wrote = [now != before for now, before in zip(self._mark(), self._marks, strict=True)]
+        marks = self._mark()
+        if marks == self._marks and not self._first:
+            return
+        wrote = [now != before for now, before in zip(marks, self._marks, strict=True)]
         if self._first:
-            tensors = zip(self._named.values(), self._kept, strict=True)
+            tensors = zip(self._tensors, self._kept, strict=True)
             wrote = [w or not torch.equal(t, k) for w, (t, k) in zip(wrote, tensors, strict=True)]
             self._first, self._kept = False, []
         if any(wrote):
@@ -52,4 +56,4 @@ class Still:
             )
 
     def _mark(self) -> list[tuple[int, int]]:
-        return [(t._version, t.data_ptr()) for t in self._named.values()]  # noqa: SLF001
+        return [(t._version, t.data_ptr()) for t in self._tensors]  # noqa: SLF001

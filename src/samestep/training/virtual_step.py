@@ -156,7 +156,7 @@ class VirtualStep(EagerStep):
         numbers = [loss.to(self._dtype).view(1)]
         if self._trainee.terms is not None:
             numbers.append(self._terms.to(self._dtype).view(1))
-        numbers += [*self._used(), *self._buffers.moved(part)]
+        numbers += [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
         self._still.check()
         if self._to_check:
             check_used(self._trainee.model)
@@ -242,7 +242,8 @@ class VirtualStep(EagerStep):
         if self._settings.allows_unused:
             used = (numbers[start : start + len(used)] > 0).tolist()
             start += len(used)
-        self._buffers.settle(numbers[start:], present)
+        if self._buffers.size:
+            self._buffers.settle(numbers[start:], present)
         for parameter, gradient, is_used in zip(self._parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
         return loss, terms
