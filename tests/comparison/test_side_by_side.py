@@ -246,7 +246,7 @@ MISTAKES = {
     "twice": (["one", "../runs/one"], {}, "runs/one "),
     "nothing in common": (["one", "alien"], {}, "alien is of recipe martian.*--any-recipe"),
     "no such metric": (["one", "two"], {"metric": "bleu"}, "'bleu'.*accuracy, train_loss"),
-    "not there": (["one", "gone"], {}, "gone "),
+    "not there": (["one", "gone"], {}, "gone"),
     "too many": ([str(n) for n in range(27)], {}, "27 .* 26"),
 }
 

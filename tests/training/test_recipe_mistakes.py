@@ -456,7 +456,7 @@ def test_a_file_that_is_no_recipe_is_told(refused, here, content, told):
 def test_a_name_that_no_file_can_have_is_told(refused, here):
     assert "too long" in refused("train", "n" * 300)
     assert "too long" in refused("report", "n" * 300)
-    assert "no run" in refused("evaluate", "n" * 300)
+    assert "too long" in refused("evaluate", "n" * 300)
 
 
 def test_a_target_that_no_metric_can_reach_is_told(refused, here):

@@ -252,7 +252,7 @@ def micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
         for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
             weight = block.weight if counted else 0.0
             whole = count == len(block.inputs)
-            indices = block.inputs if whole else block.inputs.narrow(0, first + start, count)
+            indices = block.inputs if whole else block.inputs[first + start : first + start + count]
             step, size = block.first_step, block.global_size
             yield Block(step, 1, indices, None, count, weight, size, place=part)
         first += rows

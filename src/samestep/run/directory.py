@@ -29,6 +29,8 @@ def is_run(path: Path) -> bool:
     """Whether a directory holds a run."""
     try:
         return (path / "settings.toml").is_file()
+    except PermissionError:
+        raise
     except OSError:  # a name that no file can have
         return False
 
