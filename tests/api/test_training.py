@@ -280,12 +280,16 @@ def test_a_mistake_that_nobody_catches_is_one_line_with_the_place_of_the_call(ca
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_error_that_somebody_has_caught_leaves_the_way_of_showing_errors_as_it_was(here):
+def test_an_error_that_somebody_has_caught_leaves_the_way_of_showing_errors_as_it_was(
+    here, monkeypatch
+):
+    # An error of an earlier test may still be alive, and with it its way of being shown.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
     def fails():
         raise ValueError("of mine")
 
     (here / "bad.py").write_text("1 / 0")
-    before = sys.excepthook
     for call in (
         lambda: samestep.train("spirl"),
         lambda: samestep.train("bad.py"),
@@ -294,7 +298,7 @@ def test_an_error_that_somebody_has_caught_leaves_the_way_of_showing_errors_as_i
     ):
         with contextlib.suppress(UserError):
             call()
-        assert sys.excepthook is before
+        assert sys.excepthook is sys.__excepthook__
 
 
 class Exits(torch.utils.data.Dataset):
