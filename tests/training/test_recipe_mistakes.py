@@ -312,10 +312,15 @@ def test_a_data_file_that_is_missing_is_named_with_the_line_that_opens_it(refuse
     assert "Error" not in told
 
 
-def test_a_data_set_that_is_shorter_than_it_says_is_told(refused, tmp_path):
-    path = write(tmp_path, **faulty("x, y", length="60"))
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [("60", "of 60: IndexError"), ("-5", "__len__() should return >= 0")],
+    ids=["longer", "negative"],
+)
+def test_a_data_set_whose_length_is_wrong_is_told(refused, tmp_path, length, message):
+    path = write(tmp_path, **faulty("x, y", length=length))
     told = refused("train", str(path), "--run-dir", str(tmp_path / "run"))
-    assert "of 60: IndexError" in told
+    assert message in told
 
 
 def test_a_label_out_of_range_that_comes_late_is_told_with_its_step(refused, tmp_path):
