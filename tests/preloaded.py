@@ -1,5 +1,6 @@
-"""What the fork server holds before it forks the first rank: see ranks.py."""
+"""What the fork server holds before it forks the first rank: see processes.py."""
 
+import contextlib
 import gc
 import os
 
@@ -14,6 +15,9 @@ import matplotlib.figure  # noqa: F401 - each run of the spiral ends with a pict
 import torch._dynamo  # DDP imports it when it is built: a second of each rank's
 import torch.distributed  # noqa: F401
 import typeguard  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import torch_geometric  # noqa: F401 - half a second of each rank that trains on graphs
 
 import samestep.commands.evaluate
 import samestep.commands.profile

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.examples.programs import ROOT, environment, forked, python, run
+from tests.needs import needs
 from tests.processes import free_port, launch_environment, run_ranks
 
-pytest.importorskip("torch_geometric")
 # One worker trains `alone` and `on_two`: each other would train them once more.
-pytestmark = pytest.mark.xdist_group("cricket ddp")
+pytestmark = [needs("torch_geometric"), pytest.mark.xdist_group("cricket ddp")]
 
 SCRIPT = str(ROOT / "examples" / "cricket_ddp" / "train.py")
 # The test matches have 257 balls, which neither 2 nor 3 ranks share equally; a step takes 24.

@@ -15,9 +15,10 @@ from samestep.recipe import find_recipe
 from samestep.recipes.cricket import CricketOptions
 from tests.command_line import run
 from tests.cricket_files import ball, innings, match, write
+from tests.needs import needs
 
-pytest.importorskip("torch_geometric")
-pytestmark = pytest.mark.xdist_group("cricket")  # it is trained once for all of them
+# It is trained once for all of them.
+pytestmark = [needs("torch_geometric"), pytest.mark.xdist_group("cricket")]
 
 SCORED = Path(__file__).parents[2] / "benchmarks" / "results" / "cricket" / "run"
 SMALL = ("--balls-per-match", "12", "--width", "8", "--threads", "1", "--max-steps", "8")

@@ -16,8 +16,9 @@ from samestep.data.cricket.synthetic import documents
 from tests import tiny
 from tests.command_line import one_message, run, start
 from tests.cricket_files import encoded, match, write
+from tests.needs import needs
 
-pytest.importorskip("torch_geometric")
+pytestmark = needs("torch_geometric")
 
 SMALL = ("--balls-per-match", "6", "--width", "8", "--threads", "1", "--max-steps", "1")
 SMALL += ("--batch-size", "4")

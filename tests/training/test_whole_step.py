@@ -4,6 +4,8 @@
 """
 
 import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -94,6 +96,46 @@ def test_a_model_that_draws_random_numbers_of_its_own_is_compiled_alone_on_the_c
     assert "random" in note["what"]
     assert len(set(ran.losses.tolist())) == 2 * IN_A_GRAPH
     assert captures.captured == 0
+
+
+class Scaled(nn.Module):
+    """A network that scales its outputs by a number, and means over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = 1.0, nn.Linear(8, 2).double()
+
+    def forward(self, x):
+        return self.linear(x.view(len(x), -1, 8).mean(1)) * self.scale
+
+
+@pytest.mark.parametrize("later", ["the next epoch", "after an evaluation", "after a lone step"])
+def test_what_the_model_has_become_since_the_last_graph_counts(monkeypatch, later):
+    """Within an epoch the compiler's guards look at the samples alone."""
+    compiled = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, fullgraph=True, dynamic=False))
+    evaluated = later == "after an evaluation"
+    settings = settings_of(eval_every_steps=3 * IN_A_GRAPH if evaluated else None)
+    nets = [copy.deepcopy(Scaled()) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    ours, its = (trainee(net, settings) for net in nets)
+    takes = whole(ours, settings), eager(its, settings)
+    data, start = blocks(settings, together=IN_A_GRAPH), 0
+    longer = replace(data[1], inputs=data[1].inputs.repeat(1, 2))
+    first, last = [data[0], longer, data[1]], data[2]
+    if later == "the next epoch":
+        last = replace(last, first_step=0)
+    ran = [run(take, first) for take in takes]
+    start += 3 * IN_A_GRAPH
+    if later == "after a lone step":
+        [run(take, [data[3]], start=start) for take in takes]
+        start += 1
+    for net in nets:
+        net.scale = 3.0
+    ran += [run(take, [last], start=start) for take in takes]
+    for mine, other in zip(ran[::2], ran[1::2], strict=True):
+        torch.testing.assert_close(mine.losses, other.losses, rtol=1e-12, atol=1e-12)
+    assert_same(ours, its)
 
 
 def test_a_replayed_call_reads_nothing_back_from_the_device(captures, monkeypatch):

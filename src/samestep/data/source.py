@@ -157,6 +157,8 @@ class Source(ABC):
         dtype = self._reading.dtype
         if dtype is None:
             return tree
+        if isinstance(tree, Tensor) and tree.dtype == dtype:
+            return tree
         return map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
 

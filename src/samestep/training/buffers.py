@@ -55,6 +55,8 @@ class StepBuffers:
     @property
     def size(self) -> int:
         """The numbers that `moved` returns in the coming step."""
+        if not self._all:
+            return 0
         flags = 0 if self._known else len(self._all)
         return flags + sum(place.tensor.numel() for place in self._floats) + self._num_bytes
 

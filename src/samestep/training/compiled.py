@@ -163,6 +163,8 @@ class WholeStep(EagerStep):
         if is_small(trainee.model):
             self.steps_per_call = _steps_per_graph(settings, plan, steps_per_block)
         self._graph: StepGraph | None = None
+        self._next = -1
+        """The step after those of the last graph."""
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the steps of a block: as many as a graph holds, or one."""
@@ -179,9 +181,11 @@ class WholeStep(EagerStep):
         inputs, targets = _fold(block.inputs, shape), _fold(block.targets, shape)
         if self._graph is not None:
             try:
-                result = self._graph.run(inputs, targets, lrs, step)
+                unchanged = self._goes_on(block, step)
+                result = self._graph.run(inputs, targets, lrs, step, unchanged=unchanged)
             except Exception as error:
                 self._tell(error, inputs, targets)
+            self._next = step + block.num_steps
             self._phases.lap("step")
             return result
         before = time.perf_counter()
@@ -194,6 +198,12 @@ class WholeStep(EagerStep):
         what += self._graph.how()
         note = _note(what, block.num_steps, time.perf_counter() - before)
         return replace(result, notes=(note,))
+
+    def _goes_on(self, block: Block, step: int) -> bool:
+        """Whether these steps follow those of the last graph, with no evaluation between them."""
+        every = self._settings.eval_every_steps
+        evaluated = block.first_step == 0 or (every and step % every == 0)
+        return step == self._next and not evaluated
 
     def _why_not(self, block: Block, step: int) -> str:
         """Return why whole steps cannot be compiled, or nothing."""

@@ -1,7 +1,8 @@
 """Add tensors over the parts of all ranks, along the tree: all-to-all, local sums, all-gather.
 
 Each rank sums one shard of every tensor, so it sends and receives what a ring all-reduce would,
-2·(W - 1)/W of the tensors, wherever the parts of each rank are one subtree.
+2·(W - 1)/W of the tensors, wherever the parts of each rank are one subtree. Small tensors take one
+exchange in place of two: every rank gets all parts and sums them itself, to the same bits.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from samestep.training.tree import Root, TreeSum, roots_over
 Tensors = list[Tensor]
 _ALIGNED_BYTES = 512
 """Where a tensor may begin: as in memory of its own, so that kernels compute on it alike."""
+_SMALL_BYTES = 256 << 10
+"""Of all parts of a bucket together: below, the number of exchanges costs more than the bytes."""
 _NOTHING = torch.empty(0)
 
 
@@ -83,22 +86,36 @@ class TreeReduce:
     ) -> None:
         """Fill the tensors of a bucket with the sums."""
         size, like = self._world.world_size, self._like[bucket.places.start : bucket.places.stop]
-        counts = [len(rank) for rank in roots]
-        rows = self._room("sent", sums[0], max(1, len(own)), size * bucket.shard)
-        into = self._room("received", sums[0], sum(counts), bucket.shard)
+        counts, width = [len(rank) for rank in roots], size * bucket.shard
+        most = max(counts)
+        is_small = size * most * width * sums[0].element_size() <= _SMALL_BYTES
+        rows = self._room("sent", sums[0], most if is_small else max(1, len(own)), width)
         views = [_views(row, bucket, like) for row in rows]
         for view, root in zip(views, own, strict=False):
             places = bucket.places
             torch._foreach_copy_(view, root.value[places.start : places.stop])
             if root is not own[0]:
                 root.value[places.start : places.stop] = [_NOTHING] * len(places)
-        sent = rows[: len(own)].view(len(own), size, bucket.shard)
-        self._world.all_to_all_into(into, sent.transpose(0, 1).contiguous(), counts)
+        if is_small:
+            into = self._room("received", sums[0], size * most, width)
+            self._world.all_gather_into(into, rows)
+            starts = range(0, size * most, most)
+            taken = [
+                into[s + k] for s, count in zip(starts, counts, strict=True) for k in range(count)
+            ]
+        else:
+            into = self._room("received", sums[0], sum(counts), bucket.shard)
+            sent = rows[: len(own)].view(len(own), size, bucket.shard)
+            self._world.all_to_all_into(into, sent.transpose(0, 1).contiguous(), counts)
+            taken = list(into)
         tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
         in_order = [root for rank in roots for root in rank]
-        for row, (level, number, _) in zip(into, in_order, strict=True):
+        for row, (level, number, _) in zip(taken, in_order, strict=True):
             tree.push(row, number, level)
-        self._world.all_gather_into(rows[0], tree.total())  # what was sent is not needed any more
+        if is_small:
+            views[0] = _views(tree.total(), bucket, like)
+        else:
+            self._world.all_gather_into(rows[0], tree.total())  # what was sent is not needed now
         torch._foreach_copy_(sums, views[0])
 
     def _room(self, name: str, like: Tensor, rows: int, columns: int) -> Tensor:

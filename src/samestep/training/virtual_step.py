@@ -153,15 +153,18 @@ class VirtualStep(EagerStep):
                     ) from error
                 self._tell(error, micro_step.inputs, micro_step.targets)
         loss = sum(losses[1:], start=losses[0])
-        numbers = [loss.to(self._dtype).view(1)]
+        numbers = [loss if loss.dtype == self._dtype else loss.to(self._dtype)]
         if self._trainee.terms is not None:
-            numbers.append(self._terms.to(self._dtype).view(1))
-        numbers += [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
+            numbers.append(self._terms.to(self._dtype))
+        more = [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
         self._still.check()
         if self._to_check:
             check_used(self._trainee.model)
         gradients = [self._gradient(p) for p in self._parameters]
-        return [*gradients, torch.cat(numbers) if len(numbers) > 1 else numbers[0]]
+        # A loss alone stays a scalar: for a small model, two views are a fiftieth of a step.
+        if len(numbers) == 1 and not more:
+            return [*gradients, numbers[0]]
+        return [*gradients, torch.cat([*(number.view(1) for number in numbers), *more])]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the one step of this block."""
@@ -219,7 +222,8 @@ class VirtualStep(EagerStep):
         numbers = 1 + terms + used + self._buffers.size
         if self._reduce is None or numbers != self._numbers:
             self._numbers = numbers
-            told = torch.empty(numbers, dtype=self._dtype, device="meta")
+            shape = () if numbers == 1 else (numbers,)
+            told = torch.empty(shape, dtype=self._dtype, device="meta")
             like = [torch.empty_like(p, device="meta") for p in self._parameters]
             self._reduce = TreeReduce(self._world, [*like, told], self._settings.bucket_cap_mb)
         return self._reduce
@@ -232,7 +236,7 @@ class VirtualStep(EagerStep):
         Returns:
             The mean loss of the step, and its terms if it is a mean over terms.
         """
-        loss, terms = numbers[0], None
+        loss, terms = numbers[0] if numbers.dim() else numbers, None
         start = 1
         if self._trainee.terms is not None:
             terms = numbers[1]

@@ -14,8 +14,9 @@ from samestep.data.cricket.graphs import EDGES, BallGraphs, GraphSource, build, 
 from samestep.data.cricket.synthetic import documents
 from samestep.data.cricket.tables import CONTEXTS, Vocabularies, make_tables, vocabularies
 from samestep.data.trees import num_rows
+from tests.needs import needs
 
-pytest.importorskip("torch_geometric")
+pytestmark = needs("torch_geometric")
 
 
 def source_of(files, horizon=5, names=None, **more):
