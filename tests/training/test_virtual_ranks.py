@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from samestep import Recipe, Splits
 
@@ -86,7 +87,20 @@ def data(options):
 def clamp(parameter):
     parameter.grad.clamp_(-0.01, 0.01)
 
+class Repeated(nn.Module):  # a block in three checkpoints, each with a backward of its own
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = x + torch.tanh(checkpoint(self.block, x, use_reentrant=True))
+        return self.head(x)
+
 def model(options):
+    if options.kind == "reentrant":
+        return Repeated()
     if options.kind == "conv":
         return nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2),
@@ -125,6 +139,7 @@ FLAGS = {
     "bf16": ["--kind", "conv", "--precision", "bf16"],
     "fp16": ["--kind", "mlp", "--precision", "fp16", "--lr", "0.1"],
     "an average of weights": ["--ema", "0.9", "--optimizer", "sgd", "--momentum", "0.9"],
+    "gradients in several parts": ["--kind", "reentrant"],
     "channels last": ["--kind", "conv", "--channels-last", "--clip-norm", "0.05"],
 }
 
@@ -147,14 +162,16 @@ def assert_every_bit(run, reference):
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"] == digests(run)[STEPS]
 
 
-# How the 5 parts lie on each number of ranks is the same for all; 3 ranks hold 2, 2 and 1 of them.
-ON_ALL = ("mlp", "micro-steps, clipping")
+# How the 5 parts lie on each number of ranks is the same for all; 3 ranks hold 2, 2 and 1 of them,
+# and 4 ranks add up across ranks what one rank adds up in place.
+ALL = (1, 2, 3, 4)
+RANKS = {"mlp": ALL, "micro-steps, clipping": ALL, "gradients in several parts": (1, 4)}
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, name):
     alone = tmp_path / "on-1"
-    for ranks in (1, 2, 3, 4) if name in ON_ALL else (1, 3):
+    for ranks in RANKS.get(name, (1, 3)):
         run = tmp_path / f"on-{ranks}"
         flags = [*FLAGS[name], "--run-dir", str(run)]
         tiny.train(recipe, *flags, world_size=ranks, folder=tmp_path)

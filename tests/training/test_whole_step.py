@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import samestep
 from samestep.training import whole_step
 from samestep.training.cuda_graph import Replayed
 from tests.captures import Captures
@@ -84,6 +85,54 @@ def test_an_optimizer_that_begins_anew_within_a_run_counts_from_its_own_beginnin
     assert captures.captured == 1
 
 
+def test_what_a_schedule_tells_the_loss_counts_from_that_step_on(monkeypatch, here):
+    """A schedule runs before every call, and is a common place to turn a loss over."""
+    compiled = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, fullgraph=True, dynamic=False))
+    late, ends = [False], []
+
+    def schedule(step, _total):
+        late[0] = step >= 24
+        return 1.0
+
+    def loss(outputs, targets):
+        return (outputs - targets).abs().mean() if late[0] else (outputs - targets).square().mean()
+
+    x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    recipe = samestep.Recipe(
+        model=lambda: nn.Linear(4, 1),
+        data=lambda: samestep.Splits(train=(x, x.sum(1, keepdim=True))),
+        loss=loss,
+        metrics={},
+        schedule=schedule,
+        settings={"batch_size": 4, "lr": 0.01, "epochs": 1, "precision": "fp64"},
+    )
+    for how in ("off", "on"):
+        run = samestep.train(recipe, compile=how, device="cpu", quiet=True, run_dir=here / how)
+        ends.append(samestep.load(run).weight)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-9)
+    assert any(record["event"] == "compile" for record in samestep.read_records(here / "on"))
+
+
+class Counting:
+    """A loss that counts its calls, as a curriculum does."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+def test_with_a_loss_that_counts_its_calls_the_model_alone_is_compiled(captures):
+    settings = settings_of()
+    counting = replace(trainee(model(), settings), loss=Counting())
+    (note,) = run(whole(counting, settings), blocks(settings, together=IN_A_GRAPH)[:2]).notes
+    assert note["steps_per_graph"] == 0
+    assert "calls" in note["what"]
+
+
 def test_a_model_that_draws_random_numbers_of_its_own_is_compiled_alone_on_the_cpu(captures):
     """The compiler may use what is drawn before it is drawn."""
     settings = settings_of()
@@ -118,7 +167,7 @@ def test_what_the_model_has_become_since_the_last_graph_counts(monkeypatch, late
     settings = settings_of(eval_every_steps=3 * IN_A_GRAPH if evaluated else None)
     nets = [copy.deepcopy(Scaled()) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
-    ours, its = (trainee(net, settings) for net in nets)
+    ours, its = (replace(trainee(net, settings), alone=True) for net in nets)
     takes = whole(ours, settings), eager(its, settings)
     data, start = blocks(settings, together=IN_A_GRAPH), 0
     longer = replace(data[1], inputs=data[1].inputs.repeat(1, 2))

@@ -144,10 +144,13 @@ def starting_workers() -> Iterator[None]:
     finds it instead: it looks every few seconds.
     """
     before = signal.getsignal(signal.SIGCHLD)
-    with forking_servants():
-        yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, before)
+    try:
+        with forking_servants():
+            yield
+    finally:
+        # None: a handler of C, which Python cannot put back.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
 
 
 def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:

@@ -142,6 +142,17 @@ def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
     return recipe.own_parts() + ("stream",) * isinstance(train, StreamSource)
 
 
+def _only_model_and_loss(recipe: Recipe, train: Source) -> bool:
+    """Whether of the recipe's code only model and loss run between two steps of an epoch.
+
+    Other code may change what these two read. Functions of this package do not.
+    """
+    between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
+    functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
+    ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
+    return ours and isinstance(train, MemorySource)
+
+
 def _make_trainee(
     recipe: Recipe,
     model: nn.Module,
@@ -164,6 +175,7 @@ def _make_trainee(
         optimizer_maker=recipe.optimizer,
         own=_own_parts(recipe, train),
         measured=bool(recipe.metrics),
+        alone=_only_model_and_loss(recipe, train),
         average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,

@@ -200,10 +200,10 @@ class WholeStep(EagerStep):
         return replace(result, notes=(note,))
 
     def _goes_on(self, block: Block, step: int) -> bool:
-        """Whether these steps follow those of the last graph, with no evaluation between them."""
+        """Whether these steps follow those of the last graph, and nothing ran between them."""
         every = self._settings.eval_every_steps
         evaluated = block.first_step == 0 or (every and step % every == 0)
-        return step == self._next and not evaluated
+        return self._trainee.alone and step == self._next and not evaluated
 
     def _why_not(self, block: Block, step: int) -> str:
         """Return why whole steps cannot be compiled, or nothing."""

@@ -9,6 +9,7 @@ from torch import nn
 from samestep.settings import Precision
 from samestep.training.apply import call, takes_keywords
 from samestep.training.dropout import dropout_by, not_dropped
+from samestep.training.hidden_state import Prints, closure_prints, differing, model_prints
 from samestep.training.precision import autocast
 from samestep.training.step import Trainee, check_loss
 
@@ -33,6 +34,7 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
     except Exception:
         return "the model cannot be copied to try a step"
     before, state = _held(model), torch.get_rng_state()
+    prints = _prints(model, loss_of)
     device = next(iter(trained.values())).device
     with autocast(precision, device), dropout_by(not_dropped):
         loss = loss_of(call(model, inputs), targets)
@@ -45,7 +47,15 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
         return f"the loss does not depend on {unused[0]}"
     after = _held(model)
     changed = [name for name in before | after if before.get(name) is not after.get(name)]
-    return f"forward assigns {changed[0]} anew" if changed else ""
+    if changed:
+        return f"forward assigns {changed[0]} anew"
+    written = differing(prints, _prints(model, loss_of))
+    return f"a step changes {written[0]}" if written else ""
+
+
+def _prints(model: nn.Module, loss: object) -> Prints:
+    """Return the fingerprints of what model and loss keep and no graph would: counters, lists."""
+    return model_prints(model, loss) | closure_prints(loss)
 
 
 def _held(model: nn.Module) -> dict[str, object]:

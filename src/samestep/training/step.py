@@ -53,6 +53,8 @@ class Trainee:
     """What is the recipe's beside model and loss: what batches are, or the optimizer."""
     measured: bool = False
     """Whether metrics over the training epoch need the outputs."""
+    alone: bool = False
+    """Whether of the recipe's code only model and loss run between two steps of an epoch."""
     makers: tuple[object, ...] = ()
     """The functions that build the model and read the data, for a message."""
 

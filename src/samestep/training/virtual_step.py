@@ -47,6 +47,8 @@ class VirtualStep(EagerStep):
         self._overlaps = False  # nothing is sent off within a backward
         self._unchecked = False
         self._to_check = not settings.allows_unused
+        self._adds_once: bool | None = None
+        """Whether a backward adds to each gradient once; not known before the first."""
         wide = any(p.dtype == torch.float64 for p in self._parameters)
         self._dtype = torch.float64 if wide else torch.float32
         self._buffers = StepBuffers(trainee.model, self._dtype)
@@ -74,13 +76,13 @@ class VirtualStep(EagerStep):
         if not block.parts and not self._agreed:
             self._agree_without()
         tree = TreeSum(add_tensors)
-        in_place = not self._to_check and self._may_add_in_place()
         checks = self._check if self._repeats else None
         for part, parts in groupby(block.parts, key=lambda micro_step: micro_step.place):
             micro_steps = tuple(parts)
             if checks is not None:
                 checks.keep(part, micro_steps)
-            left = tree.left_of(part) if in_place and len(micro_steps) == 1 else None
+            in_place = len(micro_steps) == 1 and self._may_add_in_place()
+            left = tree.left_of(part) if in_place else None
             if left is not None:
                 tree.push(self._add_share(left, part, micro_steps), part // 2, level=1)
             else:
@@ -122,16 +124,29 @@ class VirtualStep(EagerStep):
             parameter.grad = gradient
         before = [(id(gradient), gradient._version) for gradient in left]  # noqa: SLF001
         found = self._share(part, micro_steps)
-        for gradient, known in zip(found[:-1], before, strict=False):
-            if (id(gradient), gradient._version) == known:  # noqa: SLF001
+        for gradient, (known, version) in zip(found[:-1], before, strict=False):
+            additions = gradient._version - version if id(gradient) == known else 1  # noqa: SLF001
+            if additions == 0:
                 gradient.add_(0.0)  # not used by this virtual rank: -0.0 + 0.0 is 0.0
+            elif additions > 1:
+                raise UserError(
+                    f"--virtual-ranks: a backward of step {self._step + 1} adds to one gradient "
+                    f"{additions} times, where the first one added once, so its bits would depend "
+                    "on the number of ranks. A segment under torch.utils.checkpoint needs "
+                    "use_reentrant=False; else leave --virtual-ranks out."
+                )
         found[-1].add_(left[-1])
         return found
 
     def _may_add_in_place(self) -> bool:
-        """Whether autograd may add up two virtual ranks: nobody asks what each of them gave."""
-        hooks = (p._post_accumulate_grad_hooks for p in self._parameters)  # noqa: SLF001
-        return not (self._settings.allows_unused or any(hooks))
+        """Whether autograd may add up two virtual ranks.
+
+        It may not where somebody asks what each of them gave, nor where a backward adds to a
+        gradient several times, as with reentrant checkpoints: (left + a) + b is not left + (a + b).
+        """
+        if self._to_check or not self._adds_once or self._settings.allows_unused:
+            return False
+        return not any(p._post_accumulate_grad_hooks for p in self._parameters)  # noqa: SLF001
 
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return the gradients of a virtual rank, and the numbers that travel with them."""
@@ -158,6 +173,10 @@ class VirtualStep(EagerStep):
             numbers.append(self._terms.to(self._dtype))
         more = [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
         self._still.check()
+        if self._adds_once is None and len(micro_steps) == 1:
+            # A gradient that autograd has not written to again is as its backward made it.
+            versions = [p.grad._version for p in self._parameters if p.grad is not None]  # noqa: SLF001
+            self._adds_once = not any(versions)
         if self._to_check:
             check_used(self._trainee.model)
         gradients = [self._gradient(p) for p in self._parameters]
