@@ -1,9 +1,13 @@
 """A run goes on with the recipe that it was trained with, and its checkpoints are asked with it."""
 
 import functools
+import json
 import shutil
+import textwrap
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +15,7 @@ from torch import nn
 import samestep
 from samestep import UserError
 from samestep.commands.train import parse
+from samestep.execution.recipe_changes import keep_recipe, recipe_changes
 from tests.api.recipes import made
 from tests.tiny import all_records
 
@@ -50,6 +55,14 @@ EDITS = {
     "class Net": ("class Net(nn.Module)", "class Net(nn.Sequential)"),
 }
 GO_ON = ("--resume", "--epochs", "2")
+
+
+def keep(run: Path, recipe: samestep.Recipe) -> None:
+    keep_recipe(run, "python:made", recipe, changed=False)
+
+
+def differing(run: Path, recipe: samestep.Recipe) -> list[str]:
+    return recipe_changes(run, "python:made", recipe)
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +195,93 @@ def test_json_that_is_nested_too_deep_is_one_message_or_left_out(edited, refused
     assert "damaged" in refused("train", "run", *GO_ON)
     Path("run/checkpoints/index.json").write_text(deep)
     assert "index.json" in refused("evaluate", "run")
+
+
+class Counts:
+    """A metric that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return outputs.argmax(1) == targets
+
+
+def test_a_metric_that_counts_goes_on_in_the_same_process(here):
+    recipe = made(metrics={"right": Counts()}, settings={"epochs": 1})
+    run = samestep.train(recipe, quiet=True)
+    assert samestep.train(run, resume=True, epochs=2, quiet=True).result["epochs"] == 2
+
+
+TABLES = {
+    "sparse": torch.eye(4).to_sparse(),
+    "meta": torch.ones(3, device="meta"),
+    "complex": torch.tensor([1 + 2j]).conj(),
+    "empty": torch.empty(0, 2),
+    "scalar": torch.tensor(2.0, dtype=torch.bfloat16),
+    "objects": np.array([object()]),
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_no_kind_of_tensor_ends_a_training_for_the_comparison(table, tmp_path):
+    def model():
+        return table and nn.Linear(4, 2)
+
+    keep(tmp_path, made(model))
+    assert differing(tmp_path, made(model)) == []
+
+
+def test_a_large_tensor_is_compared_by_its_bytes_without_a_copy(tmp_path):
+    table = np.zeros(2**22, np.uint8)
+
+    def model():
+        return table and nn.Linear(4, 2)
+
+    tracemalloc.start()
+    keep(tmp_path, made(model))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < table.nbytes / 4
+    table[7] = 1
+    assert differing(tmp_path, made(model)) == ["table"]
+
+
+def test_the_same_code_under_another_module_name_is_no_change(tmp_path, monkeypatch):
+    source = textwrap.dedent(
+        """
+        from torch import nn
+        class Act(nn.ReLU): pass
+        class Metric:
+            def __call__(self, outputs, targets): return outputs.argmax(1) == targets
+        def model(act=Act): return nn.Sequential(nn.Linear(4, 2), act())
+        """
+    )
+
+    def recipe(module: str, by: float = 0.5):
+        space = {"__name__": module}
+        exec(source, space)
+        loss = functools.partial(nn.functional.cross_entropy, weight=torch.tensor([by, 1]))
+        return made(space["model"], loss=loss, metrics={"right": space["Metric"]()})
+
+    keep(tmp_path, recipe("__main__"))
+    assert differing(tmp_path, recipe("mine")) == []
+    kept = tmp_path / "recipe.json"
+    first = json.loads(kept.read_text())
+    del first["record"]
+    pieces = first["pieces"]
+    pieces.update(model="model = __main__.model", gone="gone = 1")
+    pieces["metrics"] = "metrics = {'right': __main__.Metric({})}"
+    pieces["loss"] = pieces["loss"].replace("torch.float32 ", "")
+    kept.write_text(json.dumps(first))
+    assert differing(tmp_path, recipe("mine", by=0.7)) == []
+    assert differing(tmp_path, made(recipe("mine").model, loss=nn.CrossEntropyLoss())) == ["loss"]
+
+
+def test_the_main_block_of_a_recipes_file_trains_nothing(edited):
+    edited("\nrecipe", "\nif __name__ == '__main__':\n    print('trained')\nrecipe")
+    parse(["run", *GO_ON])
+    edited("\nrecipe", "\nif __name__ == '__main__':\n    pass\nelse:\n    SEED = 8\nrecipe")
+    with pytest.raises(UserError):
+        parse(["run", *GO_ON])

@@ -8,8 +8,8 @@ today: its code, without comments and layout.
 import ast
 import dis
 import hashlib
-import io
 import json
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +43,9 @@ _NOT_OF_THE_TRAINING = frozenset(
 )
 _SHOWN = 40
 _DEPTH = 8
+_MAIN = "`if __name__ == '__main__':`"
+_RECORD = 2
+"""The form of the pieces; the first one had no number, and the modules in its names."""
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
 
 Pieces = dict[str, str]
@@ -64,13 +67,16 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         if recipe is not None and not recipe.file:
             return [f"it was made in Python, and the run's is the file {source}"]
         file = Path(recipe.file if recipe is not None else source)
-        return _differences(_in_file(kept), _in_file(file)) if file.is_file() else []
-    if not source.startswith(FROM_PYTHON) or recipe is None:
+        return _differences(_imported(kept), _imported(file)) if file.is_file() else []
+    made = recipe is not None and source.startswith(FROM_PYTHON)
+    before = read_object(run / _PIECES) if made else {}
+    if recipe is None or before.get("python") != _PYTHON:  # another version has other byte code
         return []
-    before = read_object(run / _PIECES)
-    if before.get("python") != _PYTHON:  # another version has other byte code
-        return []
-    return _differences(before["pieces"], _Walk().pieces_of(recipe))
+    then, now = before["pieces"], _Walk().pieces_of(recipe)
+    if before.get("record") != _RECORD:
+        shared = then.keys() & now.keys() - {"metrics"}
+        then, now = ({name: _as_first_told(of[name]) for name in shared} for of in (then, now))
+    return _differences(then, now)
 
 
 def check_recipe_unchanged(run: Path, source: str) -> None:
@@ -118,7 +124,8 @@ def keep_recipe(run: Path, source: str, recipe: Recipe, *, changed: bool) -> Non
     if source.endswith(".py"):
         kept, text = run / RECIPE_COPY, Path(recipe.file).read_text(encoding="utf-8")
     elif source.startswith(FROM_PYTHON):
-        kept, table = run / _PIECES, {"python": _PYTHON, "pieces": _Walk().pieces_of(recipe)}
+        kept, pieces = run / _PIECES, _Walk().pieces_of(recipe)
+        table = {"record": _RECORD, "python": _PYTHON, "pieces": pieces}
         text = json.dumps(table, indent=2) + "\n"
     else:
         return
@@ -134,6 +141,12 @@ def script_changes(kept: Path, script: Path) -> list[str]:
     """Return which functions and values of a script are not what they were."""
     there = kept.is_file() and script.is_file()
     return _differences(_in_file(kept), _in_file(script)) if there else []
+
+
+def _as_first_told(text: str) -> str:
+    """Return a piece as far as records of the first form can be compared."""
+    names = re.sub(r"(?:[\w<>]+\.)+(?=[A-Za-z_<])", "", text)
+    return re.sub(r"tensor \([\d, ]*\)[\w. ]*", "tensor", names)
 
 
 def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -152,6 +165,14 @@ def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
         else:
             found.append(name)
     return found
+
+
+def _imported(file: Path) -> Pieces:
+    """Return what a recipe's file defines: it is imported, and no script's main block runs."""
+    pieces = _in_file(file)
+    if (main := pieces.get(_MAIN)) and "\nelse:" not in main and "\nelif " not in main:
+        del pieces[_MAIN]
+    return pieces
 
 
 def _in_file(file: Path) -> Pieces:
@@ -213,16 +234,24 @@ class _Walk:
     def pieces_of(self, recipe: Recipe) -> Pieces:
         for one in fields(recipe):
             if one.name not in _NOT_OF_THE_TRAINING:
-                self._add(one.name, f"{one.name} = {self._told(getattr(recipe, one.name))}")
+                # A metric counts what it has seen: only its class is told, and the code.
+                depth = _DEPTH - 1 if one.name == "metrics" else 0
+                self._add(one.name, f"{one.name} = {self._told(getattr(recipe, one.name), depth)}")
         return self.pieces
 
     def _add(self, name: str, text: str) -> None:
         before = self.pieces.get(name)  # two lambdas have the same name
         self.pieces[name] = text if before is None else _hash(before, text)
 
-    def _told(self, value: Any, depth: int = 0) -> str:  # noqa: C901, PLR0911 - a case a kind
+    def _told(self, value: Any, depth: int = 0) -> str:
         """Return a value as text that is the same in each process."""
-        told, value = self._told, without_options(value)
+        try:
+            return self._text(without_options(value), depth)
+        except Exception:  # an object that cannot be read ends no training
+            return type(value).__qualname__
+
+    def _text(self, value: Any, depth: int) -> str:  # noqa: C901, PLR0911 - a case a kind
+        told = self._told
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes():
                 return repr(value)
@@ -234,15 +263,15 @@ class _Walk:
                 parts = (f"{told(k, depth + 1)}: {told(v, depth + 1)}" for k, v in value.items())
                 return f"{{{', '.join(parts)}}}"
             case partial():
-                return f"partial({told((value.func, value.args, value.keywords), depth)})"
+                parts = (told(one, depth) for one in (value.func, value.args, value.keywords))
+                return f"partial([{', '.join(parts)}])"
             case types.FunctionType() | type():
                 return self._code(value)
             case types.MethodType():
                 return f"{told(value.__func__, depth)} of {told(value.__self__, depth)}"
-            case torch.Tensor():
-                buffer = io.BytesIO()
-                np.save(buffer, value.detach().cpu().double().numpy())
-                return f"tensor {tuple(value.shape)} {_hash(buffer.getvalue())}"
+            case torch.Tensor() | np.ndarray():
+                kind = "tensor" if isinstance(value, torch.Tensor) else "array"
+                return f"{kind} {tuple(value.shape)} {value.dtype} {_content(value)}"
             case types.CodeType():  # what is computed; neither lines nor a docstring
                 names = value.co_names + value.co_varnames
                 return f"{value.co_code.hex()} {told(_constants(value), depth)} {names}"
@@ -255,10 +284,9 @@ class _Walk:
 
         Others, as the sums of a metric, may move with each use.
         """
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind = self._code(type(value))
         if depth >= _DEPTH:
             return kind
-        self._code(type(value))
         kept = {
             name: one
             for name, one in getattr(value, "__dict__", {}).items()
@@ -269,8 +297,11 @@ class _Walk:
 
     def _code(self, value: Any) -> str:
         """Return the name of a function or class; what the user's own say becomes a piece."""
-        name = f"{value.__module__}.{value.__qualname__}"
-        if id(value) in self.seen or not _is_own(value.__module__):
+        is_own = _is_own(
+            value.__module__
+        )  # a script is __main__ or has its name: that says nothing
+        name = value.__qualname__ if is_own else f"{value.__module__}.{value.__qualname__}"
+        if id(value) in self.seen or not is_own:
             return name
         self.seen.add(id(value))
         short = value.__qualname__.replace("<locals>.", "")
@@ -299,7 +330,7 @@ class _Walk:
 
     def _name(self, name: str, value: Any) -> None:
         """Follow what a function uses by a name: functions, classes, and values that stay."""
-        kinds = (*_PLAIN, tuple, partial, types.FunctionType, type)
+        kinds = (*_PLAIN, np.ndarray, tuple, partial, types.FunctionType, type)
         if isinstance(value, kinds) and name[:2] != "__" and name not in self.pieces:
             self._add(name, f"{name} = {self._told(value)}")
 
@@ -332,8 +363,19 @@ def _is_own(module: str | None) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def _hash(*parts: str | bytes) -> str:
+def _content(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
+    """Return the hash of a tensor's or an array's bytes, or the layout of one that has none."""
+    try:
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+            value = flat.view(torch.uint8).numpy()
+        return _hash(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    except Exception:  # sparse, on the meta device, quantized, or of Python objects
+        return str(getattr(value, "layout", ""))
+
+
+def _hash(*parts: str | memoryview) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(part if isinstance(part, bytes) else part.encode())
+        digest.update(part.encode() if isinstance(part, str) else part)
     return digest.hexdigest()[:16]
