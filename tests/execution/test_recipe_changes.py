@@ -1,5 +1,6 @@
 """A run goes on with the recipe that it was trained with, and its checkpoints are asked with it."""
 
+import copy
 import functools
 import json
 import shutil
@@ -285,3 +286,61 @@ def test_the_main_block_of_a_recipes_file_trains_nothing(edited):
     edited("\nrecipe", "\nif __name__ == '__main__':\n    pass\nelse:\n    SEED = 8\nrecipe")
     with pytest.raises(UserError):
         parse(["run", *GO_ON])
+
+
+STATE = {"cache": None, "count": 0, "table": {}, "log": [1.0], "total": torch.zeros(1)}
+
+
+def test_what_the_recipes_own_functions_change_is_no_change(tmp_path):
+    source = textwrap.dedent(
+        """
+        from torch import nn
+        def model():
+            global cache
+            cache = (1, 2)
+            def inner():
+                table["key"], total[0] = 1, 2
+                log.append(1.0)
+            inner()
+            return nn.Linear(4, 2)
+        def loss(outputs, targets):
+            global count
+            count += 1
+            total.add_(1)
+            Kept.seen += len(seen) + len(log)
+            return nn.functional.cross_entropy(outputs, targets)
+        class Kept:
+            seen = 0
+        """
+    )
+    space = {"__name__": "__main__", **copy.deepcopy(STATE), "seen": [1, 2]}
+    exec(source, space)
+    recipe = made(space["model"], loss=space["loss"])
+    keep(tmp_path, recipe)
+    space["model"]()
+    space["loss"](torch.zeros(1, 2), torch.tensor([0]))
+    assert space["Kept"].seen == 4
+    assert differing(tmp_path, recipe) == []
+    space["seen"].append(3)
+    assert differing(tmp_path, recipe) == ["seen"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"p": 0.1}, {"p": 0.5}),
+        ([1, [2, {"a": (3,)}]], [1, [2, {"a": (4,)}]]),
+        ({"act": nn.ReLU}, {"act": nn.GELU}),
+        (np.ones(2), np.ones(3)),
+    ],
+)
+def test_a_container_or_an_array_of_the_module_is_compared(before, after, tmp_path):
+    def recipe(values):
+        def model():
+            return values and nn.Linear(4, 2)
+
+        return made(model)
+
+    keep(tmp_path, recipe(before))
+    assert differing(tmp_path, recipe(copy.deepcopy(before))) == []
+    assert differing(tmp_path, recipe(after)) == ["values"]

@@ -47,6 +47,14 @@ _MAIN = "`if __name__ == '__main__':`"
 _RECORD = 2
 """The form of the pieces; the first one had no number, and the modules in its names."""
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+_MOST = 10_000
+_CHANGING = frozenset(
+    {
+        *("append", "extend", "insert", "add", "update", "setdefault", "appendleft"),
+        *("pop", "popitem", "remove", "discard", "clear", "sort", "reverse"),
+    }
+)
+"""Methods that change what they are called on, beside those of tensors that end in _."""
 
 Pieces = dict[str, str]
 """The name of each function and value → its code, or `name = value`."""
@@ -146,7 +154,7 @@ def script_changes(kept: Path, script: Path) -> list[str]:
 def _as_first_told(text: str) -> str:
     """Return a piece as far as records of the first form can be compared."""
     names = re.sub(r"(?:[\w<>]+\.)+(?=[A-Za-z_<])", "", text)
-    return re.sub(r"tensor \([\d, ]*\)[\w. ]*", "tensor", names)
+    return re.sub(r"tensor \([\d, ]*\)[\w. #]*", "tensor", names)
 
 
 def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -157,7 +165,7 @@ def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
             continue
         start = f"{name} = "
         values = [text.removeprefix(start) for text in (old, new) if text and text[:1] != "#"]
-        short = len(values) == 2 and all(len(v) <= _SHOWN and "\n" not in v for v in values)
+        short = len(values) == 2 and all(len(v) <= _SHOWN and not {*v} & {*"\n#"} for v in values)
         if old is None or new is None:
             found.append(f"{name} ({'new' if old is None else 'gone'})")
         elif short and old.startswith(start):
@@ -230,6 +238,8 @@ class _Walk:
 
     pieces: Pieces = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    moving: set[str] = field(default_factory=set)
+    """Names that the user's functions change themselves, as a cache or a counter."""
 
     def pieces_of(self, recipe: Recipe) -> Pieces:
         for one in fields(recipe):
@@ -237,7 +247,8 @@ class _Walk:
                 # A metric counts what it has seen: only its class is told, and the code.
                 depth = _DEPTH - 1 if one.name == "metrics" else 0
                 self._add(one.name, f"{one.name} = {self._told(getattr(recipe, one.name), depth)}")
-        return self.pieces
+        own = {one.name for one in fields(recipe)}
+        return {n: text for n, text in self.pieces.items() if n in own or n not in self.moving}
 
     def _add(self, name: str, text: str) -> None:
         before = self.pieces.get(name)  # two lambdas have the same name
@@ -271,7 +282,7 @@ class _Walk:
                 return f"{told(value.__func__, depth)} of {told(value.__self__, depth)}"
             case torch.Tensor() | np.ndarray():
                 kind = "tensor" if isinstance(value, torch.Tensor) else "array"
-                return f"{kind} {tuple(value.shape)} {value.dtype} {_content(value)}"
+                return f"{kind} {tuple(value.shape)} {value.dtype} #{_content(value)}"
             case types.CodeType():  # what is computed; neither lines nor a docstring
                 names = value.co_names + value.co_varnames
                 return f"{value.co_code.hex()} {told(_constants(value), depth)} {names}"
@@ -320,6 +331,7 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
+        self.moving |= _changed_by(code)
         with_defaults = [function.__defaults__, function.__kwdefaults__]
         for name, one in closure_of(function).items():
             self._name(name, one)
@@ -330,9 +342,12 @@ class _Walk:
 
     def _name(self, name: str, value: Any) -> None:
         """Follow what a function uses by a name: functions, classes, and values that stay."""
-        kinds = (*_PLAIN, np.ndarray, tuple, partial, types.FunctionType, type)
-        if isinstance(value, kinds) and name[:2] != "__" and name not in self.pieces:
+        if name[:2] == "__" or name in self.pieces:
+            return
+        if isinstance(value, (*_PLAIN, np.ndarray, tuple, partial, types.FunctionType, type)):
             self._add(name, f"{name} = {self._told(value)}")
+        elif isinstance(value, dict | list | set) and value and _is_plain(value):
+            self._add(name, f"# {_hash(self._told(value))}")
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -342,6 +357,45 @@ def _names(code: types.CodeType) -> list[str]:
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     ]
     return sorted({*used, *(name for one in inner for name in _names(one))})
+
+
+def _changed_by(code: types.CodeType) -> set[str]:
+    """Return the names of a module, or of an outer function, of which code changes the values."""
+    steps, found = list(dis.get_instructions(code)), set()
+    loaded = {}  # where an expression begins → the name that it begins with
+    for step in steps:
+        at = step.positions and (step.positions.lineno, step.positions.col_offset)
+        match step.opname:
+            case "LOAD_GLOBAL" | "LOAD_DEREF":
+                loaded[at] = step.argval
+            case "STORE_GLOBAL":
+                found.add(step.argval)
+            case "STORE_DEREF" if step.argval in code.co_freevars:
+                found.add(step.argval)
+            case "STORE_SUBSCR" | "DELETE_SUBSCR" if at in loaded:
+                found.add(loaded[at])
+            case "STORE_ATTR" if at in loaded:
+                found |= {loaded[at], f"{loaded[at]}.{step.argval}"}
+            case "LOAD_ATTR" | "LOAD_METHOD" if at in loaded:
+                if step.argval in _CHANGING or step.argval.endswith("_"):
+                    found.add(loaded[at])
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return found.union(*map(_changed_by, inner))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a container holds what is written in code, and not what a cache would."""
+    leaves = [value]
+    for one in leaves:  # which grows
+        if isinstance(one, dict):
+            leaves += [*one, *one.values()]
+        elif isinstance(one, list | tuple | set):
+            leaves += one
+        elif not isinstance(one, (*_PLAIN[:-1], types.FunctionType, type)):
+            return False
+        if len(leaves) > _MOST:
+            return False
+    return True
 
 
 def _constants(code: types.CodeType) -> tuple[Any, ...]:
