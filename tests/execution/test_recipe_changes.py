@@ -344,3 +344,21 @@ def test_a_container_or_an_array_of_the_module_is_compared(before, after, tmp_pa
     keep(tmp_path, recipe(before))
     assert differing(tmp_path, recipe(copy.deepcopy(before))) == []
     assert differing(tmp_path, recipe(after)) == ["values"]
+
+
+def test_a_cache_is_compared_as_it_was_before_the_recipes_functions_ran(here):
+    def recipe():
+        cache = [1]
+
+        def fill(into):
+            into.append(2)
+
+        def data():
+            fill(cache)
+            return made().data()
+
+        return made(data=data, settings={"epochs": 1})
+
+    run = samestep.train(recipe(), quiet=True)
+    again = samestep.train(run, recipe=recipe(), resume=True, epochs=2, quiet=True)
+    assert again.result["epochs"] == 2

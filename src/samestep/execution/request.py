@@ -15,6 +15,7 @@ import tomli_w
 from samestep.errors import UserError, did_you_mean
 from samestep.execution.changes import Change, parse_names, refused_change, with_sizes_of_run
 from samestep.execution.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
+from samestep.execution.recipe_pieces import Pieces, pieces_of
 from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run, no_run
@@ -52,6 +53,8 @@ class Request:
     """The working directory before the recipe's file, which may change it, was read."""
     recipe_changes: tuple[str, ...] = ()
     """What differs in the recipe from that of the run that goes on, as --allow-change lets it."""
+    pieces: Pieces = field(default_factory=dict)
+    """What a recipe made in Python is, before any of its functions ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +303,7 @@ def finish(
         allow_change=allowed,
         settings_of=None if resume else start.run,
         recipe_changes=accepted_changes(run.run, run.source, start.recipe, allowed) if run else (),
+        pieces=pieces_of(start.recipe) if start.source.startswith(FROM_PYTHON) else {},
         folder=start.folder,
     )
 

@@ -243,7 +243,7 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
     world = built.work.world
     write_text(run.path / "settings.toml", settings_text(request, built.work))
     changed = bool(request.recipe_changes)
-    keep_recipe(run.path, request.source, request.recipe, changed=changed)
+    keep_recipe(run.path, request.source, request.recipe, request.pieces, changed=changed)
     is_file = request.source.endswith(".py")
     commit = git_commit(Path(request.source).resolve().parent if is_file else Path.cwd())
     run.write_environment(
