@@ -362,3 +362,20 @@ def test_a_cache_is_compared_as_it_was_before_the_recipes_functions_ran(here):
     run = samestep.train(recipe(), quiet=True)
     again = samestep.train(run, recipe=recipe(), resume=True, epochs=2, quiet=True)
     assert again.result["epochs"] == 2
+
+
+def test_of_a_dict_the_keys_that_the_functions_name_are_compared(tmp_path):
+    def recipe(*, whole=False, **other):
+        values = {"epochs": 1, "width": 4, **other}
+
+        def model():
+            return next(nn.Linear(4, values["width"]) for _ in range(2))
+
+        return made((lambda: values) if whole else model)
+
+    (tmp_path / "whole").mkdir()
+    keep(tmp_path, recipe())
+    assert differing(tmp_path, recipe(epochs=2)) == []
+    assert differing(tmp_path, recipe(width=8)) == ["values['width'] (was 4, is 8)"]
+    keep(tmp_path / "whole", recipe(whole=True))
+    assert differing(tmp_path / "whole", recipe(whole=True, epochs=2)) == ["values"]

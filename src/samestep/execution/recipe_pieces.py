@@ -60,7 +60,11 @@ class _Walk:
                 depth = _DEPTH - 1 if one.name == "metrics" else 0
                 self._add(one.name, f"{one.name} = {self._told(getattr(recipe, one.name), depth)}")
         own = {one.name for one in fields(recipe)}
-        return {n: text for n, text in self.pieces.items() if n in own or n not in self.moving}
+        return {
+            n: text
+            for n, text in self.pieces.items()
+            if n in own or n.partition("[")[0] not in self.moving
+        }
 
     def _add(self, name: str, text: str) -> None:
         before = self.pieces.get(name)  # two lambdas have the same name
@@ -146,14 +150,21 @@ class _Walk:
         self.moving |= _changed_by(code)
         with_defaults = [function.__defaults__, function.__kwdefaults__]
         for name, one in closure_of(function).items():
-            self._name(name, one)
+            self._name(name, one, _keys(code, name))
         for name in _names(code):
             if name in function.__globals__:
-                self._name(name, function.__globals__[name])
+                self._name(name, function.__globals__[name], _keys(code, name))
         return f"{self._told(code)} {self._told(with_defaults)}"
 
-    def _name(self, name: str, value: Any) -> None:
-        """Follow what a function uses by a name: functions, classes, and values that stay."""
+    def _name(self, name: str, value: Any, keys: set[Any] | None = None) -> None:
+        """Follow what a function uses by a name: functions, classes, and values that stay.
+
+        Of a dict whose `keys` the function names, these alone: others may tell how long to train.
+        """
+        if keys and isinstance(value, dict):
+            for key in sorted(keys & value.keys(), key=repr):
+                self._name(f"{name}[{key!r}]", value[key])
+            return
         if name[:2] == "__" or name in self.pieces:
             return
         if isinstance(value, (*_PLAIN, np.ndarray, tuple, partial, types.FunctionType, type)):
@@ -169,6 +180,22 @@ def _names(code: types.CodeType) -> list[str]:
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     ]
     return sorted({*used, *(name for one in inner for name in _names(one))})
+
+
+def _keys(code: types.CodeType, name: str) -> set[Any] | None:
+    """Return the keys by which code reads the dict of this name; None if not only so."""
+    steps, found = list(dis.get_instructions(code)), set[Any]()
+    for step, key, use in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
+        if step.argval == name and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
+            if key.opname != "LOAD_CONST" or use.opname != "BINARY_SUBSCR":
+                return None
+            found.add(key.argval)
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            if (inner := _keys(one, name)) is None:
+                return None
+            found |= inner
+    return found
 
 
 def _changed_by(code: types.CodeType) -> set[str]:
