@@ -107,6 +107,7 @@ def stops_early(path, epochs, *, leaves=False, until=99, **more):
             for _ in run.validation(t.data, 10):
                 run.log(loss=LOSSES[epoch])
             run.state["waited"] = 0 if run.best("loss") else run.state["waited"] + 1
+            assert run.best("loss") == (run.state["waited"] == 0), "asked twice"
             trained.append(epoch)
             if run.state["waited"] == 2:
                 run.finish("no better for 2 epochs")

@@ -97,6 +97,12 @@ def test_all_ranks_end_with_the_one_message(tmp_path):
     assert named in refused(script(tmp_path, old, new), world_size=2, folder=tmp_path)
 
 
+def test_a_best_epoch_that_one_rank_alone_asks_for_is_told(tmp_path):
+    logs = "            run.log(loss=loss)\n"
+    changed = script(tmp_path, logs, f"{logs}        if run.is_main and run.best(): pass\n")
+    assert "run.best" in refused(changed, world_size=2, folder=tmp_path)
+
+
 @pytest.mark.parametrize("first", [0, 25])
 def test_backward_passes_of_one_rank_alone_are_told(tmp_path, first):
     changed = script(

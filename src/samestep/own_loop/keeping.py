@@ -221,6 +221,24 @@ def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Collect
     standing.finished = saved.get("finished")
 
 
+def best_on_all(standing: Standing, world: World) -> bool:
+    """Return whether the epoch is the best so far; ranks save the best checkpoint together.
+
+    Raises:
+        UserError: only some ranks have rated it.
+    """
+    rated = world.gather(standing.metric is not None)
+    if len(set(rated)) > 1:
+        ranks = listed([str(rank) for rank, has in enumerate(rated) if has])
+        raise UserError(
+            f"run.best was called on rank {ranks} of {len(rated)} in epoch "
+            f"{standing.position.epoch}. All ranks save the best checkpoint together: call it on "
+            "each, and ask run.is_main afterwards.",
+            on_all_ranks=True,
+        )
+    return standing.is_best
+
+
 def load_best(standing: Standing, folder: Path, world: World) -> int:
     """Bring the modules of the state to the best checkpoint, and return its epoch.
 

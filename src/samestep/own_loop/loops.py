@@ -58,22 +58,21 @@ class Loops:
         self._check_place("run.epochs", "before the epochs")
         if not isinstance(num_epochs, int) or num_epochs < 1:
             raise UserError(f"run.epochs({num_epochs!r}): it must be a whole number from 1.")
-        session = self._session
+        standing, session = self._standing, self._session
         session.track(state)
-        self._num_epochs, position = num_epochs, self._standing.position
+        self._num_epochs, position = num_epochs, standing.position
         self._clock = Clock(position)
-        standing = self._standing
         if standing.finished and num_epochs > standing.finished["epochs"]:
             standing.finished = None  # more are wanted now
         if not self._goes_on:
             if not session.has_ended():  # what comes after the epochs is still to be recorded
-                order = self._standing.order
-                total, drop_last = order["global_batch_size"], order["drop_last"]
-                steps = steps_per_epoch(order["num_samples"], total, drop_last=drop_last)
+                order = standing.order
+                samples, total = order["num_samples"], order["global_batch_size"]
+                steps = steps_per_epoch(samples, total, drop_last=order["drop_last"])
                 session.begin(order, self._sizes(order, steps))
             why = f" ({standing.finished['reason']})" if standing.finished else ""
-            told = f"{session.path} has its {position.epoch} epochs{why}: nothing to train."
-            say(self._world, told)
+            has = f"{session.path} has its {position.epoch} epochs{why}: nothing to train."
+            say(self._world, has)
         while self._goes_on:
             self.place, self._epoch_ended = "before the batches of an epoch", False
             self.means, standing.metric = {}, None
@@ -84,7 +83,7 @@ class Loops:
             if self._world.connected and session.agreement.on(int(standing.finished is not None)):
                 standing.finished = standing.finished or {"reason": "", "epochs": num_epochs}
             due = session.wanted.saves_after(position.epoch, position.step)
-            if due or standing.is_best or not self._goes_on:
+            if keeping.best_on_all(standing, self._world) or due or not self._goes_on:
                 session.save()
             session.stop_on(session.agreement.on(session.received.signum))
         self.place = "after the epochs"
@@ -119,8 +118,9 @@ class Loops:
                 f"run.means has: {', '.join(self.means) or 'nothing'}. Call it after the batches, "
                 "or after run.validation, in which run.log is given the value."
             )
-        standing.metric = self.means[name]
-        standing.watch = watch.after(standing.metric, standing.position.epoch + 1, 0.0)
+        if standing.metric is None:  # not asked again
+            standing.metric = self.means[name]
+            standing.watch = watch.after(standing.metric, standing.position.epoch + 1, 0.0)
         return standing.is_best
 
     def load_best(self) -> int:

@@ -166,15 +166,16 @@ class OwnRun:
             if run.best("accuracy", mode="max"):
                 run.state["waited"] = 0
 
-        Call it in each epoch, after the batches or after the validation. The best checkpoint is
-        always kept, `load_best` reads it, and `checkpoints/index.json` names it.
+        Call it in each epoch and on every rank, after the batches or after the validation. The best
+        checkpoint is always kept, `load_best` reads it, and `checkpoints/index.json` names it.
 
         Args:
             name: what was logged; the same in each epoch.
             mode: whether less is better, or more.
 
         Raises:
-            UserError: it is called elsewhere, or nothing of this name was logged.
+            UserError: it is called elsewhere or on some ranks only, or nothing of this name was
+                logged.
         """
         return self._within.best(name, mode)
 
