@@ -88,7 +88,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
                 continue
             # Of a class, what takes the options may be inherited.
             names = _names_in(function.__init__ if inspect.isclass(function) else function, asked)
-            if names is None:
+            if names is None or names - {*known, *dir(recipe.options)} or "__dict__" in names:
                 return [], []
             read |= names
     return [name for name in known if name not in read], without
@@ -110,6 +110,12 @@ def _asked(name: str, function: Any) -> str | None:
     return None
 
 
+def _assigns(function: ast.FunctionDef) -> bool:
+    """Whether a function sets attributes: fields that it derives from others use those."""
+    attributes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+    return any(a.attr == "__setattr__" or isinstance(a.ctx, ast.Store) for a in attributes)
+
+
 def _names_in(code: Callable[..., Any], name: str, but: str = "") -> set[str] | None:
     """Return the attributes of a variable that code reads; None if it may read any of them."""
     try:
@@ -119,7 +125,7 @@ def _names_in(code: Callable[..., Any], name: str, but: str = "") -> set[str] | 
     left_out: Collection[ast.AST] = [
         inner
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == but
+        if isinstance(node, ast.FunctionDef) and node.name == but and not _assigns(node)
         for inner in ast.walk(node)
     ]
     nodes = [node for node in ast.walk(tree) if node not in left_out]

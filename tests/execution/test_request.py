@@ -117,5 +117,17 @@ def test_every_option_of_the_recipes_here_is_read_and_functions_keep_their_old_p
     plain = Recipe(model=dict, data=tuple, options=More)
     assert unread_options(plain)[0] == ["width", "nobody"], "also where no function has options"
     assert unread_options(replace(plain, model=Inherits))[0] == ["nobody"]
+
+    @dataclass(frozen=True)
+    class Derives(More):
+        def __post_init__(self):
+            object.__setattr__(self, "nobody", self.width)
+
+    assert unread_options(replace(plain, options=Derives))[0] == [], "it hands itself on"
+
+    def whole(options):
+        return options.__dict__["width"]
+
+    assert unread_options(replace(plain, model=whole))[0] == [], "it may read any of them"
     again = with_options("loss", with_options("loss", lambda o, t, options: options, 1), 2)
     assert again(0, 0) == 2
