@@ -124,9 +124,8 @@ class _Walk:
 
     def _code(self, value: Any) -> str:
         """Return the name of a function or class; what the user's own say becomes a piece."""
-        is_own = _is_own(
-            value.__module__
-        )  # a script is __main__ or has its name: that says nothing
+        # Of one's own script the module says nothing: it is __main__, or has the script's name.
+        is_own = _is_own(value.__module__)
         name = value.__qualname__ if is_own else f"{value.__module__}.{value.__qualname__}"
         if id(value) in self.seen or not is_own:
             return name
