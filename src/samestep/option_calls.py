@@ -76,7 +76,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
     without: list[str] = []
     for kind in recipe.options.__mro__[:-1]:
         names = _names_in(kind, "self", but="__post_init__")
-        if names is None:
+        if names is None or "__dict__" in names:
             return [], []
         read |= names
     for name in OTHERS:

@@ -125,6 +125,13 @@ def test_every_option_of_the_recipes_here_is_read_and_functions_keep_their_old_p
 
     assert unread_options(replace(plain, options=Derives))[0] == [], "it hands itself on"
 
+    @dataclass(frozen=True)
+    class Table(More):
+        def table(self):
+            return self.__dict__
+
+    assert unread_options(replace(plain, options=Table))[0] == []
+
     def whole(options):
         return options.__dict__["width"]
 
