@@ -101,9 +101,9 @@ def copy_of_run(run: Path, source: str) -> Recipe | None:
 def keep_recipe(
     run: Path, source: str, recipe: Recipe, pieces: Pieces | None = None, *, changed: bool
 ) -> None:
-    """Write into a run what its recipe is; what it was before stays beside it.
+    """Write the recipe into the run's directory; the copy of an earlier attempt is kept, too.
 
-    `pieces` are those of a recipe made in Python before its functions ran: they may fill caches.
+    `pieces` describe a recipe made in Python. Take them before its functions run and fill caches.
     """
     if source.endswith(".py"):
         kept, text = run / RECIPE_COPY, Path(recipe.file).read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ _CHANGING = frozenset(
         *("pop", "popitem", "remove", "discard", "clear", "sort", "reverse"),
     }
 )
-"""Methods that change what they are called on, beside those of tensors that end in _."""
+"""Methods that change their object. So do methods of tensors whose name ends in _."""
 
 Pieces = dict[str, str]
 """The name of each function and value → its code, or `name = value`."""
@@ -56,7 +56,7 @@ class _Walk:
     def pieces_of(self, recipe: Recipe) -> Pieces:
         for one in fields(recipe):
             if one.name not in NOT_OF_THE_TRAINING:
-                # A metric counts what it has seen: only its class is told, and the code.
+                # A metric's attributes change with every batch: compare its class and code only.
                 depth = _DEPTH - 1 if one.name == "metrics" else 0
                 self._add(one.name, f"{one.name} = {self._told(getattr(recipe, one.name), depth)}")
         own = {one.name for one in fields(recipe)}

@@ -20,7 +20,8 @@ Tensors = list[Tensor]
 _ALIGNED_BYTES = 512
 """Where a tensor may begin: as in memory of its own, so that kernels compute on it alike."""
 _SMALL_BYTES = 256 << 10
-"""Of all parts of a bucket together: below, the number of exchanges costs more than the bytes."""
+"""The most that all parts of a bucket may take together for one exchange. An estimate: only the
+spiral was measured, whose step on two ranks took 1.9 ms with one exchange and 3.3 ms with two."""
 _NOTHING = torch.empty(0)
 
 

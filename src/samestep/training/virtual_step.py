@@ -174,13 +174,13 @@ class VirtualStep(EagerStep):
         more = [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
         self._still.check()
         if self._adds_once is None and len(micro_steps) == 1:
-            # A gradient that autograd has not written to again is as its backward made it.
+            # Version 0: autograd has stored the gradient and has not added to it.
             versions = [p.grad._version for p in self._parameters if p.grad is not None]  # noqa: SLF001
             self._adds_once = not any(versions)
         if self._to_check:
             check_used(self._trainee.model)
         gradients = [self._gradient(p) for p in self._parameters]
-        # A loss alone stays a scalar: for a small model, two views are a fiftieth of a step.
+        # Without other numbers the loss stays a scalar, which saves two views per step.
         if len(numbers) == 1 and not more:
             return [*gradients, numbers[0]]
         return [*gradients, torch.cat([*(number.view(1) for number in numbers), *more])]

@@ -90,8 +90,8 @@ class StepGraph:
             lrs: of each step.
             step: steps taken before these in the run.
             unchanged: no other code of the user has run since the last call, so model and loss
-                are what they were. Only the samples are looked at then: the compiler's guards
-                take 0.1 ms, as long as a step of a tiny model.
+                are unchanged. Then only the samples are checked, not the compiler's guards,
+                which take 0.1 ms.
         """
         like = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in tree_leaves((inputs, targets))]
         unchanged, self._guarded = unchanged and like == self._guarded, like
@@ -137,7 +137,7 @@ class StepGraph:
                 if "exp_avg" in self._keys:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=self._device)
                 state.update({key: torch.zeros_like(parameter) for key in self._keys})
-        # One tensor counts for all: adding to as many as there are parameters takes longer.
+        # The counts share one tensor: one addition in place of one per parameter.
         states = [self._optimizer.state[p] for p in self._parameters]
         self._counts = [torch.stack([s["step"] for s in states])] if "step" in states[0] else []
         for number, state in enumerate(states if self._counts else ()):
