@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ KEPT = Path(__file__).parent / "kept"
 GOES_ON = [
     ("format-1-native", 28, 3, [0.6031066881758826, 0.5988509676286152]),
     ("format-1-lightning", 30, 2, [0.6040927384580884, 0.6021996736526489]),
+    ("0.1-virtual-ranks", 28, 3, [0.6062246561050415, 0.5997543931007385]),
 ]
 NAMES = [name for name, *_ in GOES_ON]
 
@@ -53,6 +56,16 @@ def test_a_kept_run_goes_on_from_its_step_on_another_number_of_ranks(
     result = json.loads((copy / "result.json").read_text())
     assert (result["steps"], result["world_size"]) == (42, world_size)
     assert read_index(copy)["last"]["step"] == 42
+
+
+@pytest.mark.parametrize("copy", ["0.1-own-loop"], indirect=True)
+def test_a_kept_run_of_an_own_loop_goes_on_from_its_epoch_on_one_rank(copy):
+    script = (copy / "script.py").rename(copy.parent / "own_loop.py")  # as it was called
+    assert subprocess.run([sys.executable, script, copy, "5"], check=False).returncode == 0
+    epochs = [r for r in read_records(copy) if r["event"] == "epoch"]
+    assert [r["step"] for r in epochs] == [8, 16, 24, 32, 40]
+    losses = [r["loss"] for r in epochs[3:]]  # on three ranks, by the version that wrote it:
+    assert losses == pytest.approx([1.944101503988107, 1.8807668705781302], rel=1e-4)
 
 
 @pytest.mark.parametrize("copy", NAMES[:1], indirect=True)

@@ -1,4 +1,4 @@
-"""The package keeps its shape: imports point one way, torch stays lazy, a file stays one subject."""
+"""The package keeps its shape: imports point one way, torch stays lazy, no file grows too long."""
 
 import ast
 import graphlib
