@@ -35,8 +35,8 @@ from samestep.scripts import names_recipe
 from samestep.settings import Settings
 
 if TYPE_CHECKING:
-    from samestep.profiling.of_script import ScriptFailed
     from samestep.profiling.profile_result import Profile
+    from samestep.profiling.script_profile import ScriptFailed
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
 # imported.
@@ -207,7 +207,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     )
     if code is not None:
         return code
-    from samestep.profiling.of_recipe import Wishes, profile_recipe  # noqa: PLC0415
+    from samestep.profiling.recipe_profile import Wishes, profile_recipe  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
@@ -271,7 +271,7 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
             f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
             "of them with --out DIR, or let `samestep profile --nproc` start them."
         )
-    from samestep.profiling.of_script import ScriptFailed, profile_script  # noqa: PLC0415
+    from samestep.profiling.script_profile import ScriptFailed, profile_script  # noqa: PLC0415
     from samestep.profiling.script_ranks import ScriptRanks  # noqa: PLC0415
     from samestep.profiling.tracing import unwritable  # noqa: PLC0415
 

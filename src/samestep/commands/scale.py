@@ -17,13 +17,13 @@ from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import parse_target
 from samestep.errors import AlreadyTold, UserError
 from samestep.execution.request import Request
+from samestep.profiling import scaling_tables as shown
+from samestep.profiling.scaling import analyse
+from samestep.profiling.scaling_study import MeasurementTask, Mode, plan_study, run_study
 from samestep.ranks.failure import STARTED_AT, TASK
 from samestep.ranks.limits import check_ranks
 from samestep.ranks.process import refuse_inside_launcher, run_as_rank
 from samestep.ranks.world import find_world, join, leave
-from samestep.scale import scaling_tables as shown
-from samestep.scale.analysis import analyse
-from samestep.scale.study import MeasurementTask, Mode, plan_study, run_study
 from samestep.settings import Settings
 from samestep.training.stopping import catch_signals
 
@@ -106,7 +106,7 @@ def _tell(line: str) -> None:
 
 def _rank(arguments: list[str]) -> int:
     """Measure, as one rank of the world that the environment describes."""
-    from samestep.scale.measure import measure  # noqa: PLC0415 - the parent trains nothing
+    from samestep.profiling.scaling_measurement import measure  # noqa: PLC0415 - the parent trains nothing
 
     os.dup2(2, 1)  # standard output is the report's
     _, request = _parse(arguments)

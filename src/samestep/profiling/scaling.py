@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.scale.study import (
+from samestep.profiling.scaling_study import (
     MeasuredSetup,
     Measurement,
     Mode,

@@ -1,6 +1,6 @@
 """Measurements written by hand: every number is known."""
 
-from samestep.scale.study import MeasuredSetup, Measurement, Segment, Setup
+from samestep.profiling.scaling_study import MeasuredSetup, Measurement, Segment, Setup
 
 
 def measured(

@@ -8,9 +8,9 @@ import pytest
 
 from samestep.commands.scale import parse_ranks
 from samestep.errors import UserError
-from samestep.scale.study import FILE, Segment, plan_study, run_study
+from samestep.profiling.scaling_study import FILE, Segment, plan_study, run_study
 from samestep.settings import Settings
-from tests.scale.made import measurement
+from tests.profiling.made_studies import measurement
 
 
 def sizes(study):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from samestep.profiling.scaling import reasons, scaling_of
+from samestep.profiling.scaling_study import MeasuredSetup, Setup, read_measurement
 from samestep.run.records import read_records
-from samestep.scale.analysis import reasons, scaling_of
-from samestep.scale.study import MeasuredSetup, Setup, read_measurement
 from tests.processes import run_ranks
 from tests.tiny import RECIPE, write_recipe
 
@@ -19,8 +19,8 @@ SLOW_RANK = RECIPE.replace(
 
 def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) -> int:
     from samestep.commands.train import parse
+    from samestep.profiling.scaling_measurement import measure
     from samestep.ranks.world import find_world, join, leave
-    from samestep.scale.measure import measure
     from samestep.training.stopping import Received
 
     _, request = parse([recipe, "--device", "cpu"])

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from samestep.scale.analysis import ScalingReport, ScalingResult, reasons
-from samestep.scale.study import Mode
+from samestep.profiling.scaling import ScalingReport, ScalingResult, reasons
+from samestep.profiling.scaling_study import Mode
 from samestep.screen.words import count, wrapped
 
 

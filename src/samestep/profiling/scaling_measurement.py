@@ -12,10 +12,10 @@ from samestep.execution.request import Request
 from samestep.execution.session import NATIVE, Engine, Task, run_session
 from samestep.machine import usable_cores
 from samestep.option_calls import with_options
+from samestep.profiling.scaling_study import FILE, Measurement, Segment, with_sizes
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.run.files import write_text
-from samestep.scale.study import FILE, Measurement, Segment, with_sizes
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.plan import ENDLESS

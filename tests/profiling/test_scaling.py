@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.scale.analysis import analyse, find_warnings, interval, reasons, scaling_of
-from samestep.scale.scaling_tables import as_json, lines
-from samestep.scale.study import Study
-from tests.scale.made import measured, measurement
+from samestep.profiling.scaling import analyse, find_warnings, interval, reasons, scaling_of
+from samestep.profiling.scaling_study import Study
+from samestep.profiling.scaling_tables import as_json, lines
+from tests.profiling.made_studies import measured, measurement
 
 
 def test_ideal_scaling_is_an_efficiency_of_one_and_loses_nothing():
