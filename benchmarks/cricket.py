@@ -27,10 +27,10 @@ from samestep.commands.train import parse
 from samestep.data.batches import open_source
 from samestep.data.cricket.cache import open_corpus
 from samestep.data.cricket.graphs import BallGraphs, GraphSource, build, collate
-from samestep.execution import build as execution
-from samestep.execution.request import Request
 from samestep.ranks.world import World
 from samestep.recipe import Splits
+from samestep.session import build as execution
+from samestep.session.request import Request
 from samestep.training.loop import rehearse
 
 RESULTS = Path(__file__).parent / "results"

@@ -17,8 +17,8 @@ import torch
 from report import machine
 
 from samestep.commands.train import parse
-from samestep.execution.build import build
 from samestep.ranks.world import World, find_world, join, leave
+from samestep.session.build import build
 from samestep.training.loop import rehearse
 
 HERE = Path(__file__).parent

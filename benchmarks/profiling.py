@@ -87,7 +87,7 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 _IN_TURNS = """
 import sys, time
 from samestep.commands.train import parse
-from samestep.execution.build import build
+from samestep.session.build import build
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter
 from samestep.training.phases import Phases

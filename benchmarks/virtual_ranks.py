@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from samestep.commands.train import parse
 from samestep.data.blocks import held_parts
-from samestep.execution.build import build
-from samestep.execution.request import Request
 from samestep.ranks.world import World, find_world, join, leave
+from samestep.session.build import build
+from samestep.session.request import Request
 from samestep.training.backends import switched
 from samestep.training.loop import rehearse
 from samestep.training.tree import roots_over

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
         SpiralDataModule,
         TrackerLogger,
     )
-    from samestep.own_loop.opening import open_run
-    from samestep.own_loop.own_run import OwnRun
     from samestep.ranks.process_group import (
         barrier,
         cleanup,
@@ -49,6 +47,8 @@ if TYPE_CHECKING:
     )
     from samestep.recipe import Recipe, Splits
     from samestep.run.records import read_records
+    from samestep.session.open_run import open_run
+    from samestep.session.own_run import OwnRun
     from samestep.settings import Settings, may_change
 
 __all__ = [
@@ -89,7 +89,7 @@ _HOMES = {
     "CIFAR10DataModule": "lightning",
     "LitData": "lightning",
     "LitRecipe": "lightning",
-    "OwnRun": "own_loop.own_run",
+    "OwnRun": "session.own_run",
     "Recipe": "recipe",
     "Settings": "settings",
     "SpiralDataModule": "lightning",
@@ -106,7 +106,7 @@ _HOMES = {
     "load": "api.checkpoints",
     "may_change": "settings",
     "normal": "data.keyed_random",
-    "open_run": "own_loop.opening",
+    "open_run": "session.open_run",
     "predict": "api.checkpoints",
     "read_records": "run.records",
     "reduce_tensor": "ranks.process_group",

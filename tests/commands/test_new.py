@@ -17,8 +17,8 @@ from samestep.commands.new import KINDS, TEMPLATES
 from tests import tiny
 from tests.command_line import _process_as_it_was, call, read_json, tree
 from tests.faults import Fault
-from tests.own_loop import same, scripts
 from tests.processes import TIMEOUT_S
+from tests.session import same, scripts
 from tests.verification.forked import check, differing, verified
 
 RECIPES = [kind for kind in KINDS if kind != "own-loop"]

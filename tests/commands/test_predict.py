@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from samestep.cli import main
-from samestep.execution.request import draft
 from samestep.recipe import find_recipe
 from samestep.recipes.images import ImagesOptions, complete
+from samestep.session.request import draft
 from tests.command_line import RECIPE, read_json, refusal
 from tests.image_files import BROKEN, write_images
 from tests.processes import TIMEOUT_S, samestep, start_samestep

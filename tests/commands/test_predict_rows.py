@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import main
-from samestep.execution.evaluation import evaluate_run
 from samestep.recipe import find_recipe
+from samestep.session.evaluation import evaluate_run
 from tests import tiny
 from tests.command_line import one_message
 

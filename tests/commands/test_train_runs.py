@@ -16,8 +16,8 @@ import pytest
 
 from samestep import read_records
 from samestep.commands.train import parse
-from samestep.execution.request import to_toml
 from samestep.recipes.spiral import SpiralOptions
+from samestep.session.request import to_toml
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
 from tests.command_line import RECIPE, files_written, read_json, refusal, run

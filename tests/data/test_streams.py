@@ -20,8 +20,8 @@ from samestep.data.stream_batches import StreamBatches
 from samestep.data.stream_checks import leads_back, mark_of
 from samestep.data.stream_lanes import Lane, Route, is_stream, num_lanes, num_shards
 from samestep.errors import UserError
-from samestep.execution.build import _try_out
 from samestep.ranks.world import World
+from samestep.session.build import _try_out
 from tests import streams
 from tests.data.test_prefetch import Copier
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.own_loop.same import account, assert_same
-from tests.own_loop.scripts import EXAMPLES, Strike, run, start
 from tests.processes import TIMEOUT_S
+from tests.session.same import account, assert_same
+from tests.session.scripts import EXAMPLES, Strike, run, start
 from tests.tiny import all_records, newest_announced
 
 SCRIPT = EXAMPLES / "gan.py"

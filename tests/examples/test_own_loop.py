@@ -10,8 +10,8 @@ import pytest
 
 from samestep import read_records
 from tests import command_line
-from tests.own_loop.same import account, assert_same
-from tests.own_loop.scripts import EXAMPLES, Strike, run
+from tests.session.same import account, assert_same
+from tests.session.scripts import EXAMPLES, Strike, run
 
 SCRIPT = EXAMPLES / "own_loop.py"
 PLAIN = Path(__file__).parent / "plain_loop.py"

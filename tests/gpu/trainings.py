@@ -8,8 +8,8 @@ from itertools import islice
 import torch
 
 from samestep.commands.train import parse
-from samestep.execution.build import Built, build
 from samestep.ranks.world import World
+from samestep.session.build import Built, build
 from samestep.training.loop import rehearse
 from tests import tiny
 from tests.training.test_trajectory import LOADED

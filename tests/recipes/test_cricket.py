@@ -10,9 +10,9 @@ from samestep import UserError, read_records
 from samestep.cli import main
 from samestep.data.cricket.measures import runs_errors
 from samestep.data.cricket.synthetic import documents
-from samestep.execution.evaluation import evaluate_run
 from samestep.recipe import find_recipe
 from samestep.recipes.cricket import CricketOptions
+from samestep.session.evaluation import evaluate_run
 from tests.command_line import run
 from tests.cricket_files import ball, innings, match, write
 from tests.needs import needs

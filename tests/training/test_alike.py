@@ -9,9 +9,9 @@ from torch import nn
 from samestep.training.alike import check_weights, is_checked, may_draw
 from tests import tiny
 from tests.command_line import refusal
-from tests.own_loop import scripts
-from tests.own_loop.same import assert_same
 from tests.processes import run_ranks
+from tests.session import scripts
+from tests.session.same import assert_same
 
 # The noise comes from all three generators, as those of SGLD, DP-SGD and PCGrad do.
 NOISY = """

@@ -7,8 +7,8 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from samestep.commands.train import parse
-from samestep.execution.build import build
 from samestep.ranks.world import find_world, join, leave
+from samestep.session.build import build
 from samestep.training.loop import rehearse
 from tests import tiny
 from tests.processes import run_ranks

@@ -57,7 +57,7 @@ recipe = Recipe(model=Restless, data=data,
 
 def _train_with_and_without(recipe: str, folder: Path) -> None:
     from samestep.cli import main
-    from samestep.execution import build
+    from samestep.session import build
 
     assert main(["train", recipe, "--run-dir", str(folder / "tried")]) == 0
     calls = []

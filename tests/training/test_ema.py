@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from samestep import read_records
-from samestep.execution.evaluation import evaluate_run
-from samestep.execution.opening import open_checkpoint
-from samestep.execution.prediction import open_predictor
 from samestep.recipe import find_recipe
+from samestep.session.evaluation import evaluate_run
+from samestep.session.prediction import open_predictor
+from samestep.session.trained_model import open_checkpoint
 from samestep.training.ema import Average
 from tests import tiny
 from tests.command_line import read_json

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.commands.verify import parse
-from samestep.execution.request import Request
 from samestep.ranks.failure import TASK
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
+from samestep.session.request import Request
 from samestep.verification.evidence import Check, Evidence
 from samestep.verification.in_parent import Verification, gather, judge_evidence
 from tests.processes import start_ranks

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from samestep.errors import UserError
-from samestep.execution.outcome import Outcome
-from samestep.execution.request import Request
-from samestep.execution.session import NATIVE, Engine, run_session
 from samestep.ranks.failure import STARTED_AT
 from samestep.ranks.world import find_world, join, leave
 from samestep.run.records import Record
+from samestep.session.outcome import Outcome
+from samestep.session.request import Request
+from samestep.session.training_run import NATIVE, Engine, run_session
 from samestep.tracking.choice import check_installed, chosen
 from samestep.tracking.tracker_processes import TrackerProcesses
 from samestep.training.stopping import Again, catch_signals, end_process

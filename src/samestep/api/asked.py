@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from samestep.errors import UserError
-from samestep.execution.request import Draft, Request, draft, finish, own_recipe, typed
 from samestep.recipe import Recipe, find_recipe
 from samestep.run.directory import is_run
+from samestep.session.request import Draft, Request, draft, finish, own_recipe, typed
 from samestep.settings import Settings, merge_layers
 
 P = ParamSpec("P")

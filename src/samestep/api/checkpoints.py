@@ -11,11 +11,11 @@ from samestep.api.asked import given_recipe
 from samestep.api.one_line import one_line
 from samestep.api.paths import AnyPath, path_of
 from samestep.errors import UserError
-from samestep.execution.evaluation import evaluate_run
-from samestep.execution.opening import open_checkpoint
-from samestep.execution.prediction import as_table, check_files, open_predictor, predict_files
 from samestep.ranks.world import Device
 from samestep.recipe import Recipe
+from samestep.session.evaluation import evaluate_run
+from samestep.session.prediction import as_table, check_files, open_predictor, predict_files
+from samestep.session.trained_model import open_checkpoint
 
 AnyRecipe = Recipe | str | os.PathLike[str] | None
 

@@ -18,8 +18,6 @@ from samestep.api.place import check_place
 from samestep.api.several_ranks import train_on_ranks
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
-from samestep.execution.request import Request
-from samestep.own_loop.ending import end_failed
 from samestep.ranks.failure import rank_of
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.limits import NumRanks, ranks_to_start
@@ -30,6 +28,8 @@ from samestep.ranks.world import in_process_group
 from samestep.recipe import Recipe
 from samestep.screen.nothing import Nothing
 from samestep.screen.progress import Screen
+from samestep.session.own_ending import end_failed
+from samestep.session.request import Request
 
 _busy = threading.Lock()
 

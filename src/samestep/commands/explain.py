@@ -14,7 +14,6 @@ from samestep.commands.help import Nproc, Switch, check_positive, recipe_files
 from samestep.commands.target import parse_target
 from samestep.commands.train import check_resume
 from samestep.errors import UserError
-from samestep.execution.request import Request
 from samestep.explanation.explain import explain
 from samestep.explanation.text import text_of
 from samestep.explanation.to_json import to_json
@@ -23,6 +22,7 @@ from samestep.ranks.limits import ranks_to_start
 from samestep.ranks.process import refuse_inside_launcher, run_as_rank
 from samestep.ranks.world import choose_backend, choose_device
 from samestep.run.directory import is_run
+from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.tracking.choice import check_installed, chosen
 

@@ -13,7 +13,11 @@ from rich.markup import escape
 
 from samestep.commands.help import RunPath, Switch, check_positive, parse_flags
 from samestep.errors import UserError
-from samestep.execution.prediction import (
+from samestep.ranks.world import Device
+from samestep.recipe import find_recipe
+from samestep.screen.columns import Columns, word
+from samestep.screen.picture import check_picture, picture
+from samestep.session.prediction import (
     Prediction,
     as_table,
     check_draws,
@@ -22,10 +26,6 @@ from samestep.execution.prediction import (
     open_predictor,
     predict_files,
 )
-from samestep.ranks.world import Device
-from samestep.recipe import find_recipe
-from samestep.screen.columns import Columns, word
-from samestep.screen.picture import check_picture, picture
 
 _ROWS_TOGETHER = 32
 _EXAMPLES = ("predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 --json")

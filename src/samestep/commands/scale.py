@@ -16,7 +16,6 @@ import tyro
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import parse_target
 from samestep.errors import AlreadyTold, UserError
-from samestep.execution.request import Request
 from samestep.profiling import scaling_tables as shown
 from samestep.profiling.scaling import analyse
 from samestep.profiling.scaling_study import MeasurementTask, Mode, plan_study, run_study
@@ -24,6 +23,7 @@ from samestep.ranks.failure import STARTED_AT, TASK
 from samestep.ranks.limits import check_ranks
 from samestep.ranks.process import refuse_inside_launcher, run_as_rank
 from samestep.ranks.world import find_world, join, leave
+from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.stopping import catch_signals
 

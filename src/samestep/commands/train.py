@@ -14,12 +14,12 @@ from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
 from samestep.execution.pictures import end_while_drawing
-from samestep.execution.request import Request
 from samestep.ranks.failure import TASK
 from samestep.ranks.log import RankLog
 from samestep.ranks.process import run_as_rank, start_nproc
 from samestep.run.files import shown_path
 from samestep.screen.progress import Screen
+from samestep.session.request import Request
 
 
 @dataclass(frozen=True)

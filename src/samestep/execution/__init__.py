@@ -1,1 +1,1 @@
-"""The execution of a run: from a request to its result, and what its checkpoints can be asked."""
+"""The pictures of a run."""

@@ -22,12 +22,12 @@ from samestep.errors import UserError, no_exit
 from samestep.execution.image_tiles import is_image
 from samestep.execution.own_pictures import draw_own, title_of
 from samestep.execution.predictions import keep_images, keep_points, keep_rows
-from samestep.execution.request import Request
 from samestep.execution.shown import shown_by
 from samestep.execution.some_samples import Some, ask, ask_whole, some_of
 from samestep.recipe import Recipe, Splits, is_cross_entropy
 from samestep.run.pictures import FOLDER, Album, replace_pictures
 from samestep.run.records import Record
+from samestep.settings import Settings
 from samestep.training.evaluation import as_evaluated, evaluation_batch
 from samestep.training.stopping import Agreement
 from samestep.training.work import Work
@@ -75,7 +75,8 @@ def _written(model: nn.Module) -> tuple[int, ...]:
 
 
 def picture_records(
-    request: Request,
+    recipe: Recipe,
+    settings: Settings,
     work: Work,
     splits: Splits,
     path: Path,
@@ -87,7 +88,8 @@ def picture_records(
     """Make the pictures of a run, and return a record for each that trackers take, or has failed.
 
     Args:
-        request: the recipe, and whether pictures are wanted.
+        recipe: what it is that is drawn.
+        settings: whether pictures are wanted.
         work: the model.
         splits: the data.
         path: the run directory.
@@ -96,10 +98,10 @@ def picture_records(
         step: the last step of the training.
         agreement: tells of a signal, which ends it.
     """
-    if not request.settings.pictures or agreement.signum:
+    if not settings.pictures or agreement.signum:
         return []
-    sitting = Sitting(recipe=request.recipe, work=work, splits=splits, load_best=load_best)
-    album = _drawn(sitting, agreement, min(_LIMIT_S, request.settings.timeout_s / 2))
+    sitting = Sitting(recipe=recipe, work=work, splits=splits, load_best=load_best)
+    album = _drawn(sitting, agreement, min(_LIMIT_S, settings.timeout_s / 2))
     records: list[Record] = []
     try:
         replace_pictures(path, album, checkpoint=sitting.checkpoint, split=sitting.split)

@@ -7,12 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from samestep.data.trees import describe, map_leaves, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 
 _TAKEN = ("file", "row", "classes", "problem")
 """Fields of a prediction, which `show` cannot name again."""
+
+
+class RowsOfFiles(Dataset[Any]):
+    """Samples that `read` gave."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
 
 
 def class_scores(

@@ -15,7 +15,7 @@ from samestep.data.batches import open_split
 from samestep.data.keyed_random import mix
 from samestep.data.loader_source import seed_reading
 from samestep.data.stream_lanes import is_stream
-from samestep.execution.prediction import RowsOfFiles
+from samestep.execution.shown import RowsOfFiles
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Settings

@@ -5,9 +5,9 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from samestep.execution.build import Built
-from samestep.execution.request import Request
-from samestep.execution.saving import settings_text
+from samestep.session.build import Built
+from samestep.session.request import Request
+from samestep.session.saving import settings_text
 from samestep.training.snapshot import capture
 
 

@@ -8,10 +8,6 @@ import torch
 
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
-from samestep.execution.build import Built, build, planned
-from samestep.execution.request import Request
-from samestep.execution.saving import Resumed, go_on, newest_whole
-from samestep.execution.session import choose_path, completed, notes_of
 from samestep.explanation.calendar import Event, Kept, calendar, first_stop, kept_files
 from samestep.explanation.checkpoint_size import checkpoint_bytes
 from samestep.explanation.other_sizes import OtherSize, other_sizes
@@ -23,6 +19,10 @@ from samestep.ranks.world import World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
 from samestep.run.records import read_records
+from samestep.session.build import Built, build, planned
+from samestep.session.request import Request
+from samestep.session.saving import Resumed, go_on, newest_whole
+from samestep.session.training_run import choose_path, completed, notes_of
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike
 from samestep.training.backends import switched

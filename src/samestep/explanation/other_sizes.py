@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from samestep.errors import UserError
-from samestep.execution.build import planned
-from samestep.execution.request import Request
+from samestep.session.build import planned
+from samestep.session.request import Request
 from samestep.training.plan import Plan
 
 

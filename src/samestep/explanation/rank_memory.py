@@ -16,10 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from samestep.data.batches import open_split
 from samestep.data.blocks import Block, held_parts
 from samestep.data.trees import map_tensors, tree_leaves
-from samestep.execution.build import Built
-from samestep.execution.request import Request
 from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
+from samestep.session.build import Built
+from samestep.session.request import Request
 from samestep.training.draws import Seen, batch_norms, watched
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.precision import data_dtype

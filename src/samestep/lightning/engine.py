@@ -27,7 +27,6 @@ from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from samestep.errors import UserError
-from samestep.execution.session import Engine, Task
 from samestep.lightning.data import LitData
 from samestep.lightning.module import LitRecipe, check_recipe
 from samestep.lightning.records import Records, Stopped
@@ -35,6 +34,7 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.index import read_index
+from samestep.session.training_run import Engine, Task
 from samestep.settings import Settings, flag_name
 from samestep.training.between import check_weights, checkpoint_name, stop_early
 from samestep.training.optimizer import optimizer_of

@@ -13,10 +13,10 @@ from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import describe, map_tensors
 from samestep.errors import UserError, blame, defined_at, made_by
-from samestep.execution.opening import open_checkpoint
 from samestep.lightning.data import Part, choose_options, resolve, world_of
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
+from samestep.session.trained_model import open_checkpoint
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.apply import call

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from samestep.execution.session import Task
 from samestep.lightning.data import Part
 from samestep.lightning.module import LitRecipe
+from samestep.session.training_run import Task
 from samestep.training.alike import is_checked
 from samestep.training.between import checkpoint_name, evaluate_now, judge
 from samestep.training.due import is_recorded

@@ -13,9 +13,6 @@ import torch
 from samestep.data.batches import open_split
 from samestep.data.memory_source import MemorySource
 from samestep.errors import UserError
-from samestep.execution.build import Built, build
-from samestep.execution.request import Request
-from samestep.execution.session import choose_path, completed, describe
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
@@ -27,6 +24,9 @@ from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.ranks.world import World
 from samestep.run.directory import Run, new_run_path
 from samestep.screen.words import count
+from samestep.session.build import Built, build
+from samestep.session.request import Request
+from samestep.session.training_run import choose_path, completed, describe
 from samestep.training.backends import switched
 from samestep.training.loop import rehearse
 from samestep.training.plan import ENDLESS

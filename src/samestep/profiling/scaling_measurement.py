@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import torch
 
-from samestep.execution.request import Request
-from samestep.execution.session import NATIVE, Engine, Task, run_session
 from samestep.machine import usable_cores
 from samestep.option_calls import with_options
 from samestep.profiling.scaling_study import FILE, Measurement, Segment, with_sizes
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.run.files import write_text
+from samestep.session.request import Request
+from samestep.session.training_run import NATIVE, Engine, Task, run_session
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.plan import ENDLESS

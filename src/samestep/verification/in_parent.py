@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from samestep.errors import UserError
-from samestep.execution.request import Request
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.screen.words import count
+from samestep.session.request import Request
 from samestep.settings import Precision
 from samestep.training.window import KEPT
 from samestep.verification.all_rows import judge

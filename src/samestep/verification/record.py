@@ -7,8 +7,8 @@ from torch import nn
 
 from samestep.data.blocks import Batch
 from samestep.data.source import Source
-from samestep.execution.session import NATIVE, Engine, Task
 from samestep.run.records import Record
+from samestep.session.training_run import NATIVE, Engine, Task
 from samestep.training.between import checkpoint_name, evaluate_now, evaluate_work
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter, epoch_record

@@ -9,10 +9,10 @@ from typing import Any, cast, get_args
 import torch
 
 from samestep.errors import UserError, did_you_mean
-from samestep.execution.request import Request
 from samestep.ranks.limits import check_ranks
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
+from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.verification.in_parent import Verification, gather, judge_evidence
 

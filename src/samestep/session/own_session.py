@@ -14,13 +14,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep.errors import UserError, listed
-from samestep.execution.recipe_changes import script_changes
-from samestep.execution.saving import load_newest
-from samestep.execution.session import open_directory
-from samestep.own_loop import directory, keeping
-from samestep.own_loop.ending import Stopped, say
-from samestep.own_loop.keeping import Standing
-from samestep.own_loop.means import Means
 from samestep.ranks import process_group
 from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.log import RankLog
@@ -29,6 +22,14 @@ from samestep.run.directory import is_run
 from samestep.run.files import read_object
 from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import Record
+from samestep.session import own_directory as directory
+from samestep.session import own_state as keeping
+from samestep.session.means import Means
+from samestep.session.own_ending import Stopped, say
+from samestep.session.own_state import Standing
+from samestep.session.recipe_changes import script_changes
+from samestep.session.saving import load_newest
+from samestep.session.training_run import open_directory
 from samestep.settings import Settings, free_names
 from samestep.training import alike
 from samestep.training.stopping import Agreement, catch_signals

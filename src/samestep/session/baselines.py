@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from samestep.errors import UserError, defined_at
-from samestep.execution.request import Request
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
+from samestep.session.request import Request
 from samestep.training.stopping import Agreement
 
 _MEET_EVERY_S = 0.5

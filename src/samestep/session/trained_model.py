@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.execution.recipe_changes import check_recipe_unchanged
-from samestep.execution.request import draft, read_toml
 from samestep.ranks.world import Device, choose_device
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import Entry, find_checkpoint
+from samestep.session.recipe_changes import check_recipe_unchanged
+from samestep.session.request import draft, read_toml
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike
 from samestep.training.precision import check_precision, data_dtype

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.execution.saving import make_writer
 from samestep.ranks.world import World
+from samestep.session.saving import make_writer
 from samestep.settings import Settings
 from samestep.training.clock import Position
 from tests.tiny import read_index, sha256

@@ -26,8 +26,8 @@ def execute(target: str, flags: tuple[str, ...], stop_at: int | None = None) -> 
     import time
 
     from samestep.commands.train import parse
-    from samestep.execution.session import run_session
     from samestep.ranks.world import World
+    from samestep.session.training_run import run_session
     from samestep.training.stopping import Received
 
     _, request = parse([target, *flags])

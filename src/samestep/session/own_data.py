@@ -14,9 +14,9 @@ from samestep.data.blocks import Block, group_steps
 from samestep.data.order import epoch_order, steps_per_epoch
 from samestep.data.source import Source
 from samestep.errors import UserError
-from samestep.own_loop.batch import Batch
 from samestep.ranks.world import World
 from samestep.recipe import Collate
+from samestep.session.own_batch import Batch
 
 _LOOKED_AT = 64
 """Rows of data in memory by which ranks, and a resumed run, see that theirs is the same."""

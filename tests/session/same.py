@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from samestep import read_records
-from tests.own_loop.scripts import weights
+from tests.session.scripts import weights
 
 _OF_THE_CLOCK = {"seconds", "samples_per_s", "train_seconds", "time"}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.own_loop.scripts import refused, run, start
+from tests.session.scripts import refused, run, start
 from tests.tiny import files
 
 SCRIPT = """

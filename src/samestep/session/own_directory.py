@@ -13,13 +13,13 @@ import tomli_w
 import torch
 
 from samestep.errors import UserError
-from samestep.own_loop.keeping import Standing, simple
 from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import names_secret, versions
 from samestep.run.files import write_text
 from samestep.run.records import RUN_FORMAT, Record
+from samestep.session.own_state import Standing, simple
 
 SCRIPT_COPY = "script.py"
 """The script as it was when the run began, in the run's directory."""

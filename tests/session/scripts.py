@@ -57,8 +57,8 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
 
     import torch
 
-    from samestep.own_loop.loops import Loops
     from samestep.ranks import failure
+    from samestep.session.loops import Loops
 
     failure.GRACE_S = 0.5  # no other Python starts late here
     os.chdir(folder)

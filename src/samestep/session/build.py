@@ -17,12 +17,12 @@ from samestep.data.source import Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, made_by
-from samestep.execution.promise import check_promise
-from samestep.execution.request import Request
 from samestep.machine import usable_cores
 from samestep.ranks.limits import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
+from samestep.session.promise import check_promise
+from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike, seed_rank
 from samestep.training.apply import applied, terms_of

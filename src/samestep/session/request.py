@@ -13,13 +13,13 @@ import msgspec
 import tomli_w
 
 from samestep.errors import UserError, did_you_mean
-from samestep.execution.changes import Change, parse_names, refused_change, with_sizes_of_run
-from samestep.execution.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
-from samestep.execution.recipe_pieces import Pieces, pieces_of
 from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import best_file
+from samestep.session.changes import Change, parse_names, refused_change, with_sizes_of_run
+from samestep.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
+from samestep.session.recipe_pieces import Pieces, pieces_of
 from samestep.settings import (
     Settings,
     as_table,

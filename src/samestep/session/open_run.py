@@ -4,10 +4,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.own_loop import directory, ending
-from samestep.own_loop.own_run import OwnRun
-from samestep.own_loop.session import Wanted
 from samestep.ranks.world import Backend, Device
+from samestep.session import own_directory as directory
+from samestep.session import own_ending as ending
+from samestep.session.own_run import OwnRun
+from samestep.session.own_session import Wanted
 
 
 def open_run(

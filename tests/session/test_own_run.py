@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from samestep import read_records
-from tests.own_loop.same import account, assert_same
-from tests.own_loop.scripts import Strike, run
+from tests.session.same import account, assert_same
+from tests.session.scripts import Strike, run
 from tests.tiny import read_index
 
 # Words of different lengths, a loss per word, a validation, a schedule, draws at every place.
@@ -97,8 +97,8 @@ def test_a_mean_over_words_is_the_same_on_any_number_of_ranks(
 
 
 def assert_same_weights(run_folder, reference):
-    from tests.own_loop.same import assert_close
-    from tests.own_loop.scripts import weights
+    from tests.session.same import assert_close
+    from tests.session.scripts import weights
 
     assert_close(weights(run_folder), weights(reference), 1e-9)
 

@@ -12,12 +12,6 @@ from pathlib import Path
 from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed, no_exit
-from samestep.execution.build import Built, build
-from samestep.execution.outcome import Outcome, finish_run, leave_why
-from samestep.execution.promise import promise_notes, promise_record
-from samestep.execution.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
-from samestep.execution.request import Request
-from samestep.execution.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.ranks.failure import JOB_RUN
 from samestep.ranks.gpus import gpu_uuid
 from samestep.ranks.world import World
@@ -26,6 +20,12 @@ from samestep.run.environment import git_commit, versions
 from samestep.run.files import write_text
 from samestep.run.heartbeat import Heartbeat
 from samestep.run.records import RUN_FORMAT, Record
+from samestep.session.build import Built, build
+from samestep.session.outcome import Outcome, finish_run, leave_why
+from samestep.session.promise import promise_notes, promise_record
+from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
+from samestep.session.request import Request
+from samestep.session.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.settings import free_names
 from samestep.training.backends import kernels_of, switched
 from samestep.training.between import Between

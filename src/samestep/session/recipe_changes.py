@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypeGuard
 
 from samestep.errors import UserError, listed
-from samestep.execution.recipe_pieces import NOT_OF_THE_TRAINING, Pieces, pieces_of
 from samestep.recipe import Recipe, find_recipe
 from samestep.run.files import read_object, write_text
+from samestep.session.recipe_pieces import NOT_OF_THE_TRAINING, Pieces, pieces_of
 
 RECIPE_COPY = "recipe.py"
 """A user's recipe file as it was when the run began, in the run's directory."""

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from samestep.errors import UserError
-from samestep.own_loop import ending
-from samestep.own_loop.batch import Batch
-from samestep.own_loop.gradients import Trained, backward, check_loss, parameters_of, weight_of
-from samestep.own_loop.keeping import Kept, check_kept
-from samestep.own_loop.loops import Loops
-from samestep.own_loop.means import check_names
-from samestep.own_loop.session import Session, Wanted
 from samestep.ranks import process_group
 from samestep.ranks.failure import rank_of, report
 from samestep.ranks.log import RankLog
 from samestep.recipe import Collate
+from samestep.session import own_ending as ending
+from samestep.session.gradients import Trained, backward, check_loss, parameters_of, weight_of
+from samestep.session.loops import Loops
+from samestep.session.means import check_names
+from samestep.session.own_batch import Batch
+from samestep.session.own_session import Session, Wanted
+from samestep.session.own_state import Kept, check_kept
 
 Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
 

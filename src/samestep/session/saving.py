@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.execution.changes import check_changes, words_of
-from samestep.execution.request import Request, to_toml
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import is_run
 from samestep.run.index import Entry, announce, read_index, remove_unannounced
 from samestep.run.records import Record, read_records
+from samestep.session.changes import check_changes, words_of
+from samestep.session.request import Request, to_toml
 from samestep.training.snapshot import capture, restore
 from samestep.training.work import State, Work
 

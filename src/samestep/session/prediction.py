@@ -10,11 +10,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, blame
-from samestep.execution.opening import Opened, open_checkpoint
-from samestep.execution.shown import class_scores, fits, named, rows_of, shown_by
+from samestep.execution.shown import RowsOfFiles, class_scores, fits, named, rows_of, shown_by
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
 from samestep.recipe import Recipe, is_cross_entropy
+from samestep.session.trained_model import Opened, open_checkpoint
 from samestep.training.apply import applied
 from samestep.training.backends import switched
 from samestep.training.evaluation import as_evaluated, outputs_of
@@ -71,19 +71,6 @@ class Predictor:
         with as_evaluated(model, settings.seed), switched(settings, device):
             outputs = outputs_of(model, batch.inputs, settings.precision, device)
         return outputs, batch.targets if known else None
-
-
-class RowsOfFiles(Dataset[Any]):
-    """Samples that `read` gave."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
 
 
 def _is_pair(sample: Any) -> bool:

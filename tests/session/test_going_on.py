@@ -10,7 +10,7 @@ from torch import nn
 
 from samestep.ranks.failure import JOB_RUN
 from samestep.run.heartbeat import FILE as STEPPED
-from tests.own_loop.test_loops import Training
+from tests.session.test_loops import Training
 from tests.tiny import all_records, read_index
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import samestep
 from samestep import UserError
 from samestep.commands.train import parse
-from samestep.execution.recipe_changes import keep_recipe, recipe_changes
+from samestep.session.recipe_changes import keep_recipe, recipe_changes
 from tests.api.recipes import made
 from tests.tiny import all_records
 

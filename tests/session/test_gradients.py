@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from samestep import UserError
-from samestep.own_loop.gradients import backward, parameters_of, weight_of
 from samestep.ranks.world import World
+from samestep.session.gradients import backward, parameters_of, weight_of
 from tests.processes import run_ranks
 
 SHARES = {1: [range(7)], 2: [range(4), range(4, 7)], 3: [range(3), range(3, 5), range(5, 7)]}

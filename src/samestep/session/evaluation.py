@@ -10,10 +10,10 @@ import torch
 from samestep.data.batches import open_split
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
-from samestep.execution.opening import open_checkpoint
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
 from samestep.recipe import Recipe, Splits
+from samestep.session.trained_model import open_checkpoint
 from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, terms_of
 from samestep.training.backends import switched

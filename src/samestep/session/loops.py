@@ -12,14 +12,15 @@ import torch
 from samestep.data.keyed_random import mix
 from samestep.data.order import steps_per_epoch
 from samestep.errors import UserError, did_you_mean
-from samestep.own_loop import keeping, reading
-from samestep.own_loop.batch import Batch
-from samestep.own_loop.ending import say
-from samestep.own_loop.gradients import Passes
-from samestep.own_loop.keeping import Kept
-from samestep.own_loop.means import Means
-from samestep.own_loop.session import Session
 from samestep.recipe import Collate
+from samestep.session import own_data as reading
+from samestep.session import own_state as keeping
+from samestep.session.gradients import Passes
+from samestep.session.means import Means
+from samestep.session.own_batch import Batch
+from samestep.session.own_ending import say
+from samestep.session.own_session import Session
+from samestep.session.own_state import Kept
 from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.clock import Clock
 from samestep.training.due import is_recorded, steps_between_records

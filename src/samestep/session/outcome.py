@@ -10,16 +10,16 @@ from typing import Any
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, device_error
-from samestep.execution.baselines import as_result, measure_baselines
-from samestep.execution.build import Built
 from samestep.execution.pictures import picture_records
-from samestep.execution.request import Request
 from samestep.recipe import Splits
 from samestep.run import checkpoints
 from samestep.run.directory import Run
 from samestep.run.environment import versions
 from samestep.run.index import Entry, read_index
 from samestep.run.records import Record
+from samestep.session.baselines import as_result, measure_baselines
+from samestep.session.build import Built
+from samestep.session.request import Request
 from samestep.training.between import evaluate_work
 from samestep.training.evaluation import UntilTold
 from samestep.training.memory import peak_memory_bytes
@@ -150,7 +150,14 @@ def _pictures(
 
     step = built.state.position.step
     return picture_records(
-        request, work, splits, path, load_best=load_best, step=step, agreement=agreement
+        request.recipe,
+        request.settings,
+        work,
+        splits,
+        path,
+        load_best=load_best,
+        step=step,
+        agreement=agreement,
     )
 
 

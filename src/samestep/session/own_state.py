@@ -11,11 +11,11 @@ from torch import nn
 
 from samestep.data.trees import map_tensors
 from samestep.errors import UserError, blame, listed
-from samestep.own_loop.means import Sums
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.index import Entry, announce, find_checkpoint, read_index
 from samestep.run.records import Record
+from samestep.session.means import Sums
 from samestep.training.clock import Position
 from samestep.training.parallel import share_buffers
 from samestep.training.prepare import check_dense

@@ -1,1 +1,0 @@
-"""A training loop of one's own: what `samestep train` does around its loop, as a library."""

@@ -1,0 +1,1 @@
+"""One run from open to end: of `samestep train`, of a user's own loop, of the Lightning engine."""
