@@ -1,72 +1,118 @@
-"""The one error that a user's mistake raises; the command line turns it into exit code 2."""
+"""The error for a user's mistake (exit code 2), and how an error in the user's code is reported."""
 
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-# What a rank meets when another one is gone: an effect, never the cause.
+# Errors of a rank whose peer has gone: an effect, never the cause.
 LOST_PEER = re.compile(
     r"closed by peer|connection (reset|refused|was closed)|broken pipe|gloo|nccl", re.IGNORECASE
 )
 
-
-# What PyTorch raises where a device has no memory left, and where --deterministic cannot be had.
 _NO_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED|DefaultCPUAllocator: can't allocate")
 _NOT_DETERMINISTIC = re.compile(r"not have a deterministic implementation|CUBLAS_WORKSPACE_CONFIG")
 _LESS_MEMORY = (
     "Use less memory: a smaller --micro-batch-size (the same training in more micro-steps), "
     "--precision bf16, --checkpoint-activations if the model marks blocks; "
-    "in an evaluation, --eval-batch-size. See that nothing else runs on this device. Where much is "
+    "in an evaluation, --eval-batch-size. Check that nothing else runs on this device. If much is "
     "reserved but unallocated, PYTORCH_ALLOC_CONF=expandable_segments:True helps."
 )
 
 
 class UserError(Exception):
-    """A mistake in what the user asked for or in where they asked for it.
+    """A mistake in what the user asked for, or in where they asked for it.
 
-    The message is all that the user sees, so it says what is wrong, where, and what to do.
+    An error is data; each surface renders it once: the terminal by `str`, Python by `in_python`.
+    A text names a setting as it is typed, `--batch-size`, and `in_python` makes an argument of it.
     """
 
-    def __init__(self, message: str, *, on_all_ranks: bool = False) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        remedy: str = "",
+        flags: Sequence[str] = (),
+        on_all_ranks: bool = False,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        """What is wrong, with the value seen; the whole message where there is nothing else."""
+        self.where = where
+        """The file and line, the flag or the key."""
+        self.remedy = remedy
+        """A command or an edit that works if pasted."""
+        self.flags = tuple(flags)
+        """The settings that are wrong, by their field names."""
         self.on_all_ranks = on_all_ranks
-        """Whether every rank raises it by agreement, so that rank 0 alone needs to tell."""
+        """Whether every rank raises it by agreement, so that only rank 0 reports it."""
+        self.in_python = False
+        """Whether a call in Python made the mistake: settings are then named as its arguments."""
+
+    def __str__(self) -> str:
+        text = self.what
+        if self.where:
+            text = text.rstrip()
+            sentence = text.endswith((".", "!", "?"))
+            text = f"{text} See {self.where}." if sentence else f"{text} ({self.where})"
+        if self.remedy:
+            text = f"{text if text.endswith(('.', '!', '?')) else f'{text}.'} {self.remedy}"
+        return _as_arguments(text) if self.in_python else text
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows: the message is all that the user needs."""
         return [f"samestep: {self}"]
 
 
+# A whole command, in which flags stay as they are; or a flag elsewhere; or a cell of a notebook.
+_FLAG = re.compile(r"\b(?:samestep|torchrun|pip) [a-z][^.;:]*|--(?P<flag>[a-z][a-z0-9-]+)")
+_CELL = re.compile(
+    r"(?P<file>[^\s(]*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]+>):(?P<line>\d+)"
+)
+
+
+def _as_arguments(text: str) -> str:
+    """Return a message as a caller in Python reads it: `lr=`'s name for `--lr`, cells by number."""
+
+    def argument(found: re.Match[str]) -> str:
+        return found["flag"].replace("-", "_") if found["flag"] else found[0]
+
+    def cell(place: re.Match[str]) -> str:
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        named = shell and shell.compile.format_code_name(place["file"])
+        return f"{named[1]} line {place['line']}" if named else place[0]
+
+    return _FLAG.sub(argument, _CELL.sub(cell, text))
+
+
 class AlreadyTold(SystemExit):
-    """The command ends with this exit code, and the user knows why."""
+    """End with this exit code and say nothing more: the user has been told why."""
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Run code of the user's; a call of `exit()` in it is a mistake.
-
-    Raises:
-        UserError: it was called.
-    """
+    """Run the user's code; turn a call of `exit()` in it into a `UserError`."""
     try:
         yield
     except AlreadyTold:
         raise
     except SystemExit as error:
-        import traceback  # noqa: PLC0415 - it is needed after a mistake only
+        import traceback  # noqa: PLC0415 - only after a mistake
 
         frames = traceback.extract_tb(error.__traceback__)
         frame = [f for f in frames if "_sitebuiltins" not in f.filename][-1]  # exit() is there
         code = "" if error.code is None else repr(error.code)
         raise UserError(
             f"exit({code}) was called at {frame.filename}:{frame.lineno}. A recipe must not end "
-            "the process: other ranks may be waiting for it. Raise an error there instead."
+            "the process: other ranks may be waiting for it.",
+            remedy="Raise an error there instead.",
         ) from error
 
 
-# What other tools and scripts call a setting, where the letters do not lead to it.
+# Names that other tools and scripts give to our settings.
 _ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "learningrate", "base_lr"), "lr"),
     **dict.fromkeys(("bs", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
@@ -81,8 +127,8 @@ _ELSEWHERE = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return "Did you mean …? " for the closest of some names, or nothing."""
-    import difflib  # noqa: PLC0415 - it is needed after a mistake only
+    """Return "Did you mean …? " with the closest of the names, or an empty text."""
+    import difflib  # noqa: PLC0415 - only after a mistake
 
     names = [*names]
     meant = known_elsewhere(name, names)
@@ -91,25 +137,27 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def known_elsewhere(name: str, names: Collection[str]) -> str | None:
-    """Return which of some names other tools and scripts call so, if any."""
+    """Return the one of our names for which other tools use this name, or None."""
     meant = _ELSEWHERE.get(name.replace("-", "_").lower())
     return meant if meant in names else None
 
 
 def listed(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
 
 
 def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoReturn:
-    """Raise what the user is told of an error in their code, with the line of theirs it came from.
+    """Raise a `UserError` for an error in the user's code, with the line of theirs that raised it.
+
+    A `UserError` and the loss of another rank are raised as they are.
 
     Args:
-        what: the beginning of the message: what failed, and on what.
-        error: the error. A `UserError` is raised as it is, and so is the loss of another rank.
-        makers: the user's functions that led to it, named where no line of theirs raised it.
-        remedy: the end of the message: what to do.
+        what: what failed, and on what.
+        error: the error.
+        makers: the user's functions that led to it, named if no line of theirs raised it.
+        remedy: what to do.
     """
     if isinstance(error, UserError):
         raise error
@@ -117,15 +165,15 @@ def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoR
         raise error
     place = raised_at(error) or defined_at(*makers)
     if told := device_error(error, f"{what}: ", place):
-        import traceback  # noqa: PLC0415 - it is needed after a mistake only
+        import traceback  # noqa: PLC0415 - only after a mistake
 
-        traceback.clear_frames(error.__traceback__)  # what they hold is memory, too
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
         raise told from error
-    raise UserError(f"{what}: {said(error)}{place}{remedy and f'. {remedy}'}") from error
+    raise UserError(f"{what}: {said(error)}{place}", remedy=remedy) from error
 
 
 def said(error: BaseException) -> str:
-    """Return an error's kind and text, also where its own class cannot put it into words."""
+    """Return an error's class and text, even if its own `__str__` fails."""
     try:
         text = str(error).strip().rstrip(".")
     except Exception:  # it is the user's code
@@ -138,37 +186,35 @@ _LINE = re.compile(r"\.py:\d")
 
 @contextmanager
 def made_by(*makers: object) -> Iterator[None]:
-    """Let a refusal name a line of the user's: where their code raised it, or where these are."""
+    """Add a line of the user's to a `UserError` without one: where it was raised, or the makers."""
     try:
         yield
     except UserError as error:
-        place = "" if _LINE.search(str(error)) else raised_at(error) or defined_at(*makers)
-        if place:
-            place = place.replace(" at", "").replace("(", "").rstrip(")")
-            error.args = (f"{str(error).rstrip('.')}. See{place}.",)
+        if not error.where and not _LINE.search(str(error)):
+            place = raised_at(error) or defined_at(*makers)
+            error.where = place.replace(" at", "").replace("(", "").rstrip(")").strip()
         raise
 
 
 def device_error(error: BaseException, what: str = "", place: str = "") -> UserError | None:
-    """Return what the user is told where a device has no memory left, or no deterministic way.
+    """Return a `UserError` for a device without memory or a deterministic operation, else None.
 
-    Args:
-        error: any error; None is returned of one of another kind.
-        what: the beginning of the message: what failed, and on what.
-        place: what is told where no line of the user's is in the traceback.
+    `what` begins the message; `place` is named if no line of the user's is in the traceback.
     """
     if not isinstance(error, RuntimeError):
         return None
-    # torch's own advice comes after its numbers, and names settings that samestep has not.
+    # Leave out torch's own advice: it names settings that samestep does not have.
     text = re.split(r" If reserved but|, but you set|\n", str(error))[0].strip().rstrip(".")
     refused = is_not_deterministic(error)
     text += f"{_in_module(error) if refused else ''}{raised_at(error) or place}."
     if type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(text):
-        told = UserError(f"{what}{text} {_LESS_MEMORY}")
+        told = UserError(f"{what}{text}", remedy=_LESS_MEMORY)
     elif refused:
         told = UserError(
-            f"--deterministic: {what}{text} Use another operation there, or leave the setting out; "
-            "--virtual-ranks needs it, too."
+            f"--deterministic: {what}{text}",
+            remedy="Use another operation there, or leave the setting out; --virtual-ranks needs "
+            "it, too.",
+            flags=["deterministic"],
         )
     else:
         return None
@@ -177,18 +223,18 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
 
 
 def file_error(error: BaseException) -> UserError | None:
-    """Return what the user is told of a file that samestep, not their code, could not open."""
+    """Return a `UserError` for a file that samestep, not the user's code, could not open."""
     if not isinstance(error, OSError) or error.filename is None or raised_at(error):
         return None
     told = UserError(
-        f"{error.filename}: {error.strerror}. Correct the path, or see that this user may use it."
+        f"{error.filename}: {error.strerror}.", remedy="Correct the path, or check the permissions."
     )
     told.__cause__ = error
     return told
 
 
 def _in_module(error: BaseException) -> str:
-    """Return " in the module CLASS", the innermost one whose forward raised; else nothing."""
+    """Return " in the module CLASS" for the innermost `forward` that raised, or nothing."""
     found, step = "", error.__traceback__
     while step is not None:
         code, owner = step.tb_frame.f_code, step.tb_frame.f_locals.get("self")
@@ -199,20 +245,20 @@ def _in_module(error: BaseException) -> str:
 
 
 def is_not_deterministic(error: BaseException) -> bool:
-    """Whether PyTorch refused an operation that may give other bits each time."""
+    """Whether PyTorch refused a nondeterministic operation."""
     return isinstance(error, RuntimeError) and bool(_NOT_DETERMINISTIC.search(str(error)))
 
 
 def caused(error: Exception) -> Exception:
-    """Return what a user's code raised, where a `UserError` tells of it; else the error itself."""
+    """Return the error of the user's code that a `UserError` reports, or the error itself."""
     while isinstance(error, UserError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def raised_at(error: BaseException) -> str:
-    """Return " at FILE:LINE", the innermost line that is the user's; nothing if none is."""
-    import traceback  # noqa: PLC0415 - it is needed after a mistake only
+    """Return " at FILE:LINE" for the user's innermost line, or an empty text."""
+    import traceback  # noqa: PLC0415 - only after a mistake
 
     own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
@@ -225,11 +271,11 @@ _EXTRAS = {
     "torch_geometric": "graphs",
     "transformers": "huggingface",
 }
-"""Which extra of samestep brings a package."""
+"""Package → the extra of samestep that brings it."""
 
 
 def what_to_install(error: Exception) -> str:
-    """Return the command that installs a package which is missing, where it is known."""
+    """Return the command that installs a missing package, if an extra brings it."""
     name = (getattr(error, "name", None) or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or name not in _EXTRAS:
         return ""
@@ -240,9 +286,9 @@ _METHODS = ("forward", "__getitem__", "__call__", "__iter__", "step", "__post_in
 
 
 def defined_at(*makers: object) -> str:
-    """Return " (FILE:LINE)", where a user's function, class or object is written, or nothing.
+    """Return " (FILE:LINE)" of the user's function, class or object, or an empty text.
 
-    Of several it names each: " (model: FILE:LINE, data: FILE:LINE)".
+    Several are named: " (model: FILE:LINE, data: FILE:LINE)".
     """
     found = {}
     for maker in makers:
@@ -263,7 +309,7 @@ _LIBRARIES = (*(os.path.dirname(file) + os.sep for file in (__file__, os.__file_
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of a traceback is neither samestep's nor Python's nor installed."""
+    """Whether a file in a traceback is the user's: not samestep's, Python's or installed."""
     installed = "site-packages" in file or "dist-packages" in file
     command = file.endswith(f"{os.sep}bin{os.sep}samestep")  # as pip installs it
     return not installed and not command and not file.startswith(_LIBRARIES)

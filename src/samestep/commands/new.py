@@ -20,7 +20,7 @@ KINDS = {
 }
 """What can be written, each with what it is for; its template has the same name, with `_`."""
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 
 _HELP = """\
 usage: samestep new KIND NAME.py

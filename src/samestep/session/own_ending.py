@@ -32,7 +32,7 @@ def say(world: World, text: str) -> None:
 def as_mistake(error: BaseException | None) -> BaseException | None:
     """Return what the user is told of an error within a run, such as a call of `exit()` there."""
     if isinstance(error, UserError):  # what reads the data serves recipes, too
-        error.args = (str(error).replace("The recipe's", "The"),)
+        error.what = error.what.replace("The recipe's", "The")
     if not isinstance(error, SystemExit) or isinstance(error, AlreadyTold):
         return error
     import traceback  # noqa: PLC0415 - it is needed after a mistake only
