@@ -12,9 +12,9 @@ import pytest
 
 from samestep.commands.slurm.sandbox import main
 from samestep.errors import UserError
-from samestep.slurm.sandbox import daemons
-from samestep.slurm.sandbox.cluster import down, status, up
-from samestep.slurm.sandbox.processes import find_processes
+from samestep.slurm import sandbox_daemons as daemons
+from samestep.slurm.sandbox_cluster import down, status, up
+from samestep.slurm.sandbox_daemons import find_processes
 from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import RunningSandbox, wait_for
 from tests.processes import TIMEOUT_S
@@ -199,7 +199,7 @@ def test_a_node_that_never_comes_is_named_and_nothing_runs_on(empty, tmp_path, m
     fake.write_text("#!/bin/sh\necho I would rather not\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr("samestep.slurm.sandbox.cluster._IDLE_WITHIN_S", 0.5)
+    monkeypatch.setattr("samestep.slurm.sandbox_cluster._IDLE_WITHIN_S", 0.5)
     with pytest.raises(UserError, match="node1 ") as caught:
         up(empty, nodes=1)
     assert str(caught.value).count("I would rather not") == 1

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import main
-from samestep.slurm.defaults import keep_options, kept_options
-from samestep.slurm.options import JobOptions
+from samestep.slurm.options import JobOptions, keep_options, kept_options
 from tests.command_line import RECIPE
 from tests.processes import TIMEOUT_S
 

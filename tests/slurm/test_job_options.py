@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.slurm.defaults import UncheckedOptions, apply_flags, defaults_files, read_defaults
-from samestep.slurm.options import JobOptions, dependency, read_time
+from samestep.slurm.options import (
+    JobOptions,
+    UncheckedOptions,
+    apply_flags,
+    defaults_files,
+    dependency,
+    read_defaults,
+    read_time,
+)
 
 
 @given(st.integers(0, 20), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))

@@ -3,8 +3,8 @@
 import pytest
 
 from samestep.errors import UserError
+from samestep.slurm.checks import check_partitions, parse_partitions
 from samestep.slurm.options import JobOptions
-from samestep.slurm.partitions import check_partitions, parse_partitions
 from tests.slurm.fake_slurm import install
 
 # A default of two small nodes; a larger one, of two kinds of nodes; one that is hidden.

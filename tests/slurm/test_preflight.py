@@ -6,10 +6,9 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.settings import Settings
+from samestep.slurm.checks import advice, check_after, check_place, check_ranks
 from samestep.slurm.options import JobOptions
-from samestep.slurm.preflight import advice, check_after, check_place, check_ranks
-from samestep.slurm.submission import make_script
-from samestep.slurm.workload import Workload
+from samestep.slurm.submission import Workload, make_script
 from tests.slurm.fake_slurm import install
 
 

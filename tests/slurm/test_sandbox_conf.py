@@ -7,9 +7,14 @@ import pytest
 
 from samestep.cli import main
 from samestep.errors import UserError
-from samestep.slurm.sandbox import cluster
-from samestep.slurm.sandbox.conf import check_folder, nodes_of, slurm_conf
-from samestep.slurm.sandbox.folder import default_folder, down_line
+from samestep.slurm import sandbox_cluster as cluster
+from samestep.slurm.sandbox_cluster import (
+    check_folder,
+    default_folder,
+    down_line,
+    nodes_of,
+    slurm_conf,
+)
 
 
 def conf(user: str = "ada") -> str:

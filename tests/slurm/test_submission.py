@@ -6,8 +6,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.slurm.options import JobOptions
-from samestep.slurm.submission import make_script, submit
-from samestep.slurm.workload import Workload
+from samestep.slurm.submission import Workload, make_script, submit
 from tests.slurm.fake_slurm import install
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UserError
-from samestep.slurm.workload import Workload, find_workload
+from samestep.slurm.submission import Workload, find_workload
 
 RECIPES = ["mnist", "spiral"]
 RECIPE = "from samestep import Recipe\n\nrecipe = Recipe()\n"

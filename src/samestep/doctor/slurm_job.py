@@ -11,7 +11,7 @@ from samestep.errors import UserError
 from samestep.ranks import launch as launches
 from samestep.screen.words import count
 from samestep.slurm.options import read_time
-from samestep.slurm.programs import call
+from samestep.slurm.queue import call
 
 _CONTROLLER_S = 10.0
 _BATCH_STEP = "4294967291"

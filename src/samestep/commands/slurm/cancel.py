@@ -13,9 +13,8 @@ from tyro.conf import Positional, arg
 from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
 from samestep.run.directory import is_run
-from samestep.slurm.defaults import UncheckedOptions, kept_options
-from samestep.slurm.programs import ProgramError, call
-from samestep.slurm.queue import QueuedJob, find_job_or_run
+from samestep.slurm.options import UncheckedOptions, kept_options
+from samestep.slurm.queue import ProgramError, QueuedJob, call, find_job_or_run
 from samestep.slurm.restarts import BEGUN
 
 _EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")

@@ -9,8 +9,8 @@ from tyro.conf import arg
 from tyro.extras import subcommand_cli_from_dict
 
 from samestep.commands.help import examples
-from samestep.slurm.sandbox import cluster
-from samestep.slurm.sandbox.folder import default_folder, down_line, export_line
+from samestep.slurm import sandbox_cluster as cluster
+from samestep.slurm.sandbox_cluster import default_folder, down_line, export_line
 
 _EXAMPLES = (
     "slurm sandbox up --nodes 2",

@@ -15,8 +15,8 @@ from tyro.conf import Positional, arg
 from samestep.commands.help import Switch, parse_flags
 from samestep.screen.words import duration
 from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
+from samestep.slurm.submission import is_script
 from samestep.slurm.training_progress import Progress, read_progress, seconds_since_sign
-from samestep.slurm.workload import is_script
 
 _EXAMPLES = ("slurm status", "slurm status 1234 --json")
 _QUIET_S = 30.0  # an evaluation or a checkpoint may take as long

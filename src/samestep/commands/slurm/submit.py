@@ -12,8 +12,10 @@ from samestep.commands.help import Switch, example_text, examples, recipe_files,
 from samestep.errors import UserError, did_you_mean
 from samestep.run.files import write_text
 from samestep.screen.words import wrapped
-from samestep.slurm.defaults import (
+from samestep.slurm.checks import advice, check_ranks
+from samestep.slurm.options import (
     OPTIONS,
+    JobOptions,
     UncheckedOptions,
     apply_flags,
     defaults_files,
@@ -21,11 +23,14 @@ from samestep.slurm.defaults import (
     kept_options,
     read_defaults,
 )
-from samestep.slurm.options import JobOptions
-from samestep.slurm.preflight import advice, check_ranks
 from samestep.slurm.script import JobScript, script_text
-from samestep.slurm.submission import make_folder, make_script, submit, with_home_expanded
-from samestep.slurm.workload import find_workload
+from samestep.slurm.submission import (
+    find_workload,
+    make_folder,
+    make_script,
+    submit,
+    with_home_expanded,
+)
 
 _EXAMPLES = (
     "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",

@@ -1,1 +1,0 @@
-"""A real Slurm on this one machine, as this user, to learn and to test on."""
