@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from samestep.doctor import all_ranks as ranks
-from samestep.doctor import measurements, network, rendezvous
+from samestep.doctor import measurements, network
 from samestep.doctor.diagnosis import SIDE_BY_SIDE
 from samestep.doctor.facts import Allocation, AllReduce, Link, RankFacts
 from samestep.doctor.findings import run_checks, worst
 from samestep.doctor.network import read_address
-from samestep.doctor.shared_folder import shared_folder
+from samestep.doctor.run_directory import shared_folder
 from tests.doctor.situations import allocation, four, gpus, rank, says
 
 
@@ -285,24 +285,24 @@ def test_each_fault_of_the_meeting_point_is_found():
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        says(rendezvous.master_port(meeting_at("127.0.0.1", port)), "red", f" {port} ")
-        assert rendezvous.master_port(meeting_at("127.0.0.1", port, 1)) is None
-    says(rendezvous.master_port(meeting_at("127.0.0.1", port)), "green", f"{port}")
-    says(rendezvous.master_address(meeting_at("127.0.0.1", port)), "green", "127.0.0.1")
-    says(rendezvous.master_address(meeting_at("", port)), "red", "node1", "MASTER_ADDR")
+        says(network.master_port(meeting_at("127.0.0.1", port)), "red", f" {port} ")
+        assert network.master_port(meeting_at("127.0.0.1", port, 1)) is None
+    says(network.master_port(meeting_at("127.0.0.1", port)), "green", f"{port}")
+    says(network.master_address(meeting_at("127.0.0.1", port)), "green", "127.0.0.1")
+    says(network.master_address(meeting_at("", port)), "red", "node1", "MASTER_ADDR")
     foreign = "192.0.2.77"  # of a net for documentation
-    says(rendezvous.master_address(meeting_at(foreign, port)), "red", foreign)
-    says(rendezvous.master_address(meeting_at(foreign, port, 1)), "green", foreign)
+    says(network.master_address(meeting_at(foreign, port)), "red", foreign)
+    says(network.master_address(meeting_at(foreign, port, 1)), "green", foreign)
 
 
 def test_a_port_that_torchruns_agent_holds_is_no_fault(monkeypatch):
-    monkeypatch.setattr(rendezvous, "agent_serves", lambda: True)
+    monkeypatch.setattr(network, "agent_serves", lambda: True)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        says(rendezvous.master_port(meeting_at("192.0.2.77", port)), "green", f"{port}")
-    says(rendezvous.master_address(meeting_at("192.0.2.77", port)), "green")
+        says(network.master_port(meeting_at("192.0.2.77", port)), "green", f"{port}")
+    says(network.master_address(meeting_at("192.0.2.77", port)), "green")
 
 
 def test_facts_travel_between_ranks_unchanged():

@@ -83,12 +83,12 @@ def _differs_on_1(rank: int, work: Path) -> None:
 
 
 def _other_facts_on_1(rank: int, work: Path) -> None:
-    from samestep.doctor import roll_call
+    from samestep.doctor import between_ranks
 
-    announce = roll_call.announce
+    announce = between_ranks.announce
     other = b'{"another": "samestep"}'
     if rank == 1:
-        roll_call.announce = lambda store, rank, _, wait_s: announce(store, rank, other, wait_s)
+        between_ranks.announce = lambda store, rank, _, wait_s: announce(store, rank, other, wait_s)
 
 
 def _never_comes_1(rank: int, work: Path) -> None:
@@ -98,15 +98,15 @@ def _never_comes_1(rank: int, work: Path) -> None:
 
 def _ended_early(rank: int, work: Path) -> None:
     """Let the launcher ask rank 0 to end just as it waits for rank 1, which does not come."""
-    from samestep.doctor import roll_call
+    from samestep.doctor import between_ranks
 
-    collect_facts = roll_call.collect_facts
+    wait_for_all = between_ranks.wait_for_all
 
-    def ask_and_collect(*arguments):
+    def ask_and_wait(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return collect_facts(*arguments)
+        return wait_for_all(*arguments)
 
-    roll_call.collect_facts = ask_and_collect
+    between_ranks.wait_for_all = ask_and_wait
     _never_comes_1(rank, work)
 
 

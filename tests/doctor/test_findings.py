@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.doctor import node, rendezvous, run_directory, slurm_job
+from samestep.doctor import network, node, run_directory, slurm_job
 from samestep.doctor.diagnosis import SIDE_BY_SIDE
 from samestep.doctor.findings import (
     Finding,
@@ -90,7 +90,7 @@ CHECKS = {
     "slurm_job": slurm_job.CHECKS,
     "side by side": SIDE_BY_SIDE,
     "run_directory": run_directory.CHECKS,
-    "rendezvous": rendezvous.CHECKS,
+    "rendezvous": network.MEETING_CHECKS,
 }
 
 

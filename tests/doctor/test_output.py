@@ -17,13 +17,13 @@ from samestep.doctor.measurements import (
     bus_bandwidth,
     rounds_within,
 )
-from samestep.doctor.output import print_table, to_json
+from samestep.doctor.output import print_report
 from tests.doctor.situations import MEASURED, allocation, four, in_job
 
 
 def printed(diagnosis: Diagnosis, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_table(diagnosis, console)
+    print_report(diagnosis, console)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
@@ -67,7 +67,7 @@ def test_every_row_of_a_healthy_allocation_fits_without_many_lines():
 
 
 def test_the_object_for_programs_holds_the_same():
-    table = json.loads(to_json(DIAGNOSIS))
+    table = json.loads(DIAGNOSIS.as_json())
     assert table["status"] == "red"
     assert [row["status"] for row in table["checks"]] == ["green", "yellow", "red"]
     assert table["all_reduce"][0] == {"bytes": 32, "latency_us": 40.0, "bus_gb_s": 0.001}

@@ -10,7 +10,7 @@ from samestep.commands.help import Switch, check_positive, parse_flags
 from samestep.doctor.between_ranks import CutOffError, DoctorOptions
 from samestep.doctor.diagnosis import diagnose
 from samestep.doctor.findings import worst
-from samestep.doctor.output import print_table, to_json
+from samestep.doctor.output import print_report
 from samestep.doctor.timeouts import still_waiting
 from samestep.errors import UserError
 from samestep.ranks.failure import print_error
@@ -60,7 +60,7 @@ def _doctor(command: _Doctor, log: RankLog) -> int:
     if diagnosis is None:
         return 0
     if command.json:
-        print(to_json(diagnosis))  # noqa: T201
+        print(diagnosis.as_json())  # noqa: T201
     else:
-        print_table(diagnosis, Console(highlight=False))
+        print_report(diagnosis, Console(highlight=False))
     return 1 if worst(diagnosis.findings) == "red" else 0

@@ -1,4 +1,4 @@
-"""All ranks side by side: what must be the same, and what must not."""
+"""Checks of all ranks together: what must be the same, and what must not."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from samestep.screen.words import count
 
 
 def nodes(allocation: Allocation) -> Finding | None:
-    """Which ranks are on which host, and whether all hosts have equally many."""
+    """Check that all nodes have equally many ranks."""
     if len(allocation.ranks) == 1:
         return None
     by_node = allocation.nodes
@@ -21,23 +21,74 @@ def nodes(allocation: Allocation) -> Finding | None:
         return green(f"{len(by_node)} × {count(len(few), 'rank')}: {shown}{more}")
     return yellow(
         f"{len(few)} on {few[0].machine.host}, {len(many)} on {many[0].machine.host}",
-        "Equally many on every node make the best use of it: --ntasks-per-node.",
+        "Start equally many ranks on every node: --ntasks-per-node.",
     )
 
 
+def device(allocation: Allocation) -> Finding:
+    """Check that every rank has a device, of one kind, and that no two share a GPU."""
+    ranks = allocation.ranks
+    if without := [rank for rank in ranks if rank.device_problem]:
+        return red(
+            f"{_names(without)}: {without[0].device_problem}",
+            "Start as many ranks as there are GPUs that each of them sees, or use --device cpu.",
+        )
+    if shared := sharing(ranks):
+        return red(
+            f"{_names(shared)} share one GPU",
+            "Start one rank for each GPU, and leave CUDA_VISIBLE_DEVICES and --gpu-bind alone.",
+        )
+    if odd := _odd_ones(ranks, _kind):
+        return yellow(odd, "Every step waits for the slowest; take nodes of one kind.")
+    return green(_kind(ranks[0]) + (" on all ranks" if len(ranks) > 1 else ""))
+
+
+def threads(allocation: Allocation) -> Finding | None:
+    """Check that there is a core for each thread that OMP_NUM_THREADS asks for."""
+    ranks = max(
+        allocation.hosts.values(),
+        key=lambda ranks: sum(r.machine.omp_threads or 0 for r in ranks) / cores_together(ranks),
+    )
+    each, cores = ranks[0].machine.omp_threads, cores_together(ranks)
+    if each is None:
+        return None
+    found = f"OMP_NUM_THREADS={each}: {count(len(ranks), 'rank')} × {each} on {cores:.3g} cores"
+    if sum(rank.machine.omp_threads or 0 for rank in ranks) <= cores:
+        return green(found)
+    return yellow(
+        _where(allocation, ranks) + found,
+        "More threads than cores wait for each other: export OMP_NUM_THREADS="
+        f"{max(1, int(cores / len(ranks)))}, or unset it (samestep then takes each rank's share "
+        "of the cores).",
+    )
+
+
+def loader_workers(allocation: Allocation) -> Finding:
+    """Check that each host has a core for every rank and every loader worker."""
+    workers = allocation.ranks[0].num_workers
+    ranks = max(allocation.hosts.values(), key=lambda ranks: len(ranks) / cores_together(ranks))
+    cores = cores_together(ranks)
+    found = f"{count(len(ranks), 'rank')} × (1 + {workers} workers) on {cores:.3g} cores"
+    if len(ranks) * (1 + workers) <= cores:
+        return green(found)
+    fitting = max(0, int(cores / len(ranks)) - 1)
+    fewer = f"Use --num-workers {fitting}" if fitting < workers else "Start fewer ranks"
+    advice = f"{fewer}, or ask for more cores (--cpus-per-task)."
+    return yellow(_where(allocation, ranks) + found, advice)
+
+
 def same_versions(allocation: Allocation) -> Finding | None:
-    """Whether Python, PyTorch, CUDA, NCCL and samestep are the same everywhere."""
-    advice = "Start every rank from one environment, on a shared file system or in one image."
+    """Check that Python, PyTorch, CUDA, NCCL and samestep are the same everywhere."""
     for name in ("torch", "samestep", "cuda", "nccl", "python"):
         if odd := _odd_ones(allocation.ranks, attrgetter(f"machine.{name}")):
-            return red(f"{name}: {odd}", advice)
+            return red(f"{name}: {odd}", ONE_ENVIRONMENT)
     machine = allocation.ranks[0].machine
     found = f"torch {machine.torch}, samestep {machine.samestep} on all ranks"
     return green(found) if len(allocation.ranks) > 1 else None
 
 
 def same_code(allocation: Allocation) -> Finding | None:
-    """Whether samestep's source files are the same: the version alone does not tell."""
+    """Check that samestep's source files are the same: the version alone does not tell."""
     if odd := _odd_ones(allocation.ranks, attrgetter("machine.code")):
         return red(f"samestep's source: {odd}", "Install the same copy on every node.")
     found = f"source {allocation.ranks[0].machine.code} on all ranks"
@@ -45,80 +96,20 @@ def same_code(allocation: Allocation) -> Finding | None:
 
 
 def recipe(allocation: Allocation) -> Finding | None:
-    """Whether the recipe file is there and the same on every rank."""
+    """Check that the recipe file exists and is the same on every rank."""
     here = allocation.ranks[0].machine.recipe
     if missing := [rank for rank in allocation.ranks if rank.machine.recipe == "missing"]:
         advice = "Give its path on a file system that all nodes share."
-        return red(f"the file is not there for {_some(missing)}", advice)
+        return red(f"the file is not there for {_names(missing)}", advice)
     if odd := _odd_ones(allocation.ranks, attrgetter("machine.recipe")):
         return red(f"the file differs: {odd}", "Copy it to every node, or share it.")
     return green(f"the same file for every rank ({here})") if here else None
 
 
-def device(allocation: Allocation) -> Finding:
-    """Whether every rank has a device, of one kind, and no two share a GPU."""
-    if without := [rank for rank in allocation.ranks if rank.device_problem]:
-        return red(
-            f"{_some(without)}: {without[0].device_problem}",
-            "Start as many ranks as there are GPUs that each of them sees, or use --device cpu.",
-        )
-    if shared := sharing(allocation.ranks):
-        return red(
-            f"{_some(shared)} share one GPU",
-            "Start one rank for each GPU, and leave CUDA_VISIBLE_DEVICES and --gpu-bind alone.",
-        )
-    if odd := _odd_ones(allocation.ranks, _kind):
-        return yellow(odd, "Every step waits for the slowest; take nodes of one kind.")
-    everywhere = " on all ranks" if len(allocation.ranks) > 1 else ""
-    return green(_kind(allocation.ranks[0]) + everywhere)
-
-
-def threads(allocation: Allocation) -> Finding | None:
-    """Whether the threads that OMP_NUM_THREADS asks of each rank have a core each."""
-    wishes = {
-        host: sum(rank.machine.omp_threads or 0 for rank in ranks) / cores_together(ranks)
-        for host, ranks in allocation.hosts.items()
-    }
-    host = max(wishes, key=lambda name: wishes[name])
-    ranks = allocation.hosts[host]
-    each, there = ranks[0].machine.omp_threads, cores_together(ranks)
-    if each is None:
-        return None
-    found = f"OMP_NUM_THREADS={each}: {count(len(ranks), 'rank')} × {each} on {there:.3g} cores"
-    if wishes[host] <= 1:
-        return green(found)
-    where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
-    fitting = max(1, int(there / len(ranks)))
-    return yellow(
-        where + found,
-        f"More threads than cores wait for each other: export OMP_NUM_THREADS={fitting}, or unset "
-        "it (samestep then takes each rank's share of the cores).",
-    )
-
-
-def loader_workers(allocation: Allocation) -> Finding:
-    """Whether each host has a core for every rank and every loader worker."""
-    workers = allocation.ranks[0].num_workers
-    ranks = max(allocation.hosts.values(), key=lambda ranks: len(ranks) / cores_together(ranks))
-    there = cores_together(ranks)
-    found = f"{count(len(ranks), 'rank')} × (1 + {workers} workers) on {there:.3g} cores"
-    if len(ranks) * (1 + workers) <= there:
-        return green(found)
-    where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
-    fitting = max(0, int(there / len(ranks)) - 1)
-    fewer = f"Use --num-workers {fitting}" if fitting < workers else "Start fewer ranks"
-    return yellow(where + found, f"{fewer}, or ask for more cores (--cpus-per-task).")
-
-
 CHECKS: list[Check[Allocation]] = [
-    nodes,
-    device,
-    threads,
-    loader_workers,
-    same_versions,
-    same_code,
-    recipe,
+    *(nodes, device, threads, loader_workers, same_versions, same_code, recipe)
 ]
+ONE_ENVIRONMENT = "Start every rank from one environment, on a shared file system or in one image."
 
 
 def sharing(ranks: Sequence[RankFacts]) -> list[RankFacts]:
@@ -127,21 +118,25 @@ def sharing(ranks: Sequence[RankFacts]) -> list[RankFacts]:
     return [rank for rank in ranks if counts[rank.device_uuid] > 1]
 
 
+def _where(allocation: Allocation, ranks: Sequence[RankFacts]) -> str:
+    return f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
+
+
 def _kind(rank: RankFacts) -> str:
     used = [gpu.name for gpu in rank.machine.gpus if gpu.uuid == rank.device_uuid]
     return used[0] if used else rank.device.partition(":")[0]
 
 
 def _odd_ones(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> str:
-    """Say which ranks differ from the most; nothing if none does."""
+    """Name the ranks that differ from the majority; return an empty text if none does."""
     usual = Counter(map(value, ranks)).most_common(1)[0][0]
     odd = [rank for rank in ranks if value(rank) != usual]
     if not odd:
         return ""
-    return f"{value(odd[0]) or 'none'} for {_some(odd)}, {usual or 'none'} for the others"
+    return f"{value(odd[0]) or 'none'} for {_names(odd)}, {usual or 'none'} for the others"
 
 
-def _some(ranks: Sequence[RankFacts]) -> str:
+def _names(ranks: Sequence[RankFacts]) -> str:
     if len(ranks) == 1:
         return ranks[0].label
     numbers = ", ".join(str(rank.launch.rank) for rank in ranks[:4])

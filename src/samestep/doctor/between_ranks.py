@@ -1,12 +1,17 @@
-"""Meet the other ranks, measure with them, and part: whatever goes wrong becomes a finding.
+"""Meet the other ranks at rank 0's store, then measure with them.
 
-Rank 0 tells the user; only a rank that cannot reach rank 0 has to do that itself.
+A collective would hang if a rank is missing. So each rank first leaves its facts in the store
+behind the master address; rank 0 collects them until the timeout and tells the ranks that came
+whether to connect. Every failure becomes a finding of rank 0; only a rank that cannot reach rank
+0 prints its own message.
 """
 
 import contextlib
+import datetime as dt
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +21,12 @@ import msgspec
 import torch
 from tyro.conf import Positional, arg
 
-from samestep.doctor import measurements, rendezvous, roll_call
-from samestep.doctor.all_ranks import sharing
+from samestep.doctor import measurements
+from samestep.doctor.all_ranks import ONE_ENVIRONMENT, sharing
 from samestep.doctor.facts import Allocation, Measurements, RankFacts
 from samestep.doctor.findings import Finding, green, named, red, run_checks, worst
-from samestep.doctor.network import announced_address
-from samestep.doctor.shared_folder import NFS_WAIT_S, look_for_token
+from samestep.doctor.network import MEETING_CHECKS, announced_address
+from samestep.doctor.run_directory import NFS_WAIT_S, find_shared_file
 from samestep.doctor.timeouts import call_within
 from samestep.errors import LOST_PEER, UserError
 from samestep.ranks.launch import Launch
@@ -29,6 +34,9 @@ from samestep.ranks.world import Backend, Device, Store, World, join, leave, ope
 
 T = TypeVar("T")
 _CONNECT_MARGIN_S, _WATCHDOG_MARGIN_S = 2.0, 60.0
+_ORDERS_MARGIN_S = 15.0
+_FAREWELL_S = 3.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +59,26 @@ class DoctorOptions:
     """What connects the ranks; auto chooses by platform and device."""
 
 
+class Orders(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others after the roll call."""
+
+    join: bool
+    on_cpu: bool
+    """Whether to connect by Gloo on the CPU, since not every rank has a GPU of its own."""
+    first_ranks: tuple[int, ...]
+
+
 class CutOffError(Exception):
-    """This rank cannot reach rank 0, and tells why; without a message another rank does."""
+    """This rank cannot reach rank 0. The message is empty if another rank prints it."""
 
 
 class _LostError(Exception):
-    """The ranks lost each other; the message says at what."""
+    """The ranks lost each other; the message names the stage."""
 
 
 def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocation, list[Finding]]:
-    """Be rank 0: call the roll, measure with the others; return who came and how that went."""
-    alone = Allocation(ranks=(me,))
-    findings = run_checks(rendezvous.CHECKS, me)
+    """As rank 0, call the roll and measure with the others; return who came, and findings."""
+    alone, findings = Allocation(ranks=(me,)), run_checks(MEETING_CHECKS, me)
     if worst(findings) == "red":
         return alone, findings
     try:
@@ -70,44 +86,49 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     except (RuntimeError, TimeoutError) as error:
         advice = "Set MASTER_PORT to another port on every rank, and see that no firewall closes it"
         return alone, [*findings, named("roll call", red(_first_line(error), f"{advice}."))]
-    ended = threading.Event()  # the launcher asks this process to end
-    previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    try:
-        mine = msgspec.json.encode(me)
-        received = roll_call.collect_facts(
-            store, mine, me.launch.world_size, options.timeout_s, ended
-        )
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    waited = f"within {options.timeout_s:g} s"
-    ranks, roll = _read_roll(received, "when the launcher ended this" if ended.is_set() else waited)
-    came = Allocation(ranks=ranks)
-    announced = announced_address(came)
-    instructions = roll_call.Instructions(
-        # What is sure to fail is not tried: Gloo would take minutes to say so.
+    received, ended = collect_facts(store, me, options.timeout_s)
+    why = "when the launcher ended this" if ended else f"within {options.timeout_s:g} s"
+    ranks, roll = _read_roll(received, why)
+    allocation = Allocation(ranks=ranks)
+    announced = announced_address(allocation)
+    orders = Orders(
+        # Do not try what is sure to fail: Gloo would take minutes to say so.
         join=roll.status == "green" and not (announced and announced.status == "red"),
         on_cpu=bool(sharing(ranks)) or any(rank.device_uuid == "" for rank in ranks),
-        first_ranks=came.first_ranks,
+        first_ranks=allocation.first_ranks,
     )
-    roll_call.instruct(store, instructions, [n for n, facts in enumerate(received) if facts and n])
+    store.set("orders", msgspec.json.encode(orders).decode())
+    # Wait until the others have read them: the store may end with this process.
+    wait_for_all(store, "read", [n for n, facts in enumerate(received) if n and facts])
     findings.append(named("roll call", roll))
-    if instructions.join:
-        measured, connection = _measure_or_explain(options, world, store, instructions)
+    if orders.join:
+        measured, connection = _measure_or_explain(options, world, store, orders)
         findings.append(named("connection", connection))
-        came = replace(came, measured=measured)
-    return came, findings
+        allocation = replace(allocation, measured=measured)
+    return allocation, findings
+
+
+def collect_facts(store: Store, me: RankFacts, timeout_s: float) -> tuple[list[bytes | None], bool]:
+    """Return the facts of each rank, None if it has not come, and whether SIGTERM cut it short."""
+    ended = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        others = range(1, me.launch.world_size)
+        found = wait_for_all(store, "rank", others, timeout_s, ended)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return [msgspec.json.encode(me), *found.values()], ended.is_set()
 
 
 def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
-    """Be another rank: say that this one is here, and do as rank 0 says."""
+    """As any other rank, send the facts to rank 0 and do what it orders."""
     launch = me.launch
-    for finding in run_checks(rendezvous.CHECKS, me):
+    for finding in run_checks(MEETING_CHECKS, me):
         if finding.status == "red":
             raise _cut_off(me, f"{finding.name}: {finding.found}. {finding.advice}")
     try:
         store = _open_store(options, launch)
-        mine = msgspec.json.encode(me)
-        instructions = roll_call.announce(store, launch.rank, mine, options.timeout_s)
+        orders = announce(store, launch.rank, msgspec.json.encode(me), options.timeout_s)
     except (RuntimeError, TimeoutError) as error:
         where = f"{launch.master_addr}:{launch.master_port} within {options.timeout_s:g} s"
         message = (
@@ -115,70 +136,76 @@ def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
             "started and that no firewall closes the port between the two nodes."
         )
         raise _cut_off(me, message) from error
-    if instructions.join:
-        _measure_or_explain(options, world, store, instructions)
+    if orders.join:
+        _measure_or_explain(options, world, store, orders)
+
+
+def announce(store: Store, rank: int, facts: bytes, timeout_s: float) -> Orders:
+    """Leave this rank's facts in the store; wait for rank 0's orders."""
+    store.set(f"rank/{rank}", facts.decode())
+    store.wait(["orders"], dt.timedelta(seconds=timeout_s + _ORDERS_MARGIN_S))
+    orders = msgspec.json.decode(store.get("orders"), type=Orders)
+    store.set(f"read/{rank}", "1")
+    return orders
 
 
 def _cut_off(me: RankFacts, message: str) -> CutOffError:
-    # Mostly it is so for the whole node, and one line from each is enough.
+    # Usually the whole node is cut off, and one message from it is enough.
     return CutOffError(f"[{me.label}] {message}" if me.launch.local_rank == 0 else "")
 
 
 def _open_store(options: DoctorOptions, launch: Launch) -> Store:
-    # PyTorch's own bound of time ends where anything at all listens.
+    # PyTorch's own timeout does not help if some other program listens at the port.
     patience_s = options.timeout_s + _CONNECT_MARGIN_S
     return call_within(patience_s, lambda: open_store(launch, options.timeout_s))
 
 
+def wait_for_all(
+    store: Store,
+    what: str,
+    ranks: Sequence[int],
+    timeout_s: float = _FAREWELL_S,
+    ended: threading.Event | None = None,
+) -> dict[int, bytes | None]:
+    """Return the value of `WHAT/RANK` for each rank; None if it is missing at the deadline.
+
+    The store is polled, since Python handles no signal while PyTorch's store waits.
+    """
+    deadline, ended = time.monotonic() + timeout_s, ended or threading.Event()
+    found: dict[int, bytes | None] = {}
+    for rank in ranks:
+        key, found[rank] = f"{what}/{rank}", None
+        while not (here := store.check([key])):
+            if time.monotonic() > deadline or ended.wait(_POLL_S):
+                break
+        if here:
+            found[rank] = bytes(store.get(key))
+    return found
+
+
 def _measure_or_explain(
-    options: DoctorOptions, world: World, store: Store, instructions: roll_call.Instructions
+    options: DoctorOptions, world: World, store: Store, orders: Orders
 ) -> tuple[Measurements | None, Finding]:
-    """Connect, measure and disconnect; or say at which of these the ranks lost each other."""
+    """Connect, measure and disconnect; or say in which stage the ranks lost each other."""
     patience_s = options.timeout_s + options.budget_s
-    if instructions.on_cpu:
+    if orders.on_cpu:
         world = replace(world, device=torch.device("cpu"), backend="gloo")
-    # Gloo itself waits five times as long for a host that does not answer. And NCCL, once its
-    # time is over, ends the process before a word is said: so it has more than any stage below.
+    # Gloo waits five times as long for a host that does not answer. NCCL kills the process once
+    # its own timeout is over, so that has to be longer than any stage here.
     connect = partial(join, world, patience_s + _WATCHDOG_MARGIN_S, store)
     try:
         _stage("connecting", world, options.timeout_s + _CONNECT_MARGIN_S, connect)
-        measured = _measure(options, world, instructions.first_ranks, patience_s)
+        measured = _measure(options, world, orders.first_ranks, patience_s)
         _stage("disconnecting", world, patience_s, partial(leave, world))
     except _LostError as error:
         if not world.is_main:
             with contextlib.suppress(RuntimeError):  # rank 0 may be gone
                 store.set(f"failed/{world.rank}", str(error))
             raise CutOffError from error
-        failures = {0: str(error)} | roll_call.read_failures(store, world.world_size)
-        return None, _lost(failures, world.world_size)
+        others = wait_for_all(store, "failed", range(1, world.world_size))
+        failures = {rank: why.decode() for rank, why in others.items() if why is not None}
+        return None, _lost({0: str(error)} | failures, world.world_size)
     return measured, green(f"{world.world_size} ranks by {world.backend}")
-
-
-def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -> T:
-    def on_device() -> T:
-        if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)  # it counts for one thread
-        return function()
-
-    try:
-        return call_within(seconds, on_device)
-    except (RuntimeError, UserError, TimeoutError) as error:
-        raise _LostError(f"{name}: {_first_line(error)}") from error
-
-
-def _lost(failures: dict[int, str], world_size: int) -> Finding:
-    # Who lost contact with another rank tells of the effect.
-    cause = next((rank for rank, why in failures.items() if not LOST_PEER.search(why)), 0)
-    who = f"rank {cause} " if cause else ""
-    silent = [rank for rank in range(world_size) if rank not in failures]
-    missed = f"; {_numbers(silent)} said nothing" if silent else ""
-    return red(
-        f"{who}lost at {failures[cause]}{missed}",
-        "If the rows below are green, see whether a firewall closes ports between the nodes "
-        "(Gloo and NCCL take any), whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an "
-        "interface between them, and what NCCL_DEBUG=INFO tells; who said nothing may have been "
-        "killed.",
-    )
 
 
 def _measure(
@@ -191,13 +218,40 @@ def _measure(
     time_all_reduce = measurements.time_all_reduce
     return Measurements(  # one after the other, on all ranks in this order
         clock_s=stage("comparing clocks", measurements.measure_clocks),
-        unshared=stage("looking for a file", look_for_token, options.run_dir, wait_s),
+        unshared=stage("looking for a file", find_shared_file, options.run_dir, wait_s),
         matmul_s=stage("timing products", measurements.time_products),
         links=tuple(
             stage(f"timing ranks {a} and {b}", measurements.measure_link, a, b)
             for a, b in measurements.ring(first_ranks)
         ),
         all_reduce=stage("timing the all-reduce", time_all_reduce, options.budget_s),
+    )
+
+
+def _stage(name: str, world: World, seconds: float, function: Callable[[], T]) -> T:
+    def on_device() -> T:
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)  # it is set per thread
+        return function()
+
+    try:
+        return call_within(seconds, on_device)
+    except (RuntimeError, UserError, TimeoutError) as error:
+        raise _LostError(f"{name}: {_first_line(error)}") from error
+
+
+def _lost(failures: dict[int, str], world_size: int) -> Finding:
+    # A rank that lost contact with another reports the effect, not the cause.
+    cause = next((rank for rank, why in failures.items() if not LOST_PEER.search(why)), 0)
+    who = f"rank {cause} " if cause else ""
+    silent = [rank for rank in range(world_size) if rank not in failures]
+    missed = f"; {_numbers(silent)} said nothing" if silent else ""
+    return red(
+        f"{who}lost at {failures[cause]}{missed}",
+        "If the rows below are green, see whether a firewall closes ports between the nodes "
+        "(Gloo and NCCL use any), whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an "
+        "interface between them, and what NCCL_DEBUG=INFO prints; silent ranks may have been "
+        "killed.",
     )
 
 
@@ -211,9 +265,8 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
         except msgspec.MsgspecError:
             foreign.append(number)
     if foreign:
-        advice = "Start every rank from one environment, on a shared file system or in one image."
         what = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
-        return tuple(found), red(what, advice)
+        return tuple(found), red(what, ONE_ENVIRONMENT)
     if missing:
         seen = {rank.machine.host.partition(".")[0] for rank in found}
         listed = found[0].slurm.hosts if found[0].slurm else ()

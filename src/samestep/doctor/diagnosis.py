@@ -1,40 +1,74 @@
-"""The whole examination: read the facts, meet the others if there are any, check everything."""
+"""The whole examination: read the facts, meet the other ranks, check everything."""
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from samestep.doctor import all_ranks, measurements, network, node, run_directory, slurm_job
 from samestep.doctor.between_ranks import CutOffError, DoctorOptions, follow, lead
 from samestep.doctor.facts import Allocation, AllReduce, RankFacts
-from samestep.doctor.findings import Finding, merge, named, red, run_checks
-from samestep.doctor.network import read_address
-from samestep.doctor.shared_folder import shared_folder
+from samestep.doctor.findings import Finding, merge, named, red, run_checks, worst
 from samestep.errors import UserError
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.ranks.world import World, find_world
 
-SIDE_BY_SIDE = [*all_ranks.CHECKS, *network.CHECKS, measurements.clock, shared_folder]
-SIDE_BY_SIDE += [measurements.compute, measurements.links, measurements.all_reduce]
+SIDE_BY_SIDE = [
+    *all_ranks.CHECKS,
+    *network.CHECKS,
+    measurements.clock,
+    run_directory.shared_folder,
+    *(measurements.compute, measurements.links, measurements.all_reduce),
+]
 """Checks of all ranks together, in the order of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was found, and of whom."""
+    """What was found, and on which ranks."""
 
     findings: tuple[Finding, ...]
     ranks: tuple[RankFacts, ...] = ()
     all_reduce: tuple[AllReduce, ...] = ()
 
+    def as_json(self) -> str:
+        """Return everything as one JSON object."""
+        findings = [asdict(finding) for finding in self.findings]
+        table = {
+            "status": worst(self.findings),
+            "checks": [{"name": finding.pop("name"), **finding} for finding in findings],
+            "all_reduce": [asdict(size) for size in self.all_reduce],
+            "ranks": [_as_row(rank) for rank in self.ranks],
+        }
+        return json.dumps(table, indent=2)
+
+
+def _as_row(rank: RankFacts) -> dict[str, Any]:
+    launch, machine = rank.launch, rank.machine
+    return {
+        "rank": launch.rank,
+        "local_rank": launch.local_rank,
+        "node": launch.node,
+        "host": machine.host,
+        "device": rank.device,
+        "device_uuid": rank.device_uuid,
+        "cores": machine.cores,
+        "python": machine.python,
+        "torch": machine.torch,
+        "samestep": machine.samestep,
+        "code": machine.code,
+        "interface": rank.address.interface,
+        "address": rank.address.local,
+    }
+
 
 def diagnose(
     options: DoctorOptions, environment: Mapping[str, str] = os.environ
 ) -> Diagnosis | None:
-    """Examine this machine, and all others with the other ranks; rank 0 returns the diagnosis.
+    """Examine this machine, and all others with the other ranks; return the diagnosis on rank 0.
 
-    Raises:
-        CutOffError: this rank is not rank 0 and cannot reach it, or cannot know whom to reach.
+    Raises CutOffError on another rank if it cannot reach rank 0.
     """
     try:
         launch = detect_launch(environment)
@@ -42,7 +76,7 @@ def diagnose(
         return _unreadable_launch(error, environment)
     try:
         world, problem = find_world(options.device, options.backend, environment), ""
-    except UserError as error:  # the rest can still be examined, on the CPU
+    except UserError as error:  # examine the rest on the CPU
         world = find_world("cpu", "auto", environment)
         problem = str(error).partition(". ")[0]
     me = replace(_read_rank(options, world, launch, environment), device_problem=problem)
@@ -55,7 +89,7 @@ def diagnose(
 
 
 def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Diagnosis:
-    """Tell of a launcher's contradicting variables; in a line if rank 0 prints the table."""
+    """Report a launcher's contradicting variables: rank 0 in its table, others in one line."""
     names = (TORCHRUN[0], OPEN_MPI[0], PMI[0], "SLURM_PROCID")
     number = next((environment[name] for name in names if environment.get(name)), "0")
     if number.isdecimal() and int(number):
@@ -68,7 +102,7 @@ def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Diag
 def _read_rank(
     options: DoctorOptions, world: World, launch: Launch, environment: Mapping[str, str]
 ) -> RankFacts:
-    """Read the facts of this rank; those of its node are read by the first rank of the node."""
+    """Read the facts of this rank; the first rank of a node also reads those of the node."""
     first = launch.local_rank == 0
     machine = node.read_machine(options.recipe, environment, look_outside=first)
     folder = run_directory.read_folder(options.run_dir) if first else None
@@ -77,7 +111,7 @@ def _read_rank(
     return RankFacts(
         launch=launch,
         machine=machine,
-        address=read_address(launch.master_addr, environment),
+        address=network.read_address(launch.master_addr, environment),
         folder=folder,
         slurm=slurm_job.read_slurm(environment),
         device=str(world.device),

@@ -1,16 +1,13 @@
-"""What each rank knows of itself, and what all ranks measured: plain data.
+"""What each rank knows of itself, and what all ranks measured.
 
-It travels as JSON: unlike a pickle, another version of this program can read it. An empty text
-means that there is none; None that it is not known, or that a limit is not set.
+The facts travel between ranks as JSON, which another version of samestep can read, unlike a
+pickle. An empty text means "none"; None means "unknown", or "no limit" for a limit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from samestep.ranks.launch import Launch
-
-K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +25,13 @@ class Machine:
     """One machine as one process sees it."""
 
     host: str
-    """Its name; in a Slurm job as Slurm calls it."""
+    """Its name; in a Slurm job Slurm's name of the node."""
     python: str
     torch: str
     samestep: str
     code: str
+    """Hash of samestep's source files; `recipe` is that of the recipe file, or "missing"."""
     recipe: str = ""
-    """Hash of the recipe file; "missing", or empty if none was named."""
     cuda: str = ""
     nccl: str = ""
     driver: str = ""
@@ -44,21 +41,21 @@ class Machine:
     machine_cores: int
     cores: tuple[int, ...]
     omp_threads: int | None = None
-    """OMP_NUM_THREADS; None if it is not set, or is no number."""
+    """OMP_NUM_THREADS; None if it is unset or not a number."""
     quota_cores: float | None = None
-    """Cores' worth of time that the control group gives in all; None for no limit."""
+    """CPU quota of the control group, in cores."""
     shm_bytes: int | None = None
     shm_free_bytes: int = 0
     shm_stale: tuple[str, ...] = ()
-    """Files of this user in /dev/shm, the largest first, that no process has open."""
+    """Files of this user in /dev/shm that no process has open, the largest first."""
     shm_stale_bytes: int = 0
     open_files: int | None = None
     processes: int | None = None
-    """Limit of processes and threads of this user, as of open files and of locked memory."""
+    """Limit of processes and threads of this user."""
     locked_bytes: int | None = None
     has_rdma: bool = False
     offline: str | None = None
-    """Why nothing outside can be reached; empty if it can, None if it was not tried."""
+    """Why the internet cannot be reached; empty if it can, None if this rank did not try."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +63,15 @@ class Address:
     """A rank's place in the network."""
 
     place: str
-    """Differs between any two hosts, also between containers with networks of their own."""
+    """Identifies the host, or the container if it has a network of its own."""
     master: str = ""
     local: str = ""
-    """This host's own address on the way there."""
+    """This host's address on the way to the master."""
     interface: str = ""
     own: str = ""
     """What this host's own name resolves to here; Gloo announces it to the others."""
     chosen: str = ""
-    """The interface that samestep names to Gloo by itself; empty where it leaves that to Gloo."""
+    """The interface that samestep tells Gloo to use; empty if Gloo chooses."""
     gloo_interface: str = ""
     nccl_interface: str = ""
 
@@ -85,12 +82,12 @@ class Folder:
 
     path: str
     problem: str = ""
-    """Why a file cannot be written there; empty if it can."""
+    """Why it cannot be written; empty if it can."""
     free_bytes: int | None = None
     checkpoint_bytes: int | None = None
-    """Of the newest checkpoint, if this is a run that has one."""
+    """Size of the run's newest checkpoint."""
     num_checkpoints: int | None = None
-    """How many the run will keep, the one being written counted in; None if not known."""
+    """How many the run will keep, including the one that is being written."""
     num_workers: int = 0
     epoch_s: float | None = None
 
@@ -110,12 +107,12 @@ class SlurmTask:
     most_step_tasks_on_node: int | None = None
     gpus_on_node: int | None = None
     gpu_bind: str = ""
-    """By which option each task sees GPUs of its own alone; empty if it sees all of its node."""
+    """The option that limits each task to its own GPUs; empty if it sees all of its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What Slurm's controller says of a job."""
+    """A job as Slurm's controller describes it."""
 
     is_batch: bool
     requeue: bool
@@ -134,18 +131,20 @@ class RankFacts:
     machine: Machine
     address: Address
     folder: Folder | None = None
+    """Read by the first rank of each node."""
     slurm: SlurmTask | None = None
     job: SlurmJob | None = None
-    """Read by rank 0 alone, after it met the others."""
+    """Read by rank 0, after the roll call."""
     device: str = "cpu"
     device_uuid: str = ""
     device_problem: str = ""
     elastic: bool = False
+    """Whether torchrun started it."""
     num_workers: int = 0
 
     @property
     def label(self) -> str:
-        """How the user is told of this rank."""
+        """The rank's name in messages."""
         return f"rank {self.launch.rank} on {self.machine.host}"
 
 
@@ -156,7 +155,7 @@ class AllReduce:
     bytes: int
     latency_us: float
     bus_gb_s: float
-    """Bus bandwidth in 10⁹ bytes a second."""
+    """Bus bandwidth in 10⁹ bytes per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,7 @@ class Link:
     first: int
     second: int
     gb_s: float
-    """10⁹ bytes a second in each direction."""
+    """10⁹ bytes per second in each direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +175,16 @@ class Measurements:
     clock_s: tuple[float, ...]
     """How far each rank's clock is ahead of rank 0's."""
     unshared: tuple[str, ...] | None
-    """Of each rank, why it does not see rank 0's file; None if there was none to see."""
+    """Per rank, why it does not see rank 0's file; None if rank 0 could not write one."""
     matmul_s: tuple[float, ...]
     links: tuple[Link, ...]
     all_reduce: tuple[AllReduce, ...]
-    """Of growing sizes, as far as there was time."""
+    """Growing sizes, as many as the time budget allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The ranks that came, and what was measured between them if all could connect."""
+    """The ranks that came, and what they measured if all could connect."""
 
     ranks: tuple[RankFacts, ...]
     measured: Measurements | None = None
@@ -193,7 +192,8 @@ class Allocation:
     @property
     def nodes(self) -> list[list[RankFacts]]:
         """The ranks of each node, in the order of the nodes."""
-        return [ranks for _, ranks in sorted(_by(self.ranks, lambda r: r.launch.node).items())]
+        numbers = sorted({rank.launch.node for rank in self.ranks})
+        return [[rank for rank in self.ranks if rank.launch.node == n] for n in numbers]
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
@@ -202,8 +202,11 @@ class Allocation:
 
     @property
     def hosts(self) -> dict[str, list[RankFacts]]:
-        """The ranks of each host; a Slurm for tests has several nodes on one."""
-        return _by(self.ranks, lambda rank: rank.address.place)
+        """The ranks of each host. A test cluster may have several nodes on one host."""
+        hosts: dict[str, list[RankFacts]] = {}
+        for rank in self.ranks:
+            hosts.setdefault(rank.address.place, []).append(rank)
+        return hosts
 
     @property
     def spans_hosts(self) -> bool:
@@ -213,14 +216,7 @@ class Allocation:
 
 def cores_together(ranks: Sequence[RankFacts]) -> float:
     """Return the cores that the ranks of one host may use together."""
-    # srun may give each task its own cores; a quota mostly belongs to one container, for all ranks.
+    # srun may give each task its own cores; a quota usually belongs to one container, for all.
     together = float(len({core for rank in ranks for core in rank.machine.cores}))
     quotas = [rank.machine.quota_cores for rank in ranks if rank.machine.quota_cores is not None]
     return min([together, *quotas])
-
-
-def _by(ranks: Sequence[RankFacts], key: Callable[[RankFacts], K]) -> dict[K, list[RankFacts]]:
-    groups: dict[K, list[RankFacts]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
-    return groups

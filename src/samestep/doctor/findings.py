@@ -15,45 +15,46 @@ from typing import Literal, TypeVar
 Status = Literal["green", "yellow", "red"]
 F = TypeVar("F")
 Check = Callable[[F], "Finding | None"]
-"""Looks at facts of one kind; None says that there is nothing to look at here."""
+"""Checks facts of one kind; returns None if the check does not apply."""
 
 _BADNESS = {"green": 0, "yellow": 1, "red": 2}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     status: Status
+    """green: well. yellow: training works, but worse than it could. red: training will fail, or
+    silently go wrong."""
     found: str
-    """What is so, with its unit."""
     advice: str = ""
-    """What to do about it; green findings need none."""
+    """What to do about it; empty for green findings."""
     name: str = ""
-    """The check's own, filled in by `run_checks`."""
+    """The check's name."""
 
     def __post_init__(self) -> None:
-        """Refuse a problem without advice: it helps nobody."""
+        """Require advice for every problem."""
         assert self.advice or self.status == "green", f"{self.name}: no advice for {self.found}"
 
 
 def green(found: str) -> Finding:
-    """Return the finding that all is well."""
+    """Return a finding without a problem."""
     return Finding("green", found)
 
 
 def yellow(found: str, advice: str) -> Finding:
-    """Return the finding that training will work, but not as well as it could."""
+    """Return a finding that slows training down, or may."""
     return Finding("yellow", found, advice)
 
 
 def red(found: str, advice: str) -> Finding:
-    """Return the finding that training will fail, or go wrong unseen."""
+    """Return a finding that breaks training."""
     return Finding("red", found, advice)
 
 
 def graded(found: str, advice: str, *, red_if: bool = False, yellow_if: bool = False) -> Finding:
-    """Return the finding that the conditions make; the advice is dropped where all is well."""
+    """Return a finding as bad as its worst condition; a green one drops the advice."""
     return red(found, advice) if red_if else yellow(found, advice) if yellow_if else green(found)
 
 
@@ -63,7 +64,7 @@ def named(name: str, finding: Finding) -> Finding:
 
 
 def run_checks(checks: Sequence[Check[F]], facts: F) -> list[Finding]:
-    """Call each check and name its finding; a check that breaks is a finding itself."""
+    """Run each check and name its finding; a check that raises becomes a yellow finding."""
     findings = []
     for check in checks:
         try:
@@ -71,7 +72,7 @@ def run_checks(checks: Sequence[Check[F]], facts: F) -> list[Finding]:
         except Exception as error:
             finding = yellow(
                 f"this check broke: {type(error).__name__}: {error}",
-                "The fault is in samestep, not here: please report it with this line.",
+                "This is a fault of samestep: please report it with this line.",
             )
         if finding is not None:
             findings.append(named(getattr(check, "__name__", "check").replace("_", " "), finding))
@@ -79,27 +80,27 @@ def run_checks(checks: Sequence[Check[F]], facts: F) -> list[Finding]:
 
 
 def worst(findings: Sequence[Finding]) -> Status:
-    """Return the worst status; green if there is none."""
+    """Return the worst status; green if there are no findings."""
     return max((f.status for f in findings), key=_BADNESS.__getitem__, default="green")
 
 
 def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """Make one table of each rank's (who, findings): of each check the worst, with who has it.
+    """Merge each rank's (label, findings): the worst finding of each check, with the ranks' label.
 
-    Where all is well the first rank's words are shown.
+    If a check is green everywhere, the first rank's words are shown.
     """
     rows: dict[str, list[tuple[str, Finding]]] = {}
-    for who, findings in tables:
+    for label, findings in tables:
         for finding in findings:
-            rows.setdefault(finding.name, []).append((who, finding))
+            rows.setdefault(finding.name, []).append((label, finding))
     merged = []
     for found in rows.values():
         status = worst([finding for _, finding in found])
-        concerned = [(who, finding) for who, finding in found if finding.status == status]
-        who, finding = concerned[0]
+        concerned = [(label, finding) for label, finding in found if finding.status == status]
+        label, finding = concerned[0]
         if status != "green" and len(concerned) < len(found):
             more = f" and {len(concerned) - 1} more" if len(concerned) > 1 else ""
-            finding = replace(finding, found=f"{who}{more}: {finding.found}")
+            finding = replace(finding, found=f"{label}{more}: {finding.found}")
         merged.append(finding)
     return merged
 

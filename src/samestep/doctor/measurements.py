@@ -1,6 +1,6 @@
-"""Clocks, computation, links and the all-reduce, measured by all ranks, and the rows on them.
+"""Clocks, computation, links and the all-reduce: measured by all ranks, then checked.
 
-Each measurement is bounded in time, and rank 0 decides for all.
+Each measurement is bounded in time; rank 0 decides for all.
 """
 
 import statistics
@@ -21,14 +21,14 @@ MEASURED_ROUNDS = 20
 _PER_SIZE_S, _PER_LINK_S, _MATMUL_S = 1.0, 1.0, 0.3
 _CLOCK_ROUNDS = 5
 CLOCK_YELLOW_S, CLOCK_RED_S = 1.0, 30.0
-"""Beyond the first, logs of nodes cannot be laid side by side; beyond the second, files of other
-nodes lie in the future, and tickets and certificates fail."""
+"""Above the first, logs of nodes cannot be compared; above the second, files of other nodes are in
+the future, and tickets and certificates fail."""
 SLOW_RANK_YELLOW, SLOW_RANK_RED = 1.5, 3.0  # times the median: every step waits for the slowest
 SLOW_LINK = 3.0  # times slower than the median link
 YELLOW_GB_S, RED_GB_S = 0.5, 0.05
-"""Between hosts: half of what 10 Gbit and 1 Gbit Ethernet can carry, in 10⁹ bytes a second."""
-SLOW_LATENCY_US = 20_000.0  # between hosts: a hundred times what Ethernet takes
-JUDGED_BYTES = 1 << 20  # smaller all-reduces are a matter of latency, not of bandwidth
+"""Between hosts: half of what 10 Gbit and 1 Gbit Ethernet carry, in 10⁹ bytes per second."""
+SLOW_LATENCY_US = 20_000.0  # between hosts: 100 times Ethernet's
+JUDGED_BYTES = 1 << 20  # smaller all-reduces measure latency, not bandwidth
 
 _CABLE = (
     "Name the fast interface on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); then ask "
@@ -37,7 +37,7 @@ _CABLE = (
 
 
 def bus_bandwidth(num_bytes: int, seconds: float, world_size: int) -> float:
-    """Return the bus bandwidth of an all-reduce in GB/s, which any number of ranks can reach.
+    """Return the bus bandwidth of an all-reduce in GB/s, independent of the number of ranks.
 
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
@@ -47,10 +47,10 @@ def bus_bandwidth(num_bytes: int, seconds: float, world_size: int) -> float:
 def measure_clocks(world: World) -> tuple[float, ...]:
     """Return how far each rank's clock is ahead of rank 0's, in seconds.
 
-    All read it as they come out of a barrier; of several rounds the smallest difference is the
-    nearest to the truth, since waiting for a core only adds to it.
+    All read it right after a barrier. The smallest difference of several rounds is the best
+    estimate, since waiting for a core only adds to it.
     """
-    best: list[float] = [float("inf")] * world.world_size
+    best = [float("inf")] * world.world_size
     for _ in range(_CLOCK_ROUNDS):
         world.barrier()
         read = world.gather(time.time())
@@ -59,11 +59,11 @@ def measure_clocks(world: World) -> tuple[float, ...]:
 
 
 def time_products(world: World) -> tuple[float, ...]:
-    """Return each rank's median time for the same product of matrices, in seconds."""
+    """Return each rank's median seconds for the same matrix product."""
     size = 2048 if world.device.type == "cuda" else 384
     matrix = torch.ones(size, size, device=world.device)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as many threads as cores on every rank would measure each other
+    torch.set_num_threads(1)  # else ranks on one host would slow each other down
     try:
         _timed(world, lambda: matrix @ matrix)
         world.barrier()
@@ -82,15 +82,15 @@ def ring(first_ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def measure_link(world: World, first: int, second: int) -> Link:
-    """Measure the link between two ranks while all others wait, lest a slow one hides."""
+    """Measure the link between two ranks while all others are quiet."""
     partner = {first: second, second: first}.get(world.rank)
     speed = 0.0 if partner is None else _link_speed(world, partner)
     return Link(first=first, second=second, gb_s=world.gather(speed)[first])
 
 
 def _link_speed(world: World, partner: int) -> float:
-    """Return the speed of one link in GB/s, after a trial that tells how often it may be used."""
-    # Gloo adds up what lies on a GPU, but sends from the CPU alone.
+    """Return the speed of one link in GB/s; a small trial first limits the number of rounds."""
+    # Gloo reduces tensors on a GPU, but sends only from the CPU.
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     block = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     trial = block[:LINK_TRIAL_BYTES].clone()
@@ -104,13 +104,10 @@ def _link_speed(world: World, partner: int) -> float:
 
 
 def time_all_reduce(world: World, budget_s: float) -> tuple[AllReduce, ...]:
-    """Time the all-reduce over growing sizes until a budget in seconds is spent.
-
-    A size whose predicted time is beyond it is not begun.
-    """
+    """Time the all-reduce of growing sizes; stop before the first that would exceed the budget."""
     started = time.perf_counter()
     measured: list[AllReduce] = []
-    seconds = 0.0  # the prediction: time grows with the size at most in proportion
+    seconds = 0.0  # predicted time: at most proportional to the size
     previous = ALL_REDUCE_BYTES[0]
     for num_bytes in ALL_REDUCE_BYTES:
         seconds *= num_bytes / previous
@@ -129,14 +126,14 @@ def time_all_reduce(world: World, budget_s: float) -> tuple[AllReduce, ...]:
 
 
 def rounds_within(seconds: float, left: float) -> int:
-    """Return how often to time a size; 0 if once, after one to warm up, is already too much."""
+    """Return how often to time a size; 0 if a warm-up and one round take too long."""
     if 2 * seconds > left:
         return 0
     return max(1, min(MEASURED_ROUNDS, int(min(left, _PER_SIZE_S) / max(seconds, 1e-9)) - 1))
 
 
 def _timed(world: World, function: Callable[[], object]) -> float:
-    """Return the seconds that a function takes, the device's work included."""
+    """Return the seconds that a function takes, including the device's work."""
     synchronise = world.device.type == "cuda"
     if synchronise:
         torch.cuda.synchronize(world.device)
@@ -148,7 +145,7 @@ def _timed(world: World, function: Callable[[], object]) -> float:
 
 
 def clock(allocation: Allocation) -> Finding | None:
-    """Whether the clocks of the nodes agree."""
+    """Check that the clocks of the nodes agree."""
     if allocation.measured is None:
         return None
     rank, offset = max(enumerate(allocation.measured.clock_s), key=lambda item: abs(item[1]))
@@ -157,14 +154,14 @@ def clock(allocation: Allocation) -> Finding | None:
         return green(f"all within {max(size * 1e3, 1):.0f} ms of rank 0's")
     return graded(
         f"{allocation.ranks[rank].label} is {size:,.1f} s {'ahead' if offset > 0 else 'behind'}",
-        "Have its clock set by a time server: chronyc tracking shows its state.",
+        "Synchronise its clock with a time server: chronyc tracking shows its state.",
         red_if=size > CLOCK_RED_S,
         yellow_if=True,
     )
 
 
 def compute(allocation: Allocation) -> Finding | None:
-    """Whether one rank is slower than the others at the same product of matrices."""
+    """Check that no rank is slower than the others at the same matrix product."""
     if allocation.measured is None:
         return None
     times = allocation.measured.matmul_s
@@ -172,7 +169,7 @@ def compute(allocation: Allocation) -> Finding | None:
     ratio = times[rank] / statistics.median(times)
     slowest = allocation.ranks[rank]
     host = allocation.hosts[slowest.address.place]
-    crowded = cores_together(host) < len(host)  # then ranks take turns, and time says little
+    crowded = cores_together(host) < len(host)  # ranks take turns, so times mean little
     return graded(
         f"slowest is {slowest.label}: {times[rank] * 1e3:.3g} ms, {ratio:.2f} × the median",
         "See what else runs there (top, nvidia-smi) and whether it throttles (nvidia-smi -q -d "
@@ -183,7 +180,7 @@ def compute(allocation: Allocation) -> Finding | None:
 
 
 def links(allocation: Allocation) -> Finding | None:
-    """Whether one link between two nodes is slow, by itself or beside the others."""
+    """Check that no link between two nodes is slow, absolutely or relative to the others."""
     if allocation.measured is None or not allocation.measured.links:
         return None
     found = allocation.measured.links
@@ -206,7 +203,7 @@ def links(allocation: Allocation) -> Finding | None:
 
 
 def all_reduce(allocation: Allocation) -> Finding | None:
-    """How fast gradients are added up; judged between hosts only."""
+    """Check the speed of the all-reduce; judged between hosts only."""
     measured = allocation.measured
     if measured is None:
         return None

@@ -1,4 +1,4 @@
-"""Names, addresses and interfaces: how this host is reached, and how it reaches rank 0's."""
+"""How ranks find each other: the master address and port, host names, interfaces."""
 
 import os
 import socket
@@ -6,21 +6,26 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from samestep.doctor.facts import Address, Allocation
+from samestep.doctor.facts import Address, Allocation, RankFacts
 from samestep.doctor.findings import Check, Finding, green, red, yellow
 from samestep.doctor.timeouts import value_within
 from samestep.ranks import address as addresses
+from samestep.ranks.world import agent_serves
 
 RESOLVE_S = 5.0
 
 
 def read_address(master: str, environment: Mapping[str, str] = os.environ) -> Address:
-    """Read the facts; names are given a few seconds to resolve."""
-    resolved = _resolve(master)
+    """Read the facts; names get a few seconds to resolve."""
+    resolved, own = _resolve(master), _resolve(socket.gethostname())
     local = addresses.address_towards(resolved) if resolved else ""
-    own = _resolve(socket.gethostname())
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place = f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        place = socket.gethostname()  # not Linux
     return Address(
-        place=_place(),
+        place=place,
         master=resolved,
         local=local,
         interface=addresses.interface_of(local) if local else "",
@@ -35,29 +40,70 @@ def _resolve(name: str) -> str:
     return value_within(RESOLVE_S, lambda: addresses.resolve(name), "")
 
 
-def _place() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = Path("/proc/self/ns/net").readlink()
-    except OSError:
-        return socket.gethostname()  # not Linux
-    return f"{socket.gethostname()}/{boot}/{network}"
+def master_address(rank: RankFacts) -> Finding:
+    """Check that the master's name resolves, on rank 0 to an address of its own host."""
+    name, address = rank.launch.master_addr, rank.address.master
+    if not address:
+        return red(
+            f"{name} does not resolve",
+            "Set MASTER_ADDR to a name or address of rank 0's host that every node knows: try "
+            f"getent hosts {name} on each.",
+        )
+    shown = name if name == address else f"{name} is {address}"
+    listens = rank.launch.rank == 0 and not agent_serves()
+    # Only an address of this host can be bound.
+    if listens and not _can_bind(addresses.udp_socket(address), address, 0):
+        return red(
+            f"{shown}, which is not an address of rank 0's host",
+            "Set MASTER_ADDR to rank 0's host, or unset it: under srun it follows from the job.",
+        )
+    return green(shown)
+
+
+def master_port(rank: RankFacts) -> Finding | None:
+    """Check that rank 0 can listen; torchrun's agent may do so in its place."""
+    port = rank.launch.master_port
+    if agent_serves():
+        return green(f"{port}, held by torchrun's agent")
+    if rank.launch.rank != 0:
+        return None
+    probe = socket.socket()
+    # As PyTorch's store does: a port that was closed a minute ago can be used.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if not _can_bind(probe, "", port):
+        return red(
+            f"port {port} on {rank.launch.master_addr} is taken",
+            "Set MASTER_PORT to a free port on every rank; `ss -ltnp` shows who has this one.",
+        )
+    return green(f"{port} was free")
+
+
+MEETING_CHECKS: list[Check[RankFacts]] = [master_address, master_port]
+"""What a rank checks before it waits for others."""
+
+
+def _can_bind(probe: socket.socket, address: str, port: int) -> bool:
+    with probe:
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
 
 
 def interface(allocation: Allocation) -> Finding | None:
-    """Which interface carries the traffic to rank 0."""
+    """Check which interfaces carry the traffic to rank 0."""
     ranks = allocation.ranks
     if len(ranks) == 1:
         return None
-    home = ranks[0].address
-    away = [rank for rank in ranks if rank.address.place != home.place]
+    away = [rank for rank in ranks if rank.address.place != ranks[0].address.place]
     if inside := [rank for rank in away if addresses.is_loopback(rank.address.local)]:
         return red(
             f"{inside[0].label} reaches rank 0 by its own loopback interface",
             "MASTER_ADDR must be a name or address of rank 0's host that means the same on all "
             "nodes, not localhost.",
         )
-    # Rank 0's own host reaches itself by loopback, whatever the others take.
+    # Rank 0's own host reaches itself by loopback, whatever the others use.
     names = Counter(rank.address.interface or rank.address.local for rank in away or ranks)
     chosen = {("GLOO", r.address.gloo_interface) for r in ranks}
     chosen |= {("NCCL", r.address.nccl_interface) for r in ranks}
@@ -66,13 +112,13 @@ def interface(allocation: Allocation) -> Finding | None:
     if not away:
         return green(f"{found}: all ranks are on one host")
     if len(names) > 1:
-        advice = "Take one network for all, by NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
+        advice = "Use one network for all, by NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
         return yellow(f"{found}: not the same on all nodes", advice)
     return green(found)
 
 
 def announced_address(allocation: Allocation) -> Finding | None:
-    """Gloo tells the others the address that a host's own name resolves to there."""
+    """Check the address that Gloo announces: what a host's own name resolves to there."""
     if not allocation.spans_hosts:
         return None
     wrong = []
@@ -83,18 +129,20 @@ def announced_address(allocation: Allocation) -> Finding | None:
     if not wrong:
         return green("every host's own name resolves to an address that others can reach")
     rank = next((r for r in wrong if not r.address.chosen or r.address.gloo_interface), wrong[0])
-    name = rank.address.interface if rank.address.interface not in ("", "lo") else "eth0"
-    resolves = f"resolves to {rank.address.own} there" if rank.address.own else "does not resolve"
-    why = "has GLOO_SOCKET_IFNAME=lo" if rank.address.gloo_interface else resolves
-    if rank.address.chosen and not rank.address.gloo_interface:
+    address, host = rank.address, rank.machine.host
+    name = address.interface if address.interface not in ("", "lo") else "eth0"
+    why = f"resolves to {address.own} there" if address.own else "does not resolve"
+    if address.gloo_interface:
+        why = "has GLOO_SOCKET_IFNAME=lo"
+    elif address.chosen:
         return yellow(
-            f"{rank.machine.host} {why}; samestep names Gloo the interface {rank.address.chosen}",
-            f"For other programs set GLOO_SOCKET_IFNAME={rank.address.chosen}, or mend /etc/hosts.",
+            f"{host} {why}; samestep names Gloo the interface {address.chosen}",
+            f"For other programs set GLOO_SOCKET_IFNAME={address.chosen}, or correct /etc/hosts.",
         )
     return red(
-        f"{rank.machine.host} {why}: others cannot reach Gloo by it",
+        f"{host} {why}: others cannot reach Gloo by it",
         f"Set GLOO_SOCKET_IFNAME={name} (the interface between the nodes) for every rank, or "
-        "mend /etc/hosts.",
+        "correct /etc/hosts.",
     )
 
 

@@ -1,4 +1,4 @@
-"""One machine as one process sees it: versions, GPUs, cores, memory for workers, limits."""
+"""One machine as one process sees it: versions, GPUs, cores, shared memory, limits."""
 
 import contextlib
 import csv
@@ -28,25 +28,24 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
-SHM = Path("/dev/shm")  # noqa: S108 - it is looked at, not written to
+SHM = Path("/dev/shm")  # noqa: S108 - only read
 _NVIDIA_SMI_S = 10.0
 _RESOLVE_S = 1.5
-_TRACKER = "api.wandb.ai"  # a name that resolves wherever trackers can be reached
+_TRACKER = "api.wandb.ai"  # resolves wherever trackers can be reached
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
-SMALL_SHM_BYTES = 1 << 30  # a few workers with batches of images fill less than this
-DOCKER_SHM_BYTES = 64 << 20  # what a container gets by default: one batch of images can be more
+SMALL_SHM_BYTES = 1 << 30  # enough for a few workers with batches of images
+DOCKER_SHM_BYTES = 64 << 20  # a container's default; one batch of images can be more
 FULL_SHM_FRACTION = 0.1
-"""With less of it free, something fills it."""
 STALE_BYTES, STALE_S, NAMED_FILES = 1 << 20, 60.0, 3
-"""Smaller files, such as semaphores, and younger ones do not count as stale."""
+"""Smaller files (semaphores) and younger ones do not count as stale."""
 FEW_FILES, TOO_FEW_FILES = 1024, 256
 """1,024 is the default of most systems, and enough for some ten workers."""
 FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 512
 """Every thread counts, and each rank of PyTorch has tens of them."""
 MUCH_USED_FRACTION = 0.1
-"""More than this of a GPU's memory is taken by a program, not by the driver."""
+"""Above this, a program uses a GPU's memory, not only the driver."""
 
 
 def read_machine(
@@ -55,14 +54,14 @@ def read_machine(
     *,
     look_outside: bool = True,
 ) -> Machine:
-    """Read the facts of this machine; a few seconds at most."""
+    """Read the facts of this machine, in a few seconds at most."""
     found, omp = versions(), environment.get("OMP_NUM_THREADS", "")
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     stale = stale_files() if look_outside else {}
     return Machine(
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         python=found["python"],
-        torch=str(found["torch"]),  # torch's own kind of string
+        torch=str(found["torch"]),  # torch has its own type of string
         samestep=found["samestep"],
         code=hash_of_code(),
         recipe=hash_of_recipe(recipe),
@@ -92,16 +91,16 @@ def stale_files(
 ) -> dict[str, int]:
     """Return this user's files in a folder that no process has open, the largest first.
 
-    Shared memory outlives its processes: what a killed rank or loader worker had is never freed.
+    Shared memory outlives its processes: that of a killed rank or loader worker is never freed.
     """
     now, sizes = now or time.time(), {}
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             stat = path.lstat()
             old = now - max(stat.st_mtime, stat.st_ctime) > STALE_S
-            if path.is_file() and stat.st_uid == os.getuid() and old:
+            own = path.is_file() and stat.st_uid == os.getuid()
+            if own and old and stat.st_size >= STALE_BYTES:
                 sizes[str(path)] = stat.st_size
-    sizes = {path: size for path, size in sizes.items() if size >= STALE_BYTES}
     if not sizes:
         return {}
     held = set()
@@ -110,12 +109,12 @@ def stale_files(
             held |= {os.readlink(link) for link in (process / "fd").iterdir()}  # noqa: PTH115
             lines = (process / "maps").read_text(errors="replace").splitlines()
             held |= {line.split(None, 5)[5] for line in lines if line.count("/") > 1}
-    left = {path: size for path, size in sizes.items() if path not in held}
-    return dict(sorted(left.items(), key=lambda item: -item[1]))
+    left = ((path, size) for path, size in sizes.items() if path not in held)
+    return dict(sorted(left, key=lambda item: -item[1]))
 
 
 def hash_of_code() -> str:
-    """Return a hash of samestep's own source files, by which two nodes' copies are compared."""
+    """Return a hash of samestep's source files, to compare the copies of two nodes."""
     root = Path(package.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -124,7 +123,7 @@ def hash_of_code() -> str:
 
 
 def hash_of_recipe(recipe: Path | None) -> str:
-    """Return a hash of a recipe file, "missing", or nothing if none was named."""
+    """Return a hash of a recipe file, "missing", or an empty text if none was named."""
     if recipe is None:
         return ""
     try:
@@ -161,13 +160,19 @@ def _driver() -> str:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """Ask torch which GPUs there are, and nvidia-smi how much of them others use.
+    """Return the GPUs that torch sees, with the memory in use by nvidia-smi.
 
-    Torch could say that too, but only by opening each GPU, which takes memory on all of them.
+    Torch knows that memory too, but only after opening each GPU, which takes memory on all.
     """
     if not pytorch.cuda.is_available():
         return ()
-    used = _used_bytes()
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.check_output(query, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
+        rows = csv.reader(printed.decode().splitlines(), skipinitialspace=True)
+        used = {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in rows}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        used = {}  # no nvidia-smi, or a GPU that does not report it
     gpus = []
     for gpu in map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count())):
         uuid, total = str(gpu.uuid), gpu.total_memory
@@ -175,20 +180,10 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _used_bytes() -> dict[str, int]:
-    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.check_output(query, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
-        rows = csv.reader(printed.decode().splitlines(), skipinitialspace=True)
-        return {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in rows}
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return {}  # no nvidia-smi, or a GPU that does not tell
-
-
 def _offline() -> str:
-    """Say why nothing outside can be reached, in less than two seconds."""
+    """Return why the internet cannot be reached, within two seconds."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy")):
-        return ""  # names are resolved by the proxy
+        return ""  # the proxy resolves names
     tables = {Path("/proc/net/route"): 1, Path("/proc/net/ipv6_route"): 0}
     texts = {path.read_text(): column for path, column in tables.items() if path.is_file()}
     routes = [(line.split(), n) for text, n in texts.items() for line in text.splitlines()]
@@ -199,24 +194,24 @@ def _offline() -> str:
 
 
 def python(machine: Machine) -> Finding:
-    """Whether samestep runs on this Python."""
+    """Check that samestep supports this Python."""
     advice = "Make an environment with Python 3.11 or newer."
     return graded(machine.python, advice, red_if=_version(machine.python) < OLDEST_PYTHON)
 
 
 def torch(machine: Machine) -> Finding:
-    """Whether samestep runs on this PyTorch."""
+    """Check that samestep supports this PyTorch."""
     advice = "Install PyTorch 2.11 or newer: pip install --upgrade torch."
     return graded(machine.torch, advice, red_if=_version(machine.torch) < OLDEST_TORCH)
 
 
 def samestep(machine: Machine) -> Finding:
-    """Which samestep this is."""
+    """Report samestep's version."""
     return green(f"{machine.samestep}, source {machine.code}")
 
 
 def cuda(machine: Machine) -> Finding:
-    """Whether PyTorch, the driver and the GPUs go together."""
+    """Check that PyTorch can use the driver and the GPUs."""
     if machine.num_gpus_in_node and not machine.cuda:
         return yellow(
             f"{machine.num_gpus_in_node} NVIDIA GPUs, but this PyTorch is built without CUDA",
@@ -235,7 +230,7 @@ def cuda(machine: Machine) -> Finding:
 
 
 def gpus(machine: Machine) -> Finding | None:
-    """Which GPUs there are, and whether others use them."""
+    """Check that the GPUs are of one kind and unused."""
     if not machine.gpus:
         return None
     kinds = {gpu.name: gpu for gpu in machine.gpus}
@@ -255,7 +250,7 @@ def gpus(machine: Machine) -> Finding | None:
 
 
 def cores(machine: Machine) -> Finding:
-    """How many cores this process may really use, whatever the machine has."""
+    """Check how many of the machine's cores this process may use."""
     allowed, quota = len(machine.cores), machine.quota_cores
     limits = f"affinity {allowed}" + (f", quota {quota:.3g}" if quota is not None else "")
     usable = min(allowed, quota or allowed)
@@ -270,20 +265,20 @@ def cores(machine: Machine) -> Finding:
 
 
 def shared_memory(machine: Machine) -> Finding | None:
-    """Loader workers, and NCCL within a node, pass data through /dev/shm."""
+    """Check /dev/shm, through which loader workers and NCCL pass data."""
     if machine.shm_bytes is None:
         return None
     free, stale = machine.shm_free_bytes, machine.shm_stale
     found = f"{SHM} has {size_name(free)} free of {size_name(machine.shm_bytes)}"
     advice = "Give the container more: docker run --shm-size=8g, or --ipc=host."
     if machine.shm_bytes > SMALL_SHM_BYTES:
-        advice = f"Something fills it: see ls -lS {SHM} and df {SHM}, and remove what died."
+        advice = f"Something fills it: see ls -lS {SHM} and df {SHM}, and remove leftovers."
     if stale:
         size = size_name(machine.shm_stale_bytes)
         found += f"; {count(len(stale), 'file')} of yours ({size}) that no process has open"
         more = " …" if len(stale) > NAMED_FILES else ""
         advice = (
-            "Processes that died left them. Unless another container of yours uses them: rm "
+            "Dead processes left them. Unless another container of yours uses them: rm "
             f"{' '.join(stale[:NAMED_FILES])}{more}"
         )
     full = free < FULL_SHM_FRACTION * machine.shm_bytes
@@ -296,19 +291,19 @@ def shared_memory(machine: Machine) -> Finding | None:
 
 
 def open_files(machine: Machine) -> Finding:
-    """Each loader worker and each connection takes several file descriptors."""
+    """Check the limit: loader workers and connections take several descriptors each."""
     advice = "Raise it before training: ulimit -n 65536 (in the job script)."
     return _at_most(machine.open_files, FEW_FILES, TOO_FEW_FILES, advice)
 
 
 def processes(machine: Machine) -> Finding:
-    """Ranks, workers and their threads are processes to this limit."""
+    """Check the limit, which counts ranks, workers and all their threads."""
     advice = "Raise it: ulimit -u 65536; where that is refused, ask the administrators."
     return _at_most(machine.processes, FEW_PROCESSES, TOO_FEW_PROCESSES, advice)
 
 
 def locked_memory(machine: Machine) -> Finding:
-    """Cards that read memory by themselves need it locked; nothing else here does."""
+    """Check the limit, which matters only for RDMA."""
     most = machine.locked_bytes
     shown = "no limit" if most is None else f"{size_name(most)} at most"
     return graded(
@@ -320,7 +315,7 @@ def locked_memory(machine: Machine) -> Finding:
 
 
 def internet(machine: Machine) -> Finding | None:
-    """Whether trackers and downloads can reach the world; one rank of each node tries."""
+    """Check that trackers and downloads can reach the internet; one rank per node tries."""
     if machine.offline is None:
         return None
     return graded(
@@ -341,5 +336,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
-CHECKS: list[Check[Machine]] = [python, torch, samestep, cuda, gpus, cores, shared_memory]
-CHECKS += [open_files, processes, locked_memory, internet]
+CHECKS: list[Check[Machine]] = [
+    *(python, torch, samestep, cuda, gpus, cores, shared_memory),
+    *(open_files, processes, locked_memory, internet),
+]

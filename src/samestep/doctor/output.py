@@ -1,17 +1,12 @@
-"""The table for people, the object for programs."""
+"""The doctor's report in the terminal."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
-from operator import attrgetter
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from samestep.doctor.diagnosis import Diagnosis
-from samestep.doctor.facts import RankFacts
 from samestep.doctor.findings import Finding, size_name, worst
 from samestep.screen.words import wrapped
 
@@ -19,8 +14,8 @@ _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
 _STATUS = 8
 
 
-def print_table(diagnosis: Diagnosis, console: Console) -> None:
-    """Print the table of findings, the all-reduce's sizes, and one sentence."""
+def print_report(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the findings, the all-reduce's sizes, and one sentence."""
     for line in _findings(diagnosis.findings, console.width):
         console.print(line, soft_wrap=True)
     if diagnosis.all_reduce:
@@ -39,20 +34,8 @@ def print_table(diagnosis: Diagnosis, console: Console) -> None:
     console.print("", sentence, sep="\n")
 
 
-def to_json(diagnosis: Diagnosis) -> str:
-    """Return everything as one JSON object."""
-    findings = [asdict(finding) for finding in diagnosis.findings]
-    table = {
-        "status": worst(diagnosis.findings),
-        "checks": [{"name": finding.pop("name"), **finding} for finding in findings],
-        "all_reduce": [asdict(size) for size in diagnosis.all_reduce],
-        "ranks": [_rank(rank) for rank in diagnosis.ranks],
-    }
-    return json.dumps(table, indent=2)
-
-
 def _findings(findings: tuple[Finding, ...], width: int) -> Iterator[str]:
-    """Yield the lines of the table; a path or an address is never cut, so that it can be copied."""
+    """Yield the lines of the table; paths and addresses are never cut, so they can be copied."""
     label = max(len(finding.name) for finding in findings)
     indent = " " * (_STATUS + label + 2)
     room = max(20, width - len(indent))
@@ -63,17 +46,7 @@ def _findings(findings: tuple[Finding, ...], width: int) -> Iterator[str]:
         status = f"[{colour}]{finding.status:<{_STATUS}}[/]"
         yield f"{status}[bold]{escape(name)}[/]{escape(first)}"
         yield from (indent + escape(line) for line in more)
-        if finding.advice:  # every line of it is indented below its arrow
+        if finding.advice:
             first, *more = wrapped(finding.advice, "", room - 2)
             yield f"{indent}[{colour}]→[/] {escape(first)}"
             yield from (f"{indent}  {escape(line)}" for line in more)
-
-
-def _rank(rank: RankFacts) -> dict[str, Any]:
-    names = (
-        *("launch.rank", "launch.local_rank", "launch.node", "machine.host", "device"),
-        *("device_uuid", "machine.cores", "machine.python", "machine.torch", "machine.samestep"),
-        *("machine.code", "address.interface"),
-    )
-    facts = {name.rpartition(".")[2]: attrgetter(name)(rank) for name in names}
-    return facts | {"address": rank.address.local}

@@ -1,37 +1,44 @@
-"""The run directory as one node sees it: can it be written, is there space, what a run told."""
+"""The run directory: can it be written, is there space, do all ranks see the same one."""
 
+import secrets
 import shutil
 import stat
 import tempfile
+import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.doctor.facts import Folder
+from samestep.doctor.facts import Allocation, Folder
 from samestep.doctor.findings import Check, Finding, graded, green, red
-from samestep.doctor.timeouts import call_within
+from samestep.doctor.timeouts import call_within, value_within
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.run.directory import is_run
 from samestep.run.files import write_text
 from samestep.run.records import read_records
 
 PREFIX = ".samestep-doctor-"
-"""Begins the name of everything that the doctor writes, and removes again."""
-_ANSWER_S = 15.0  # a file system that has not answered by then is one whose server is gone
+"""Prefix of every file that the doctor writes and removes again."""
+_ANSWER_S = 15.0  # a file system that takes longer has lost its server
 ESTIMATED_CHECKPOINT_BYTES = 1_200_000_000
-"""Where no run tells: 100 million parameters, in fp32 with Adam's two moments 12 bytes each."""
+"""Assumed without a run: 100 million parameters, with Adam's moments 12 bytes each."""
 FEW_CHECKPOINTS = 3
-"""Where it is not known how many are kept: the last, the best, and the one being written."""
-FULL_BYTES = 64 << 20  # less than this is a full disk for any run
+"""Assumed without a run: the last, the best, and the one being written."""
+FULL_BYTES = 64 << 20  # a disk with less is full for any run
+NFS_WAIT_S = 5.0
+"""NFS may cache for some seconds that a file did not exist (acregmin, acdirmin: man 5 nfs)."""
+_POLL_S = 0.2
+_MARGIN_S = 1.0
 
 
 def read_folder(path: Path) -> Folder:
-    """Read the facts of a run directory; what is written for that is removed again."""
+    """Read the facts of a run directory."""
     path = path.absolute()
 
     def read() -> Folder:
-        base = existing(path)
+        base = _existing(path)
         problem = _try_to_write(path, base)
         run = _read_run(path) if is_run(path) else {}
         free_bytes = shutil.disk_usage(base).free
@@ -39,18 +46,14 @@ def read_folder(path: Path) -> Folder:
 
     try:
         return call_within(_ANSWER_S, read)
-    except OSError as error:  # also if it takes too long
+    except OSError as error:  # including a timeout
         return Folder(path=str(path), problem=error.strerror or str(error))
 
 
-def existing(path: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists.
-
-    Raises:
-        OSError: this user may not look there.
-    """
+def _existing(path: Path) -> Path:
+    """Return a folder, or its nearest parent that exists."""
     for place in (path, *path.parents):
-        # `is_dir` differs between versions of Python where this user may not look
+        # Not `is_dir`, which differs between versions of Python if access is denied.
         with suppress(FileNotFoundError, NotADirectoryError):
             if stat.S_ISDIR(place.stat().st_mode):
                 return place
@@ -58,7 +61,7 @@ def existing(path: Path) -> Path:
 
 
 def _try_to_write(path: Path, base: Path) -> str:
-    """Write a file over another one by a rename, as checkpoints are; say what went wrong."""
+    """Replace a file by a rename, as checkpoints are; return what went wrong."""
     if blocked := [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]:
         return f"{blocked[0]} is a file, not a folder"
     try:
@@ -66,23 +69,21 @@ def _try_to_write(path: Path, base: Path) -> str:
             file = Path(folder) / "file"
             for text in ("old", "new"):
                 write_text(file, text)
-            if file.read_text() != "new":
-                return "a renamed file keeps its old content"
+            return "" if file.read_text() == "new" else "a renamed file keeps its old content"
     except UserError as error:
         return str(error.__cause__ or error)
     except OSError as error:
         return error.strerror or str(error)
-    return ""
 
 
 def _read_run(path: Path) -> dict[str, Any]:
-    """Read what a run tells: its settings, its checkpoints, the time of an epoch."""
+    """Read a run's loader workers, checkpoints and time per epoch; nothing of a damaged run."""
     try:
         settings = tomllib.loads((path / "settings.toml").read_text())
         seconds = [r["train_seconds"] for r in read_records(path) if r["event"] == "epoch"]
         files = [f.stat() for f in (path / "checkpoints").glob("*.pt")]
     except (OSError, UserError, ValueError, KeyError):
-        return {}  # a damaged run is told of by whoever resumes it; one that runs may be changing
+        return {}
     facts = {"num_workers": settings.get("num_workers", 0), "epoch_s": [None, *seconds][-1]}
     if files:
         facts["checkpoint_bytes"] = max(files, key=lambda file: file.st_mtime).st_size
@@ -95,7 +96,7 @@ def _read_run(path: Path) -> dict[str, Any]:
 
 
 def run_directory(folder: Folder) -> Finding:
-    """Whether a file can be written there whole: under another name, synced, then renamed."""
+    """Check that a file can be written as checkpoints are: to another name, then renamed."""
     if folder.problem:
         advice = "Correct its permissions, or choose another place with --run-dir."
         return red(f"{folder.path}: {folder.problem}", advice)
@@ -103,7 +104,7 @@ def run_directory(folder: Folder) -> Finding:
 
 
 def free_space(folder: Folder) -> Finding | None:
-    """Whether the checkpoints that the run will keep have room."""
+    """Check that there is room for the checkpoints that the run will keep."""
     if folder.free_bytes is None:
         return None
     one = folder.checkpoint_bytes or ESTIMATED_CHECKPOINT_BYTES
@@ -124,3 +125,73 @@ def _gb(num_bytes: float) -> str:
 
 
 CHECKS: list[Check[Folder]] = [run_directory, free_space]
+
+
+def find_shared_file(world: World, run_dir: Path, wait_s: float) -> tuple[str, ...] | None:
+    """Write a file on rank 0 and look for it on every rank.
+
+    Returns for each rank why it does not see the file, empty if it does; None if rank 0 could not
+    write it.
+    """
+    path = run_dir.absolute()
+    # Each access is bounded: a file system that has lost its server never answers.
+    written = value_within(wait_s, lambda: _write_token(path), None) if world.is_main else None
+    if (written := world.broadcast(written)) is None:
+        return None
+    token, levels = written
+    places = (path, *path.parents)
+    file = places[min(levels, len(places) - 1)] / f"{PREFIX}{token}"
+    try:
+        silent = "gets no answer from its file system"
+        seen = value_within(wait_s + _MARGIN_S, lambda: _look(file, token, wait_s), silent)
+        return tuple(world.gather(seen))
+    finally:
+        if world.is_main:
+            value_within(wait_s, lambda: file.unlink(missing_ok=True), None)
+
+
+def _write_token(path: Path) -> tuple[str, int]:
+    """Write a token into a file; return it, and how many folders above the path the file is."""
+    token = secrets.token_hex(8)
+    base = _existing(path)
+    file = base / f"{PREFIX}{token}"
+    try:
+        file.write_text(token)
+    except OSError:
+        file.unlink(missing_ok=True)  # a full disk leaves an empty file
+        raise
+    return token, len(path.parts) - len(base.parts)
+
+
+def _look(file: Path, token: str, wait_s: float) -> str:
+    """Poll for the file until the deadline; return why this rank does not see it."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            next(file.parent.iterdir(), None)  # makes an NFS client ask its server again
+            if file.read_text() == token:
+                return ""
+            problem = "reads it incomplete"
+        except FileNotFoundError:
+            problem = "does not see it"
+        except OSError as error:
+            problem = f"cannot read it ({error.strerror})"
+        if time.monotonic() > deadline:
+            return problem
+        time.sleep(_POLL_S)
+
+
+def shared_folder(allocation: Allocation) -> Finding | None:
+    """Check that all ranks see the same run directory."""
+    if allocation.measured is None or allocation.measured.unshared is None:
+        return None
+    if blind := [(rank, why) for rank, why in enumerate(allocation.measured.unshared) if why]:
+        rank, why = blind[0]
+        folder = allocation.ranks[0].folder
+        assert folder is not None, "rank 0 is the first of its node"
+        more = f" ({len(blind)} ranks in all)" if len(blind) > 1 else ""
+        return red(
+            f"rank 0 wrote a file for {folder.path}; {allocation.ranks[rank].label} {why}{more}",
+            "Give --run-dir as an absolute path on a file system that all nodes share.",
+        )
+    return green("all ranks see the same")

@@ -1,4 +1,4 @@
-"""What Slurm, or another launcher, made of this rank: its variables, its job, the rows on them."""
+"""How Slurm, or another launcher, started this rank: its variables, its job, the checks."""
 
 import os
 import re
@@ -17,11 +17,11 @@ _CONTROLLER_S = 10.0
 _BATCH_STEP = "4294967291"
 _SIGNAL = re.compile(r"^#SBATCH\s+(?:--signal[=\s]\s*)(\S+)", re.MULTILINE)
 _END_OF_OPTIONS = re.compile(r"^\s*[^#\s]", re.MULTILINE)
-SHORT_NOTICE_S = 60  # later than this leaves little time to write a checkpoint
+SHORT_NOTICE_S = 60  # less leaves little time to write a checkpoint
 
 
 def read_slurm(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """Read a process's place in its job; None outside of Slurm."""
+    """Return this process's place in its job; None outside of Slurm."""
     job = _first(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     if not job:
         return None
@@ -42,7 +42,7 @@ def read_slurm(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
         job_nodes=_number(environment, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
         hosts=hosts,
         tasks_per_node=_number(environment, "SLURM_NTASKS_PER_NODE"),
-        # The largest count in Slurm's short form: `4(x2),3` is 4, 4, 3.
+        # Slurm's short form: `4(x2),3` is 4, 4, 3.
         most_step_tasks_on_node=max((int(n) for n, _ in on_nodes), default=None),
         gpus_on_node=_number(environment, "SLURM_GPUS_ON_NODE"),
         gpu_bind=_gpu_bind(environment),
@@ -69,14 +69,14 @@ def read_job(slurm: SlurmTask) -> SlurmJob | None:
 
 
 def signal_of(script: str) -> str:
-    """Return what --signal a batch script asks for; Slurm itself does not show it."""
-    command = _END_OF_OPTIONS.search(script)  # below the first command, options do not count
+    """Return a batch script's --signal, which Slurm itself does not show."""
+    command = _END_OF_OPTIONS.search(script)  # options below the first command are ignored
     match = _SIGNAL.search(script[: command.start()] if command else script)
     return match[1] if match else ""
 
 
 def traps(script: str, signal: str) -> bool:
-    """Whether a script has a trap for the signal that its --signal asks for."""
+    """Return whether a script traps the signal of its --signal."""
     name = signal.partition("@")[0].rpartition(":")[2].removeprefix("SIG")
     return bool(re.search(rf"^\s*trap\s.*\b(?:SIG)?{re.escape(name)}\b", script, re.MULTILINE))
 
@@ -91,7 +91,6 @@ def _gpu_bind(environment: Mapping[str, str]) -> str:
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str:
-    """Return the first of some variables that is set and not empty; or an empty text."""
     return next((environment[name] for name in names if environment.get(name)), "")
 
 
@@ -101,7 +100,7 @@ def _number(environment: Mapping[str, str], *names: str) -> int | None:
 
 
 def launcher(rank: RankFacts) -> Finding:
-    """Who started how many ranks."""
+    """Report the launcher."""
     launch = rank.launch
     if launch.launcher == "none":
         return green("none: one process")
@@ -110,7 +109,7 @@ def launcher(rank: RankFacts) -> Finding:
 
 
 def slurm_start(rank: RankFacts) -> Finding | None:
-    """Whether the tasks of the job were started: by srun, not by the shell alone."""
+    """Check that the job's tasks were started by srun, not only the script by the shell."""
     slurm, launch = rank.slurm, rank.launch
     if slurm is None:
         return None
@@ -126,7 +125,7 @@ def slurm_start(rank: RankFacts) -> Finding | None:
 
 
 def torchrun_in_srun(rank: RankFacts) -> Finding | None:
-    """Each torchrun starts its own ranks: srun must start one torchrun for each node."""
+    """Check that srun starts one torchrun per node, since each starts its own ranks."""
     slurm, launch = rank.slurm, rank.launch
     if slurm is None or not rank.elastic:
         return None
@@ -141,13 +140,12 @@ def torchrun_in_srun(rank: RankFacts) -> Finding | None:
 
 
 def tasks(rank: RankFacts) -> Finding | None:
-    """Whether there are as many tasks as nodes times tasks per node."""
+    """Check that there are as many tasks as nodes times tasks per node."""
     slurm = rank.slurm
     if slurm is None or slurm.num_tasks is None:
         return None
     nodes, each = slurm.job_nodes or 1, slurm.tasks_per_node
-    # Inside a step the number of tasks is the step's own, which srun may have been told; torchrun
-    # needs one on each node, however many the job asked for.
+    # Inside a step this is the step's own number of tasks; torchrun needs one on each node.
     if each and slurm.num_tasks < nodes * each and not rank.elastic:
         return red(
             f"{slurm.num_tasks} tasks, but {nodes} nodes × {each} tasks per node = {nodes * each}",
@@ -160,7 +158,7 @@ def tasks(rank: RankFacts) -> Finding | None:
 
 
 def gpu_binding(rank: RankFacts) -> Finding | None:
-    """A rank takes the GPU of its local rank's number, or the only one that Slurm lets it see."""
+    """Check that each rank sees the GPU of its local rank, or exactly one."""
     slurm, launch, machine = rank.slurm, rank.launch, rank.machine
     if slurm is None:
         return None
@@ -176,33 +174,33 @@ def gpu_binding(rank: RankFacts) -> Finding | None:
     )
     if seen == 1 < ranks and slurm.gpu_bind and launch.launcher == "srun":
         return yellow(
-            f"each rank sees one GPU alone ({slurm.gpu_bind})",
+            f"each rank sees only one GPU ({slurm.gpu_bind})",
             f"Training works, but NCCL may not copy from GPU to GPU. {see_all}",
         )
     if seen and seen < ranks:
         bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
         return red(f"{count(seen, 'GPU')} visible for {ranks} ranks of a node{bound}", see_all)
     if seen > ranks:
-        advice = f"The others stand idle: --ntasks-per-node={seen} uses them."
+        advice = f"The others are idle: --ntasks-per-node={seen} uses them."
         return yellow(f"{seen} GPUs for {ranks} ranks of a node", advice)
     return green(f"{seen} GPUs for {ranks} ranks of a node") if seen else None
 
 
 def stop_signal(rank: RankFacts) -> Finding | None:
-    """Whether the job is told before its time is up, so that it can save."""
+    """Check that a signal comes before the time limit, so that samestep can save."""
     job = rank.job
     if job is None or not job.is_batch or job.signal is None:
         return None
     add = "Add #SBATCH --signal=USR1@120: samestep saves and stops when it comes."
     if not job.signal:
-        return yellow("no --signal in the script: SIGTERM comes at the time limit", add)
+        return yellow("no --signal in the script: SIGTERM comes only at the time limit", add)
     name, _, notice = job.signal.partition("@")
     to, _, name = name.rpartition(":")
     if "B" in to and not job.traps_signal:
         return yellow(
-            f"--signal={job.signal} goes to the script alone, which has no trap for it",
-            "Write --signal=USR1@120, without B: it goes to all ranks; or pass it on to them by a "
-            "trap in the script.",
+            f"--signal={job.signal} goes to the script only, which has no trap for it",
+            "Write --signal=USR1@120, without B:, so that it goes to all ranks; or trap it in the "
+            "script and pass it on.",
         )
     if notice.isdecimal() and int(notice) < SHORT_NOTICE_S:
         return yellow(f"{name} {notice} s before the limit", add)
@@ -211,7 +209,7 @@ def stop_signal(rank: RankFacts) -> Finding | None:
 
 
 def requeue(rank: RankFacts) -> Finding | None:
-    """Whether the job starts again by itself after a preemption or a node's failure."""
+    """Check that the job restarts by itself after a preemption or a node's failure."""
     job = rank.job
     if job is None or not job.is_batch:
         return None
@@ -222,19 +220,19 @@ def requeue(rank: RankFacts) -> Finding | None:
 
 
 def controller(rank: RankFacts) -> Finding | None:
-    """Whether the settings of the job could be seen at all."""
+    """Report that Slurm does not describe the job."""
     slurm = rank.slurm
     if slurm is None or rank.launch.rank != 0 or rank.job is not None:
         return None
     return yellow(
-        "scontrol does not tell of this job: time limit, signal and requeue are unknown",
+        "scontrol does not know this job: time limit, signal and requeue are unknown",
         "Try scontrol show job $SLURM_JOB_ID here; in a container, mount Slurm's programs, its "
         "configuration and munge's socket.",
     )
 
 
 def time_limit(rank: RankFacts) -> Finding | None:
-    """Whether an epoch fits into the job."""
+    """Check that an epoch fits into the job."""
     job, folder = rank.job, rank.folder
     if job is None:
         return None
@@ -245,10 +243,12 @@ def time_limit(rank: RankFacts) -> Finding | None:
         return green(f"{job.time_limit} (--run-dir RUN compares it with a run's epochs)")
     found = f"{job.time_limit}; an epoch takes {folder.epoch_s:,.0f} s"
     if folder.epoch_s > limit:
-        save = "but save on the way: --checkpoint-every-minutes 10."
-        return yellow(f"{found}: longer", f"samestep resumes inside an epoch, {save}")
+        advice = "samestep resumes inside an epoch if it saves: --checkpoint-every-minutes 10."
+        return yellow(f"{found}: longer", advice)
     return green(f"{found}: {limit / max(folder.epoch_s, 1e-9):,.0f} of them fit")
 
 
-CHECKS: list[Check[RankFacts]] = [launcher, slurm_start, torchrun_in_srun, tasks, gpu_binding]
-CHECKS += [stop_signal, requeue, controller, time_limit]
+CHECKS: list[Check[RankFacts]] = [
+    *(launcher, slurm_start, torchrun_in_srun, tasks, gpu_binding),
+    *(stop_signal, requeue, controller, time_limit),
+]

@@ -1,4 +1,4 @@
-"""Wait for something that may never answer, no longer than a bound."""
+"""Bound the time of calls that may never return: name servers, file systems, other ranks."""
 
 import threading
 from collections.abc import Callable
@@ -11,13 +11,10 @@ _NAME = "samestep-doctor-timeout"
 
 
 def call_within(seconds: float, function: Callable[[], T]) -> T:
-    """Return a function's value, or raise what it raises.
+    """Return a function's value or raise its error; raise TimeoutError if it takes too long.
 
-    What does not answer cannot be interrupted: a name server, a port behind which something else
-    listens. The thread that waits for it is left behind and ends with the process.
-
-    Raises:
-        TimeoutError: it takes too long.
+    A hanging system call cannot be interrupted: its thread is left behind and ends with the
+    process.
     """
     answer: Future[T] = Future()
 
@@ -36,7 +33,7 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def value_within(seconds: float, function: Callable[[], T], otherwise: T) -> T:
-    """Return a function's value, or something else if it raises or takes too long."""
+    """Return a function's value, or `otherwise` if it raises or takes too long."""
     try:
         return call_within(seconds, function)
     except Exception:
@@ -44,5 +41,5 @@ def value_within(seconds: float, function: Callable[[], T], otherwise: T) -> T:
 
 
 def still_waiting() -> bool:
-    """Whether something that was given up has not answered yet."""
+    """Whether a call that timed out is still running."""
     return any(thread.name == _NAME for thread in threading.enumerate())
