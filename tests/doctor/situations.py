@@ -99,9 +99,11 @@ def in_job(**changes) -> RankFacts:
     return rank(0, world_size=4, slurm=slurm, **{"job": JOB, **changes})
 
 
-def says(finding: Finding | None, status: str, *names: str) -> None:
-    """Assert what a finding is, and that it names a flag, number or rank; problems have advice."""
+def says(finding: Finding | None, said: str, *more: str) -> None:
+    """Assert a finding's status and words, "red: rank 1 | --flag"; problems have advice."""
     assert finding is not None
+    status, _, text = said.partition(": ")
     assert finding.status == status, finding
-    assert all(name in finding.found + finding.advice for name in names), finding
+    words = (*text.split(" | "), *more)
+    assert all(word in finding.found + finding.advice for word in words), finding
     assert finding.status == "green" or finding.advice

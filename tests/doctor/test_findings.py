@@ -109,4 +109,4 @@ def test_every_row_stands_in_the_handbook():
     ],
 )
 def test_every_check_has_a_planted_fault(rows, faults, only_tell):
-    assert {case[0] for case in faults.values()} == set(CHECKS[rows]) - only_tell
+    assert {case[0] for case in faults} == set(CHECKS[rows]) - only_tell
