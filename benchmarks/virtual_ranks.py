@@ -27,7 +27,7 @@ from samestep.data.blocks import held_parts
 from samestep.ranks.world import World, find_world, join, leave
 from samestep.session.build import build
 from samestep.session.request import Request
-from samestep.training.backends import switched
+from samestep.training.device import switched
 from samestep.training.loop import rehearse
 from samestep.training.tree import roots_over
 

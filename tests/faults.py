@@ -83,9 +83,9 @@ def _step(strike: Strike) -> None:
 
 
 def _evaluation(strike: Strike) -> None:
-    from samestep.training import between
+    from samestep.training import loop
 
-    _wrap(between, "evaluate", strike, after=False)
+    _wrap(loop, "evaluate", strike, after=False)
 
 
 def _before_checkpoint(strike: Strike) -> None:

@@ -31,7 +31,7 @@ FLOORS = floors_drawn()
 DISTRIBUTED = {
     "ranks.world": {"torch.distributed"},
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
-    "training.parallel": {"torch.nn.parallel"},
+    "training.prepare": {"torch.nn.parallel"},
 }
 
 # A file is one subject, small enough to hold in the head.
@@ -130,7 +130,7 @@ def test_what_needs_no_torch_does_not_import_it():
     """One process imports them all: these verbs and readers answer in tenths of a second."""
     names = [
         *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
-        *(".data.download", ".ranks.failure", ".ranks.launch", ".ranks.log"),
+        *(".data.download", ".ranks.launch", ".ranks.nproc", ".ranks.process"),
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
         *(".commands.compare", ".commands.data", ".commands.new", ".commands.runs"),
         *(".commands.report", ".commands.track", ".commands.watch"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from samestep.data.keyed_random import normal, uniform
     from samestep.data.random_split import split_indices
     from samestep.data.spiral import SpiralDataset
+    from samestep.dist import barrier, cleanup, is_main_process, reduce_tensor, setup_distributed
     from samestep.errors import UserError
     from samestep.lightning import (
         CIFAR10DataModule,
@@ -37,13 +38,6 @@ if TYPE_CHECKING:
         LitRecipe,
         SpiralDataModule,
         TrackerLogger,
-    )
-    from samestep.ranks.process_group import (
-        barrier,
-        cleanup,
-        is_main_process,
-        reduce_tensor,
-        setup_distributed,
     )
     from samestep.recipe import Recipe, Splits
     from samestep.run.records import read_records
@@ -98,20 +92,20 @@ _HOMES = {
     "TrackerLogger": "lightning",
     "TrainedRun": "api.trained_run",
     "UserError": "errors",
-    "barrier": "ranks.process_group",
-    "cleanup": "ranks.process_group",
+    "barrier": "dist",
+    "cleanup": "dist",
     "compare": "api.checks",
     "evaluate": "api.checkpoints",
-    "is_main_process": "ranks.process_group",
+    "is_main_process": "dist",
     "load": "api.checkpoints",
     "may_change": "settings",
     "normal": "data.keyed_random",
     "open_run": "session.open_run",
     "predict": "api.checkpoints",
     "read_records": "run.records",
-    "reduce_tensor": "ranks.process_group",
+    "reduce_tensor": "dist",
     "runs": "api.listing",
-    "setup_distributed": "ranks.process_group",
+    "setup_distributed": "dist",
     "split_indices": "data.random_split",
     "train": "api.training",
     "uniform": "data.keyed_random",

@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        from samestep.ranks.failure import report  # noqa: PLC0415 - only when something has failed
+        from samestep.ranks.process import report  # noqa: PLC0415 - only when something has failed
 
         return report(error)
     return code

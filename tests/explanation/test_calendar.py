@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from samestep import Settings
 from samestep.explanation.calendar import Event, calendar, first_stop, kept_files
 from samestep.run.index import Index
-from samestep.training.clock import Position
 from samestep.training.plan import make_plan
 from samestep.training.stopping import Watch
+from samestep.training.work import Position
 
 
 def events_of(samples=30, *, position=None, evaluates=True, **told):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from samestep.ranks.world import World
-from samestep.training import whole_step
-from samestep.training.compiled_evaluation import FullBatches
+from samestep.training import step_graph
+from samestep.training.compiled import FullBatches
 from samestep.training.cuda_graph import Replayed
 from samestep.training.evaluation import evaluate
 from samestep.training.optimizer import load_state
@@ -92,7 +92,7 @@ def test_a_replayed_step_draws_what_it_draws_uncaptured(cuda, monkeypatch):
     step = whole(ours, settings, cuda)
     first = run(step, data, lr=0.0)  # the rate is 0: the losses differ by what is drawn alone
     again = run(step, data, lr=0.0)
-    monkeypatch.setattr(whole_step, "replayed_on", lambda *_: None)
+    monkeypatch.setattr(step_graph, "replayed_on", lambda *_: None)
     uncaptured = run(whole(its, settings, cuda), data, lr=0.0)
     assert is_replayed(first.notes)
     assert not is_replayed(uncaptured.notes)

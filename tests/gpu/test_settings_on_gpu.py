@@ -8,14 +8,13 @@ from torch import nn
 
 from samestep import Settings
 from samestep.data.blocks import Batch
-from samestep.ranks.gpus import gpu_uuid
-from samestep.ranks.world import GROUP_OF_ONE, find_world, join, leave
+from samestep.ranks.world import GROUP_OF_ONE, find_world, gpu_uuid, join, leave
 from samestep.run.host_copy import on_host
 from samestep.training.alike import seed_torch
-from samestep.training.backends import kernels_of, switched
+from samestep.training.device import kernels_of, switched
 from samestep.training.evaluation import Totals
 from samestep.training.optimizer import load_state, make_optimizer
-from samestep.training.parallel import wrap
+from samestep.training.prepare import wrap
 from tests import tiny
 from tests.command_line import read_json, refusal, run
 from tests.gpu.trainings import no_synchronisation

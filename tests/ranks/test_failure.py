@@ -8,9 +8,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.errors import UserError
-from samestep.ranks import failure, startup
-from samestep.ranks.failure import FAILURE, JOB_RUN, report
-from samestep.ranks.log import RankLog
+from samestep.ranks import process, startup
+from samestep.ranks.process import FAILURE, JOB_RUN, RankLog, report
 from samestep.ranks.start import _first_failure
 from samestep.training.stopping import catch_signals
 
@@ -28,9 +27,9 @@ outer(wrong)
 @pytest.fixture(autouse=True)
 def job(tmp_path, monkeypatch):
     """Give the run directory of a job that this process is a rank of; nobody is waited for."""
-    monkeypatch.setattr(failure, "GRACE_S", 0)
+    monkeypatch.setattr(process, "GRACE_S", 0)
     monkeypatch.setenv(JOB_RUN, str(tmp_path))
-    monkeypatch.delenv(failure.PARENT, raising=False)
+    monkeypatch.delenv(process.PARENT, raising=False)
     return tmp_path
 
 

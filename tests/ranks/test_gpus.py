@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from samestep.errors import UserError
 from samestep.ranks import world as worlds
-from samestep.ranks.gpus import check_gpus, one_gpu_each
 from samestep.ranks.launch import Launch, detect_launch
-from samestep.ranks.world import find_world, join, leave
+from samestep.ranks.world import check_gpus, find_world, join, leave, one_gpu_each
 from tests.processes import launch_environment, run_ranks
 
 SRUN = {"SLURM_GPU_BIND_TYPE": "per_task:1"}

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from samestep.errors import UserError
-from samestep.ranks import limits
-from samestep.ranks.limits import check_workers, cores, ranks_to_start, threads_wished
+from samestep.ranks import nproc, startup
+from samestep.ranks.nproc import check_workers, cores, ranks_to_start
+from samestep.ranks.startup import threads_wished
 from samestep.ranks.world import choose_device, find_world
 from tests.command_line import RECIPE, refusal, run
 from tests.processes import TIMEOUT_S, launch_environment
@@ -49,7 +50,7 @@ def test_who_insists_gets_as_many_ranks_as_asked_for():
 
 
 def test_ranks_that_memory_cannot_carry_are_refused_with_the_most(monkeypatch):
-    monkeypatch.setattr(limits, "free_memory_bytes", lambda: 3 * limits.RANK_BYTES + 1)
+    monkeypatch.setattr(nproc, "free_memory_bytes", lambda: 3 * nproc.RANK_BYTES + 1)
     assert ranks_to_start(3) == 3
     with pytest.raises(UserError, match=r"at most 3\b.*--oversubscribe"):
         ranks_to_start(4)
@@ -58,7 +59,7 @@ def test_ranks_that_memory_cannot_carry_are_refused_with_the_most(monkeypatch):
 
 def test_auto_is_a_rank_per_gpu_else_per_core_as_memory_allows(monkeypatch):
     assert ranks_to_start("auto", "cpu") == cores()
-    monkeypatch.setattr(limits, "free_memory_bytes", lambda: limits.RANK_BYTES)
+    monkeypatch.setattr(nproc, "free_memory_bytes", lambda: nproc.RANK_BYTES)
     assert ranks_to_start("auto", "cpu") == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -92,8 +93,8 @@ def test_loader_processes_are_counted_only_where_there_are_any(recipe, tmp_path)
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None),
         ({"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x"}, 3),
         # So does samestep, and keeps what the user had set.
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", limits.THREADS_WISHED: ""}, None),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", limits.THREADS_WISHED: "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", startup.THREADS_WISHED: ""}, None),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", startup.THREADS_WISHED: "1"}, 1),
     ],
 )
 def test_the_users_number_of_threads_is_told_from_a_launchers(environment, threads):

@@ -57,10 +57,10 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
 
     import torch
 
-    from samestep.ranks import failure
+    from samestep.ranks import process
     from samestep.session.loops import Loops
 
-    failure.GRACE_S = 0.5  # no other Python starts late here
+    process.GRACE_S = 0.5  # no other Python starts late here
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)

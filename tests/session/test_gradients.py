@@ -14,10 +14,10 @@ SHARES = {1: [range(7)], 2: [range(4), range(4, 7)], 3: [range(3), range(3, 5), 
 
 def gradients_on(world_size: int) -> list[torch.Tensor | None]:
     """Return the gradients of two losses, one after the other into the same place."""
-    from samestep.ranks import process_group
+    from samestep import dist
 
-    rank, _, world_size = process_group.setup_distributed(device="cpu")
-    world = process_group.current_world()
+    rank, _, world_size = dist.setup_distributed(device="cpu")
+    world = dist.current_world()
     torch.manual_seed(0)
     x, terms = torch.randn(7, 3, dtype=torch.float64), torch.arange(1.0, 8)
     parts = nn.ModuleList([nn.Linear(3, 2) for _ in range(4)]).double()
@@ -45,7 +45,7 @@ def gradients_on(world_size: int) -> list[torch.Tensor | None]:
     found += [p.grad for p in extra.parameters()]
     with pytest.raises(UserError, match="0 terms"):
         weight_of(len(mine) / 7, 0, loss, world)
-    process_group.cleanup()
+    dist.cleanup()
     return [*found, global_loss]
 
 

@@ -8,7 +8,7 @@ import pytest
 from samestep.ranks.world import World
 from samestep.session.saving import make_writer
 from samestep.settings import Settings
-from samestep.training.clock import Position
+from samestep.training.work import Position
 from tests.tiny import read_index, sha256
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from samestep.ranks.failure import FAILURE
+from samestep.ranks.process import FAILURE
 from samestep.slurm.rank_ends import first_end, latest_start, lines_of, read_failures
 from samestep.slurm.restarts import BEGUN, Restarts, decide, read_ending
 

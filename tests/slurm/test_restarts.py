@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.ranks.failure import FAILURE
+from samestep.ranks.process import FAILURE
 from samestep.run.heartbeat import FILE as STEPPED
 from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import (

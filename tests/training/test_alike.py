@@ -132,11 +132,10 @@ def test_weights_that_drift_apart_end_a_loop_of_ones_own(tmp_path, old, new, nam
 
 
 def _found_on_ranks(kinds: list[str]) -> list[str]:
-    from samestep import UserError
-    from samestep.ranks import process_group
+    from samestep import UserError, dist
 
-    rank, *_ = process_group.setup_distributed(device="cpu")
-    world, told = process_group.current_world(), []
+    rank, *_ = dist.setup_distributed(device="cpu")
+    world, told = dist.current_world(), []
     for kind in kinds:
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
         model.to(getattr(torch, kind.split()[0]))
@@ -151,7 +150,7 @@ def _found_on_ranks(kinds: list[str]) -> list[str]:
             told.append(str(error))
         else:
             told.append("")
-    process_group.cleanup()
+    dist.cleanup()
     return told
 
 

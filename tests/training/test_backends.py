@@ -7,7 +7,7 @@ import torch
 
 from samestep import Settings
 from samestep.errors import UserError
-from samestep.training.backends import kernels_of, switched
+from samestep.training.device import kernels_of, switched
 from tests.command_line import read_json, run
 from tests.tiny import all_records, assert_same_training, write_recipe
 

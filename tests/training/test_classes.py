@@ -13,7 +13,7 @@ from samestep import Splits, read_records
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.screen.class_table import class_table
-from samestep.training.confusion import Confusion
+from samestep.training.metrics import Confusion
 from tests.command_line import read_json, refusal, run
 
 # 53 test samples: no number of ranks divides them. One class has no test sample.

@@ -4,15 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.training import clock
-from samestep.training.clock import Clock, Position
+from samestep.training import meter
+from samestep.training.meter import Clock
+from samestep.training.work import Position
 
 
 @pytest.fixture
 def now(monkeypatch) -> SimpleNamespace:
     """A clock that a test sets: `now.s` is what it shows."""
     now = SimpleNamespace(s=1000.0)
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now.s))
     return now
 
 

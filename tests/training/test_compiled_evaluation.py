@@ -7,7 +7,7 @@ from torch import nn
 from samestep import Settings
 from samestep.data.blocks import Batch
 from samestep.ranks.world import World
-from samestep.training.compiled_evaluation import FullBatches, compiled_forward
+from samestep.training.compiled import FullBatches, compiled_forward
 from samestep.training.evaluation import evaluate
 from samestep.training.plan import make_plan
 

@@ -14,7 +14,7 @@ from samestep.recipe import find_recipe
 from samestep.session.evaluation import evaluate_run
 from samestep.session.prediction import open_predictor
 from samestep.session.trained_model import open_checkpoint
-from samestep.training.ema import Average
+from samestep.training.optimizer import Average
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault

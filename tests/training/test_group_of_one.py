@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.ranks import world as worlds
 from samestep.ranks.world import GROUP_OF_ONE, find_world, join, leave
 from samestep.settings import Settings
-from samestep.training import parallel
+from samestep.training import prepare
 from tests.command_line import run
 from tests.tiny import all_records, assert_same_training, write_recipe
 
@@ -41,7 +41,7 @@ def test_its_collectives_run_and_return_what_one_rank_gives(alone):
 
 
 def test_its_model_is_wrapped_and_its_buckets_are_as_large_as_told(alone):
-    wrapped = parallel.wrap(nn.Linear(2, 2), alone, Settings(bucket_cap_mb=3))
+    wrapped = prepare.wrap(nn.Linear(2, 2), alone, Settings(bucket_cap_mb=3))
     assert isinstance(wrapped, DistributedDataParallel)
     assert wrapped.bucket_bytes_cap == 3 << 20
 
@@ -50,7 +50,7 @@ def test_without_the_variable_one_rank_makes_no_group():
     world = find_world("cpu", environment={GROUP_OF_ONE: "0"})
     assert not world.connected
     model = nn.Linear(2, 2)
-    assert parallel.wrap(model, world, Settings()) is model
+    assert prepare.wrap(model, world, Settings()) is model
 
 
 @pytest.mark.parametrize("flags", [(), ("--accumulate", "3", "--clip-norm", "0.1")], ids=str)

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, statistics, torch
-from samestep.training.memory import keep_freed_memory
+from samestep.training.device import keep_freed_memory
 
 def step():
     tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each

@@ -14,9 +14,8 @@ from samestep.data.blocks import Batch
 from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.recipe import find_recipe
-from samestep.training.epoch_metrics import EpochMetrics, Seen
 from samestep.training.evaluation import Totals
-from samestep.training.metrics import Objects
+from samestep.training.metrics import EpochMetrics, Objects, Seen
 from tests import tiny
 from tests.faults import Fault
 from tests.processes import run_ranks

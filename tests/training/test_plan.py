@@ -12,8 +12,7 @@ from samestep.data.blocks import group_steps
 from samestep.data.source import micro_steps
 from samestep.ranks.world import World
 from samestep.settings import merge_layers
-from samestep.training.due import is_recorded
-from samestep.training.plan import learning_rate, make_plan, plan_notes
+from samestep.training.plan import is_recorded, learning_rate, make_plan, plan_notes
 
 SIZES = st.integers(1, 12)
 PLENTY = 10_000

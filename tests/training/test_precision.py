@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samestep import UserError, read_records
-from samestep.training.precision import check_precision, data_dtype
+from samestep.training.device import check_precision, data_dtype
 from tests import tiny
 from tests.command_line import call
 from tests.faults import Fault

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from samestep.data.blocks import held_parts, part_of
 from samestep.ranks.world import World
-from samestep.training import tree_reduce
-from samestep.training.tree import TreeSum, add_up, roots_over
-from samestep.training.tree_reduce import TreeReduce
+from samestep.training import tree
+from samestep.training.tree import TreeReduce, TreeSum, add_up, roots_over
 from tests.processes import run_ranks
 
 
@@ -104,8 +103,8 @@ def reduced() -> list[list[torch.Tensor]]:
     world = find_world("cpu")
     join(world)
     kept = []
-    for most in (tree_reduce._SMALL_BYTES, 0):  # exchanged once, and twice
-        tree_reduce._SMALL_BYTES = most
+    for most in (tree._SMALL_BYTES, 0):  # exchanged once, and twice
+        tree._SMALL_BYTES = most
         kept += [_reduced(replace(world, virtual_ranks=parts), present) for parts, present in CASES]
     leave(world)
     return kept

@@ -252,15 +252,15 @@ def in_arrival_order(arguments):
     import sys
 
     from samestep.cli import main
-    from samestep.training import tree_reduce
+    from samestep.training import tree
 
-    class Arriving(tree_reduce.TreeSum):
+    class Arriving(tree.TreeSum):
         def push(self, value, _number, _level=0):
             if self.roots:
                 value = self._add(self.roots.pop().value, value)
             super().push(value, 0)
 
-    tree_reduce.TreeSum = Arriving
+    tree.TreeSum = Arriving
     sys.exit(main(arguments))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.training import whole_step
+from samestep.training import step_graph
 from samestep.training.cuda_graph import Replayed
 from tests.captures import Captures
 from tests.steps_by_hand import (
@@ -34,7 +34,7 @@ def captures(monkeypatch):
     """Let whole steps run as they are, and be captured by a stand-in."""
     stand_in = Captures()
     monkeypatch.setattr(torch, "compile", lambda function, **_options: function)
-    monkeypatch.setattr(whole_step, "replayed_on", lambda _, take: Replayed(take, stand_in))
+    monkeypatch.setattr(step_graph, "replayed_on", lambda _, take: Replayed(take, stand_in))
     return stand_in
 
 
@@ -210,7 +210,7 @@ def test_where_capturing_fails_the_note_says_so_and_the_steps_are_the_same(captu
     def fails(_function):
         raise RuntimeError("operation not permitted")
 
-    monkeypatch.setattr(whole_step, "replayed_on", lambda _, take: Replayed(take, fails))
+    monkeypatch.setattr(step_graph, "replayed_on", lambda _, take: Replayed(take, fails))
     settings = settings_of()
     ours, its = two(settings)
     data = blocks(settings, together=IN_A_GRAPH)

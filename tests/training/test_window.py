@@ -7,7 +7,8 @@ import torch
 
 from samestep.errors import UserError
 from samestep.ranks.world import World, find_world, join, leave
-from samestep.training.window import Sums, Window
+from samestep.training.meter import Window
+from samestep.training.work import Sums
 from tests.processes import run_ranks
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.commands.verify import parse
-from samestep.ranks.failure import TASK
+from samestep.ranks.process import TASK
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.session.request import Request

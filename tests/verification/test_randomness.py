@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.training.draws import KINDS, Seen, watched
+from samestep.training.side_effects import KINDS, Seen, watched
 from samestep.verification.randomness import hold_model
 
 ALL = frozenset(KINDS)

@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from samestep.training.precision import outside_autocast
-from samestep.training.snapshot import random_numbers
+from samestep.training.alike import random_numbers
+from samestep.training.device import outside_autocast
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from samestep.errors import UserError
-from samestep.ranks.failure import STARTED_AT
+from samestep.ranks.process import STARTED_AT
 from samestep.ranks.world import find_world, join, leave
 from samestep.run.records import Record
 from samestep.session.outcome import Outcome

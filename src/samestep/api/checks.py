@@ -17,7 +17,7 @@ from samestep.api.sent import SENT, Sent, send
 from samestep.comparison import as_json
 from samestep.comparison.side_by_side import compare_runs
 from samestep.errors import UserError
-from samestep.ranks.process import refuse_inside_launcher
+from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.start import Ended, run_ranks
 from samestep.recipe import Recipe
 from samestep.verification.result_output import as_table

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 
 from samestep.errors import UserError
-from samestep.ranks.failure import TASK
+from samestep.ranks.process import TASK
 from samestep.ranks.startup import PARENT
 from samestep.ranks.world import in_process_group
 from samestep.recipe import being_read

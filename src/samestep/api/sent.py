@@ -19,7 +19,7 @@ from samestep.api.asked import Asked, request_of
 from samestep.api.unsendable import why_not
 from samestep.errors import UserError
 from samestep.execution.pictures import end_while_drawing
-from samestep.ranks.log import RankLog
+from samestep.ranks.process import RankLog
 from samestep.run.records import Record
 
 SENT = "--sent"

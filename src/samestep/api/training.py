@@ -18,11 +18,9 @@ from samestep.api.place import check_place
 from samestep.api.several_ranks import train_on_ranks
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
-from samestep.ranks.failure import rank_of
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.limits import NumRanks, ranks_to_start
-from samestep.ranks.log import RankLog
-from samestep.ranks.process import refuse_inside_launcher
+from samestep.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
+from samestep.ranks.process import RankLog, rank_of
 from samestep.ranks.startup import forget_signals
 from samestep.ranks.world import in_process_group
 from samestep.recipe import Recipe

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from samestep.commands.help import parse_flags
-from samestep.ranks.process import refuse_inside_launcher
+from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.run.directory import new_run_path
 from samestep.screen.curve import BOTH, FIRST, LABEL, SECOND, curve_lines
 from samestep.screen.words import wrapped

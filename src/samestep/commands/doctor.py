@@ -13,9 +13,7 @@ from samestep.doctor.findings import worst
 from samestep.doctor.output import print_report
 from samestep.doctor.timeouts import still_waiting
 from samestep.errors import UserError
-from samestep.ranks.failure import print_error
-from samestep.ranks.log import RankLog
-from samestep.ranks.process import run_as_rank
+from samestep.ranks.process import RankLog, print_error, run_as_rank
 
 _EXAMPLES = ("doctor", "srun --nodes=2 --ntasks-per-node=4 samestep doctor --run-dir /shared/runs")
 

@@ -17,10 +17,9 @@ from samestep.errors import UserError
 from samestep.explanation.explain import explain
 from samestep.explanation.text import text_of
 from samestep.explanation.to_json import to_json
-from samestep.ranks.imagined import ImaginedWorld
-from samestep.ranks.limits import ranks_to_start
-from samestep.ranks.process import refuse_inside_launcher, run_as_rank
-from samestep.ranks.world import choose_backend, choose_device
+from samestep.ranks.nproc import ranks_to_start, refuse_inside_launcher
+from samestep.ranks.process import run_as_rank
+from samestep.ranks.world import ImaginedWorld, choose_backend, choose_device
 from samestep.run.directory import is_run
 from samestep.session.request import Request
 from samestep.settings import Settings

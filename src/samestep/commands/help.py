@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from samestep.errors import AlreadyTold, UserError
-from samestep.ranks.limits import NumRanks
+from samestep.ranks.nproc import NumRanks
 from samestep.settings import flag_name
 
 T = TypeVar("T")

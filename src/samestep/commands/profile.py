@@ -24,11 +24,16 @@ from samestep.commands.help import (
 )
 from samestep.errors import UserError
 from samestep.nearby import nearby
-from samestep.ranks.failure import TASK, is_lost_peer, leave_for_parent, print_error
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.limits import check_workers, cores
-from samestep.ranks.log import RankLog
-from samestep.ranks.process import run_as_rank, start_nproc
+from samestep.ranks.nproc import check_workers, cores, start_nproc
+from samestep.ranks.process import (
+    TASK,
+    RankLog,
+    is_lost_peer,
+    leave_for_parent,
+    print_error,
+    run_as_rank,
+)
 from samestep.ranks.startup import PARENT
 from samestep.run.directory import is_run, new_run_path
 from samestep.scripts import names_recipe

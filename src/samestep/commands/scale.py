@@ -19,9 +19,8 @@ from samestep.errors import AlreadyTold, UserError
 from samestep.profiling import scaling_tables as shown
 from samestep.profiling.scaling import analyse
 from samestep.profiling.scaling_study import MeasurementTask, Mode, plan_study, run_study
-from samestep.ranks.failure import STARTED_AT, TASK
-from samestep.ranks.limits import check_ranks
-from samestep.ranks.process import refuse_inside_launcher, run_as_rank
+from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
+from samestep.ranks.process import STARTED_AT, TASK, run_as_rank
 from samestep.ranks.world import find_world, join, leave
 from samestep.session.request import Request
 from samestep.settings import Settings

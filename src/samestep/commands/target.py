@@ -15,7 +15,7 @@ from tyro.conf import Suppress
 from samestep.commands.help import example_text, examples, recipe_files
 from samestep.commands.settings_help import HELP, HELP_ALL, help_text
 from samestep.errors import AlreadyTold, UserError, known_elsewhere
-from samestep.ranks.failure import TASK
+from samestep.ranks.process import TASK
 from samestep.recipe import Recipe
 from samestep.recipe_checks import telling_options
 from samestep.session.request import Request, draft, finish, own_recipe

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from samestep.commands.help import RunPath, Switch, parse_flags
-from samestep.ranks.failure import print_error
+from samestep.ranks.process import print_error
 from samestep.tracking.send_run import send_run
 
 _EXAMPLES = (

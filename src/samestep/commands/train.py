@@ -14,9 +14,8 @@ from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
 from samestep.execution.pictures import end_while_drawing
-from samestep.ranks.failure import TASK
-from samestep.ranks.log import RankLog
-from samestep.ranks.process import run_as_rank, start_nproc
+from samestep.ranks.nproc import start_nproc
+from samestep.ranks.process import TASK, RankLog, run_as_rank
 from samestep.run.files import shown_path
 from samestep.screen.progress import Screen
 from samestep.session.request import Request

@@ -17,8 +17,8 @@ from samestep.api.asked import request_of
 from samestep.api.sent import SENT, receive
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import names_given, own_flags, parse_target
-from samestep.ranks.failure import TASK, rank_of
-from samestep.ranks.process import refuse_inside_launcher, run_as_rank
+from samestep.ranks.nproc import refuse_inside_launcher
+from samestep.ranks.process import TASK, rank_of, run_as_rank
 from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import find_world, join, leave
 from samestep.session.request import Request

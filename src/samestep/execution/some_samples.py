@@ -20,8 +20,8 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Settings
 from samestep.training.apply import applied
+from samestep.training.device import data_dtype
 from samestep.training.evaluation import outputs_of
-from samestep.training.precision import data_dtype
 
 _MOST_PER_BATCH = 64
 """A model that takes long is asked of few samples."""

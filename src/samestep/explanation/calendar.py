@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 
 from samestep.run.index import Entry, Index
 from samestep.settings import Settings
-from samestep.training.between import checkpoint_name
-from samestep.training.clock import Position
-from samestep.training.due import due_after_epoch, due_within_epoch
-from samestep.training.plan import Plan
+from samestep.training.loop import checkpoint_name
+from samestep.training.plan import Plan, due_after_epoch, due_within_epoch
 from samestep.training.stopping import Watch
-from samestep.training.work import State
+from samestep.training.work import Position, State
 
 _MOST = 100_000
 """Events that are still written out; a training with more is told by its settings alone."""

@@ -14,8 +14,7 @@ from samestep.explanation.other_sizes import OtherSize, other_sizes
 from samestep.explanation.rank_memory import Drawn, RankMemory, is_too_large, measure
 from samestep.explanation.rates import Rate, rates
 from samestep.explanation.shares import StepShares, evaluation_shares, full_step, last_step
-from samestep.ranks.imagined import ImaginedWorld
-from samestep.ranks.world import World
+from samestep.ranks.world import ImaginedWorld, World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
 from samestep.run.records import read_records
@@ -25,12 +24,11 @@ from samestep.session.saving import Resumed, go_on, newest_whole
 from samestep.session.training_run import choose_path, completed, notes_of
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike
-from samestep.training.backends import switched
-from samestep.training.draws import batch_norms
+from samestep.training.device import data_dtype, switched
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan
-from samestep.training.precision import data_dtype
 from samestep.training.prepare import prepare
+from samestep.training.side_effects import batch_norms
 from samestep.training.work import Work
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from samestep.explanation.explain import Explanation
 from samestep.explanation.rank_memory import Part, RankMemory
-from samestep.ranks.limits import RANK_BYTES
+from samestep.ranks.nproc import RANK_BYTES
 from samestep.screen.words import count, size
 
 

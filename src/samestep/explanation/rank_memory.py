@@ -20,9 +20,9 @@ from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
 from samestep.session.build import Built
 from samestep.session.request import Request
-from samestep.training.draws import Seen, batch_norms, watched
+from samestep.training.device import data_dtype
 from samestep.training.plan import Plan, learning_rate
-from samestep.training.precision import data_dtype
+from samestep.training.side_effects import Seen, batch_norms, watched
 from samestep.training.step import EagerStep, Trainee, check_used
 from samestep.training.tree import TreeSum
 

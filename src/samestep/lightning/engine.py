@@ -36,7 +36,7 @@ from samestep.run import checkpoints
 from samestep.run.index import read_index
 from samestep.session.training_run import Engine, Task
 from samestep.settings import Settings, flag_name
-from samestep.training.between import check_weights, checkpoint_name, stop_early
+from samestep.training.loop import check_weights, checkpoint_name, stop_early
 from samestep.training.optimizer import optimizer_of
 from samestep.training.plan import Plan
 from samestep.training.snapshot import capture

@@ -20,12 +20,11 @@ from samestep.session.trained_model import open_checkpoint
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.apply import call
-from samestep.training.epoch_metrics import Seen
 from samestep.training.evaluation import Totals
+from samestep.training.metrics import Seen
 from samestep.training.optimizer import optimizer_of
-from samestep.training.parallel import share_buffers
 from samestep.training.plan import Plan, learning_rate
-from samestep.training.prepare import place_loss, prepare
+from samestep.training.prepare import place_loss, prepare, share_buffers
 from samestep.training.step import check_trainable
 
 

@@ -12,13 +12,11 @@ from samestep.lightning.data import Part
 from samestep.lightning.module import LitRecipe
 from samestep.session.training_run import Task
 from samestep.training.alike import is_checked
-from samestep.training.between import checkpoint_name, evaluate_now, judge
-from samestep.training.due import is_recorded
-from samestep.training.epoch_metrics import Seen
+from samestep.training.loop import checkpoint_name, evaluate_now, judge
 from samestep.training.meter import Meter, epoch_record
-from samestep.training.parallel import tell_end_of_autograd
-from samestep.training.plan import learning_rate
-from samestep.training.prepare import match_layouts
+from samestep.training.metrics import Seen
+from samestep.training.plan import is_recorded, learning_rate
+from samestep.training.prepare import match_layouts, tell_end_of_autograd
 from samestep.training.snapshot import check_alike
 from samestep.training.step import StepResult, check_used
 from samestep.training.work import Taken, close_epoch, epoch_is_full

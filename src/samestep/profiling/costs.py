@@ -10,8 +10,8 @@ from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.profiling.tracing import unwritable
 from samestep.run import checkpoints
-from samestep.training.between import evaluate_work
 from samestep.training.evaluation import evaluation_batch
+from samestep.training.loop import evaluate_work
 from samestep.training.snapshot import capture
 from samestep.training.work import State, Work
 

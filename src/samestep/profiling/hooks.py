@@ -23,9 +23,9 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, dataloader
 
 from samestep.profiling.trace_events import COLLATE
-from samestep.training.hidden_state import leaves_of
-from samestep.training.parallel import tell_end_of_autograd
 from samestep.training.phases import Phases, make_phases
+from samestep.training.prepare import tell_end_of_autograd
+from samestep.training.side_effects import leaves_of
 
 _SURE = 3
 """Updates without an optimizer, after which a script counts as one that makes its own."""

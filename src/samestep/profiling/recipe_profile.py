@@ -27,10 +27,9 @@ from samestep.screen.words import count
 from samestep.session.build import Built, build
 from samestep.session.request import Request
 from samestep.session.training_run import choose_path, completed, describe
-from samestep.training.backends import switched
+from samestep.training.device import data_dtype, switched
 from samestep.training.loop import rehearse
 from samestep.training.plan import ENDLESS
-from samestep.training.precision import data_dtype
 from samestep.training.stopping import Received, Watch, catch_signals
 from samestep.training.work import State, Work, epoch_is_full
 

@@ -19,11 +19,7 @@ def resolve(name: str) -> str:
 
 
 def resolve_master(name: str) -> str:
-    """Return the address of the host on which rank 0 listens.
-
-    Raises:
-        UserError: it has none; the name server was asked for some seconds.
-    """
+    """Return the address of the host on which rank 0 listens."""
     for left in reversed(range(_TRIES)):
         try:
             return _first_address(name)
@@ -86,11 +82,7 @@ def interface_towards(master: str, own: str) -> str:
 
 
 def check_gloo_interfaces(names: str) -> None:
-    """Check that each interface that GLOO_SOCKET_IFNAME names is here: Gloo says less of it.
-
-    Raises:
-        UserError: one is not, or it has the forms that NCCL alone knows.
-    """
+    """Check that each interface that GLOO_SOCKET_IFNAME names is here: Gloo says less of it."""
     import psutil  # noqa: PLC0415 - one rank needs no interface
 
     if names[0] in "^=":

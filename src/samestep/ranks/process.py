@@ -1,16 +1,200 @@
-"""Run a verb in what may be one rank of many, or start ranks that run it."""
+"""Run a verb as a rank: where its output goes, and one report of a failure.
 
+Ranks that `samestep --nproc` started leave their failure in a file, and the parent prints the
+first one. Ranks that something else started print it themselves: rank 0 at once, another rank
+only if nobody has ended it by then.
+"""
+
+import contextlib
+import json
 import os
+import shutil
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
 
-from samestep.errors import AlreadyTold, UserError, no_exit
-from samestep.ranks.failure import GRACE_S, rank_of, report
+from samestep.errors import (
+    LOST_PEER,
+    AlreadyTold,
+    UserError,
+    caused,
+    device_error,
+    file_error,
+    is_users,
+    no_exit,
+    said,
+)
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.limits import NumRanks, ranks_to_start
-from samestep.ranks.log import RankLog
-from samestep.ranks.startup import PARENT
+from samestep.ranks.startup import PARENT, unheeded_signal
+
+
+class RankLog:
+    """Where one rank's output goes.
+
+    Redirected at the level of file descriptors, so that output of libraries in C is caught too.
+    Until the run directory is known, it is kept in a temporary file.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.path: Path | None = None
+        self.terminal = 2
+        """File descriptor of what the user sees of standard error."""
+        self._early: IO[bytes] | None = None
+        self._usual: list[int] = []
+        if rank != 0:
+            self._usual = [os.dup(1), os.dup(2)]
+            self.terminal = self._usual[1]
+            self._early = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the rank
+            self._redirect(self._early.fileno())
+
+    def move_to(self, run: Path) -> None:
+        """Keep the log in a run directory from here on."""
+        self.path = run / f"rank-{self.rank}.log"
+        if self._early is None:
+            return
+        with self.path.open("ab") as log:
+            self._flush()
+            self._early.seek(0)
+            shutil.copyfileobj(self._early, log)
+            log.flush()
+            self._redirect(log.fileno())
+        self._early.close()
+        self._early = None
+
+    def give_back(self) -> None:
+        """Print again where this process printed before; nothing follows of this rank."""
+        if not self._usual:
+            return
+        self._flush()
+        for descriptor, usual in zip((1, 2), self._usual, strict=True):
+            os.dup2(usual, descriptor)
+            os.close(usual)
+        self._usual, self.terminal = [], 2
+
+    def _redirect(self, descriptor: int) -> None:
+        self._flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+
+    def _flush(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+TASK = "SAMESTEP_TASK"
+"""Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
+
+JOB_RUN = "SAMESTEP_RUN_DIR"
+"""Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
+
+FAILURE = ".failure-rank-{rank}.json"
+"""In that directory: what a rank says of its failure, as launchers hide its exit code."""
+
+STARTED_AT = "SAMESTEP_STARTED_AT"
+"""When the user's command began, in seconds since the epoch."""
+
+
+# A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all. On a
+# busy machine one rank's Python may start seconds after another's.
+GRACE_S = 5.0
+
+
+def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the rank as the environment gives it, before anything is checked; 0 if alone."""
+    try:
+        return detect_launch(environment).rank
+    except UserError:
+        return 0
+
+
+def report(error: BaseException, log: RankLog | None = None) -> int:
+    """Tell of an error that ends this process, and return its exit code.
+
+    This rank's log gets the traceback, unless the error is a `UserError` that nothing caused.
+    """
+    error = device_error(error) or file_error(error) or error
+    rank, path = (log.rank, log.path) if log else (0, None)
+    code = 2 if isinstance(error, UserError) else 1
+    message = str(error) if code == 2 else _describe(error, path)
+    # What no encoding has, as half of a pair in a file's name, is shown by its number.
+    message = message.encode(errors="backslashreplace").decode()
+    if path is not None:
+        # On a full disk the log takes nothing more; the message must reach the user all the same.
+        with contextlib.suppress(OSError), path.open("a", errors="backslashreplace") as file:
+            whole = code == 1 or error.__cause__ is not None
+            file.write("".join(traceback.format_exception(error)) if whole else message + "\n")
+    told_by_rank_0 = rank != 0 and getattr(error, "on_all_ranks", False)
+    lost_peer = is_lost_peer(error)
+    if not told_by_rank_0 and (run := os.environ.get(JOB_RUN)):
+        failure = {"rank": rank, "code": code, "message": message, "time": time.time()}
+        with contextlib.suppress(OSError):
+            # What the user's code raised may not come again, as an error of a disk.
+            raised = isinstance(error, UserError) and not isinstance(caused(error), UserError)
+            told = json.dumps(failure | {"lost_peer": lost_peer, "raised": raised})
+            Path(run, FAILURE.format(rank=rank)).write_text(told)
+    if lost_peer:
+        # Whoever caused it is being reported; a launcher ends this process before the wait is up.
+        # SIGTERM was its word, if it came while the training still took it for a wish to stop.
+        ended = unheeded_signal() == signal.SIGTERM
+        if ended and not os.environ.get(PARENT):
+            return code
+        time.sleep(GRACE_S)
+        message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
+        if "timed out" in message.lower():
+            message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
+    if os.environ.get(PARENT):
+        # The parent, which parsed the flags first, takes a mistake for one of all ranks.
+        alone = code == 2 and error.__cause__ is not None and not getattr(error, "on_all_ranks", 0)
+        leave_for_parent(_with_rank(rank, message) if alone else message, code)
+        return code
+    if rank != 0 and not lost_peer:
+        time.sleep(GRACE_S)
+    if not told_by_rank_0:
+        print_error(_with_rank(rank, message), log.terminal if log else 2)
+    return code
+
+
+def _with_rank(rank: int, message: str) -> str:
+    return f"[rank {rank}] {message}" if rank else message
+
+
+def print_error(message: str, descriptor: int = 2) -> None:
+    """Print one error message to standard error."""
+    with contextlib.suppress(OSError):  # a terminal that was closed takes nothing more
+        sys.stderr.flush()
+        os.write(descriptor, f"samestep: {message}\n".encode())
+
+
+def _describe(error: BaseException, log: Path | None) -> str:
+    """Say where an unforeseen error arose: the user's own lines, the innermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_users(frame.filename)] or frames[-1:]
+    lines = [f"  at {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(own)]
+    whole = "".join(traceback.format_exception(error))
+    lines.append(f"  The whole traceback is in {log}" if log else whole)
+    return "\n".join([said(error), *lines])
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether an error is what a rank meets when another one is gone."""
+    if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+        return True
+    return type(error).__name__.startswith("Dist")
+
+
+def leave_for_parent(message: str, code: int) -> None:
+    """Leave a message and an exit code where the elastic agent looks for a rank's failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        when = {"timestamp": str(int(time.time()))}
+        failure = {"message": message, "errorCode": code, "extraInfo": when}
+        Path(path).write_text(json.dumps({"message": failure}))
 
 
 def run_as_rank(verb: Callable[[RankLog], int]) -> int:
@@ -40,56 +224,3 @@ def run_as_rank(verb: Callable[[RankLog], int]) -> int:
 
         abandon(code)  # connected still: this rank or another has failed
     return code
-
-
-def start_nproc(
-    nproc: NumRanks,
-    arguments: list[str],
-    task: str = "",
-    *,
-    device: str = "auto",
-    oversubscribe: bool = False,
-) -> int | None:
-    """Start the ranks of `--nproc`; return their exit code, or None in a process that is to work.
-
-    Args:
-        nproc: how many, or "auto" for as many as this machine has GPUs, else cores.
-        arguments: of `samestep`, on each of them.
-        task: what else they are to know; they find it as `TASK`.
-        device: where they compute.
-        oversubscribe: whether the user insists on more than the machine carries.
-
-    Raises:
-        UserError: there can be no such number of ranks, or a launcher has already started some.
-    """
-    if nproc == 1 or os.environ.get(PARENT):
-        return None
-    if nproc != "auto":
-        refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
-    elif detect_launch(os.environ).world_size > 1:
-        return None
-    number = ranks_to_start(nproc, device, oversubscribe=oversubscribe)
-    if number == 1:
-        return None
-    from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
-
-    return start_ranks(number, arguments, task)
-
-
-def refuse_inside_launcher(what: str, instead: str) -> None:
-    """Refuse to start ranks where a launcher has started this process among others.
-
-    Args:
-        what: what was to start them, as the message's subject.
-        instead: what to do.
-
-    Raises:
-        UserError: it has.
-    """
-    launch = detect_launch(os.environ)
-    if launch.world_size > 1:
-        raise UserError(
-            f"{what} starts ranks itself, but {launch.launcher} has already started "
-            f"{launch.world_size}. {instead}",
-            on_all_ranks=True,
-        )

@@ -21,9 +21,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import samestep
-from samestep.ranks.failure import STARTED_AT, TASK, print_error
-from samestep.ranks.limits import THREADS_WISHED
-from samestep.ranks.startup import PARENT, end_leftovers, stop_signals, unheeded_signal
+from samestep.ranks.process import STARTED_AT, TASK, print_error
+from samestep.ranks.startup import (
+    PARENT,
+    THREADS_WISHED,
+    end_leftovers,
+    stop_signals,
+    unheeded_signal,
+)
 
 _AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
 """A second signal of the same kind kills the ranks if it comes this long after the first."""

@@ -15,15 +15,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
+
 _IS_RANK = "SAMESTEP_RANK_PROCESS"
 
+
 _held: list[int] = []
+
 _usual = gc.get_threshold()
+
 _DURING_START = (10_000, 1_000, 1_000)  # not never: a command that joins no others ends with these
 
 
@@ -62,6 +66,7 @@ class _Forking(threading.local):
 
 
 _forking = _Forking()
+
 # Ours and the elastic agent's: each only notes a stop, or raises where an agent waits for it.
 _OURS = ("samestep.", "torch.distributed.elastic.")
 
@@ -168,3 +173,20 @@ def resume_collections() -> None:
     if gc.get_threshold() == _DURING_START:
         gc.freeze()
         gc.set_threshold(*_usual)
+
+
+THREADS_WISHED = "SAMESTEP_OMP_NUM_THREADS"
+"""Set, to the user's OMP_NUM_THREADS, in ranks that samestep starts: it gives them one of 1."""
+
+
+def threads_wished(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of threads that the user asked for by OMP_NUM_THREADS, if any.
+
+    torchrun sets it to 1 where it starts several ranks, so a 1 is no wish there.
+    """
+    value = environment.get(THREADS_WISHED, environment.get("OMP_NUM_THREADS", ""))
+    first = value.split(",")[0].strip()
+    by_torchrun = THREADS_WISHED not in environment and "TORCHELASTIC_RUN_ID" in environment
+    if not first.isdecimal() or int(first) < 1 or (by_torchrun and value == "1"):
+        return None
+    return int(first)

@@ -8,6 +8,7 @@ import contextlib
 import datetime as dt
 import gc
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +23,74 @@ from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
 from samestep.errors import UserError
 from samestep.ranks.address import check_gloo_interfaces, interface_towards, resolve, resolve_master
-from samestep.ranks.gpus import FEWER_RANKS, check_gpus, gpu_uuid, one_gpu_each
-from samestep.ranks.launch import Launch, detect_launch
-from samestep.ranks.startup import resume_collections
+from samestep.ranks.launch import Launch, binds_gpus, detect_launch
+from samestep.ranks.startup import PARENT, resume_collections
+
+FEWER_RANKS = (
+    "Start as many ranks as GPUs (--nproc, --ntasks-per-node), use --device cpu, or let ranks "
+    "share a GPU with --oversubscribe."
+)
+
+
+def one_gpu_each(
+    launch: Launch, environment: Mapping[str, str], *, oversubscribe: bool = False
+) -> bool:
+    """Return whether a rank that sees one GPU has it for itself, as far as its variables tell.
+
+    Slurm says so. Under other launchers CUDA_VISIBLE_DEVICES may have been set for each rank, or
+    once for all of them: `check_gpus` asks the ranks. Ranks that samestep starts itself all see
+    what it sees.
+    """
+    if launch.launcher == "srun" and binds_gpus(environment):
+        return True
+    chosen = environment.get("CUDA_VISIBLE_DEVICES") and not environment.get(PARENT)
+    return bool(chosen) and not oversubscribe
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a CUDA device; nothing for other devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def check_gpus(launch: Launch, uuid: str, store: Any) -> None:
+    """Check that no two ranks compute on one GPU. All ranks call it, before they join.
+
+    Args:
+        launch: this rank's place among the others.
+        uuid: of this rank's GPU.
+        store: what `open_store` returned.
+    """
+    size = launch.world_size
+    store.set(f"gpu/{launch.rank}", f"{uuid} of node {launch.node} ({socket.gethostname()})")
+    told = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
+    ranks: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(told):
+        ranks.setdefault(gpu.partition(" (")[0], []).append(rank)
+    sharing = max(ranks.values(), key=len)
+    if len(sharing) == 1:
+        return
+    store.set(f"gpu/{launch.rank}/told", "1")
+    if launch.rank == 0:  # whose process may serve the store, and ends now
+        store.wait([f"gpu/{rank}/told" for rank in range(size)])
+    several = ", ".join(map(str, sharing[:4])) + (", …" if len(sharing) > 4 else "")
+    raise UserError(
+        f"Ranks {several} have one GPU between them: {told[sharing[0]]}. CUDA_VISIBLE_DEVICES is "
+        f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')} here. {FEWER_RANKS}",
+        on_all_ranks=True,
+    )
+
 
 T = TypeVar("T")
+
 Store: TypeAlias = _Store
+
 StoreTimeout: TypeAlias = dist.DistStoreError
 """A store has waited for a key in vain."""
+
 Device = Literal["auto", "cpu", "cuda", "mps"]
+
 Backend = Literal["auto", "nccl", "gloo"]
+
 GROUP_OF_ONE = "SAMESTEP_GROUP_OF_ONE"
 """Set to 1, a process alone makes a process group too: a test of what connects ranks."""
 
@@ -201,9 +260,6 @@ def choose_device(
     "auto" takes the best device. `cuda`, the number of CUDA devices, and `mps`, whether Apple's GPU
     is here, are asked of torch if not given. `one_each`: if a rank sees one GPU, it is its own.
     `oversubscribe`: ranks beyond the number of GPUs share them in turn.
-
-    Raises:
-        UserError: the device asked for is absent, or the node has fewer GPUs than ranks.
     """
     if cuda is None:
         cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -231,11 +287,7 @@ def choose_device(
 
 
 def choose_backend(wanted: Backend, device: torch.device, platform: str = sys.platform) -> str:
-    """Return the backend that connects the ranks: NCCL for CUDA on Linux, else Gloo.
-
-    Raises:
-        UserError: NCCL was asked for and cannot serve this platform or device.
-    """
+    """Return the backend that connects the ranks: NCCL for CUDA on Linux, else Gloo."""
     possible = platform.startswith("linux") and device.type == "cuda"
     if wanted == "nccl" and not possible:
         raise UserError(
@@ -259,9 +311,6 @@ def find_world(
         backend: what connects the ranks; "auto" chooses by platform and device.
         environment: the launcher's variables.
         oversubscribe: whether several ranks may share a GPU.
-
-    Raises:
-        UserError: a device or backend is absent, or the launcher's variables are wrong.
     """
     launch = detect_launch(environment)
     one_each = one_gpu_each(launch, environment, oversubscribe=oversubscribe)
@@ -317,9 +366,6 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
 
     A collective waits `timeout_s` seconds for the slowest rank. `store` is what `open_store`
     returned, if this rank has already opened it.
-
-    Raises:
-        UserError: the port is taken, or rank 0's address has no meaning here or no answer.
     """
     resume_collections()  # all that is imported for good is here by now
     if world.device.type == "cuda":
@@ -397,3 +443,21 @@ def abandon(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImaginedWorld(World):
+    """A world in which every other rank would say what this one says.
+
+    What is built with it takes the sizes and shares of the whole world, and needs one process.
+    """
+
+    @property
+    def connected(self) -> bool:
+        """Never: a collective returns its input."""
+        return False
+
+    def gather(self, value: T) -> list[T]:
+        """Return this rank's value for every rank, each one of its own, as if it had been sent."""
+        sent = pickle.dumps(value)
+        return [value, *(pickle.loads(sent) for _ in range(1, self.world_size))]  # noqa: S301

@@ -18,30 +18,30 @@ from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, made_by
 from samestep.machine import usable_cores
-from samestep.ranks.limits import check_workers
+from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.session.promise import check_promise
 from samestep.session.request import Request
 from samestep.settings import Settings
-from samestep.training.alike import seed_alike, seed_rank
+from samestep.training.alike import random_numbers, seed_alike, seed_rank
 from samestep.training.apply import applied, terms_of
-from samestep.training.compiled import Compiles, make_step, what_compiles
-from samestep.training.compiled_evaluation import with_forward
+from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
+from samestep.training.device import (
+    check_precision,
+    choose_threads,
+    data_dtype,
+    keep_freed_memory,
+    make_scaler,
+)
 from samestep.training.dry_run import Metrics, dry_run
-from samestep.training.ema import Average
-from samestep.training.epoch_metrics import EpochMetrics
-from samestep.training.memory import keep_freed_memory
-from samestep.training.optimizer import optimizer_of
-from samestep.training.parallel import Wrap, make_counter, wrap
+from samestep.training.metrics import EpochMetrics
+from samestep.training.optimizer import Average, optimizer_of
 from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, make_plan
-from samestep.training.precision import check_precision, data_dtype, make_scaler
-from samestep.training.prepare import place_loss, prepare
-from samestep.training.snapshot import random_numbers
+from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.training.step import Trainee
 from samestep.training.stopping import Watch
-from samestep.training.threads import choose_threads
 from samestep.training.work import State, Work
 
 

@@ -16,12 +16,11 @@ from samestep.recipe import Recipe, Splits
 from samestep.session.trained_model import open_checkpoint
 from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, terms_of
-from samestep.training.backends import switched
+from samestep.training.device import choose_threads, switched
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
 from samestep.training.prepare import place_loss
 from samestep.training.snapshot import check_classes
-from samestep.training.threads import choose_threads
 
 
 def evaluate_run(

@@ -22,9 +22,9 @@ from samestep.session.own_ending import say
 from samestep.session.own_session import Session
 from samestep.session.own_state import Kept
 from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
-from samestep.training.clock import Clock
-from samestep.training.due import is_recorded, steps_between_records
-from samestep.training.parallel import share_buffers
+from samestep.training.meter import Clock
+from samestep.training.plan import is_recorded, steps_between_records
+from samestep.training.prepare import share_buffers
 from samestep.training.stopping import Watch
 
 _EPOCH_BEGINS, _EPOCH_ENDS, _VALIDATED = 1, 2, 3

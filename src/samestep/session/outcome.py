@@ -20,10 +20,9 @@ from samestep.run.records import Record
 from samestep.session.baselines import as_result, measure_baselines
 from samestep.session.build import Built
 from samestep.session.request import Request
-from samestep.training.between import evaluate_work
+from samestep.training.device import data_dtype, peak_memory_bytes
 from samestep.training.evaluation import UntilTold
-from samestep.training.memory import peak_memory_bytes
-from samestep.training.precision import data_dtype
+from samestep.training.loop import evaluate_work
 from samestep.training.snapshot import load_evaluated, weights_sha256
 from samestep.training.stopping import Agreement
 from samestep.training.work import State, Work

@@ -13,7 +13,7 @@ import tomli_w
 import torch
 
 from samestep.errors import UserError
-from samestep.ranks.failure import JOB_RUN
+from samestep.ranks.process import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run.directory import Run, is_run, new_run_path
 from samestep.run.environment import names_secret, versions

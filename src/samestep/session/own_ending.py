@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from samestep.errors import AlreadyTold, UserError, is_users
-from samestep.ranks.failure import report
-from samestep.ranks.log import RankLog
+from samestep.ranks.process import RankLog, report
 from samestep.ranks.world import World, abandon
 
 

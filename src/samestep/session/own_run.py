@@ -8,10 +8,9 @@ from typing import Any, Literal, Never, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
+from samestep import dist
 from samestep.errors import UserError
-from samestep.ranks import process_group
-from samestep.ranks.failure import rank_of, report
-from samestep.ranks.log import RankLog
+from samestep.ranks.process import RankLog, rank_of, report
 from samestep.recipe import Collate
 from samestep.session import own_ending as ending
 from samestep.session.gradients import Trained, backward, check_loss, parameters_of, weight_of
@@ -60,7 +59,7 @@ class OwnRun:
             self._session = Session(self._wanted, self._log)
             self._loops = Loops(self._session)
         except Exception as error:
-            world = process_group.current_world()
+            world = dist.current_world()
             ending.end_failed(error, self._log, connected=world.connected)
             raise
         return self
@@ -96,7 +95,7 @@ class OwnRun:
         session.close(error)
         if error is None or isinstance(error, ending.Stopped):
             try:
-                process_group.cleanup()
+                dist.cleanup()
             except RuntimeError as late:  # another rank is gone
                 error = late
             else:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from samestep import dist
 from samestep.errors import UserError, listed
-from samestep.ranks import process_group
-from samestep.ranks.failure import JOB_RUN
-from samestep.ranks.log import RankLog
+from samestep.ranks.process import JOB_RUN, RankLog
 from samestep.ranks.world import Backend, Device
 from samestep.run.directory import is_run
 from samestep.run.files import read_object
@@ -95,10 +94,10 @@ class Session:
             UserError: on every rank, for anything the user can mend.
         """
         wanted.check()
-        if process_group.current_world().connected:
+        if dist.current_world().connected:
             raise UserError("open_run joins the ranks by itself: leave setup_distributed() out.")
-        process_group.setup_distributed(wanted.device, wanted.backend, wanted.timeout_s)
-        self.wanted, self.world = wanted, process_group.current_world()
+        dist.setup_distributed(wanted.device, wanted.backend, wanted.timeout_s)
+        self.wanted, self.world = wanted, dist.current_world()
         self.path = self.world.on_main(
             lambda: directory.choose_path(wanted.path, wanted.name, resume=wanted.resume)
         )

@@ -16,11 +16,10 @@ from samestep.run import checkpoints
 from samestep.run.index import Entry, announce, find_checkpoint, read_index
 from samestep.run.records import Record
 from samestep.session.means import Sums
-from samestep.training.clock import Position
-from samestep.training.parallel import share_buffers
-from samestep.training.prepare import check_dense
+from samestep.training.prepare import check_dense, share_buffers
 from samestep.training.snapshot import load_model
 from samestep.training.stopping import Watch
+from samestep.training.work import Position
 
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""

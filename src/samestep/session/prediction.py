@@ -16,9 +16,8 @@ from samestep.ranks.world import Device, World
 from samestep.recipe import Recipe, is_cross_entropy
 from samestep.session.trained_model import Opened, open_checkpoint
 from samestep.training.apply import applied
-from samestep.training.backends import switched
+from samestep.training.device import choose_threads, switched
 from samestep.training.evaluation import as_evaluated, outputs_of
-from samestep.training.threads import choose_threads
 
 _ROWS_PER_BATCH = 32
 

@@ -15,7 +15,7 @@ import torch
 
 from samestep.option_calls import without_options
 from samestep.recipe import Recipe
-from samestep.training.hidden_state import closure_of
+from samestep.training.side_effects import closure_of
 
 NOT_OF_THE_TRAINING = frozenset(
     {

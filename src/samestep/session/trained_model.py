@@ -16,7 +16,7 @@ from samestep.session.recipe_changes import check_recipe_unchanged
 from samestep.session.request import draft, read_toml
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike
-from samestep.training.precision import check_precision, data_dtype
+from samestep.training.device import check_precision, data_dtype
 from samestep.training.prepare import hold_parameters, to_channels_last
 from samestep.training.snapshot import check_recipe, load_evaluated
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed, no_exit
-from samestep.ranks.failure import JOB_RUN
-from samestep.ranks.gpus import gpu_uuid
-from samestep.ranks.world import World
+from samestep.ranks.process import JOB_RUN
+from samestep.ranks.world import World, gpu_uuid
 from samestep.run.directory import Run, check_free, is_run, new_run_path
 from samestep.run.environment import git_commit, versions
 from samestep.run.files import write_text
@@ -27,11 +26,10 @@ from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_cha
 from samestep.session.request import Request
 from samestep.session.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.settings import free_names
-from samestep.training.backends import kernels_of, switched
-from samestep.training.between import Between
-from samestep.training.loop import train
-from samestep.training.parallel import Wrap, wrap
+from samestep.training.device import kernels_of, switched
+from samestep.training.loop import Between, train
 from samestep.training.plan import plan_notes
+from samestep.training.prepare import Wrap, wrap
 from samestep.training.stopping import Agreement, Minutes, Received
 from samestep.training.work import State, Work, is_done
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import LOST_PEER
-from samestep.ranks.failure import FAILURE
+from samestep.ranks.process import FAILURE
 from samestep.run.files import read_object
 
 STDERR = ".stderr-rank-{rank}"

@@ -4,11 +4,13 @@ Ranks draw other numbers in forward, since they hold other samples. Whatever cha
 to draw the same everywhere, or the weights drift apart, and nothing else would show it.
 """
 
+import contextlib
 import platform
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,9 +108,6 @@ def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: s
         world: this rank among the others.
         step: steps taken so far.
         added: what may be wrong with a gradient that differs, for the message.
-
-    Raises:
-        UserError: on every rank, which weight differs, and the probable cause.
     """
     if not (world.connected and named):
         return
@@ -154,3 +153,35 @@ def bits_of(tensors: Sequence[Tensor]) -> Tensor:
         total = bits.sum(dtype=bits.dtype if bits.element_size() > 2 else torch.int64)
         sums.append(total.to(tensors[0].device, torch.int64))
     return torch.stack(sums).cpu()
+
+
+@contextlib.contextmanager
+def random_numbers(seed: int) -> Iterator[None]:
+    """Seed every global generator; afterwards all are as they were."""
+    kept = rng_state()
+    seed_alike(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(kept)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of the host's generators.
+
+    Those of devices are not kept: every step, and every batch of an evaluation, seeds its own.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))

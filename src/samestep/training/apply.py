@@ -84,9 +84,6 @@ def check_terms(found: Any, count: object) -> Any:
 
     A tensor on a device is not read here: that would make the host wait. What is wrong with it
     shows in the loss.
-
-    Raises:
-        UserError: it is none, or not greater than 0.
     """
     if isinstance(found, Tensor) and found.numel() == 1 and found.device.type != "cpu":
         return found.detach().reshape(())

@@ -17,10 +17,10 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits, accuracy
 from samestep.run.checkpoints import why_not_kept
 from samestep.settings import Precision
+from samestep.training.alike import random_numbers
 from samestep.training.apply import applied, terms_of
+from samestep.training.device import autocast
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
-from samestep.training.precision import autocast
-from samestep.training.snapshot import random_numbers
 
 _SAMPLES = 8
 
@@ -54,9 +54,6 @@ def dry_run(
 
     Returns:
         The metrics that these targets have: the default accuracy needs classes.
-
-    Raises:
-        UserError: something of the recipe fails, or returns what cannot be used.
     """
     made_by(recipe.model)(check_extra_state)(model)
     told_later = evaluated is None and not recipe.metrics
@@ -97,11 +94,7 @@ def fitting_metrics(metrics: Metrics, targets: Any) -> Metrics:
 
 
 def check_extra_state(model: nn.Module) -> None:
-    """Check that a checkpoint can hold what a module's `get_extra_state` returns.
-
-    Raises:
-        UserError: it holds objects that are not loaded from files, lest they run code.
-    """
+    """Check that a checkpoint can hold what a module's `get_extra_state` returns."""
     state = model.state_dict()
     for name in state:
         if not name.endswith("_extra_state"):

@@ -14,16 +14,14 @@ from samestep.data.trees import describe
 from samestep.errors import UserError, blame
 from samestep.ranks.world import World
 from samestep.settings import Precision, Settings
-from samestep.training.alike import seed_torch
+from samestep.training.alike import random_numbers, seed_torch
 from samestep.training.apply import Terms, call
 from samestep.training.buffers import keep_buffers
-from samestep.training.confusion import Confusion
-from samestep.training.metrics import Objects, functions_of, told, values_of
-from samestep.training.parts import sum_over_parts
-from samestep.training.precision import autocast
-from samestep.training.snapshot import random_numbers
+from samestep.training.device import autocast
+from samestep.training.metrics import Confusion, Objects, functions_of, told, values_of
 from samestep.training.step import check_loss
 from samestep.training.stopping import Agreement
+from samestep.training.tree import sum_over_parts
 
 
 def evaluation_batch(settings: Settings, micro_batch_size: int | None = None) -> int:
@@ -100,9 +98,6 @@ def evaluate(
     Returns:
         `loss`, each metric by its name, and `samples`; with classes also `per_class` and
         `confusion`, as `Confusion.result` has them.
-
-    Raises:
-        EvaluationError: on every rank, what the recipe gets wrong on any of them.
     """
     totals = Totals(loss, metrics, world, classes, terms)
     # A forward may write buffers, and ranks compute another number of them.
@@ -155,11 +150,7 @@ def outputs_of(
     device: torch.device,
     *makers: object,
 ) -> Any:
-    """Return a model's outputs; `makers` are the functions that build it, for a message.
-
-    Raises:
-        UserError: the model failed.
-    """
+    """Return a model's outputs; `makers` are the functions that build it, for a message."""
     try:
         with autocast(precision, device):
             return call(model, inputs) if isinstance(model, nn.Module) else model(inputs)
@@ -193,11 +184,7 @@ class Totals:
         self._confusion = Confusion(classes, home) if classes else None
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """Add a batch.
-
-        Raises:
-            UserError: the loss is no mean, or a metric not one value a sample.
-        """
+        """Add a batch."""
         inputs, targets, count, _first, part = batch
         if self._world.virtual_ranks and part != self._part:
             self._part = part

@@ -1,20 +1,235 @@
-"""The training loop: it yields records, and whoever calls it does with them what it likes.
+"""The training loop and what falls due between its steps: evaluations, checkpoints, the end.
 
-`train` is a whole training. `rehearse` takes the same steps and does nothing else; who needs only a
-few of them iterates over it as long as it likes.
+`train` is a whole training and yields records; the caller decides what to do with them. `rehearse`
+takes the same steps and does nothing else: break out once you have enough steps.
 """
 
-from collections.abc import Generator, Iterator
+import contextlib
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from signal import Signals
+from typing import Any
+
+import torch
 
 from samestep.data.blocks import Block
+from samestep.data.source import Source
+from samestep.errors import UserError, made_by
 from samestep.run.records import Record
 from samestep.training.alike import is_checked
-from samestep.training.between import Between, after_step, catch_up, end_of_epoch, stop_early
-from samestep.training.due import is_recorded
-from samestep.training.meter import Meter
-from samestep.training.plan import learning_rate
+from samestep.training.evaluation import (
+    Evaluable,
+    EvaluationError,
+    UntilTold,
+    evaluate,
+    evaluation_batch,
+)
+from samestep.training.meter import KEPT, REMEDIES, Meter, epoch_record
+from samestep.training.plan import due_after_epoch, due_within_epoch, is_recorded, learning_rate
+from samestep.training.prepare import share_buffers
 from samestep.training.snapshot import check_alike
+from samestep.training.stopping import Agreement, Minutes
 from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full, is_done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """What a training has that a rehearsal does not."""
+
+    agreement: Agreement
+    """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
+    minutes: Minutes
+    save: Callable[[str, float | None], Record]
+    """(file name, monitored metric) → its `checkpoint` record, once it is announced."""
+
+
+def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iterable[Record]:
+    """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
+    step = state.position.step
+    agreed = between.agreement.after(step)
+    evaluates, saves = due_within_epoch(work.settings, step)
+    saves = saves or agreed.wished
+    if (evaluates or saves) and (epoch_is_full(work, state) or is_done(work, state)):
+        evaluates = saves = False  # the end of the epoch does it anyway
+    if not (evaluates or saves or agreed.signum):
+        return ()  # most steps: no generator is made for them
+    return _pause(work, state, between, meter, agreed.signum, evaluates=evaluates, saves=saves)
+
+
+def _pause(
+    work: Work,
+    state: State,
+    between: Between,
+    meter: Meter,
+    signum: int,
+    *,
+    evaluates: bool,
+    saves: bool,
+) -> Iterator[Record]:
+    meter.settle()
+    metric = None
+    if evaluates and work.validation is not None:
+        metric = yield from _evaluate(work, state, between, work.validation)
+        if state.signum:
+            return
+    if saves or signum or state.stop_reason:
+        yield save_now(work, state, between, metric)
+    if signum:
+        _stop(state, signum)
+    meter.resume()
+
+
+def catch_up(work: Work, state: State, between: Between) -> Iterator[Record]:
+    """Evaluate where the attempt before was stopped within an evaluation, and save."""
+    position = state.position
+    if not position.evaluation_due or work.validation is None:
+        return
+    position.evaluation_due = False
+    # A training may end within an epoch; elsewhere the epoch's record is yet to come.
+    last = is_done(work, state)
+    epoch = [epoch_record(work, state)] if last else []
+    metric = yield from _evaluate(work, state, between, work.validation, *epoch)
+    if not state.signum:
+        yield save_now(work, state, between, metric)
+
+
+def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]:
+    """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
+    position, last = state.position, is_done(work, state)
+    epoch = epoch_record(work, state)
+    due = due_after_epoch(work.settings, position.epoch + 1, position.step, last=last)
+    metric = None
+    if work.validation is not None and due.evaluates:
+        metric = yield from _evaluate(work, state, between, work.validation, epoch)
+        if state.signum:
+            return
+    else:
+        yield epoch
+    if epoch_is_full(work, state):
+        close_epoch(work, state)
+    if due.saves or state.stop_reason:
+        yield save_now(work, state, between, metric)
+
+
+def _evaluate(
+    work: Work, state: State, between: Between, source: Source, *before: Record
+) -> Generator[Record, None, float | None]:
+    """Yield the record of an evaluation, after those before it; return the monitored metric.
+
+    If it fails, or a signal stops it, what has been trained is saved. A run that goes on from there
+    evaluates, and yields all of these records then.
+    """
+    part, position = UntilTold(source, between.agreement), state.position
+    started = time.perf_counter()
+    try:
+        values = _measure(work, part)
+    except EvaluationError:
+        position.evaluation_due = not epoch_is_full(work, state)
+        yield save_now(work, state, between, None)
+        raise
+    if signum := part.agreed():
+        position.evaluation_due = not epoch_is_full(work, state)
+        _stop(state, signum)
+        yield save_now(work, state, between, None)
+        return None
+    yield from before  # this evaluation is done: it will not be repeated
+    record, metric = judge(work, state, values, time.perf_counter() - started)
+    yield record
+    stop_early(work, state)
+    return metric
+
+
+def _stop(state: State, signum: int) -> None:
+    state.signum, state.stop_reason = signum, Signals(signum).name
+
+
+def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, float]:
+    """Evaluate where the training stands; return the record and the monitored metric."""
+    started = time.perf_counter()
+    return judge(work, state, _measure(work, source), time.perf_counter() - started)
+
+
+def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
+    share_buffers(work.trainee.model, work.world)
+    return evaluate_work(work, source)
+
+
+def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what `evaluate` does, with the model and the settings of a training."""
+    average = work.trainee.average
+    weights = contextlib.nullcontext() if average is None else average.in_place()
+    with weights, made_by(*work.trainee.makers):
+        return evaluate(
+            work.trainee.applied,
+            source,
+            work.trainee.loss,
+            work.metrics,
+            world=work.world,
+            batch_size=evaluation_batch(work.settings, work.plan.micro_batch_size),
+            precision=work.settings.precision,
+            seed=work.settings.seed,
+            classes=classes,
+            terms=work.trainee.terms,
+            forward=work.forward,
+        )
+
+
+def judge(
+    work: Work, state: State, values: dict[str, float], seconds: float
+) -> tuple[Record, float]:
+    """Take note of a validation's values; return their record and the monitored metric."""
+    if not math.isfinite(values["loss"]):
+        raise _diverged(work, state, "The validation loss is NaN or infinite")
+    epoch, metric = state.position.epoch + 1, values[state.watch.metric]
+    state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
+    record = {
+        "event": "evaluation",
+        "split": "validation",
+        "epoch": epoch,
+        "step": state.position.step,
+        **values,
+        "seconds": seconds,
+    }
+    return record, metric
+
+
+def stop_early(work: Work, state: State) -> None:
+    """Stop where --patience has run out."""
+    patience = work.settings.patience
+    if patience is not None and state.watch.evaluations_since >= patience:
+        state.stop_reason = "early stopping"
+
+
+def save_now(work: Work, state: State, between: Between, metric: float | None) -> Record:
+    """Save where the training stands; return the record of it."""
+    check_weights(work, state)
+    between.minutes.restart()
+    return between.save(checkpoint_name(state), metric)
+
+
+def checkpoint_name(state: State) -> str:
+    """Return the name of a checkpoint of where the training stands."""
+    position = state.position
+    if position.step_in_epoch:
+        return f"checkpoint_step_{position.step}.pt"
+    return f"checkpoint_epoch_{position.epoch}.pt"
+
+
+def check_weights(work: Work, state: State) -> None:
+    """Check that what is to be saved is finite."""
+    checks = [p.detach().isfinite().all() for p in work.trainee.model.parameters()]
+    if checks and not bool(torch.stack(checks).all()):
+        raise _diverged(work, state, "A weight is NaN or infinite")
+
+
+def _diverged(work: Work, state: State, what: str) -> UserError:
+    step = state.position.step
+    lr = learning_rate(work.plan, work.settings, step - 1)
+    return UserError(
+        f"{what} after step {step} (learning rate {lr:.3g}). {KEPT} {REMEDIES}", on_all_ranks=True
+    )
 
 
 def train(work: Work, state: State, between: Between) -> Iterator[Record]:
@@ -24,10 +239,6 @@ def train(work: Work, state: State, between: Between) -> Iterator[Record]:
         Records named `step`, `compile`, `epoch`, `evaluation` and `checkpoint`, as events.jsonl
         keeps them, and `progress`, which only moves a progress bar. Afterwards
         `state.stop_reason` says why it ended.
-
-    Raises:
-        UserError: the loss became NaN or infinite, the ranks' weights have drifted apart, or a
-            checkpoint could not be written.
     """
     work.trainee.model.train()
     meter = Meter(work, state)

@@ -1,15 +1,140 @@
-"""What the steps of a training gave and took: their losses, seconds and phases, as records."""
+"""Measure the steps of a training: losses, seconds and phases become records."""
 
+import math
+import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.run.records import Record
-from samestep.training.clock import Clock
 from samestep.training.phases import compute_of
 from samestep.training.plan import learning_rate
-from samestep.training.window import Window
-from samestep.training.work import State, Taken, Work
+from samestep.training.work import Position, State, Sums, Taken, Work
+
+_PROGRESS_EVERY_S = 0.2
+
+
+class Clock:
+    """Count the seconds of training steps, without the evaluations and checkpoints between."""
+
+    def __init__(self, position: Position) -> None:
+        self._before, self._since = position.seconds, time.perf_counter()
+        self._marked = (position.samples, position.seconds)
+        self._shown = 0.0
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self._before + time.perf_counter() - self._since
+
+    def resume(self, position: Position) -> None:
+        """Go on after a pause that began when the position was brought up to date."""
+        self._before, self._since = position.seconds, time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count these seconds: they were spent in compiling."""
+        self._since += seconds
+
+    def rate(self, position: Position) -> Record:
+        """Return the fields `seconds` and `samples_per_s`, the latter since the last mark."""
+        samples, seconds = self._marked
+        now = self.seconds()
+        return {
+            "seconds": now,
+            "samples_per_s": (position.samples - samples) / max(now - seconds, 1e-9),
+        }
+
+    def mark(self, position: Position) -> None:
+        """Measure the next rate from here."""
+        self._marked = (position.samples, self.seconds())
+
+    def shows(self) -> bool:
+        """Whether a progress bar should move again."""
+        now = time.perf_counter()
+        if now - self._shown < _PROGRESS_EVERY_S:
+            return False
+        self._shown = now
+        return True
+
+
+_LONGEST = 1024
+
+KEPT = "Training stopped; earlier checkpoints are kept."
+"""Of a run, for one that keeps none to leave out of the message."""
+
+REMEDIES = "Try a smaller --lr, --warmup-steps, --clip-norm 1, or a wider --precision."
+
+
+class Window:
+    """Losses of steps not read yet. Ranks read at the same steps, since reading is a collective."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._losses: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._terms: list[Tensor] = []
+        self._first_step = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to read, lest the window grow without end."""
+        return len(self._sizes) >= _LONGEST
+
+    def add(
+        self, step: int, losses: Sequence[Tensor], size: int, terms: Sequence[Tensor] | None = None
+    ) -> None:
+        """Keep this rank's part of the mean losses of the steps from `step` on.
+
+        They are means over `size` samples, or over the `terms` of each step.
+        """
+        if not self._sizes:
+            self._first_step = step
+        self._losses.extend(losses)
+        self._sizes.extend([size] * len(losses))
+        self._terms.extend(terms or ())
+
+    def read(self, wanted: Sequence[int], lr: float, sums: Sums) -> tuple[list[float], Sums]:
+        """Empty the window.
+
+        Args:
+            wanted: steps in the window, counted from 1.
+            lr: the current learning rate, for the message.
+            sums: of the losses and of what they are means over, before the window.
+
+        Returns:
+            The mean loss of each wanted step over its global batch, and the sums with the window's.
+        """
+        if not self._sizes:
+            return [], sums
+        # The one place where the host waits for the device.
+        local = torch.stack(self._losses).cpu().to(torch.float64).tolist()
+        first = self._first_step + 1
+        sizes: Sequence[float] = self._sizes
+        if self._terms:
+            sizes = torch.stack(self._terms).cpu().to(torch.float64).tolist()
+        loss_sum, terms = sums
+        for loss, size in zip(local, sizes, strict=True):
+            loss_sum += loss * size
+            terms += size
+        sums = Sums(loss_sum, terms)
+        bad = next((first + i for i, loss in enumerate(local) if not math.isfinite(loss)), 0)
+        self._losses, self._sizes, self._terms = [], [], []
+        mine = [local[step - first] for step in wanted]
+        *losses, num_bad = self._world.reduce(
+            torch.tensor([*mine, float(bad > 0)], dtype=torch.float64)
+        ).tolist()
+        if num_bad:
+            # The largest of the negatives is the first bad step of any rank.
+            latest = torch.tensor(-bad if bad else -(2**62))
+            step = -int(self._world.reduce(latest, "max"))
+            raise UserError(
+                f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g}). {KEPT} "
+                f"{REMEDIES}",
+                on_all_ranks=True,
+            )
+        return losses, sums
 
 
 class Meter:
@@ -29,9 +154,6 @@ class Meter:
         """Count the steps just taken; return `compile`, `step` and `progress` records.
 
         Most steps have none: a list costs less than a generator that yields nothing.
-
-        Raises:
-            UserError: a loss is NaN or infinite; it shows when the host reads it.
         """
         first, size, lrs, logged, result, _block = taken
         position, clock = self._state.position, self._clock
@@ -65,11 +187,7 @@ class Meter:
         return records
 
     def settle(self) -> None:
-        """Bring the state up to date with what the steps gathered; all ranks call it.
-
-        Raises:
-            UserError: a loss is NaN or infinite: nothing is saved that is not known to be finite.
-        """
+        """Bring the state up to date with what the steps gathered; all ranks call it."""
         work, position = self._work, self._state.position
         self._read([], learning_rate(work.plan, work.settings, position.step - 1))
         self._state.measured.settle()

@@ -1,7 +1,8 @@
 """Build the optimizer, fused where the device has a fused kernel."""
 
+import contextlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from samestep.settings import Settings
 
 _RATIO = "lr_ratio"
 """In each group of a recipe's own optimizer: its learning rate / --lr."""
+
 _FUSED = ("cpu", "cuda", "mps")
+
 _HALF = (torch.bfloat16, torch.float16)
+
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 """What the settings say of an optimizer's groups, and a checkpoint keeps beside its state."""
+
 _KERNELS = ("fused", "foreach", "capturable")
 """What decides how an optimizer computes here, and where its step counts lie."""
 
@@ -72,11 +77,7 @@ def optimizer_of(
     *,
     fuse: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return the recipe's own optimizer, or else that of the settings, at a learning rate.
-
-    Raises:
-        UserError: the recipe's own is none that can train this model by itself.
-    """
+    """Return the recipe's own optimizer, or else that of the settings, at a learning rate."""
     if recipe.optimizer is None:
         return make_optimizer(model.parameters(), settings, lr, device, fuse=fuse)
     place = defined_at(recipe.optimizer)
@@ -131,9 +132,6 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     the groups that it loads want them, so they say here what this optimizer is.
 
     Of another kind of optimizer there is nothing to load: this one begins anew.
-
-    Raises:
-        UserError: it has other groups of parameters, or is of another kind than a recipe's own.
     """
     own = [dict(group) for group in optimizer.param_groups]
     if len(own) != len(saved["param_groups"]):
@@ -289,3 +287,45 @@ class Update:
             nesterov=False,
             maximize=False,
         )
+
+
+class Average:
+    """The average of a model's trained weights (Polyak & Juditsky 1992, exponentially weighted).
+
+    After each step: average = decay · average + (1 - decay) · weights. It begins as the weights.
+    Buffers, such as BatchNorm's statistics, are the model's own.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._weights = [p.detach() for p in self._named.values()]
+        self._averages = [p.clone() for p in self._weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after a step."""
+        torch._foreach_lerp_(self._averages, self._weights, 1.0 - self._decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the average of each weight by its name."""
+        return dict(zip(self._named, self._averages, strict=True))
+
+    @torch.no_grad()
+    def load(self, saved: dict[str, Tensor] | None) -> None:
+        """Take the averages of a checkpoint; where it has none, begin at the weights."""
+        source = self._named if saved is None else saved
+        for name, average in self.state().items():
+            average.copy_(source[name])
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the averages within this context, and then its own weights again."""
+        kept = [weight.clone() for weight in self._weights]
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._averages)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, kept)

@@ -1,21 +1,64 @@
-"""What follows from the settings, the data and the world: batch sizes, steps, learning rate."""
+"""What follows from settings, data and world: batch sizes, steps, when things are due, rates."""
 
 import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from samestep.data.blocks import Cut, cut_rows
 from samestep.data.order import share, steps_per_epoch
 from samestep.errors import UserError, blame, defined_at
 from samestep.settings import Settings
-from samestep.training.due import steps_between_records
+
+
+class Due(NamedTuple):
+    """What falls due after a step or an epoch."""
+
+    evaluates: bool
+    saves: bool
+
+
+def due_within_epoch(settings: Settings, step: int) -> Due:
+    """Return what falls due after a step, counted from 1, that does not end its epoch."""
+    return Due(_due(settings.eval_every_steps, step), _due(settings.checkpoint_every_steps, step))
+
+
+def due_after_epoch(settings: Settings, epoch: int, step: int, *, last: bool) -> Due:
+    """Return what falls due after an epoch, counted from 1, that ends with a step.
+
+    `last`: whether the training ends there.
+    """
+    within = due_within_epoch(settings, step)
+    return Due(
+        last or _due(settings.eval_every_epochs, epoch) or within.evaluates,
+        last or _due(settings.checkpoint_every_epochs, epoch) or within.saves,
+    )
+
+
+def steps_between_records(total_steps: int) -> int:
+    """Return how many steps lie between two `step` records by default."""
+    return next((steps for steps in (50, 20, 10, 5, 2) if total_steps >= 200 * steps), 1)
+
+
+def is_recorded(step: int, log_every: int | None) -> bool:
+    """Whether a step, counted from 1, has a record of its own.
+
+    None is the default of a stream whose length nobody knows: at each step, as if it ended there.
+    """
+    return step % (log_every or steps_between_records(step)) == 0
+
+
+def _due(every: int | None, count: int) -> bool:
+    return every is not None and count % every == 0
+
 
 _LARGEST = 2**31
+
 _FEW = 8
 """Samples per rank and step below which a note tells how to have more."""
+
 ENDLESS = 2**40
 """Steps of what nobody knows the end of: a stream, or a training that is left at some step."""
 
@@ -92,9 +135,6 @@ def make_plan(
     """Derive a run's numbers from its settings; a stream has 0 samples.
 
     The global batch is the same on any number of ranks. Their shares differ by one sample at most.
-
-    Raises:
-        UserError: the batch sizes contradict each other, or the data is too small.
     """
     check_virtual(settings, num_samples, world_size)
     if 0 < num_samples < world_size:
@@ -137,11 +177,7 @@ def make_plan(
 
 
 def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None:
-    """Check that there are virtual ranks for all ranks, and samples for all virtual ranks.
-
-    Raises:
-        UserError: there are not, or the data is a stream.
-    """
+    """Check that there are virtual ranks for all ranks, and samples for all virtual ranks."""
     virtual = settings.virtual_ranks
     if virtual is None:
         return
@@ -180,11 +216,7 @@ def _checked(
 
 
 def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> float:
-    """Return a schedule's factor.
-
-    Raises:
-        UserError: it fails, or is no number of 0 or more.
-    """
+    """Return a schedule's factor."""
     try:
         found = schedule(step, total)
     except Exception as error:
@@ -232,11 +264,7 @@ def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
 def _check_stream(
     settings: Settings, world_size: int, schedule: Callable[[int, int], float] | None
 ) -> None:
-    """Check that the settings need no length of the training set.
-
-    Raises:
-        UserError: they do, or do not go with a stream.
-    """
+    """Check that the settings need no length of the training set."""
     if settings.engine != "native":
         raise UserError(
             f"--engine {settings.engine} takes no stream: it asks for the length of an epoch. "
@@ -334,9 +362,6 @@ def learning_rate(plan: Plan, settings: Settings, step: int) -> float:
 
     The warm-up's ramp is linear from lr / (warm-up + 1) and reaches the full rate in the step
     after it; the cosine (Loshchilov & Hutter 2017, without restarts) then falls to 0 at the end.
-
-    Raises:
-        UserError: a recipe's own schedule fails.
     """
     warmup = settings.warmup_steps
     if plan.schedule is not None:

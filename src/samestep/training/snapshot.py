@@ -1,10 +1,7 @@
 """What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
 
-import contextlib
 import hashlib
-import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
@@ -17,14 +14,12 @@ from samestep.data.stream_lanes import Mark
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
 from samestep.run.checkpoints import FORMAT
-from samestep.training.alike import check_weights, seed_alike, seed_rank
-from samestep.training.clock import Position
+from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
 from samestep.training.optimizer import load_state, set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
-from samestep.training.window import Sums
-from samestep.training.work import State, Work
+from samestep.training.work import Position, State, Sums, Work
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
@@ -36,7 +31,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     next_lr = learning_rate(plan, work.settings, state.position.step)
     set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
     mine: dict[str, Any] = {
-        "rng": _rng_state(),
+        "rng": rng_state(),
         "loss_sum": state.sums.loss,
         "measured": state.measured.state(),
         "stream": _marks(work, state.position),
@@ -75,11 +70,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
 
 
 def check_alike(work: Work, step: int) -> None:
-    """Check that all ranks have the same weights; with virtual ranks, buffers too.
-
-    Raises:
-        UserError: on every rank, that they have not.
-    """
+    """Check that all ranks have the same weights; with virtual ranks, buffers too."""
     model = work.trainee.model
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     if work.settings.virtual_ranks is not None:
@@ -96,11 +87,7 @@ def _order_of_stream(work: Work) -> dict[str, int]:
 
 
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
-    """Bring a new training to where a checkpoint stands, on this number of ranks.
-
-    Raises:
-        UserError: the checkpoint is of another recipe, model or data.
-    """
+    """Bring a new training to where a checkpoint stands, on this number of ranks."""
     check_recipe(saved, recipe)
     check_classes(saved, work.classes)
     order, plan = saved["order"], work.plan
@@ -132,7 +119,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
         state.watch = watch  # else what was the best so far is not the best by the new measure
     world = work.world
     if len(saved["rng"]) == world.world_size:
-        _set_rng_state(saved["rng"][world.rank])
+        set_rng_state(saved["rng"][world.rank])
         loss_sum = saved["loss_sums"][world.rank]
     else:
         seed_rank(mix(work.settings.seed, state.position.step), world.rank)
@@ -168,21 +155,13 @@ def weights_sha256(model: torch.nn.Module) -> str:
 
 
 def check_recipe(state: dict[str, Any], recipe: str) -> None:
-    """Check that a checkpoint is of a recipe.
-
-    Raises:
-        UserError: it is of another.
-    """
+    """Check that a checkpoint is of a recipe."""
     if state["recipe"] != recipe:
         raise UserError(f"The checkpoint is of recipe {state['recipe']!r}, not of {recipe!r}.")
 
 
 def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
-    """Check that a checkpoint's outputs mean the classes that the data has now.
-
-    Raises:
-        UserError: they mean others, or the same in another order.
-    """
+    """Check that a checkpoint's outputs mean the classes that the data has now."""
     saved = state.get("classes") or []
     if saved == [str(place) for place in range(len(saved))]:
         return  # plain numbers name nothing: earlier versions had them for Fashion-MNIST, too
@@ -200,11 +179,7 @@ def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
 
 
 def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a model.
-
-    Raises:
-        UserError: names or shapes differ; the first few are said.
-    """
+    """Load a checkpoint's weights into a model."""
     saved, own = state["model"], model.state_dict()
     wrong = [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} is not in the model" for name in saved if name not in own]
@@ -222,45 +197,10 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def load_evaluated(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load what a checkpoint's evaluation was of: the averaged weights, where it has them.
-
-    Raises:
-        UserError: as `load_model`.
-    """
+    """Load what a checkpoint's evaluation was of: the averaged weights, where it has them."""
     load_model(model, {**state, "model": {**state["model"], **state.get("ema", {})}})
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
     """Return a tensor's shape; None for what a module's `get_extra_state` returned."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-@contextlib.contextmanager
-def random_numbers(seed: int) -> Iterator[None]:
-    """Seed every global generator; afterwards all are as they were."""
-    kept = _rng_state()
-    seed_alike(seed)
-    try:
-        yield
-    finally:
-        _set_rng_state(kept)
-
-
-def _rng_state() -> dict[str, Any]:
-    """Return the states of the host's generators.
-
-    Those of devices are not kept: every step, and every batch of an evaluation, seeds its own.
-    """
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (name, keys.tolist(), *rest)
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))

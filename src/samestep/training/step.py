@@ -17,13 +17,11 @@ from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.alike import may_draw, seed_rank, seed_torch, seed_update
 from samestep.training.apply import Terms, as_scalar, call
-from samestep.training.ema import Average
-from samestep.training.epoch_metrics import Seen
-from samestep.training.metrics import remedy_of
-from samestep.training.optimizer import Update
-from samestep.training.parallel import tell_end_of_autograd, without_sync
+from samestep.training.device import autocast, autocast_dtype
+from samestep.training.metrics import Seen, remedy_of
+from samestep.training.optimizer import Average, Update
 from samestep.training.phases import Phases
-from samestep.training.precision import autocast, autocast_dtype
+from samestep.training.prepare import tell_end_of_autograd, without_sync
 
 Weight = float | Tensor
 Weights = list[tuple[Weight, Tensor | None]]
@@ -76,11 +74,7 @@ class StepResult:
 
 
 def check_used(model: nn.Module) -> None:
-    """Check, after the first backward, that DDP will not wait for a gradient that never comes.
-
-    Raises:
-        UserError: the loss does not depend on a parameter that is to be trained.
-    """
+    """Check, after the first backward, that DDP will not wait for a gradient that never comes."""
     named = model.named_parameters()
     unused = [name for name, p in named if p.requires_grad and p.grad is None]
     if unused:
@@ -92,11 +86,7 @@ def check_used(model: nn.Module) -> None:
 
 
 def check_loss(value: Any, loss: object) -> None:
-    """Check what a recipe's loss returned.
-
-    Raises:
-        UserError: it is no scalar tensor of a floating-point type.
-    """
+    """Check what a recipe's loss returned."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
     raise UserError(
@@ -106,11 +96,7 @@ def check_loss(value: Any, loss: object) -> None:
 
 
 def check_trainable(value: Any, loss: object) -> None:
-    """Check that a recipe's loss of training samples is a scalar with a gradient.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that a recipe's loss of training samples is a scalar with a gradient."""
     check_loss(value, loss)
     if not value.requires_grad:
         raise UserError(
@@ -280,11 +266,7 @@ class EagerStep:
         return [(mine / self._terms, None) for mine in found]
 
     def _first_weights(self, parts: Sequence[Block]) -> Weights:
-        """Return the weights of the first step, once every rank has terms.
-
-        Raises:
-            UserError: on every rank, what is wrong with the terms of any.
-        """
+        """Return the weights of the first step, once every rank has terms."""
         if self._trainee.terms is None:
             return self._weights_of(parts)
         return self._world.on_every(lambda: self._weights_of(parts))
@@ -315,11 +297,7 @@ class EagerStep:
         return loss
 
     def _first_loss(self, inputs: Any, targets: Any) -> Tensor:
-        """Return the loss of the first batch, once every rank has one that it can train on.
-
-        Raises:
-            UserError: on every rank, what does not fit together on any.
-        """
+        """Return the loss of the first batch, once every rank has one that it can train on."""
 
         def checked() -> Tensor:
             try:

@@ -1,4 +1,4 @@
-"""What is trained, frozen, and where it stands: all that a loop is given."""
+"""Where the training stands, and the seconds that its steps have taken."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,13 +11,45 @@ from samestep.data.blocks import Block
 from samestep.data.source import Source
 from samestep.ranks.world import World
 from samestep.settings import Settings
-from samestep.training.clock import Position
-from samestep.training.epoch_metrics import EpochMetrics
+from samestep.training.metrics import EpochMetrics
 from samestep.training.phases import Phases
 from samestep.training.plan import ENDLESS, Plan
 from samestep.training.step import StepResult, Trainee
 from samestep.training.stopping import Watch
-from samestep.training.window import Sums
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Where the training stands: saved in each checkpoint, and resuming goes on from it."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    epoch: int = 0
+    """Epochs finished, their evaluation included."""
+    step_in_epoch: int = 0
+    stream_ended: bool = False
+    """Whether all of the running epoch's stream is trained."""
+    samples: int = 0
+    """Samples trained."""
+    samples_before: int = 0
+    """The value of `samples` when the running epoch began."""
+    seconds: float = 0.0
+    """Seconds spent in training steps, over all attempts."""
+    epoch_started_s: float = 0.0
+    """The value of `seconds` when the running epoch began."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of the running epoch in each phase of its steps, on rank 0."""
+    evaluation_due: bool = False
+    """Whether an evaluation that fell due within the epoch was stopped, and is to be done first."""
+
+
+class Sums(NamedTuple):
+    """What the mean loss of an epoch is made of."""
+
+    loss: float = 0.0
+    """This rank's part of the sum of the losses of all samples or terms."""
+    terms: float = 0.0
+    """Samples or terms of all ranks."""
 
 
 class Step(Protocol):

@@ -9,7 +9,7 @@ import msgspec
 
 from samestep.run.files import write_atomically
 from samestep.settings import Precision
-from samestep.training.draws import Kind
+from samestep.training.side_effects import Kind
 from samestep.verification.training_size import TrainingSize
 
 T = TypeVar("T")

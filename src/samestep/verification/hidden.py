@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from samestep.data.blocks import Block
 from samestep.errors import is_users
-from samestep.training.draws import Seen, users_line, watched
-from samestep.training.hidden_state import (
+from samestep.training.optimizer import optimizer_of
+from samestep.training.side_effects import (
+    Seen,
     closure_prints,
     differing,
     leaves_of,
     model_prints,
     optimizer_prints,
+    users_line,
+    watched,
 )
-from samestep.training.optimizer import optimizer_of
 from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
 
 _CLOCKS = (time.time, time.time_ns, time.perf_counter, time.monotonic, time.process_time, os.getpid)

@@ -15,7 +15,7 @@ from samestep.recipe import Accepted
 from samestep.screen.words import count
 from samestep.session.request import Request
 from samestep.settings import Precision
-from samestep.training.window import KEPT
+from samestep.training.meter import KEPT
 from samestep.verification.all_rows import judge
 from samestep.verification.evidence import Check, Evidence
 from samestep.verification.exchange import (

@@ -20,9 +20,9 @@ from samestep.session.request import Request
 from samestep.session.training_run import run_session
 from samestep.settings import Precision, in_precision
 from samestep.training.alike import seed_alike
-from samestep.training.backends import switched
-from samestep.training.draws import ALL_KINDS, Kind, Seen, watched
+from samestep.training.device import switched
 from samestep.training.plan import check_virtual
+from samestep.training.side_effects import ALL_KINDS, Kind, Seen, watched
 from samestep.training.stopping import Received
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
 from samestep.verification.exchange import (

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from samestep.settings import Precision
-from samestep.training.draws import Draws, Kind, Seen, batch_norms, outside, watched
+from samestep.training.side_effects import Draws, Kind, Seen, batch_norms, outside, watched
 
 
 def hold_model(

@@ -18,9 +18,9 @@ from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, Settings, in_precision
 from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, call
-from samestep.training.draws import ALL_KINDS, Kind, Seen, batch_norms, watched
-from samestep.training.precision import autocast, data_dtype
+from samestep.training.device import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
+from samestep.training.side_effects import ALL_KINDS, Kind, Seen, batch_norms, watched
 from samestep.verification.difference import ROUNDING
 from samestep.verification.doubles import in_doubles
 from samestep.verification.fingerprints import batch_mark, sample_marks

@@ -9,8 +9,7 @@ from samestep.data.blocks import Batch
 from samestep.data.source import Source
 from samestep.run.records import Record
 from samestep.session.training_run import NATIVE, Engine, Task
-from samestep.training.between import checkpoint_name, evaluate_now, evaluate_work
-from samestep.training.loop import rehearse
+from samestep.training.loop import checkpoint_name, evaluate_now, evaluate_work, rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.work import State, Work, close_epoch, epoch_is_full
 from samestep.verification.fingerprints import bits_of, gradients_of, sample_marks, weights_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.settings import Precision, Settings, in_precision
-from samestep.training.draws import Kind
+from samestep.training.side_effects import Kind
 from samestep.verification.exchange import RecipeFacts, Start
 
 MAIN = "main"

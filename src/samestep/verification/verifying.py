@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 import torch
 
 from samestep.errors import UserError, did_you_mean
-from samestep.ranks.limits import check_ranks
+from samestep.ranks.nproc import check_ranks
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.session.request import Request

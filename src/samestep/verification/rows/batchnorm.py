@@ -1,7 +1,7 @@
 """BatchNorm: each rank normalises over its own share of the batch."""
 
 from samestep.errors import listed
-from samestep.training.draws import batch_norms
+from samestep.training.side_effects import batch_norms
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows.left_free import answer, left_free

@@ -6,7 +6,7 @@ All trainings hold them still but these, so a difference here has this one cause
 
 from dataclasses import replace
 
-from samestep.training.draws import Kind
+from samestep.training.side_effects import Kind
 from samestep.verification.evidence import NOT_REACHED, Cause, Check, Evidence, measured
 from samestep.verification.short_trainings import MAIN, ShortTraining
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from samestep.run import checkpoints
 from samestep.training.apply import terms_of
-from samestep.training.draws import ALL_KINDS, Seen
 from samestep.training.evaluation import evaluate
+from samestep.training.side_effects import ALL_KINDS, Seen
 from samestep.training.snapshot import load_evaluated
 from samestep.verification.difference import TrainingDifference, evaluations_apart
 from samestep.verification.evidence import Check, Evidence, TableRow, measured

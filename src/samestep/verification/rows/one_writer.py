@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, TextIO, cast
 
 from samestep.errors import is_users
-from samestep.training.draws import place_of, users_line
+from samestep.training.side_effects import place_of, users_line
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow
 from samestep.verification.exchange import decoded
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.training.draws import batch_norms
+from samestep.training.side_effects import batch_norms
 from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.fingerprints import dense

@@ -1,18 +1,24 @@
-"""How many processes this machine carries: ranks, and the loader processes beside them."""
+"""How many ranks and loader processes this machine carries, and starting them for `--nproc`."""
 
 import math
 import os
-from collections.abc import Mapping
 from typing import Literal
 
 from samestep.errors import UserError
 from samestep.machine import free_memory_bytes, quota_cores, usable_cores
+from samestep.ranks.launch import detect_launch
+from samestep.ranks.startup import PARENT
 
 MOST_PER_CORE = 4
+
+
 RANK_BYTES = 220 << 20
 """Memory that a rank has for itself with a tiny model on the CPU; two of spiral's had 224 MiB."""
+
+
 WORKER_BYTES = 13 << 20
 """The same of a loader process, which shares most of its memory with its rank."""
+
 
 NumRanks = int | Literal["auto"]
 
@@ -21,9 +27,6 @@ def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: boo
     """Return how many ranks `--nproc` is to start.
 
     "auto" is a rank for each GPU; without one, a rank for each core, as memory allows.
-
-    Raises:
-        UserError: there can be no such number, or the machine does not carry it.
     """
     if wanted == "auto":
         return _gpus(device) or max(1, min(cores(), _that_fit(RANK_BYTES)))
@@ -32,11 +35,7 @@ def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: boo
 
 
 def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--nproc") -> None:
-    """Check that this machine carries so many ranks.
-
-    Raises:
-        UserError: it does not, or the number is not positive.
-    """
+    """Check that this machine carries so many ranks."""
     if number < 1:
         raise UserError(f"{flag} is {number}; it must be 1 or more.")
     if not oversubscribe:
@@ -44,11 +43,7 @@ def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--npro
 
 
 def check_workers(num_workers: int, num_ranks: int, num_cores: int) -> None:
-    """Check that some cores, and this machine's memory, carry the loader processes of their ranks.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that the cores and the free memory carry the loader processes of these ranks."""
     what = f"--num-workers {num_workers}"
     if num_ranks > 1:
         what += f" for each of {num_ranks} ranks"
@@ -90,18 +85,48 @@ def _gpus(device: str) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-THREADS_WISHED = "SAMESTEP_OMP_NUM_THREADS"
-"""Set, to the user's OMP_NUM_THREADS, in ranks that samestep starts: it gives them one of 1."""
+def start_nproc(
+    nproc: NumRanks,
+    arguments: list[str],
+    task: str = "",
+    *,
+    device: str = "auto",
+    oversubscribe: bool = False,
+) -> int | None:
+    """Start the ranks of `--nproc`; return their exit code, or None in a process that is to work.
 
-
-def threads_wished(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of threads that the user asked for by OMP_NUM_THREADS, if any.
-
-    torchrun sets it to 1 where it starts several ranks, so a 1 is no wish there.
+    Args:
+        nproc: how many, or "auto" for as many as this machine has GPUs, else cores.
+        arguments: of `samestep`, on each of them.
+        task: what else they are to know; they find it as `TASK`.
+        device: where they compute.
+        oversubscribe: whether the user insists on more than the machine carries.
     """
-    value = environment.get(THREADS_WISHED, environment.get("OMP_NUM_THREADS", ""))
-    first = value.split(",")[0].strip()
-    by_torchrun = THREADS_WISHED not in environment and "TORCHELASTIC_RUN_ID" in environment
-    if not first.isdecimal() or int(first) < 1 or (by_torchrun and value == "1"):
+    if nproc == 1 or os.environ.get(PARENT):
         return None
-    return int(first)
+    if nproc != "auto":
+        refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
+    elif detect_launch(os.environ).world_size > 1:
+        return None
+    number = ranks_to_start(nproc, device, oversubscribe=oversubscribe)
+    if number == 1:
+        return None
+    from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
+
+    return start_ranks(number, arguments, task)
+
+
+def refuse_inside_launcher(what: str, instead: str) -> None:
+    """Refuse to start ranks where a launcher has started this process among others.
+
+    Args:
+        what: what was to start them, as the message's subject.
+        instead: what to do.
+    """
+    launch = detect_launch(os.environ)
+    if launch.world_size > 1:
+        raise UserError(
+            f"{what} starts ranks itself, but {launch.launcher} has already started "
+            f"{launch.world_size}. {instead}",
+            on_all_ranks=True,
+        )

@@ -1,8 +1,8 @@
-"""The world as plain functions, for people who write their own training loop.
+"""samestep's process group for your own training loop.
 
-    rank, local_rank, world_size = samestep.setup_distributed()
+    rank, local_rank, world_size = samestep.dist.setup_distributed()
     …
-    samestep.cleanup()
+    samestep.dist.cleanup()
 
 The same script then runs alone, under torchrun, under srun and under mpirun.
 """

@@ -1,0 +1,267 @@
+"""How a process computes: precision, PyTorch's process-wide switches, threads and memory."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.errors import UserError
+from samestep.ranks.startup import threads_wished
+from samestep.settings import MatmulPrecision, Precision, Settings
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_KINDS = ("cpu", "cuda", "mps")
+"""Kinds of devices that samestep trains on."""
+
+
+def data_dtype(precision: Precision) -> torch.dtype:
+    """Return the floating-point type of weights and stored data."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the type that autocast computes in, or None where there is no autocast."""
+    return _AUTOCAST.get(precision)
+
+
+def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a forward pass."""
+    dtype = autocast_dtype(precision)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Compute as if no `torch.autocast` were open around this; afterwards all are again.
+
+    `torch.autocast(enabled=False)` would not do: PyTorch forgets the weights that it has cast only
+    when the outermost context ends, so the contexts of single steps within it would go on with the
+    weights of the first one.
+    """
+    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    cached = torch.is_autocast_cache_enabled()
+    depth = torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_cache_enabled(True)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(cached)
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+
+
+def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler that fp16 needs, and None for the others."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Check that a device can compute in a precision."""
+    if device.type == "mps" and precision == "fp64":
+        raise UserError("--precision fp64: Apple GPUs have no float64. Use --device cpu.")
+    if (
+        device.type == "cuda"
+        and precision == "bf16"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise UserError("--precision bf16: this GPU has no bfloat16. Use fp16 or fp32.")
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def switched(settings: Settings, device: torch.device) -> Iterator[None]:
+    """Compute as the settings say within this context; what they leave open stays PyTorch's.
+
+    It has to be entered before the first matrix product on the device: cuBLAS reads its variable
+    once.
+    """
+    with ExitStack() as stack:
+        if settings.matmul_precision is not None:
+            stack.enter_context(_float32_products(settings.matmul_precision))
+        if settings.deterministic:
+            stack.enter_context(_deterministic(device))
+            if settings.virtual_ranks is not None:
+                stack.enter_context(_unfilled())
+        elif settings.cudnn_benchmark:
+            stack.enter_context(_cudnn(benchmark=True))
+        yield
+
+
+def kernels_of(device: torch.device) -> dict[str, Any]:
+    """Return which kernels a CUDA device computes with, for the records; nothing for others."""
+    if device.type != "cuda":
+        return {}
+    # The newer names can always be read; the older ones raise where somebody has set a newer one.
+    return {
+        "kernels": {
+            "tf32_products": torch.backends.cuda.matmul.fp32_precision == "tf32",
+            "tf32_convolutions": torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+    }
+
+
+@contextmanager
+def _float32_products(precision: MatmulPrecision) -> Iterator[None]:
+    """Set the precision within float32 products, and that of convolutions alike.
+
+    By the older of PyTorch's two interfaces, which sets the newer one too: `torch.compile` reads
+    the older one, and that raises where only the newer one was set.
+    """
+    try:
+        with _no_deprecation():
+            kept, convolutions = torch.get_float32_matmul_precision(), _tf32_convolutions()
+    except RuntimeError as error:
+        raise UserError(
+            f"--matmul-precision {precision}: the recipe, or what it imports, has set a part of "
+            "torch.backends' fp32_precision already, and PyTorch does not let both be mixed. Leave "
+            "one of them out."
+        ) from error
+    _set_float32(precision, tf32_convolutions=precision != "highest")
+    try:
+        yield
+    finally:
+        _set_float32(kept, tf32_convolutions=convolutions)
+
+
+def _tf32_convolutions() -> bool:
+    return bool(torch.backends.cudnn.allow_tf32)
+
+
+def _set_float32(precision: str, *, tf32_convolutions: bool) -> None:
+    with _no_deprecation():
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+@contextmanager
+def _no_deprecation() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*TF32 behavior")
+        yield
+
+
+@contextmanager
+def _cudnn(*, benchmark: bool, deterministic: bool = False) -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    kept = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = kept
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Use deterministic operations alone; one that has no such form raises a RuntimeError."""
+    kept = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    adds = device.type == "cuda" and _WORKSPACE not in os.environ
+    if adds:
+        os.environ[_WORKSPACE] = ":4096:8"  # cuBLAS would share a workspace between streams
+    torch.use_deterministic_algorithms(True)
+    try:
+        with _cudnn(benchmark=False, deterministic=True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(kept, warn_only=warns)
+        if adds:
+            os.environ.pop(_WORKSPACE, None)
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Leave new memory as it is: deterministic mode fills it with NaN, a twentieth of a step.
+
+    A model that reads what it has never written shows in the digests of the weights.
+    """
+    mode: Any = torch.utils.deterministic
+    kept = mode.fill_uninitialized_memory
+    mode.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        mode.fill_uninitialized_memory = kept
+
+
+# Below this a matrix product is over before a second thread has woken up.
+_SMALL_PARAMETERS = 1_000_000
+
+
+def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours: int) -> int:
+    """Return the threads of one rank: those wanted, else those of OMP_NUM_THREADS, else a guess.
+
+    A small model without convolutions computes on one thread: it is as fast, and a busy neighbour
+    on the machine then slows it little, where two threads that wait for each other slow down
+    many times over. Others share their cores evenly with the ranks that have the same ones.
+    """
+    wanted = wanted or threads_wished()
+    if wanted is not None:
+        return wanted
+    return 1 if is_small(model) else max(1, cores // neighbours)
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether a model's operations are so short that what lies between them counts more."""
+    parameters = list(model.parameters())
+    convolves = any(parameter.dim() > 2 for parameter in parameters)
+    return not convolves and sum(p.numel() for p in parameters) < _SMALL_PARAMETERS
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+_MOST_OF_MMAP = 32 << 20  # more than that glibc does not take
+
+_NEVER = 2**31 - 1
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that this process has had: on a GPU its tensors, else all of it.
+
+    None where the system does not tell, as on Windows.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # Linux counts in KiB
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Let glibc serve tensors of up to 32 MiB from memory that it has, on the CPU.
+
+    A step frees its activations and the next asks for as many again. Left alone, glibc gives them
+    back meanwhile, and the system hands out every page anew: a tenth of the time of a ResNet-18's
+    step (docs/log.md). The price is that the process stays as large as it ever was.
+    """
+    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _MOST_OF_MMAP)
+    libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
