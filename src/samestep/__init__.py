@@ -23,8 +23,8 @@ from samestep.version import __version__
 
 if TYPE_CHECKING:
     from samestep.api.checkpoints import evaluate, load, predict
-    from samestep.api.checks import compare, verify
-    from samestep.api.listing import runs
+    from samestep.api.checks import verify
+    from samestep.api.runs import compare, runs
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
     from samestep.data.keyed_random import normal, uniform
@@ -94,7 +94,7 @@ _HOMES = {
     "UserError": "errors",
     "barrier": "dist",
     "cleanup": "dist",
-    "compare": "api.checks",
+    "compare": "api.runs",
     "evaluate": "api.checkpoints",
     "is_main_process": "dist",
     "load": "api.checkpoints",
@@ -104,7 +104,7 @@ _HOMES = {
     "predict": "api.checkpoints",
     "read_records": "run.records",
     "reduce_tensor": "dist",
-    "runs": "api.listing",
+    "runs": "api.runs",
     "setup_distributed": "dist",
     "split_indices": "data.random_split",
     "train": "api.training",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import samestep
-from samestep.api import demonstration
+from samestep.commands import demo as demonstration
 from tests.api.recipes import made
 from tests.command_line import call
 

@@ -473,10 +473,10 @@ def test_a_mistake_is_found_before_the_ranks_are_started(here):
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_user_says(here, refused, monkeypatch):
-    from samestep.api import as_rank
+    from samestep.api import training
 
     def join(world, timeout_s):
         raise UserError(f"joined with {timeout_s}")
 
-    monkeypatch.setattr(as_rank, "join", join)
+    monkeypatch.setattr(training, "join", join)
     assert "joined with 7.5" in refused("train", "spiral", "--timeout-s", "7.5")

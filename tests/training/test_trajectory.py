@@ -448,9 +448,9 @@ def _mean_of_rank_means():
 
 def _no_gradient_sync():
     """Leave the model unwrapped: N trainings beside each other."""
-    from samestep.api import as_rank
+    from samestep.api import training
 
-    as_rank.NATIVE = replace(as_rank.NATIVE, wrap=lambda model, *_: model)
+    training.NATIVE = replace(training.NATIVE, wrap=lambda model, *_: model)
 
 
 def _same_data_on_every_rank():

@@ -1,4 +1,4 @@
-"""`samestep.load`, `evaluate` and `predict`: a checkpoint of a run, asked from Python."""
+"""`samestep.load`, `evaluate` and `predict`: use a checkpoint of a run."""
 
 import os
 from collections.abc import Iterable
@@ -6,21 +6,16 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from samestep.api.as_before import as_before
-from samestep.api.asked import given_recipe
-from samestep.api.one_line import one_line
-from samestep.api.paths import AnyPath, path_of
+from samestep.api.arguments import AnyPath, one_line_errors, path_of
+from samestep.api.call import AnyRecipe, as_in_fresh_process, given_recipe
 from samestep.errors import UserError
 from samestep.ranks.world import Device
-from samestep.recipe import Recipe
 from samestep.session.evaluation import evaluate_run
 from samestep.session.prediction import as_table, check_files, open_predictor, predict_files
 from samestep.session.trained_model import open_checkpoint
 
-AnyRecipe = Recipe | str | os.PathLike[str] | None
 
-
-@one_line
+@one_line_errors
 def load(
     run: AnyPath, checkpoint: str = "best", *, recipe: AnyRecipe = None, device: Device = "cpu"
 ) -> nn.Module:
@@ -30,15 +25,14 @@ def load(
         with torch.no_grad():
             outputs = model(inputs)
 
-    It is a plain `nn.Module`, built by the recipe's `model` and in the precision of the run. What
-    the recipe's `transform` does to stored inputs is not a part of it. With `--ema` the weights are
-    the average.
+    It is a plain `nn.Module`, built by the recipe's `model`, in the precision of the run. Apply the
+    recipe's `transform` to stored inputs yourself. With `--ema` the weights are the average.
 
     Args:
         run: the run, or its directory.
         checkpoint: "best", "last", or a file name in its checkpoints/.
-        recipe: the recipe, or its file, where the run has no file of it or that has changed.
-        device: where the model is to be.
+        recipe: the recipe or its file, if the run names no file or the file has changed.
+        device: the device of the model.
 
     Raises:
         UserError: there is no such run or checkpoint, it does not fit the recipe, or the file of
@@ -46,12 +40,12 @@ def load(
     """
     path = path_of(run, "run")
     _check_device(device)
-    with as_before():
+    with as_in_fresh_process():
         given = given_recipe(recipe, run)
         return open_checkpoint(path, _name(checkpoint), device=device, recipe=given).model
 
 
-@one_line
+@one_line_errors
 def evaluate(
     run: AnyPath,
     checkpoint: str = "best",
@@ -68,10 +62,10 @@ def evaluate(
         run: the run, or its directory.
         checkpoint: "best", "last", or a file name in its checkpoints/.
         split: the part of the data.
-        recipe: the recipe, or its file, where the run has no file of it or that has changed.
+        recipe: the recipe or its file, if the run names no file or the file has changed.
         device: where to evaluate; "auto" takes the best device here.
-        data_dir: folder of the data, where it is not the one that the run was trained on.
-        skip_bad: how many files of it may be unreadable, for a recipe that has this option.
+        data_dir: the folder of the data, if it has moved since the training.
+        skip_bad: how many of its files may be unreadable, for a recipe that has this option.
 
     Raises:
         UserError: there is no such run, checkpoint or split, or the checkpoint does not fit.
@@ -79,19 +73,19 @@ def evaluate(
     if split not in ("train", "validation", "test"):
         raise UserError(f"split={split!r}: it must be 'train', 'validation' or 'test'.")
     _check_device(device)
-    with as_before():
+    with as_in_fresh_process():
         return evaluate_run(
             path_of(run, "run"),
             _name(checkpoint),
             split=split,
             device=device,
-            data_dir=None if data_dir is None else os.fspath(data_dir),
+            data_dir=None if data_dir is None else str(path_of(data_dir, "data_dir")),
             skip_bad=skip_bad,
             given=given_recipe(recipe, run),
         )
 
 
-@one_line
+@one_line_errors
 def predict(
     run: AnyPath,
     files: AnyPath | Iterable[AnyPath],
@@ -101,17 +95,18 @@ def predict(
     recipe: AnyRecipe = None,
     device: Device = "auto",
 ) -> list[dict[str, Any]]:
-    """Return what a checkpoint makes of files: a dict per file, or per row of a file.
+    """Return a checkpoint's predictions for files: a dict per file, or per row of a file.
 
-    Each is what `samestep predict --json` prints: `file`, `row` where a file has several, and
-    `classes` with their probabilities, or what the recipe shows; `problem` of what cannot be read.
+    Each is what `samestep predict --json` prints: `file`, `row` if a file has several, and
+    `classes` with their probabilities, or the values that the recipe shows; `problem` for a file
+    that cannot be read.
 
     Args:
         run: the run, or its directory.
         files: one file or several.
         checkpoint: "best", "last", or a file name in its checkpoints/.
         top: how many classes to name.
-        recipe: the recipe, or its file, where the run has no file of it or that has changed.
+        recipe: the recipe or its file, if the run names no file or the file has changed.
         device: where to compute; "auto" takes the best device here.
 
     Raises:
@@ -128,7 +123,7 @@ def predict(
     if not isinstance(top, int) or top < 1:
         raise UserError(f"top={top!r}: it must be 1 or more.")
     check_files(paths)
-    with as_before():
+    with as_in_fresh_process():
         path = path_of(run, "run")
         given = given_recipe(recipe, run)
         found = open_predictor(path, _name(checkpoint), device=device, given=given)
@@ -136,7 +131,7 @@ def predict(
 
 
 def _name(checkpoint: Any) -> str:
-    """Return the name of a checkpoint, which may be given with its path."""
+    """Return a checkpoint's file name, of a name or a path."""
     return path_of(checkpoint, "checkpoint").name
 
 

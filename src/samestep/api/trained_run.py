@@ -1,29 +1,40 @@
-"""A run as Python sees it: its records and its result, from its directory alone."""
+"""A run as Python sees it: its records and result from its directory, its curves, its card."""
 
+import base64
+import io
 import json
+import math
 import os
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from samestep.api.paths import AnyPath, path_of
-from samestep.api.run_card import facts_of, run_card
-from samestep.api.run_figure import run_figure
+from samestep.api.arguments import AnyPath, path_of
 from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.run.directory import is_run, is_written, no_run
 from samestep.run.files import read_object, shown_path
 from samestep.run.index import read_index
+from samestep.run.pictures import FOLDER, read_pictures, read_png
 from samestep.run.records import NOT_METRICS, Record, read_records
 from samestep.settings import settings_of_run
+
+_TRAIN, _VALIDATION = "#1f5fa8", "#c0392b"
+_NOT_DRAWN = {*("epoch", "step", "samples", "seconds", "train_seconds", "samples_per_s")}
+"""Numbers in a row that are neither a loss nor a metric."""
+_MOST_PICTURE = 150_000
+"""Bytes; as base64 they become 200 kB."""
+_WIDTH, _HEIGHT = 220, 44
 
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun:
     """A run, by its directory: `samestep.TrainedRun("runs/ID")`.
 
-    What it tells is read from the files when it is asked for, so a run that goes on tells more.
+    Its files are read on each access, so a run that is still training shows more each time.
 
     Raises:
         UserError: there is no run in this directory.
@@ -31,8 +42,8 @@ class TrainedRun:
 
     path: Path
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
-    """What `samestep.train` was given, where that was a `Recipe`: `load`, `evaluate`, `predict` and
-    `train` then need no other."""
+    """The `Recipe` that `samestep.train` was given; `load`, `evaluate`, `predict` and `train` then
+    need no `recipe=`."""
 
     def __post_init__(self) -> None:
         # Absolute: the caller may change the working directory.
@@ -60,8 +71,8 @@ class TrainedRun:
             if not self.path.is_dir():
                 raise UserError(f"There is no directory {self.path} any more.") from error
             raise UserError(
-                f"{self.path} has no result.json that can be read: the run is going on, or was "
-                "killed. Go on with it: samestep.train(run, resume=True)."
+                f"{self.path} has no result.json that can be read: it is still training, or was "
+                "killed. Resume it: samestep.train(run, resume=True)."
             ) from error
         return found
 
@@ -92,7 +103,7 @@ class TrainedRun:
         return list(rows.values())
 
     def report(self, output: AnyPath | None = None) -> Path:
-        """Make one page of the run, which needs nothing else, and return its file.
+        """Make one self-contained page of the run, and return its file.
 
         Args:
             output: the file; by default report.html in the run's directory.
@@ -100,14 +111,14 @@ class TrainedRun:
         Raises:
             UserError: it cannot be written.
         """
-        from samestep.reporting.make import write_report  # noqa: PLC0415 - where it is asked for
+        from samestep.reporting.make import write_report  # noqa: PLC0415 - rarely needed
 
         named = None if output is None else path_of(output, "output")
         return write_report([Path(shown_path(self.path))], named).absolute()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that it was trained with, and its recipe's options under `options`."""
+        """The settings of the training, and the recipe's options under `options`."""
         text = (self.path / "settings.toml").read_text(encoding="utf-8")
         return settings_of_run(tomllib.loads(text))
 
@@ -125,7 +136,7 @@ class TrainedRun:
         index, mark = read_index(self.path / "checkpoints"), None
         if index.best is not None and index.best.metric is not None:
             mark = (index.monitor, index.best.epoch, index.best.metric)
-        return run_figure(self.path.resolve().name, rows, mark)
+        return _figure(self.path.resolve().name, rows, mark)
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: a table of facts, the loss, and the boundary."""
@@ -140,5 +151,146 @@ class TrainedRun:
             facts["problem"] = str(error)
         if is_written(self.path):
             state = "going on"
-        told = {"recipe": recipe, **facts_of(result), **facts}
-        return run_card(self.path, state, told, losses)
+        told = {"recipe": recipe, **_facts(result), **facts}
+        return _card(self.path, state, told, losses)
+
+
+def _card(path: Path, state: str, facts: Mapping[str, str], losses: Sequence[float | None]) -> str:
+    """Return self-contained HTML in the page's colours: facts, the loss per epoch, a picture."""
+    rows = {"state": state, **facts, "loss": None, "path": str(path)}
+    line = _sparkline(losses)
+    cells = "".join(
+        f"<tr><th style='text-align:left;font-weight:600'>{escape(name)}</th>"
+        f"<td style='text-align:left'>{line if text is None else escape(text)}</td></tr>"
+        for name, text in rows.items()
+        if text is not None or line
+    )
+    table = f"<table style='margin:0'>{cells}</table>"
+    return f"<div style='display:flex;gap:1.5em;align-items:center'>{table}{_picture(path)}</div>"
+
+
+def _facts(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts that a run's result has, as text."""
+    facts: dict[str, str] = {}
+    best, test = result.get("best") or {}, result.get("test") or {}
+    if isinstance(best.get("value"), int | float):
+        facts["best"] = f"{best.get('metric')} {best['value']:.4f}, epoch {best.get('epoch')}"
+    shown = [
+        f"{name} {value:.4f}"
+        for name, value in test.items()
+        if name not in NOT_METRICS and isinstance(value, int | float)
+    ]
+    if shown:
+        facts["test"] = ", ".join(shown)
+    if isinstance(seconds := result.get("training_seconds"), int | float):
+        facts["trained"] = f"{seconds:.1f} s, {result.get('steps', 0):,} steps"
+    if ranks := result.get("world_size"):
+        facts["ranks"] = f"{ranks} on {result.get('device', '?')}"
+    return facts
+
+
+def _sparkline(losses: Sequence[float | None]) -> str:
+    """Return two losses or more as an SVG line."""
+    values = [(k, v) for k, v in enumerate(losses) if v is not None and math.isfinite(v)]
+    if len(values) < 2:
+        return ""
+    step = max(1, len(values) // _WIDTH)
+    values = [*values[:-1:step], values[-1]]
+    low, high = min(v for _, v in values), max(v for _, v in values)
+    span, last = (high - low) or 1.0, values[-1][0]
+    points = " ".join(
+        f"{2 + k / last * (_WIDTH - 4):.1f},{2 + (high - v) / span * (_HEIGHT - 4):.1f}"
+        for k, v in values
+    )
+    return (
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img' aria-label='training loss from "
+        f"{values[0][1]:.4g} to {values[-1][1]:.4g}'><polyline points='{points}' fill='none' "
+        "stroke='currentColor' stroke-width='1.5'/></svg>"
+    )
+
+
+def _picture(path: Path) -> str:
+    """Return the decision boundary, or else the run's first figure, if it is small."""
+    figures = [e for e in read_pictures(path) if e.get("kind") == "figure" and "name" in e]
+    figures.sort(key=lambda entry: entry["name"] != "boundary")
+    for entry in figures[:1]:
+        content = read_png(path, f"{FOLDER}/{entry['name']}.png")
+        if content is not None and len(content) <= _MOST_PICTURE:
+            about = escape(str(entry.get("text") or entry.get("title") or ""), quote=True)
+            data = base64.b64encode(content).decode()
+            return f"<img style='height:14em' alt='{about}' src='data:image/png;base64,{data}'>"
+    return ""
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the curves: the loss first, then the metrics."""
+    measured = {key: None for row in rows for key in row if key.startswith("validation_")}
+    names = dict.fromkeys(key.removeprefix("validation_") for key in measured)
+    trained = {key for row in rows for key, value in row.items() if isinstance(value, float)}
+    names |= dict.fromkeys(sorted(trained - _NOT_DRAWN - set(measured)))
+    return ["loss", *(name for name in names if name not in ("loss", *_NOT_DRAWN))]
+
+
+def _figure(
+    title: str, rows: Sequence[Mapping[str, Any]], best: tuple[str, int, float] | None
+) -> Any:
+    """Return a figure with a panel for the loss and for each metric.
+
+    `best` is the monitored metric, the epoch that was best by it, and its value there.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UserError(
+            "run.plot() draws with matplotlib, which is not installed: "
+            "pip install 'samestep[plot]'."
+        ) from error
+
+    class RunFigure(Figure):
+        """A figure that a notebook shows even if nothing has imported pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png", dpi=100)
+            return file.getvalue()
+
+    names = _curves(rows)
+    columns = min(3, len(names))
+    lines = -(-len(names) // columns)
+    figure = RunFigure(figsize=(4.4 * columns, 0.5 + 3.1 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flatten().tolist()
+    for panel, name in zip(panels, names, strict=False):
+        _draw_curves(panel, name, rows, best)
+    for panel in panels[len(names) :]:
+        panel.remove()
+    panels[0].legend(fontsize="small")
+    figure.suptitle(title, parse_math=False)
+    return figure
+
+
+def _draw_curves(
+    panel: Any, name: str, rows: Sequence[Mapping[str, Any]], best: tuple[str, int, float] | None
+) -> None:
+    """Draw the curves of one name on the training and the validation data."""
+    for key, label, colour in (
+        (name, "training", _TRAIN),
+        (f"validation_{name}", "validation", _VALIDATION),
+    ):
+        points = [(row["epoch"], value) for row in rows if _is_number(value := row.get(key))]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
+    if best is not None:
+        metric, epoch, value = best
+        panel.axvline(epoch, color="gray", linestyle=":", linewidth=1)
+        if metric == name and math.isfinite(value):
+            label = f"best: {value:.4g}, epoch {epoch}"
+            panel.plot([epoch], [value], "*", color="#e0a100", markersize=13, label=label)
+            panel.legend(fontsize="small")
+    panel.set_title(name, parse_math=False)
+    panel.set_xlabel("epoch")
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.grid(alpha=0.3)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

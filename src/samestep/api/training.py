@@ -1,46 +1,73 @@
-"""`samestep.train`: what `samestep train` does, from a script or a notebook."""
+"""`samestep.train`: in this process, or on ranks that it starts; and what one rank does."""
 
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from samestep.api.as_before import as_before
-from samestep.api.as_rank import Shows, train_as_rank
-from samestep.api.asked import Asked, asked_of, request_of, with_settings
-from samestep.api.one_line import one_line
-from samestep.api.place import check_place
-from samestep.api.several_ranks import train_on_ranks
+from samestep.api.arguments import AnyPath, one_line_errors
+from samestep.api.call import (
+    AnyRecipe,
+    Call,
+    as_in_fresh_process,
+    call_of,
+    check_may_start,
+    request_of,
+    with_settings,
+)
+from samestep.api.sending import RecordFile, SentCall, receive, send
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
+from samestep.execution.pictures import end_while_drawing
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
-from samestep.ranks.process import RankLog, rank_of
+from samestep.ranks.process import STARTED_AT, RankLog, rank_of
+from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.startup import forget_signals
-from samestep.ranks.world import in_process_group
+from samestep.ranks.world import find_world, in_process_group, join, leave
 from samestep.recipe import Recipe
+from samestep.run.records import Record
 from samestep.screen.nothing import Nothing
 from samestep.screen.progress import Screen
+from samestep.session.outcome import Outcome
 from samestep.session.own_ending import end_failed
 from samestep.session.request import Request
+from samestep.session.training_run import NATIVE, Engine, run_session
+from samestep.tracking.choice import check_installed, chosen
+from samestep.tracking.tracker_processes import TrackerProcesses
+from samestep.training.stopping import Again, catch_signals, end_process
 
 _busy = threading.Lock()
+_LOOK_EVERY_S = 0.1
+
+
+class RecordScreen(AbstractContextManager[Any], Protocol):
+    """What rank 0 hands the records to."""
+
+    def show(self, record: Record) -> None:
+        """Show one record."""
+
+    def result(self, path: Path, result: dict[str, Any]) -> None:
+        """Show how the run ended."""
 
 
 @with_settings
-@one_line
+@one_line_errors
 def train(
-    what: str | os.PathLike[str] | Recipe,
+    what: AnyPath | Recipe,
     *,
     nproc: NumRanks = 1,
     resume: bool = False,
-    recipe: Recipe | str | os.PathLike[str] | None = None,
-    config: str | os.PathLike[str] | None = None,
+    recipe: AnyRecipe = None,
+    config: AnyPath | None = None,
     allow_change: str | tuple[str, ...] | list[str] = (),
     recipe_of_run: bool = False,
     quiet: bool = False,
@@ -52,78 +79,57 @@ def train(
         run = samestep.train("my_recipe.py", nproc=2, lr=0.01, run_dir="runs/mine")
         run = samestep.train(run, resume=True, epochs=8)
 
-    With one rank it trains in this process, whose random numbers and threads are afterwards as they
-    were. Ctrl-C, or a notebook's interrupt, stops after the current step and saves; the run is
-    returned, its `result["status"]` is "stopped", and `resume=True` goes on from there. In a script
-    that a launcher starts (torchrun, srun, mpirun) each process is a rank, as of `samestep train`.
+    With one rank it trains in this process and leaves its random numbers and threads as they were.
+    Ctrl-C, or a notebook's interrupt, stops after the current step, saves and returns the run:
+    `result["status"]` is "stopped", and `resume=True` continues from there. In a script started by
+    a launcher (torchrun, srun, mpirun) each process is a rank, as with `samestep train`.
 
     Args:
         what: a recipe: its name ("spiral"), its file ("my_recipe.py"), or a `samestep.Recipe`,
             which may be made in a notebook; or the directory of a run, whose settings are taken.
         nproc: ranks to start on this machine; "auto": one per GPU, else one per core.
-        resume: whether to go on with the run, from its newest whole checkpoint.
-        recipe: the recipe of that run, where the run names no file of it.
+        resume: whether to continue the run, from its newest whole checkpoint.
+        recipe: the recipe of that run, if the run names no file.
         config: a TOML file of settings and options; the other arguments win over it.
         allow_change: with `resume`, names of settings that may differ from the checkpoint's;
             "recipe" for an edited recipe.
         recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
         quiet: whether to show nothing.
-        settings: any setting of `samestep train`, and any option of the recipe; `help(samestep.
-            Settings)` says what each does, and the recipe's own win over the defaults here.
+        settings: any setting of `samestep train`, and any option of the recipe. `help(samestep.
+            Settings)` explains them; the recipe's own defaults win over those listed here.
 
     Raises:
-        UserError: anything in it can be mended by the user; also if a rank fails.
-    """
-
-    def call(log: RankLog) -> TrainedRun:
-        check_place("train")
-        asked = asked_of(
-            what,
-            recipe,
-            keywords=settings,
-            config=None if config is None else Path(config),
-            resume=resume,
-            allow_change=_names(allow_change),
-            recipe_of_run=recipe_of_run,
-        )
-        return _train(asked, nproc, Nothing() if quiet else Screen(go_on=_go_on(asked)), log)
-
-    return _told_once(call)
-
-
-def _go_on(asked: Asked) -> str:
-    recipe = "" if asked.recipe is None else "recipe=…, "
-    return f'samestep.train("{{}}", {recipe}resume=True)'
-
-
-def _told_once(call: Callable[[RankLog], TrainedRun]) -> TrainedRun:
-    """Train; among the ranks of a launcher one alone tells of a failure, and all end.
-
-    Raises:
-        UserError: in a process alone.
-        SystemExit: among ranks.
+        UserError: a mistake that the user can correct, or a failed rank.
     """
     log = RankLog(rank_of())
     try:
-        return call(log)
+        check_may_start("train")
+        names = allow_change.split(",") if isinstance(allow_change, str) else allow_change
+        call = call_of(
+            what,
+            recipe,
+            keywords=settings,
+            config=config,
+            resume=resume,
+            allow_change=tuple(names),
+            recipe_of_run=recipe_of_run,
+        )
+        given = "" if call.recipe is None else "recipe=…, "
+        again = f'samestep.train("{{}}", {given}resume=True)'
+        return _train(call, nproc, Nothing() if quiet else Screen(go_on=again), log)
     except Exception as error:
-        if _launched():
+        if _launched():  # one rank reports the failure, and all end
             end_failed(error, log, connected=in_process_group())
         raise
     finally:
         log.give_back()
 
 
-def _names(given: Any) -> tuple[str, ...]:
-    """Return names that are given one by one, or in one text with commas."""
-    return tuple(given.split(",")) if isinstance(given, str) else tuple(given)
-
-
 def _launched() -> bool:
     return detect_launch(os.environ).world_size > 1
 
 
-def _train(asked: Asked, nproc: NumRanks, screen: Shows, log: RankLog) -> TrainedRun:
+def _train(call: Call, nproc: NumRanks, screen: RecordScreen, log: RankLog) -> TrainedRun:
     if not _busy.acquire(blocking=False):
         raise UserError(
             "samestep.train() was called while this process trains. Wait until that training has "
@@ -131,26 +137,22 @@ def _train(asked: Asked, nproc: NumRanks, screen: Shows, log: RankLog) -> Traine
         )
     try:
         forget_signals()
-        with as_before():
-            request = request_of(asked)
+        with as_in_fresh_process():
+            request = request_of(call)
             if request.resume and request.settings.run_dir is None:
                 raise UserError(
                     "resume=True needs a run: name its directory first, samestep.train(run, resume="
                     "True); or give run_dir, to begin there and go on there when called again."
                 )
             number = _number(nproc, request)
-            run = _on_ranks(number, asked, screen) if number > 1 else _here(request, screen, log)
-            return replace(run, recipe=asked.recipe)
+            run = _on_ranks(number, call, screen) if number > 1 else _here(request, screen, log)
+            return replace(run, recipe=call.recipe)
     finally:
         _busy.release()
 
 
 def _number(nproc: NumRanks, request: Request) -> int:
-    """Return how many ranks to start; 1 where this process is to train.
-
-    Raises:
-        UserError: there can be no such number.
-    """
+    """Return how many ranks to start; 1 if this process is to train."""
     settings = request.settings
     if not (nproc == "auto" or (isinstance(nproc, int) and not isinstance(nproc, bool))):
         raise UserError(f'nproc={nproc!r}: it must be a number of ranks, or "auto".')
@@ -161,7 +163,7 @@ def _number(nproc: NumRanks, request: Request) -> int:
     return ranks_to_start(nproc, settings.device, oversubscribe=settings.oversubscribe)
 
 
-def _here(request: Request, screen: Shows, log: RankLog) -> TrainedRun:
+def _here(request: Request, screen: RecordScreen, log: RankLog) -> TrainedRun:
     """Train in this process, as the one rank or as one of a launcher's."""
     path: Path | None = None
 
@@ -177,13 +179,13 @@ def _here(request: Request, screen: Shows, log: RankLog) -> TrainedRun:
     return _stopped(outcome.path, outcome.signum)
 
 
-def _on_ranks(number: int, asked: Asked, screen: Shows) -> TrainedRun:
-    path, ended = train_on_ranks(number, asked, screen)
+def _on_ranks(number: int, call: Call, screen: RecordScreen) -> TrainedRun:
+    path, ended = _train_on_ranks(number, call, screen)
     if ended.message:
         raise UserError(ended.message)
     result = path / "result.json" if path is not None else None
     signum = max(0, ended.code - 128)
-    if path is None or result is None or not _ended(path):
+    if path is None or result is None or TrainedRun(path).history[-1]["event"] != "stop":
         if signum not in (0, signal.SIGINT):
             signal.raise_signal(signum)
         if path is None:  # no run had begun
@@ -193,13 +195,8 @@ def _on_ranks(number: int, asked: Asked, screen: Shows) -> TrainedRun:
     return _stopped(path, signum)
 
 
-def _ended(path: Path) -> bool:
-    """Whether the latest attempt came to its end, by the last record."""
-    return bool(TrainedRun(path).history[-1]["event"] == "stop")
-
-
 def _stopped(path: Path, signum: int) -> TrainedRun:
-    """Return the run; a signal that was to end this process ends it, now that all is saved."""
+    """Return the run; a signal other than Ctrl-C now ends this process, as all is saved."""
     if signum not in (0, signal.SIGINT):
         sys.stdout.flush()
         signal.raise_signal(signum)
@@ -208,9 +205,133 @@ def _stopped(path: Path, signum: int) -> TrainedRun:
 
 def _interrupted_twice(path: Path | None) -> str:
     if path is None:
-        return "Interrupted twice, before the run began: there is nothing to go on with."
-    where = f"{str(path)!r}"
+        return "Interrupted twice, before the run began: there is nothing to resume."
     return (
-        "Interrupted twice: the training ended at once, without a checkpoint of where it was. Go "
-        f"on from the newest one: samestep.train({where}, resume=True)."
+        "Interrupted twice: the training ended at once, without a checkpoint of where it was. "
+        f"Resume from the newest one: samestep.train({str(path)!r}, resume=True)."
     )
+
+
+def _train_on_ranks(number: int, call: Call, screen: RecordScreen) -> tuple[Path | None, Ended]:
+    """Train on new ranks; return the run directory, if there is one, and how the ranks ended."""
+    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+        file, records = Path(folder, "call"), Path(folder, "records.jsonl")
+        send(SentCall(call=call, records=records), file)
+        follower = _Follower(records, screen)
+        with screen:
+            try:
+                ended = run_ranks(number, ["train"], str(file))
+            finally:
+                follower.end()
+    return follower.path, ended
+
+
+class _Follower:
+    """A thread that shows the records of rank 0 while this one waits for the ranks."""
+
+    def __init__(self, file: Path, screen: RecordScreen) -> None:
+        self.path: Path | None = None
+        """The run directory, once it is known."""
+        self._file, self._screen, self._ended = file, screen, threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="samestep-screen", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Show the rest, and end."""
+        self._ended.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        read, last = 0, False
+        while not last:
+            last = self._ended.wait(_LOOK_EVERY_S)
+            if not self._file.exists():
+                continue
+            with self._file.open("rb") as file:
+                file.seek(read)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            read += len(whole) + len(newline)
+            for line in whole.splitlines():
+                record = json.loads(line)
+                if record["event"] == "start":
+                    self.path = Path(record["run_dir"])
+                self._screen.show(record)
+
+
+def train_as_rank(
+    request: Request,
+    screen: RecordScreen,
+    begin: Callable[[Path], None],
+    *,
+    again: Again = end_process,
+) -> Outcome:
+    """Train as one rank of the world that the environment describes.
+
+    Rank 0 shows the records on the screen. Every rank calls `begin` with the run directory as soon
+    as it exists. `again` is what a second Ctrl-C does.
+    """
+    settings, engine = request.settings, _engine(request)
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
+    join(world, settings.timeout_s)
+    world.on_main(lambda: check_installed(chosen(settings.track)))
+    with (
+        catch_signals(again) as received,
+        TrackerProcesses(
+            settings,
+            request.recipe.name,
+            screen.show,
+            is_main=world.is_main,
+            stopped=lambda: bool(received.signum),
+        ) as trackers,
+    ):
+        with screen:
+            outcome = run_session(
+                request,
+                world,
+                received=received,
+                show=trackers.show,
+                begin=begin,
+                started_at=float(os.environ.get(STARTED_AT, time.time())),
+                engine=engine,
+            )
+        # Before the ranks part: a launcher may end them all after the first that ends by a signal.
+        if world.is_main:
+            screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
+            sys.stdout.flush()
+    leave(world)
+    return outcome
+
+
+def check_engine(request: Request) -> None:
+    """Check that the engine takes these settings and this recipe."""
+    settings = request.settings
+    if settings.engine == "native":
+        return
+    from samestep.lightning.engine import check_settings  # noqa: PLC0415 - an extra
+
+    check_settings(settings, request.recipe)
+    if request.allow_change:
+        raise UserError(
+            "--allow-change needs --engine native: Lightning continues with the optimizer and "
+            "the schedule of its own checkpoint.",
+            flags=["allow_change", "engine"],
+        )
+
+
+def _engine(request: Request) -> Engine:
+    check_engine(request)
+    if request.settings.engine == "native":
+        return NATIVE
+    from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
+
+    return LIGHTNING
+
+
+def train_received(file: Path, log: RankLog) -> int:
+    """Train as a rank that `samestep.train` has started; return the exit code."""
+    sent = receive(file)
+    assert sent.records is not None
+    outcome = train_as_rank(request_of(sent.call), RecordFile(sent.records), log.move_to)
+    code = 128 + outcome.signum if outcome.signum else 0
+    end_while_drawing(code)
+    return code

@@ -1,24 +1,47 @@
-"""`samestep demo`: one training on one rank, and again: killed on two ranks, resumed on three."""
+"""`samestep demo`: one training on one rank; the same one killed on two ranks, resumed on three.
 
+It works as a user would: `samestep.train`, and the command line in processes that are killed.
+"""
+
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+import psutil
 from rich.console import Console
 
+import samestep
 from samestep.commands.help import parse_flags
+from samestep.comparison.same_training import SameTraining
+from samestep.comparison.side_by_side import compare_runs
+from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.run.directory import new_run_path
+from samestep.run.records import Record
 from samestep.screen.curve import BOTH, FIRST, LABEL, SECOND, curve_lines
 from samestep.screen.words import wrapped
+from samestep.settings import flag_name
 
 if TYPE_CHECKING:
     from samestep.api.trained_run import TrainedRun
 
+SETTINGS: dict[str, Any] = {
+    "epochs": 10,
+    "batch_size": 192,
+    "virtual_ranks": 6,
+    "lr": 0.004,
+    "log_every": 1,
+}
+STEPS = 370
+KILL_AT = STEPS // 2 + 8
+"""A step between two checkpoints: the steps after the last checkpoint must be trained again."""
+_LOOK_EVERY_S, _PATIENCE_S = 0.02, 300.0
 _EXAMPLES = ("demo", "demo --runs /tmp/runs")
 _RANKS, _OTHER_RANKS = 2, 3
 _WIDTH, _HEIGHT = 72, 8
@@ -29,15 +52,27 @@ _BECAUSE = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Killed:
+    """A training that was killed."""
+
+    path: Path
+    step: int
+    """Its last recorded step."""
+    checkpoint: int
+    """The step of its newest checkpoint."""
+    processes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """Show on this machine what samestep promises, in under a minute.
 
     It trains a small network on one rank. Then it trains it again on two ranks, kills all their
-    processes in the middle, and goes on with three; and compares both trainings.
+    processes in the middle, resumes on three, and compares both trainings.
     """
 
     runs: Path = Path("runs")
-    """Folder of the two runs, which stay there to look at."""
+    """Folder of the two runs; they are kept."""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,28 +82,26 @@ def main(arguments: list[str]) -> int:
     console, began = Console(highlight=False), time.monotonic()
     one, two = (new_run_path(f"demo-{name}", command.runs) for name in ("whole", "killed"))
     with _step(console, "1 rank", "trains the spiral: two arms of points to tell apart") as done:
-        from samestep.api import demonstration  # noqa: PLC0415 - it takes seconds: say so before
-
-        whole = _completed(demonstration.train_whole(one))
+        whole = _completed(train_whole(one))
         test = whole.result["test"]
-        done.append(f"{demonstration.STEPS} steps, accuracy {test['accuracy']:.4f} on the test set")
+        done.append(f"{STEPS} steps, accuracy {test['accuracy']:.4f} on the test set")
     with _step(console, f"{_RANKS} ranks", "train the same from the beginning") as done:
-        killed = demonstration.train_and_kill(two, _RANKS)
+        killed = train_and_kill(two, _RANKS)
         killed_at = f"step {killed.step}, checkpoint of step {killed.checkpoint}"
         done.append(f"SIGKILL for all {killed.processes} processes at {killed_at}")
     with _step(console, f"{_OTHER_RANKS} ranks", f"go on from step {killed.checkpoint}") as done:
-        resumed = _completed(demonstration.resume(two, _OTHER_RANKS))
+        resumed = _completed(resume(two, _OTHER_RANKS))
         done.append(
             f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}"
         )
-    alike = demonstration.proof(whole, resumed)
+    alike = proof(whole, resumed)
     ours, theirs = (
         [r["loss"] for r in run.history if r["event"] == "step"] for run in (whole, resumed)
     )
     out = sys.stdout.write
     out("\nThe loss of each step, and where the second training was killed:\n\n")
     out("\n".join(curve_lines(ours, theirs, _WIDTH, _HEIGHT)) + "\n")
-    out(_axis(killed.step / demonstration.STEPS) + "\n")
+    out(_axis(killed.step / STEPS) + "\n")
     out(f"{' ' * LABEL}{BOTH} both   {FIRST} the first alone   {SECOND} the second alone\n\n")
     digests = [run.result["weights_sha256"] for run in (whole, resumed)]
     out(f"losses   {alike.steps} steps in both, largest difference {alike.largest:g}\n")
@@ -125,3 +158,79 @@ def _step(console: Console, who: str, what: str) -> Iterator[list[str]]:
         yield came_of_it
     seconds = time.monotonic() - began
     console.print(f"         {' '.join(came_of_it)} ({seconds:.0f} s)", soft_wrap=True)
+
+
+def command_line(run: Path, nproc: int) -> list[str]:
+    """Return the arguments that train on several ranks."""
+    given = {**SETTINGS, "nproc": nproc, "run_dir": run}
+    words = (word for name, value in given.items() for word in (f"--{flag_name(name)}", str(value)))
+    return ["train", "spiral", *words]
+
+
+def train_whole(run: Path) -> "TrainedRun":
+    """Train on one rank, in this process."""
+    return samestep.train("spiral", run_dir=run, quiet=True, **SETTINGS)
+
+
+def train_and_kill(run: Path, nproc: int) -> Killed:
+    """Train on several ranks, and SIGKILL all their processes between two checkpoints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "samestep", *command_line(run, nproc)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _await_step(run, process)
+    finally:
+        killed = _kill(process)
+    steps = [record["step"] for record in _records(run, "step")]
+    saved = [record["step"] for record in _records(run, "checkpoint")]
+    return Killed(path=run, step=max(steps), checkpoint=max(saved), processes=killed)
+
+
+def resume(run: Path, nproc: int) -> "TrainedRun":
+    """Resume it on another number of ranks."""
+    return samestep.train(run, resume=True, nproc=nproc, quiet=True)
+
+
+def proof(one: "TrainedRun", other: "TrainedRun") -> SameTraining:
+    """Compare each loss, and the weights at the end."""
+    (alike,) = compare_runs([one.path, other.path]).alike
+    return alike
+
+
+def _await_step(run: Path, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not any(record["step"] >= KILL_AT for record in _records(run, "step")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            why = process.communicate()[1].strip() if process.poll() is not None else "it hangs"
+            raise UserError(f"The training on several ranks did not get to step {KILL_AT}: {why}")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _kill(process: "subprocess.Popen[str]") -> int:
+    """Kill a process and all that it has started; return how many there were."""
+    try:
+        victims = [*psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        victims = []
+    process.kill()
+    for victim in victims:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            continue  # it ended with its parent
+    process.wait()
+    psutil.wait_procs(victims, timeout=10)
+    return 1 + len(victims)
+
+
+def _records(run: Path, event: str) -> list[Record]:
+    """Return the whole records of one kind, while another process writes them."""
+    try:
+        lines = (run / "events.jsonl").read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
+    start = f'{{"event": "{event}"'.encode()
+    return [msgspec.json.decode(line) for line in lines if line.startswith(start)]

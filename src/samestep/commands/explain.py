@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from samestep.api.as_rank import check_engine
+from samestep.api.training import check_engine
 from samestep.commands.help import Nproc, Switch, check_positive, recipe_files
 from samestep.commands.target import parse_target
 from samestep.commands.train import check_resume

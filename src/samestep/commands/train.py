@@ -8,8 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from samestep.api.as_rank import train_as_rank
-from samestep.api.sent import train_sent
+from samestep.api.training import train_as_rank, train_received
 from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
@@ -43,7 +42,7 @@ class Command:
 def main(arguments: list[str]) -> int:
     """Run the verb; ranks that `samestep.train` starts find their task."""
     if task := os.environ.get(TASK):
-        return run_as_rank(lambda log: train_sent(Path(task), log))
+        return run_as_rank(lambda log: train_received(Path(task), log))
     return run_as_rank(lambda log: _train(arguments, log))
 
 

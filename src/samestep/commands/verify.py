@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from samestep.api.asked import request_of
-from samestep.api.sent import SENT, receive
+from samestep.api.call import request_of
+from samestep.api.sending import CALL_FILE, receive
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import names_given, own_flags, parse_target
 from samestep.ranks.nproc import refuse_inside_launcher
@@ -129,8 +129,8 @@ def _rank(path: Path, arguments: list[str]) -> int:
     import torch._dynamo  # noqa: F401, PLC0415
 
     output = watch_output(folder)
-    if arguments[0] == SENT:  # by a caller in Python
-        request = request_of(receive(Path(arguments[1])).asked)
+    if arguments[0] == CALL_FILE:  # by a caller in Python
+        request = request_of(receive(Path(arguments[1])).call)
     else:
         _, request = parse(arguments)
     settings = request.settings

@@ -1,21 +1,32 @@
-"""A mistake of the user's is one line, in a script and in a notebook: no traceback of ours."""
+"""What every public function shares, without torch: paths as arguments, and errors in one line."""
 
 import functools
+import os
 import sys
 import traceback
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from samestep.errors import UserError, no_exit, raised_at
 
 P = ParamSpec("P")
 T = TypeVar("T")
+AnyPath = str | os.PathLike[str]
 
 
-def one_line(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose `UserError` is shown as one line, where nobody catches it."""
+def path_of(value: Any, name: str) -> Path:
+    """Return an argument as a path; a run is one, too."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        shown = repr(value) if isinstance(value, str) else f"of type {type(value).__name__}"
+        raise UserError(f"{name} is {shown}; it must be a path, or a run.")
+    return Path(os.fspath(value))
+
+
+def one_line_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Show a `UserError` that nobody catches as one line, and name settings as arguments in it."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -34,7 +45,7 @@ def one_line(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _give_back() -> None:
-    """Let Python show errors as before, now that somebody has caught the error and is done."""
+    """Restore Python's hook once somebody has caught the error and dropped it."""
     if sys.excepthook is _show:
         sys.excepthook = sys.__excepthook__
 
