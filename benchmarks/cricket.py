@@ -25,10 +25,10 @@ from torch_geometric.loader import DataLoader
 
 from samestep.commands.train import parse
 from samestep.data.batches import open_source
-from samestep.data.cricket.cache import open_corpus
-from samestep.data.cricket.graphs import BallGraphs, GraphSource, build, collate
 from samestep.ranks.world import World
 from samestep.recipe import Splits
+from samestep.recipes.cricket.cache import open_corpus
+from samestep.recipes.cricket.graphs import BallGraphs, GraphSource, build, collate
 from samestep.session import build as execution
 from samestep.session.request import Request
 from samestep.training.loop import rehearse

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.data.cricket.synthetic import documents
+from samestep.recipes.cricket.synthetic import documents
 from tests import cricket_files
 from tests.cifar_files import write_binary
 from tests.command_line import start

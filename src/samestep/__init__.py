@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
     from samestep.data.keyed_random import normal, uniform
-    from samestep.data.random_split import split_indices
-    from samestep.data.spiral import SpiralDataset
+    from samestep.data.order import split_indices
     from samestep.dist import barrier, cleanup, is_main_process, reduce_tensor, setup_distributed
     from samestep.errors import UserError
     from samestep.lightning import (
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
         TrackerLogger,
     )
     from samestep.recipe import Recipe, Splits
+    from samestep.recipes.spiral import SpiralDataset
     from samestep.run.records import read_records
     from samestep.session.open_run import open_run
     from samestep.session.own_run import OwnRun

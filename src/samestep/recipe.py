@@ -6,7 +6,6 @@ A recipe says what to train in plain PyTorch. It knows nothing of ranks, devices
 import importlib
 import importlib.util
 import os
-import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -269,8 +268,12 @@ class Recipe:
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with samestep."""
-    package = importlib.import_module("samestep.recipes")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(_recipe_modules())
+
+
+def _recipe_modules() -> dict[str, str]:
+    found: dict[str, str] = importlib.import_module("samestep.recipes").RECIPES
+    return found
 
 
 def find_recipe(name: str, original: str | None = None) -> Recipe:
@@ -294,7 +297,7 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
             f"{', '.join(known)}; or give the path of your own file, ending in .py."
             f"{nearby(name, 'run') or nearby(f'{name}.py', 'file')}"
         )
-    recipe: Recipe = importlib.import_module(f"samestep.recipes.{name}").recipe
+    recipe: Recipe = importlib.import_module(_recipe_modules()[name]).recipe
     return replace(recipe, name=name)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from samestep.commands.target import parse_target
-from samestep.recipes.cricket import CricketOptions
+from samestep.recipes.cricket.recipe import CricketOptions
 
 
 @dataclass(frozen=True)

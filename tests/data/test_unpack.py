@@ -9,11 +9,10 @@ import pytest
 
 from samestep.commands.data import main
 from samestep.data import catalog
-from samestep.data.cifar import read_cifar10
 from samestep.data.download import download, unpack
 from samestep.errors import UserError
 from samestep.recipe import find_recipe
-from samestep.recipes.cifar10 import Cifar10Options
+from samestep.recipes.cifar10 import Cifar10Options, read_cifar10
 from tests.cifar_files import write_binary
 from tests.data.loopback import Answer, Mirror
 

@@ -10,8 +10,8 @@ import nbformat
 import pytest
 import torch
 
-from samestep.data import cifar
-from samestep.models.resnet import resnet18
+from samestep.recipes import cifar10
+from samestep.recipes.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
 from tests.examples.programs import ROOT, environment, forked
 from tests.processes import TIMEOUT_S
@@ -173,7 +173,7 @@ def test_the_best_checkpoint_meets_each_test_image_once(executed, notebook, exam
     loss, accuracy = evaluate(module, *test)
     assert f"test loss {loss:.4f}, accuracy {accuracy:.4f}\n" in text
     found = dict(re.findall(r"^([a-z]+) +(\d\.\d{3})\b", text, re.MULTILINE))
-    assert tuple(found) == cifar.CLASSES
+    assert tuple(found) == cifar10.CLASSES
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_made_up_images_are_files_of_the_binary_version(tmp_path, example):
     example.write_made_up(tmp_path, 50, 20)
     images, labels = example.read(tmp_path, example.TRAIN_FILES)
     assert images.shape == (50, 3, 32, 32)
-    theirs = cifar.read_cifar10(tmp_path, "train")
+    theirs = cifar10.read_cifar10(tmp_path, "train")
     assert torch.equal(images, theirs[0])
     assert torch.equal(labels, theirs[1].long())
 

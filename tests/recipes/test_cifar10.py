@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from samestep import UserError, read_records
-from samestep.data.cifar import CLASSES
 from samestep.recipe import find_recipe
-from samestep.recipes.cifar10 import Cifar10Options
+from samestep.recipes.cifar10 import CLASSES, Cifar10Options
 from tests import tiny
 from tests.cifar_files import write_binary, write_folders
 from tests.command_line import read_json, refusal, run

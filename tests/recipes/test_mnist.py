@@ -10,8 +10,7 @@ from PIL import Image
 
 from samestep import UserError
 from samestep.cli import main
-from samestep.data.idx import read_images_and_labels
-from samestep.recipes.mnist import MnistOptions, data, read
+from samestep.recipes.mnist import MnistOptions, data, read, read_images_and_labels
 from samestep.training.snapshot import check_classes
 from tests.idx_files import write_mnist
 from tests.image_files import BROKEN

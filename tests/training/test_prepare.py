@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from samestep.errors import UserError
-from samestep.models.resnet import resnet18
 from samestep.ranks.world import World
+from samestep.recipes.resnet import resnet18
 from samestep.settings import Settings
 from samestep.training.prepare import match_layouts, prepare
 

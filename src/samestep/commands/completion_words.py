@@ -17,6 +17,7 @@ from samestep.commands import slurm
 from samestep.commands.help import recipe_files
 from samestep.commands.new import KINDS
 from samestep.commands.settings_help import HELP_ALL, kind_of
+from samestep.recipes import RECIPES
 from samestep.settings import Settings, flag_name
 from samestep.tracking.choice import PACKAGES
 
@@ -118,7 +119,7 @@ def _of_verb(place: str) -> Iterator[Flag]:
 
 
 def _of_recipe(name: str) -> Iterator[Flag]:
-    recipe = importlib.import_module(f"samestep.recipes.{name}").recipe
+    recipe = importlib.import_module(RECIPES[name]).recipe
     if recipe.options is not None:
         yield from _flags(recipe.options)
 

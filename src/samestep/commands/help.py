@@ -11,6 +11,7 @@ import tyro
 
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.nproc import NumRanks
+from samestep.recipes import RECIPES
 from samestep.settings import flag_name
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def show_general_help(arguments: list[str], text: str) -> None:
 
 def recipe_files() -> list[str]:
     """Return the names of samestep's recipes without importing them, which needs torch."""
-    return sorted(path.stem for path in (Path(__file__).parents[1] / "recipes").glob("[a-z]*.py"))
+    return sorted(RECIPES)
 
 
 def check_positive(**flags: float | None) -> None:

@@ -1,1 +1,10 @@
-"""The recipes that come with samestep: a file each, a model and a recipe."""
+"""The recipes that come with samestep, with their models and what only they read."""
+
+RECIPES = {
+    "cifar10": "samestep.recipes.cifar10",
+    "cricket": "samestep.recipes.cricket.recipe",
+    "images": "samestep.recipes.images",
+    "mnist": "samestep.recipes.mnist",
+    "spiral": "samestep.recipes.spiral",
+}
+"""Name → the module that holds its `recipe`."""

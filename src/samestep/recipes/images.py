@@ -9,16 +9,23 @@ from torch import Tensor, nn
 
 from samestep.data.augment import crop, flip
 from samestep.data.augment import normalise as normalise_channels
-from samestep.data.images.crops import middle, scaled_crops_and_flips
 from samestep.data.images.dataset import Cache, ImageFiles
-from samestep.data.images.decode import SMALL, decode, pillow, shorter_edge, stored_side
-from samestep.data.images.file_list import FileList, class_names, find_files
+from samestep.data.images.decode import (
+    SMALL,
+    decode,
+    middle,
+    pillow,
+    scaled_crops_and_flips,
+    shorter_edge,
+    stored_side,
+)
+from samestep.data.images.files import FileList, class_names, find_files
 from samestep.data.keyed_random import uniform
-from samestep.data.random_split import split_indices
+from samestep.data.order import split_indices
 from samestep.data.recipe_splits import SPLITS
 from samestep.errors import UserError
-from samestep.models.resnet import Stem, resnet18
 from samestep.recipe import Recipe, Splits
+from samestep.recipes.resnet import Stem, resnet18
 from samestep.settings import check_flags, may_change
 
 # Mean and standard deviation of ImageNet's training pixels, per channel, as everyone takes them.

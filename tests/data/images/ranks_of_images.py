@@ -8,9 +8,8 @@ import torch
 
 from samestep import UserError
 from samestep.data.batches import open_source
-from samestep.data.images.dataset import ImageFiles
-from samestep.data.images.file_list import class_names, find_files
-from samestep.data.images.node_memory import PREFIX
+from samestep.data.images.dataset import PREFIX, ImageFiles
+from samestep.data.images.files import class_names, find_files
 from samestep.ranks.world import World, find_world, join, leave
 from samestep.recipes.images import augment, normalise
 

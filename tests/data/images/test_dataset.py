@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from samestep import UserError
-from samestep.data.images import dataset, node_memory, read_all
+from samestep.data.images import dataset
+from samestep.data.images import files as image_files
 from samestep.data.images.dataset import ImageFiles
 from samestep.ranks.world import World
 from tests.data.images.ranks_of_images import (
@@ -163,8 +164,8 @@ def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, monkeypatch
     first = ready(root, ALONE, cache="off")
     assert len(list(cache_home.iterdir())) == 1
     calls = []
-    real = read_all.decode
-    monkeypatch.setattr(read_all, "decode", lambda *a: calls.append(a) or real(*a))
+    real = image_files.decode
+    monkeypatch.setattr(image_files, "decode", lambda *a: calls.append(a) or real(*a))
     assert ready(root, ALONE, cache="off").left_out == first.left_out
     assert not calls
     write_images(root, count=4)  # mends cat/003.png
@@ -193,7 +194,7 @@ def test_a_file_that_breaks_later_is_named_without_a_traceback(root, num_workers
 
 def test_nothing_is_decoded_after_memory_is_filled(root, monkeypatch):
     data = ready(root, ALONE, cache="memory").splits["train"]
-    for module in (read_all, dataset):
+    for module in (image_files, dataset):
         monkeypatch.setattr(module, "decode", None, raising=False)
     for path in (root / "train").rglob("*.*"):
         path.unlink()
@@ -237,7 +238,7 @@ def test_a_full_file_system_is_met_before_a_byte_is_written(monkeypatch, root):
 
     before = set(Path("/dev/shm").glob("samestep-*"))
     pair = World(local_world_size=2)  # alone in fact: what it gathers is its own
-    monkeypatch.setattr(node_memory.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(dataset.os, "posix_fallocate", refuse)
     found = ready(root, pair, cache="auto")
     assert isinstance(found.splits["train"], ImageFiles)
     assert "No space left on device" in found.notes[-1]

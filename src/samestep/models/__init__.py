@@ -1,1 +1,0 @@
-"""Networks that more than one recipe builds: a file each, plain PyTorch."""

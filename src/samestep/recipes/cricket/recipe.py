@@ -1,0 +1,320 @@
+"""Cricket ball by ball: the runs of the next overs, by a graph network of what came before."""
+
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from samestep.errors import UserError, did_you_mean
+from samestep.recipe import Recipe, Splits
+from samestep.recipes.cricket.baselines import baselines
+from samestep.recipes.cricket.cache import Matches, open_corpus
+from samestep.recipes.cricket.corpus import Array, Corpus, from_documents, merge
+from samestep.recipes.cricket.form import KeptForm, keep_form
+from samestep.recipes.cricket.graphs import (
+    BALL_EDGES,
+    EDGES,
+    PLAYER_EDGES,
+    QUERY_EDGES,
+    BallGraphs,
+    GraphSource,
+    collate,
+    hetero_data,
+)
+from samestep.recipes.cricket.measures import runs_errors
+from samestep.recipes.cricket.network import BallGraphNetwork, Convolution
+from samestep.recipes.cricket.one_match import draw_match, read_match, show_balls
+from samestep.recipes.cricket.split import (
+    Dates,
+    at_random,
+    balls_of,
+    boundaries,
+    by_date,
+    digests,
+    thinned,
+    without_known,
+)
+from samestep.recipes.cricket.synthetic import documents
+from samestep.recipes.cricket.tables import (
+    CONTEXTS,
+    IDENTITIES,
+    NUM_FEATURES,
+    Vocabularies,
+    make_tables,
+    vocabularies,
+)
+from samestep.settings import check_flags, may_change
+
+
+@dataclass(frozen=True)
+class CricketOptions:
+    """The options of this recipe."""
+
+    data_dir: str = may_change("data/cricket")
+    """Folder of Cricsheet's JSON files of twenty-over matches, their zip or a tar."""
+    cache_dir: str | None = may_change(None)
+    """Where read matches are kept; by default ~/.cache/samestep/cricket."""
+    skip_bad: int = may_change(0)
+    """Most files that may be unreadable; they are named and left out."""
+    synthetic: bool = False
+    """Make matches up instead of reading any."""
+    synthetic_matches: int = 100
+    """How many are made up."""
+    horizon: Literal["5", "innings"] = "5"
+    """Predict the runs of the next 5 overs (see the handbook), or of the rest of the innings."""
+    split_by: Literal["date", "random"] = "date"
+    """Test on the last tenth of the dates, or on a tenth of the matches drawn at random."""
+    split_seed: int = 42
+    """Seed of that draw, and of --balls-per-match."""
+    balls_per_match: int | None = None
+    """Train on so many balls of each match, drawn once; by default on all."""
+    convolution: Convolution = "sage"
+    """What sends the messages along edges: GraphSAGE, GATv2 or a graph transformer."""
+    width: int = 32
+    """Channels of each node."""
+    rounds: int = 1
+    """Rounds of messages between balls and players, before the query reads them."""
+    history: int = 40
+    """Most balls before the query that a graph has."""
+    without: tuple[str, ...] = ()
+    """Types of edges to leave out, such as precedes or same_bowler."""
+    dropout: float = 0.1
+    """In the layers that read the query."""
+    unknown: float = 1.0
+    """Part of the players, teams and venues that training takes for unknown ones; 1: no identities,
+    since with them the network learns its matches by heart."""
+    fewest_balls: int = 60
+    """Players who faced and bowled fewer than this in training are unknown."""
+    players: tuple[str, ...] = ()
+    """Identifiers of the players with an embedding; by default those of the training part."""
+    venues: tuple[str, ...] = ()
+    """Venues with an embedding."""
+    teams: tuple[str, ...] = ()
+    """Teams with an embedding."""
+    trees: bool = may_change(True)
+    """Fit boosted trees, too, for what the test is compared with; half a minute on all matches."""
+    validation_from: str = ""
+    """First date (YYYY-MM-DD) of the validation, with --split-by date."""
+    test_from: str = ""
+    """First date of the test."""
+    used: tuple[str, ...] = ()
+    """Digests of the matches of training and validation: never tested, wherever they are read."""
+    form_names: tuple[str, ...] = ()
+    """Sides and venues with a rating, such as "batting India"."""
+    form: tuple[float, ...] = ()
+    """Their ratings after all matches of the run: runs, wickets and balls of each."""
+    form_usual: tuple[float, ...] = ()
+    """Runs and wickets a ball in training, by over and wickets lost."""
+    form_until: str = ""
+    """Last date of these matches; all later ones go on from there."""
+
+    def __post_init__(self) -> None:
+        positive = ("synthetic_matches", "balls_per_match", "width", "rounds")
+        check_flags(self, positive, lambda value: value >= 1, "be 1 or more")
+        check_flags(self, ("skip_bad", "history"), lambda value: value >= 0, "be 0 or more")
+        check_flags(self, ("dropout",), lambda value: 0 <= value < 1, "be from 0 to below 1")
+        check_flags(self, ("unknown",), lambda value: 0 <= value <= 1, "be from 0 to 1")
+        check_flags(self, ("width",), lambda value: value % 4 == 0, "be a multiple of 4")
+        if self.synthetic and self.data_dir != CricketOptions.data_dir:
+            raise UserError(
+                f"--synthetic makes matches up, and --data-dir {self.data_dir} names some: leave "
+                "one of them out."
+            )
+        self._check_dates()
+        names = sorted({name for _, name, _ in (*BALL_EDGES, *PLAYER_EDGES)})
+        for name in self.without:
+            if name not in names:
+                raise UserError(
+                    f"--without {name}: there are no such edges. {did_you_mean(name, names)}They "
+                    f"are: {', '.join(names)}."
+                )
+
+    def _check_dates(self) -> None:
+        given = {"validation-from": self.validation_from, "test-from": self.test_from}
+        for name, day in given.items():
+            with suppress(ValueError):
+                if not day or dt.date.fromisoformat(day).isoformat() == day:
+                    continue
+            raise UserError(f"--{name} is {day!r}; it must be a date, such as 2024-07-01.")
+        if self.test_from and self.validation_from >= self.test_from:
+            raise UserError(
+                f"The validation begins on {self.validation_from} and the test on "
+                f"{self.test_from}: name both, the validation first: --validation-from DATE "
+                "--test-from DATE"
+            )
+
+
+@lru_cache(maxsize=1)
+def _read(
+    data_dir: str, cache_dir: str | None, skip_bad: int, synthetic: bool, number: int
+) -> Matches:
+    if synthetic:
+        return Matches(merge([from_documents(documents(number, seed=0))]))
+    folder = Path(cache_dir) if cache_dir else None
+    return open_corpus(Path(data_dir), folder=folder, skip_bad=skip_bad)
+
+
+def _kept(options: CricketOptions) -> Matches:
+    return _read(
+        options.data_dir,
+        options.cache_dir,
+        options.skip_bad,
+        options.synthetic,
+        options.synthetic_matches,
+    )
+
+
+def _parts(corpus: Corpus, options: CricketOptions) -> dict[str, Array]:
+    """Return the matches of each split."""
+    if options.split_by == "random":
+        parts = at_random(corpus, options.split_seed)
+    else:
+        parts = by_date(corpus, Dates(options.validation_from, options.test_from))
+    return without_known(corpus, parts, options.used) if options.used else parts
+
+
+def complete(options: CricketOptions) -> CricketOptions:
+    """Fill in the dates of the split, and whom the training part has: once, for the whole run."""
+    hetero_data()
+    if options.form_until:
+        return options
+    corpus = _kept(options).corpus
+    if options.split_by == "date" and not (options.validation_from and options.test_from):
+        found = boundaries(corpus)
+        options = replace(
+            options,
+            validation_from=options.validation_from or found.validation,
+            test_from=options.test_from or found.test,
+        )
+    parts = _parts(corpus, options)
+    train = parts["train"]
+    for name, some in parts.items():
+        if not len(some):
+            raise UserError(
+                f"None of the {len(corpus.matches['date'])} matches is left for the {name} data. "
+                "Name more with --data-dir, or try another --split-seed."
+            )
+    names = vocabularies(corpus, train, fewest_balls=options.fewest_balls)
+    done = keep_form(corpus, train)
+    seen = digests(corpus)[np.concatenate([train, parts["validation"]])]
+    return replace(
+        options,
+        **{name: getattr(options, name) or found for name, found in vars(names).items()},
+        form_names=done.names,
+        form=done.ratings,
+        form_usual=done.usual,
+        form_until=done.until,
+        used=tuple(sorted(set(seen.tolist()))),
+    )
+
+
+def _horizon(options: CricketOptions) -> int | None:
+    return None if options.horizon == "innings" else int(options.horizon)
+
+
+def _graphs(corpus: Corpus, options: CricketOptions) -> GraphSource:
+    """Return matches as graphs with the vocabularies of the run."""
+    names = Vocabularies(options.players, options.venues, options.teams)
+    earlier = KeptForm(options.form_names, options.form, options.form_usual, options.form_until)
+    tables = make_tables(corpus, names, _horizon(options), earlier)
+    return GraphSource(tables, options.history, frozenset(options.without))
+
+
+def data(options: CricketOptions) -> Splits:
+    """Read the matches, from the cache if they are there; a sample is one ball."""
+    kept = _kept(options)
+    source = _graphs(kept.corpus, options)
+    rows = {n: balls_of(kept.corpus, m) for n, m in _parts(kept.corpus, options).items()}
+    if options.balls_per_match is not None:
+        rows["train"] = thinned(
+            kept.corpus, rows["train"], options.balls_per_match, options.split_seed
+        )
+    splits: dict[str, Any] = {name: BallGraphs(source, some) for name, some in rows.items()}
+    return Splits(**splits, notes=kept.notes)
+
+
+def model(options: CricketOptions) -> nn.Module:
+    """Return the network for these vocabularies."""
+    hetero_data()
+    kept = [kind for kind in (*BALL_EDGES, *PLAYER_EDGES) if kind[1] not in options.without]
+    sizes = {"player": options.players, "venue": options.venues, "team": options.teams}
+    return BallGraphNetwork(
+        features=NUM_FEATURES,
+        identities=IDENTITIES,
+        vocabularies={name: len(known) + 1 for name, known in sizes.items()},
+        rounds=kept,
+        last=QUERY_EDGES,
+        with_distance=frozenset(kind for kind in EDGES if kind[0] == "ball" and kind[2] in _APART),
+        convolution=options.convolution,
+        width=options.width,
+        num_rounds=options.rounds,
+        dropout=options.dropout,
+        unknown=options.unknown,
+        beside=(*CONTEXTS, "query"),
+    )
+
+
+_APART = ("ball", "query")
+
+
+def loss(outputs: Tensor, graphs: Any) -> Tensor:
+    """Return the mean Huber loss in runs: squared below 1 run, linear above."""
+    return nn.functional.huber_loss(outputs, graphs["query"].y, delta=1.0)
+
+
+def read(options: CricketOptions, path: Path) -> BallGraphs:
+    """Return the balls of one match; ValueError says why there are none."""
+    corpus = read_match(path)
+    return BallGraphs(_graphs(corpus, options), np.arange(corpus.num_balls))
+
+
+def picture(options: CricketOptions, path: Path, rows: Sequence[Any], figure: Any) -> None:
+    """Draw the runs to come in a match, predicted and actual."""
+    draw_match(read_match(path), rows, _horizon(options), figure)
+
+
+def to_beat(options: CricketOptions) -> Mapping[str, dict[str, float] | str]:
+    """Return the errors of simpler models on the test, fitted on training and validation."""
+    corpus = _kept(options).corpus
+    parts = _parts(corpus, options)
+    fitted, tested = (
+        balls_of(corpus, np.concatenate([parts[name] for name in names]))
+        for names in (("train", "validation"), ("test",))
+    )
+    return baselines(corpus, fitted, tested, _horizon(options), trees=options.trees)
+
+
+recipe = Recipe(
+    model=model,
+    data=data,
+    options=CricketOptions,
+    complete=complete,
+    collate=collate,
+    forward=lambda network, graphs: network(graphs),
+    loss=loss,
+    metrics=runs_errors(),
+    read=read,
+    show=show_balls,
+    picture=picture,
+    baselines=to_beat,
+    accepts=("dropout",),
+    settings={
+        "epochs": 2,
+        "batch_size": 512,
+        "eval_batch_size": 512,
+        "optimizer": "adamw",
+        "weight_decay": 1e-3,
+        "ema": 0.995,
+        "lr": 2e-3,
+        "warmup_steps": 200,
+        "schedule": "cosine",
+        "clip_norm": 5.0,
+        "monitor": "mae",
+    },
+)

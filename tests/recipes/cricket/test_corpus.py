@@ -1,0 +1,164 @@
+import io
+
+import numpy as np
+
+from samestep.recipes.cricket.corpus import (
+    BOWLERS_WICKET,
+    BYE,
+    LEG_BYE,
+    NO_BALL,
+    PENALTY,
+    WIDE,
+    from_documents,
+    load,
+    merge,
+)
+from samestep.recipes.cricket.synthetic import documents
+from tests.cricket_files import ball, encoded, innings, match
+
+
+def corpus_of(*cards):
+    return merge([from_documents((f"{k}.json", encoded(card)) for k, card in enumerate(cards))])
+
+
+def same(one, other):
+    assert one.lists == other.lists
+    for table in ("balls", "innings", "matches"):
+        ones, others = getattr(one, table), getattr(other, table)
+        assert ones.keys() == others.keys()
+        for name, column in ones.items():
+            assert column.dtype == others[name].dtype
+            np.testing.assert_array_equal(column, others[name])
+
+
+def test_a_ball_keeps_its_runs_its_extras_and_its_wickets():
+    over = [
+        ball(4),
+        ball(0, wides=2),
+        ball(1, noballs=1),
+        ball(0, byes=1),
+        ball(0, legbyes=2),
+        ball(0, penalty=5),
+        ball(0, out="A1", kind="caught"),
+        ball(1, batter="A3", out="A2", kind="run out"),
+        ball(0, batter="A3", other="A4", out="A3", kind="retired hurt"),
+    ]
+    balls = corpus_of(match(innings("A", over))).balls
+    assert balls["runs"].tolist() == [4, 2, 2, 1, 2, 5, 0, 1, 0]
+    assert balls["batter_runs"].tolist() == [4, 0, 1, 0, 0, 0, 0, 1, 0]
+    kinds = [0, WIDE, NO_BALL, BYE, LEG_BYE, PENALTY, BOWLERS_WICKET, 0, 0]
+    assert balls["kind"].tolist() == kinds
+    assert balls["wickets"].tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 0]
+
+
+def test_a_player_is_who_the_registry_says():
+    renamed = match(
+        innings("A", [ball(1, batter="A. One")]), registry={"people": {"A. One": "id-a1"}}
+    )
+    corpus = corpus_of(match(), renamed)
+    batters = [corpus.lists["players"][k] for k in corpus.balls["batter"]]
+    assert (batters[0], batters[-1]) == ("id-a1", "id-a1")
+    assert len(corpus.lists["people"]) == len(corpus.lists["players"])
+
+
+def test_super_overs_are_left_out():
+    tied = match(
+        innings("A", [ball(1)]),
+        innings("B", [ball(1)], target={"overs": 20, "runs": 2}),
+        innings("A", [ball(6)], super_over=True),
+        innings("B", [ball(4)], super_over=True),
+    )
+    corpus = corpus_of(tied)
+    assert corpus.balls["runs"].tolist() == [1, 1]
+    assert corpus.innings["number"].tolist() == [0, 1]
+
+
+def test_targets_and_lengths_are_those_of_the_rain_rule():
+    def second(**more):
+        corpus = corpus_of(match(innings("A", [ball(6)]), innings("B", [ball(1)], **more)))
+        return corpus.innings["target"].tolist(), corpus.innings["balls"].tolist()
+
+    assert second(target={"overs": 20, "runs": 50}) == ([0, 50], [120, 120])
+    assert second(target={"overs": 14.4, "runs": 40}) == ([0, 40], [120, 88])
+    assert second() == ([0, 7], [120, 120])  # a match that was broken off has no target
+
+
+def test_runs_awarded_before_and_after_an_innings_count_for_the_target():
+    first = innings("A", [ball(6)], penalty_runs={"pre": 5, "post": 5})
+    table = corpus_of(match(first, innings("B", [ball(1)]))).innings
+    assert table["before"].tolist() == [5, 0]
+    assert table["target"].tolist() == [0, 17]
+
+
+def test_power_plays_end_with_their_over():
+    playing = [{"from": 0.1, "to": 4.3, "type": "mandatory"}]
+    table = corpus_of(
+        match(innings("A", [ball(6)], powerplays=playing), innings("B", [ball(1)]))
+    ).innings
+    assert table["powerplay"].tolist() == [4, 255]
+
+
+def test_a_power_play_that_the_batting_side_takes_later_is_not_known_before():
+    playing = [{"from": 10.1, "to": 11.6, "type": "batting"}, {"from": 0.1, "to": 3.6}]
+    table = corpus_of(match(innings("A", [ball(6)], powerplays=playing))).innings
+    assert table["powerplay"].tolist() == [3]
+
+
+def test_what_is_no_twenty_over_match_or_has_no_balls_is_passed_over():
+    cards = [match(match_type="ODI", overs=50), match() | {"innings": []}, match()]
+    cards.append(match(balls_per_over=5))
+    missing = match()
+    del missing["innings"]
+    corpus = corpus_of(*cards, missing, match(innings("A", forfeited=True)))
+    assert corpus.lists["files"] == ("2.json",)
+    assert len(corpus.lists["passed"]) == 5
+    assert corpus.lists["bad"] == ()
+
+
+def test_bad_files_are_named_and_the_others_kept():
+    some = [("a.json", b"{"), ("b.json", encoded(match())), ("c.json", b"")]
+    corpus = merge([from_documents(some)])
+    assert [text.partition(":")[0] for text in corpus.lists["bad"]] == ["a.json", "c.json"]
+    assert corpus.lists["files"] == ("b.json",)
+
+
+def test_more_than_twenty_overs_and_parts_without_end_are_bad():
+    long = innings("A", *[[ball(1)]] * 21)
+    deep = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    corpus = from_documents([("a.json", encoded(match(long))), ("b.json", deep)])
+    assert [text.partition(":")[0] for text in corpus.lists["bad"]] == ["a.json", "b.json"]
+    assert corpus.num_balls == 0
+
+
+def test_matches_are_sorted_by_date_however_they_come():
+    some = list(documents(12, seed=3))
+    whole = merge([from_documents(some)])
+    parts = merge([from_documents(some[9:]), from_documents(some[:4]), from_documents(some[4:9])])
+    assert np.all(np.diff(whole.matches["date"]) >= 0)
+    for table in ("over", "runs", "kind", "wickets"):
+        np.testing.assert_array_equal(whole.balls[table], parts.balls[table])
+    for corpus in (whole, parts):
+        names = [corpus.lists["files"][k] for k in corpus.matches["file"]]
+        assert names == sorted(names)
+    for player in ("batter", "bowler"):
+        one, other = (
+            [corpus.lists["players"][k] for k in corpus.balls[player]] for corpus in (whole, parts)
+        )
+        assert one == other
+
+
+def test_a_corpus_comes_back_from_its_file():
+    corpus = merge([from_documents(documents(3, seed=0))])
+    file = io.BytesIO()
+    corpus.save(file)
+    file.seek(0)
+    same(load(file), corpus)
+
+
+def test_made_up_matches_are_read_as_real_ones_and_are_the_same_for_a_seed():
+    once, again, other = (list(documents(5, seed)) for seed in (1, 1, 2))
+    assert once == again
+    assert once != other
+    corpus = merge([from_documents(once)])
+    assert corpus.lists["bad"] == corpus.lists["passed"] == ()
+    assert len(corpus.matches["date"]) == 5

@@ -1,0 +1,271 @@
+"""The recipe cricket from the command line, on made-up matches."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep import UserError, read_records
+from samestep.cli import main
+from samestep.recipe import find_recipe
+from samestep.recipes.cricket.measures import runs_errors
+from samestep.recipes.cricket.recipe import CricketOptions
+from samestep.recipes.cricket.synthetic import documents
+from samestep.session.evaluation import evaluate_run
+from tests.command_line import run
+from tests.cricket_files import ball, innings, match, write
+from tests.needs import needs
+
+# It is trained once for all of them.
+pytestmark = [needs("torch_geometric"), pytest.mark.xdist_group("cricket")]
+
+SCORED = Path(__file__).parents[3] / "benchmarks" / "results" / "cricket" / "run"
+SMALL = ("--balls-per-match", "12", "--width", "8", "--threads", "1", "--max-steps", "8")
+
+
+def train(folder, *flags, name="run", world_size=1, trees=False):
+    target = ("train", "cricket", "--run-dir", str(folder / name), *SMALL)
+    flags += () if trees else ("--no-trees",)
+    run(*target, *flags, world_size=world_size, folder=folder / "outputs")
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def matches(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("matches"), dict(documents(12, seed=1)))
+
+
+@pytest.fixture(scope="module")
+def trained(matches, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cricket")
+    flags = ("--data-dir", str(matches), "--cache-dir", str(folder / "kept"))
+    return train(folder, *flags, trees=True)
+
+
+def test_it_trains_on_files_and_tells_errors_by_phase_and_innings(trained):
+    result = json.loads((trained / "result.json").read_text())
+    told = result["test"]
+    assert {"mae", "rmse", "r2", "median_error", "mae_powerplay", "mae_innings_2"} <= told.keys()
+    assert result["best"]["metric"] == "mae"
+
+
+def balls_in(files):
+    return sum(file.count(b'"non_striker"') for file in files.values())
+
+
+def test_the_kept_run_scores_all_matches_of_others(matches, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files = dict(documents(12, seed=1))
+    found = evaluate_run(SCORED, "best", split="test", data_dir=str(matches))
+    assert found["samples"] == balls_in(files)
+    assert 0 < found["mae"] < 60
+
+
+@pytest.mark.parametrize("year", [b"2010", b"2020", b"2024"])
+def test_other_matches_are_all_evaluated_whatever_their_dates(trained, tmp_path, year):
+    later = {name: file.replace(b'"2020-', b'"' + year + b"-") for name, file in documents(3, 9)}
+    later = {name: file.replace(b"id-P", b"id-Q") for name, file in later.items()}
+    odd = {
+        "super.json": match(
+            innings("A", [ball(1), ball(2)]),
+            innings("B", [ball(3)]),
+            innings("A", [ball(6)], super_over=True),
+        ),
+        "abandoned.json": {**match(), "innings": []},
+        "one.json": match(innings("C", [ball(1), ball(2)]), teams=["C", "D"], venue="Nowhere"),
+    }
+    bad = {"unknown.json": match(version="2.0.0")}
+    other = write(tmp_path, later | odd | bad)
+    found = evaluate_run(trained, data_dir=str(other), skip_bad=1)
+    assert found["samples"] == balls_in(later) + 3 + 2
+    assert len(found["notes"]) == 2
+    with pytest.raises(UserError, match="unknown"):
+        evaluate_run(trained, data_dir=str(other))
+
+
+def test_what_a_run_was_trained_on_is_never_its_test(matches, trained, tmp_path):
+    measured = json.loads((trained / "result.json").read_text())["test"]
+    again = {f"renamed-{name}": file for name, file in documents(12, seed=1)}
+    found = evaluate_run(trained, data_dir=str(write(tmp_path / "again", again)))
+    assert (found["samples"], found["mae"]) == (measured["samples"], pytest.approx(measured["mae"]))
+    more = {f"more-{name}": file for name, file in documents(2, seed=5)}
+    found = evaluate_run(trained, data_dir=str(write(tmp_path / "more", again | more)))
+    assert found["samples"] == measured["samples"] + balls_in(more)
+    one = write(tmp_path / "one", {"one.json": next(documents(1, seed=1))[1]})
+    with pytest.raises(UserError, match=str(one)):
+        evaluate_run(trained, data_dir=str(one))
+
+
+def test_a_metric_of_no_balls_is_null_in_json(trained, tmp_path, capsys):
+    card = match(innings("A", [ball(1), ball(4)]), innings("B"))
+    path = write(tmp_path, {"match.json": card}) / "match.json"
+    assert main(["evaluate", str(trained), "--data-dir", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["samples"] == 2
+    assert told["mae_innings_2"] is None
+
+
+def test_a_run_on_made_up_matches_is_evaluated_on_files(matches, tmp_path):
+    path = train(tmp_path, "--synthetic", "--synthetic-matches", "8")
+    found = evaluate_run(path, data_dir=str(write(tmp_path / "m", dict(documents(3, seed=7)))))
+    assert found["samples"] == balls_in(dict(documents(3, seed=7)))
+
+
+def test_a_match_is_predicted_ball_by_ball_beside_the_actual_runs(trained, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    name, file = next(documents(1, seed=3))
+    strange = file.replace(b"id-P", b"id-Q").replace(b"Team ", b"Stranger ")
+    path, png = write(tmp_path, {name: strange}) / name, tmp_path / "match.png"
+    assert main(["predict", str(trained), str(path), "--json", "--plot", str(png)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    told = [
+        (f"{over['over']}.{number}", place, delivery["runs"]["total"])
+        for place, side in enumerate(json.loads(file)["innings"], 1)
+        for over in side["overs"]
+        for number, delivery in enumerate(over["deliveries"], 1)
+    ]
+    assert [(row["ball"], row["innings"]) for row in rows] == [place[:2] for place in told]
+    first_five = [runs for ball, side, runs in told if side == 1 and int(ball.split(".")[0]) < 5]
+    assert rows[0]["actual"] == sum(first_five)
+    assert all(isinstance(row["predicted"], float) for row in rows)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert main(["predict", str(trained), str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[0].split() == ["row", "ball", "innings", "predicted", "actual"]
+    assert {len(line) for line in lines} == {len(lines[0])}
+
+
+def test_a_match_whose_second_innings_has_no_balls_is_drawn(trained, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    card, png = match(innings("A", [ball(1), ball(4)]), innings("B")), tmp_path / "match.png"
+    path = write(tmp_path, {"match.json": card}) / "match.json"
+    assert main(["predict", str(trained), str(path), "--json", "--plot", str(png)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "card", [match(version="3.0.0"), {**match(), "innings": []}, match(match_type="ODI"), b"{"]
+)
+def test_what_is_no_match_with_balls_is_not_predicted(trained, tmp_path, capsys, card):
+    path = write(tmp_path, {"match.json": card}) / "match.json"
+    assert main(["predict", str(trained), str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["problem"]
+
+
+def test_the_test_is_told_beside_what_has_to_be_beaten(trained):
+    told = json.loads((trained / "result.json").read_text())["baselines"]
+    assert told.keys() == {"constant", "run_rate", "table", "trees_mae", "trees_mse"}
+    assert all(row.keys() == {"mae", "rmse", "r2", "median_error"} for row in told.values())
+    assert told["table"]["mae"] < told["constant"]["mae"]
+
+
+def test_two_ranks_take_the_same_steps(matches, trained, tmp_path):
+    flags = ("--data-dir", str(matches), "--cache-dir", str(tmp_path / "kept"))
+    more = ("--log-every", "1", "--dropout", "0", "--batch-size", "64")
+    runs = [train(tmp_path, *flags, *more, name=f"{n}", world_size=n) for n in (1, 2)]
+    losses = [
+        [record["loss"] for record in read_records(path) if record["event"] == "step"]
+        for path in runs
+    ]
+    assert len(losses[0]) == 8
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    results = [json.loads((path / "result.json").read_text())["test"] for path in runs]
+    for name in ("mae", "rmse", "r2", "median_error", "mae_death"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-4)
+
+
+def test_it_is_profiled_with_the_options_that_only_the_data_can_tell(tmp_path):
+    flags = ("--synthetic", "--synthetic-matches", "12", "--width", "8", "--seconds", "0.2")
+    run("profile", "cricket", *flags, "--run-dir", str(tmp_path / "out"), folder=tmp_path)
+    (found,) = tmp_path.rglob("profile.json")
+    assert json.loads(found.read_text())["measured"]["ranks"]
+
+
+@pytest.mark.parametrize("convolution", ["sage", "gatv2", "transformer"])
+def test_each_convolution_uses_every_parameter(convolution):
+    recipe = find_recipe("cricket")
+    options = recipe.complete_options(
+        CricketOptions(
+            synthetic=True, synthetic_matches=6, convolution=convolution, width=8, rounds=2
+        )
+    )
+    torch.manual_seed(0)
+    model, data = recipe.build_model(options), recipe.load_data(options).train
+    graphs = recipe.collate([data[k] for k in (0, 40, 90)])
+    outputs = model.eval()(graphs)
+    assert outputs.shape == (3,)
+    recipe.loss(outputs, graphs).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_a_draw_that_leaves_nothing_to_test_is_refused_before_the_training():
+    options = CricketOptions(synthetic=True, synthetic_matches=8, split_by="random")
+    with pytest.raises(UserError, match="--split-seed"):
+        find_recipe("cricket").complete_options(options)
+
+
+@pytest.mark.parametrize(
+    "given", [{"test_from": "soon"}, {"validation_from": "2024-02-30"}, {"test_from": "20240101"}]
+)
+def test_what_is_no_date_is_refused(given):
+    with pytest.raises(UserError, match=next(iter(given)).replace("_", "-")):
+        CricketOptions(**given)
+
+
+def test_one_of_the_dates_or_names_is_kept_and_the_rest_is_found():
+    def complete(**given):
+        options = CricketOptions(synthetic=True, synthetic_matches=20, **given)
+        return find_recipe("cricket").complete_options(options)
+
+    usual = complete()
+    days = (usual.validation_from, usual.test_from)
+    assert complete(validation_from=days[0]) == complete(test_from=days[1]) == usual
+    some = complete(teams=("Team 1",))
+    assert (some.teams, some.players, some.used) == (("Team 1",), usual.players, usual.used)
+    with pytest.raises(UserError, match="--validation-from DATE"):
+        complete(test_from=days[0])
+
+
+def test_made_up_matches_and_named_ones_are_not_both_taken():
+    with pytest.raises(UserError, match="--data-dir"):
+        CricketOptions(synthetic=True, data_dir="matches")
+
+
+@pytest.mark.parametrize(
+    ("validation", "test"), [("2024-02-02", "2024-02-01"), ("2024-13-01", "2025")]
+)
+def test_dates_of_the_split_are_in_their_order(validation, test):
+    with pytest.raises(UserError, match="--validation-from"):
+        CricketOptions(validation_from=validation, test_from=test)
+
+
+def test_edges_that_are_not_there_are_refused():
+    with pytest.raises(UserError, match="precedes"):
+        CricketOptions(without=("preceeds",))
+
+
+def test_errors_put_together_from_parts_are_those_of_the_whole():
+    class Graphs(dict):
+        pass
+
+    class Query:
+        def __init__(self, y, group):
+            self.y, self.group = y, group
+
+    drawn = torch.Generator().manual_seed(0)
+    y, out = (torch.randn(50, generator=drawn) * 10 for _ in range(2))
+    group = torch.stack([torch.arange(50) % 3, torch.arange(50) % 2], dim=1)
+    whole, parts = runs_errors(), runs_errors()
+    for name, metric in whole.items():
+        metric.update(out, Graphs(query=Query(y, group)))
+        for some in (slice(0, 13), slice(13, 50)):
+            parts[name].update(out[some], Graphs(query=Query(y[some], group[some])))
+        assert parts[name].compute() == pytest.approx(metric.compute())
+    error = (out - y).abs()
+    assert whole["mae"].compute() == pytest.approx(float(error.mean()), rel=1e-5)
+    assert whole["median_error"].compute() == pytest.approx(float(error.quantile(0.5)))
+    assert whole["mae_middle"].compute() == pytest.approx(
+        float(error[group[:, 0] == 1].mean()), rel=1e-5
+    )

@@ -1,0 +1,153 @@
+import errno
+import io
+import os
+import tarfile
+import zipfile
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.recipes.cricket.source import open_source
+from tests.cricket_files import encoded, match, write
+
+FILES = {"b.json": encoded(match()), "deep/a.json": encoded(match(date="2024-02-02"))}
+
+
+def as_zip(path, files=FILES):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def as_tar(path, files=FILES, mode="w"):
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def read_all(path):
+    source = open_source(path)
+    source.list_names()
+    return list(source.read())
+
+
+def refused(path):
+    with pytest.raises(UserError) as caught:
+        read_all(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+EXTRA = {"README.txt": b"text", "__MACOSX/._b.json": b"\0"}
+
+
+def test_a_folder_a_zip_and_tars_hold_the_same_matches(tmp_path):
+    made = [write(tmp_path / "folder", FILES | EXTRA), as_zip(tmp_path / "z", FILES | EXTRA)]
+    made += [
+        as_tar(tmp_path / f"t.{kind}", FILES | EXTRA, mode=f"w:{kind}")
+        for kind in ("", "gz", "bz2", "xz")
+    ]
+    for path in made:
+        source = open_source(path)
+        assert sorted(source.list_names()) == sorted(FILES)
+        assert dict(source.read()) == FILES
+
+
+def test_one_file_is_a_match(tmp_path):
+    path = write(tmp_path, {"m.json": match()}) / "m.json"
+    assert [name for name, _ in open_source(path).read()] == ["m.json"]
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tar.xz"])
+@pytest.mark.parametrize("left", [0.3, 0.7, 0.98])
+def test_a_truncated_archive_is_told(tmp_path, kind, left):
+    path = tmp_path / f"m.{kind}"
+    if kind == "zip":
+        as_zip(path)
+    else:
+        as_tar(path, mode="w" + kind[3:].replace(".", ":"))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * left)])
+    if kind == "tar" and left > 0.5:
+        return  # a tar ends with up to 20 blocks of zeros: nothing is lost
+    refused(path)
+
+
+def test_a_tar_that_ends_between_two_files_is_truncated(tmp_path):
+    path = as_tar(tmp_path / "m.tar")
+    size = 512 + -(-len(FILES["b.json"]) // 512) * 512
+    path.write_bytes(path.read_bytes()[:size])
+    refused(path)
+
+
+@pytest.mark.parametrize("name", ["../m.json", "/etc/m.json", "a/../../m.json", "C:\\m.json"])
+def test_a_name_that_leads_out_of_an_archive_is_refused(tmp_path, name):
+    for path in (
+        as_zip(tmp_path / "m.zip", FILES | {name: b"{}"}),
+        as_tar(tmp_path / "m.tar", FILES | {name: b"{}"}),
+    ):
+        assert repr(name) in refused(path)
+
+
+def test_links_in_a_tar_are_passed_over(tmp_path):
+    path = as_tar(tmp_path / "m.tar")
+    with tarfile.open(path, "a") as archive:
+        link = tarfile.TarInfo("link.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    assert sorted(open_source(path).list_names()) == sorted(FILES)
+
+
+def test_a_file_too_large_for_a_match_is_refused_unread(tmp_path):
+    path = tmp_path / "m.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m.json", bytes(100_000_000))
+    assert path.stat().st_size < 200_000
+    assert "100,000,000" in refused(path)
+    sparse = tmp_path / "m.tar"
+    entry = tarfile.TarInfo("m.json")
+    entry.size = 10**12
+    sparse.write_bytes(entry.tobuf())
+    assert "1,000,000,000,000" in refused(sparse)
+
+
+def test_a_link_to_nowhere_is_named(tmp_path):
+    write(tmp_path, FILES)
+    link = tmp_path / "gone.json"
+    link.symlink_to(tmp_path / "nowhere")
+    assert str(link) in refused(tmp_path)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    write(tmp_path, FILES)
+    scan, closed = os.scandir, str(tmp_path / "deep")
+
+    def scandir(folder):
+        if os.fspath(folder) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert closed in refused(tmp_path)
+
+
+def test_where_there_are_no_matches_that_is_said(tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    paths = [empty, as_zip(tmp_path / "m.zip", {"a.txt": b""}), as_tar(tmp_path / "m.tar", EXTRA)]
+    for path in paths:
+        assert "no matches" in refused(path)
+    (tmp_path / "m.csv").write_text("a,b\n")
+    refused(tmp_path / "m.csv")
+    refused(tmp_path / "nowhere")
+
+
+def test_the_stamp_changes_with_the_files(tmp_path):
+    write(tmp_path, FILES)
+    before = open_source(tmp_path).stamp
+    assert open_source(tmp_path).stamp == before
+    write(tmp_path, {"c.json": match()})
+    assert open_source(tmp_path).stamp != before

@@ -1,0 +1,191 @@
+"""CIFAR-10 from both kinds of files: the very pixels, or one message that says what to do."""
+
+import itertools
+import os
+import pickle
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from samestep.errors import UserError
+from samestep.recipes.cifar10 import CLASSES, read_cifar10
+from tests.cifar_files import images_and_labels, records, write_binary, write_folders
+
+
+def refusal(folder, split="train"):
+    with pytest.raises(UserError) as caught:
+        read_cifar10(folder, split)
+    return " ".join(str(caught.value).split())
+
+
+@given(counts=st.lists(st.integers(1, 4), min_size=5, max_size=5), seed=st.integers(0, 2**32 - 1))
+def test_the_binary_version_gives_every_record_in_the_order_of_its_files(
+    tmp_path_factory, counts, seed
+):
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(seed)
+    images = generator.integers(0, 256, (sum(counts), 3, 32, 32), dtype=np.uint8)
+    labels = generator.integers(0, 10, sum(counts), dtype=np.uint8)
+    starts = np.cumsum([0, *counts])
+    for number, (start, stop) in enumerate(itertools.pairwise(starts), start=1):
+        content = records(images[start:stop], labels[start:stop])
+        (folder / f"data_batch_{number}.bin").write_bytes(content)
+    read, targets = read_cifar10(folder, "train")
+    assert (read.numpy() == images).all()
+    assert targets.tolist() == labels.tolist()
+
+
+def test_the_files_may_lie_where_their_archive_is_unpacked(tmp_path):
+    write_binary(tmp_path / "cifar-10-batches-bin", num_test=7)
+    images, labels = read_cifar10(tmp_path, "test")
+    assert (images.numpy() == images_and_labels(7, seed=5)[0]).all()
+    assert labels.tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_a_class_gives_the_same_pixels_and_labels(tmp_path):
+    write_folders(tmp_path, ending="png")
+    images, labels = read_cifar10(tmp_path, "train")
+    expected, targets = images_and_labels(60, seed=0)
+    order = np.argsort(targets, kind="stable")
+    assert (images.numpy() == expected[order]).all()
+    assert labels.tolist() == sorted(targets.tolist())
+
+
+def test_jpegs_are_decoded_as_pillow_decodes_them_grey_ones_too(tmp_path):
+    write_folders(tmp_path)
+    grey = tmp_path / "test" / "cat" / "zzz.JPEG"
+    Image.new("L", (32, 32), 77).save(grey)
+    images, labels = read_cifar10(tmp_path, "test")
+    assert images.shape == (21, 3, 32, 32)
+    cats = images[labels == 3].numpy()
+    first = min((tmp_path / "test" / "cat").glob("*.jpg"))
+    assert (cats[0] == np.asarray(Image.open(first)).transpose(2, 0, 1)).all()
+    assert (cats[-1] == 77).all()
+
+
+def test_the_names_of_the_classes_are_in_alphabetical_order_so_labels_agree():
+    assert list(CLASSES) == sorted(CLASSES)
+
+
+@pytest.mark.parametrize("place", ["", "cifar-10-batches-py"])
+@pytest.mark.parametrize("name", ["data_batch_1", "batches.meta", "cifar-10-python.tar.gz"])
+def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, place):
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "it ran"),))
+
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / name).write_bytes(pickle.dumps(Bomb()))
+    message = refusal(tmp_path)
+    for words in (
+        name,
+        "pickle",
+        "cifar-10-binary.tar.gz",
+        f"samestep data get cifar10 --data-dir {tmp_path}",
+    ):
+        assert words in message
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_the_binary_version_is_read_where_both_lie_beside_each_other(tmp_path):
+    (tmp_path / "batches.meta").write_bytes(b"")
+    assert len(read_cifar10(write_binary(tmp_path), "train")[0]) == 100
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", " 0 bytes"),
+        (bytes(3073 * 2 - 1), "6,145 bytes"),
+        (bytes(3074 * 10), "CIFAR-100"),
+        (bytes(3073) + b"\x0a" + bytes(3072), "label 10"),
+    ],
+    ids=["empty", "cut off", "CIFAR-100", "label"],
+)
+def test_a_file_of_the_wrong_size_or_label_is_named_with_what_was_expected(tmp_path, content, says):
+    write_binary(tmp_path)
+    (tmp_path / "data_batch_3.bin").write_bytes(content)
+    message = refusal(tmp_path)
+    assert f"{tmp_path}/data_batch_3.bin" in message
+    assert says in message
+
+
+def test_missing_files_are_named(tmp_path):
+    write_binary(tmp_path)
+    for number in (2, 5):
+        (tmp_path / f"data_batch_{number}.bin").unlink()
+    assert "data_batch_2.bin, data_batch_5.bin" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_without_any_of_it_says_what_was_looked_for(tmp_path, there):
+    folder = tmp_path if there else tmp_path / "nowhere"
+    message = refusal(folder)
+    assert ("CIFAR-10" if there else "exist") in message.partition("\n")[0]
+    assert str(folder) in message
+    assert "data_batch_1.bin" in message
+    assert "train/CLASS/" in message
+
+
+def test_an_archive_that_is_not_unpacked_yet_says_how(tmp_path):
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"")
+    assert f"samestep data get cifar10 --data-dir {tmp_path}" in refusal(tmp_path)
+
+
+def spoil(folder, what):
+    cats = folder / "train" / "cat"
+    first = min(cats.iterdir())
+    if what == "class missing":
+        cats.rename(folder / "cats")
+    elif what == "class too many":
+        (folder / "train" / "lion").mkdir()
+    elif what == "empty class":
+        for path in cats.iterdir():
+            path.unlink()
+    elif what == "empty file":
+        first.write_bytes(b"")
+    elif what == "cut off":
+        first.write_bytes(first.read_bytes()[:-200])
+    elif what == "no image":
+        first.write_bytes(b"words")
+    elif what == "other size":
+        Image.new("RGB", (40, 32)).save(first)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("class missing", "train/cat, "),
+        ("class too many", "train/lion"),
+        ("empty class", "train/cat has no images"),
+        ("empty file", "0003.jpg: it is empty"),
+        ("cut off", "0003.jpg: it is truncated"),
+        ("no image", "0003.jpg: it is no image"),
+        ("other size", "40 x 32"),
+    ],
+)
+def test_what_is_wrong_with_class_folders_is_told_with_the_place(tmp_path, what, says):
+    write_folders(tmp_path)
+    spoil(tmp_path, what)
+    assert says in refusal(tmp_path)
+
+
+def test_only_the_first_of_many_bad_images_are_named_and_all_are_counted(tmp_path):
+    write_folders(tmp_path)
+    for path in (tmp_path / "train" / "dog").iterdir():
+        path.write_bytes(b"")
+    for path in (tmp_path / "train" / "ship").iterdir():
+        path.write_bytes(b"words")
+    message = refusal(tmp_path)
+    assert "12 of 60 images" in message
+    assert "and 7 more" in message
+
+
+def test_without_pillow_the_message_is_the_command_that_installs_it(tmp_path, monkeypatch):
+    write_folders(tmp_path)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert "pip install 'samestep[images]'" in refusal(tmp_path)

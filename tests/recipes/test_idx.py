@@ -1,0 +1,166 @@
+"""IDX files: what is written is what is read, and every broken file is named with its fault."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from samestep.errors import UserError
+from samestep.recipes.mnist import find_idx, read_idx, read_images_and_labels
+
+
+def idx_bytes(values):
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    return header + values.tobytes()
+
+
+def write(path, values):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = idx_bytes(values)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def fault_of(path):
+    with pytest.raises(UserError) as caught:
+        read_idx(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert f"samestep data get mnist --data-dir {path.parent}" in message
+    return message
+
+
+@given(
+    values=hnp.arrays(np.uint8, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0)),
+    packed=st.booleans(),
+)
+def test_any_array_comes_back_as_it_was_written(tmp_path_factory, values, packed):
+    path = tmp_path_factory.getbasetemp() / ("any.gz" if packed else "any")
+    read = read_idx(write(path, values))
+    np.testing.assert_array_equal(read, values, strict=True)
+    assert read.flags.writeable
+
+
+def test_gzip_is_told_from_the_content_and_not_from_the_name(tmp_path):
+    values = np.arange(6, dtype=np.uint8)
+    path = tmp_path / "packed-without-suffix"
+    path.write_bytes(gzip.compress(idx_bytes(values)))
+    np.testing.assert_array_equal(read_idx(path), values)
+
+
+GOOD = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 4))
+BROKEN = {
+    "a web page instead": (b"<html>", "no IDX file"),
+    "two bytes": (b"\0\0", "no IDX file"),
+    "floats": (b"\0\0\x0d\x01\0\0\0\x01abcd", "float32"),
+    "unknown type": (b"\0\0\x77\x01", "unknown type"),
+    "half a header": (GOOD[:9], "expected 12 bytes, found 9"),
+    "a lost byte": (GOOD[:-1], "12 bytes of data, found 11"),
+    "an added byte": (GOOD + b"x", "12 bytes of data, found 13"),
+    "nothing": (b"", "empty"),
+    "nothing, packed": (gzip.compress(b""), "empty"),
+    "too many axes": (b"\0\0\x08\xff" + b"\0\0\0\x01" * 255 + b"x", "NumPy"),
+    "gzip cut off": (gzip.compress(GOOD)[:-9], "damaged gzip"),
+    "gzip with a flipped bit": (gzip.compress(GOOD)[:-8] + bytes(8), "damaged gzip"),
+    "gzip with nonsense inside": (gzip.compress(GOOD)[:10] + b"\xff" * 20, "damaged gzip"),
+    "gzip followed by nonsense": (gzip.compress(GOOD) + b"nonsense", "damaged gzip"),
+}
+
+
+@pytest.mark.parametrize(("content", "fault"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_named_with_its_fault(tmp_path, content, fault):
+    path = tmp_path / "broken"
+    path.write_bytes(content)
+    assert fault in fault_of(path)
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_file_that_cannot_be_opened_is_named_with_the_reason(tmp_path, name):
+    """`.` is a folder; a file without permission takes the same way but root may read it."""
+    with pytest.raises(UserError, match=r"No such file|Is a directory") as caught:
+        read_idx(tmp_path / name)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [".", "raw", "MNIST/raw", "FashionMNIST/raw"])
+@pytest.mark.parametrize("spelling", ["train-images-idx3-ubyte", "train-images.idx3-ubyte"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_is_found_in_every_usual_place_and_spelling(tmp_path, place, spelling, suffix):
+    path = write(tmp_path / place / f"{spelling}{suffix}", np.zeros(1, np.uint8))
+    assert find_idx(tmp_path, "train-images-idx3-ubyte") == path
+
+
+def test_the_folder_itself_goes_before_those_of_torchvision(tmp_path):
+    write(tmp_path / "MNIST/raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
+    own = write(tmp_path / "train-labels-idx1-ubyte.gz", np.zeros(1, np.uint8))
+    assert find_idx(tmp_path, "train-labels-idx1-ubyte") == own
+
+
+def test_two_data_sets_under_one_torchvision_root_are_not_guessed_between(tmp_path):
+    """Both would fit, and a run on the wrong one would look like a run."""
+    for name in ("MNIST", "FashionMNIST"):
+        write(tmp_path / name / "raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
+    with pytest.raises(UserError, match="twice") as caught:
+        find_idx(tmp_path, "train-labels-idx1-ubyte")
+    assert f"--data-dir {tmp_path / 'MNIST/raw'}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["empty folder", "no folder", "a file"])
+def test_a_file_that_is_nowhere_gives_the_places_searched_and_the_command(tmp_path, kind):
+    folder = tmp_path if kind == "empty folder" else tmp_path / "data"
+    if kind == "a file":
+        folder.touch()
+    with pytest.raises(UserError) as caught:
+        find_idx(folder, "t10k-images-idx3-ubyte")
+    message = str(caught.value)
+    assert f"samestep data get mnist --data-dir {folder}" in message
+    expected = {
+        "empty folder": str(folder / "FashionMNIST/raw"),
+        "no folder": "not exist",
+        "a file": "is a file",
+    }[kind]
+    assert expected in message
+
+
+def write_split(folder: Path, prefix, images_shape, labels_shape):
+    write(folder / f"{prefix}-images-idx3-ubyte.gz", np.ones(images_shape, np.uint8))
+    write(folder / f"{prefix}-labels-idx1-ubyte.gz", np.ones(labels_shape, np.uint8))
+
+
+@pytest.mark.parametrize(("split", "prefix"), [("train", "train"), ("test", "t10k")])
+def test_images_and_labels_of_a_split_come_together(tmp_path, split, prefix):
+    write_split(tmp_path, prefix, (5, 2, 3), (5,))
+    images, labels = read_images_and_labels(tmp_path, split)
+    assert images.shape == (5, 2, 3)
+    assert labels.shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("images_shape", "labels_shape", "fault"),
+    [
+        ((5, 2, 3), (4,), "5 images but 4 labels"),
+        ((5,), (5, 2, 3), r"shapes \(5,\) and \(5, 2, 3\)"),
+        ((5, 2, 3), (5, 1), r"shapes \(5, 2, 3\) and \(5, 1\)"),
+    ],
+)
+def test_images_and_labels_that_do_not_fit_are_both_named(
+    tmp_path, images_shape, labels_shape, fault
+):
+    write_split(tmp_path, "t10k", images_shape, labels_shape)
+    with pytest.raises(UserError, match=fault) as caught:
+        read_images_and_labels(tmp_path, "test")
+    assert str(tmp_path / "t10k-images-idx3-ubyte.gz") in str(caught.value)
+    assert str(tmp_path / "t10k-labels-idx1-ubyte.gz") in str(caught.value)
+
+
+def test_images_of_one_folder_are_not_paired_with_labels_of_another(tmp_path):
+    """MNIST and Fashion-MNIST have equally many samples: only the folders tell them apart."""
+    write(tmp_path / "train-images-idx3-ubyte", np.zeros((1, 2, 2), np.uint8))
+    write(tmp_path / "FashionMNIST/raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
+    with pytest.raises(UserError, match="different folders"):
+        read_images_and_labels(tmp_path, "train")

@@ -1,0 +1,84 @@
+"""ResNet-18 is the network of the paper, with either stem."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.recipes.resnet import resnet18
+
+
+@pytest.mark.parametrize(
+    ("stem", "num_classes", "parameters"),
+    # torchvision's resnet18 has 11,689,512; the small one is what others train on CIFAR-10.
+    [("large", 1000, 11_689_512), ("small", 10, 11_173_962)],
+)
+def test_it_has_the_known_number_of_parameters(stem, num_classes, parameters):
+    model = resnet18(num_classes, stem=stem)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len([m for m in layers if getattr(m, "kernel_size", 0) != (1, 1)]) == 18
+
+
+@pytest.mark.parametrize(("stem", "side", "final"), [("small", 32, 4), ("large", 224, 7)])
+def test_the_stem_leaves_the_last_stage_the_size_of_the_paper(stem, side, final):
+    model = resnet18(3, stem=stem, width=2)
+    shapes = []
+    model.layer4.register_forward_hook(lambda _m, _i, out: shapes.append(out.shape))
+    assert model(torch.zeros(2, 3, side, side)).shape == (2, 3)
+    assert shapes == [(2, 16, final, final)]
+
+
+def test_names_are_those_of_torchvision():
+    names = set(resnet18(1000, stem="large", width=1).state_dict())
+    assert {
+        "conv1.weight",
+        "bn1.running_var",
+        "layer1.0.conv1.weight",
+        "layer4.1.bn2.bias",
+        "layer2.0.downsample.0.weight",
+        "layer2.0.downsample.1.num_batches_tracked",
+        "fc.bias",
+    } <= names
+    assert len(names) == 122
+    assert "layer1.0.downsample.0.weight" not in names
+
+
+def test_convolutions_begin_with_the_variance_of_he_et_al():
+    torch.manual_seed(0)
+    model = resnet18(10, stem="small")
+    for name in ("layer1.0.conv1", "layer3.0.conv1", "layer4.1.conv2"):
+        weight = model.get_submodule(name).weight
+        expected = math.sqrt(2 / (weight.shape[0] * 9))
+        assert float(weight.detach().std()) == pytest.approx(expected, rel=0.05), name
+
+
+def test_narrow_ones_train_on_the_cpu_with_channels_last_and_an_odd_batch():
+    # With torch's own strided 1 x 1 convolution this process is killed, where the CPU has AVX-512.
+    program = (
+        "import torch\n"
+        "from samestep.recipes.resnet import resnet18\n"
+        "torch.set_num_threads(2)\n"
+        "model = resnet18(10, stem='small', width=8).to(memory_format=torch.channels_last)\n"
+        "for _ in range(12):\n"
+        "    images = torch.randn(3, 3, 32, 32).contiguous(memory_format=torch.channels_last)\n"
+        "    model(images).sum().backward()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shortcut_is_the_convolution_of_the_paper():
+    block = resnet18(10, stem="small", width=4).layer2[0]
+    images = torch.randn(2, 4, 9, 7)
+    shortcut = block.downsample[0]
+    expected = nn.functional.conv2d(images, shortcut.weight, stride=2)
+    torch.testing.assert_close(shortcut(images), expected)
+
+
+def test_an_unknown_stem_is_refused():
+    with pytest.raises(ValueError, match="'small' or 'large'"):
+        resnet18(10, stem="medium")
