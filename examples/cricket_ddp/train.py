@@ -32,8 +32,8 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from samestep import UserError
-from samestep.recipes.cricket.graphs import collate
 from samestep.recipes.cricket import recipe as cricket
+from samestep.recipes.cricket.graphs import collate
 
 T = TypeVar("T")
 Batches = Iterable[tuple[Any, float]]  # graphs, and the learning rate of their step
