@@ -185,7 +185,7 @@ def train(data_dir: str) -> dict[str, Any]:
         turns.append(found)
     rows = torch.from_numpy(balls.rows[:BATCH])
     graphs = build(balls.source, rows)
-    network = training.work.trainee.model
+    network = training.work.learner.model
     parts: dict[str, list[float]] = {"graphs": [], "forward": [], "forward and backward": []}
     for _ in range(15):
         parts["graphs"].append(timed(lambda: build(balls.source, rows)))

@@ -12,7 +12,7 @@ from samestep.training.compiled import WholeStep
 from samestep.training.optimizer import make_optimizer
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
-from samestep.training.step import EagerStep, Trainee
+from samestep.training.step import EagerStep, Learner
 
 BATCH, IN_A_GRAPH = 6, 4
 CPU = torch.device("cpu")
@@ -46,10 +46,10 @@ def model(*, large: bool = False, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def trainee(net: nn.Module, settings: Settings, device: torch.device = CPU) -> Trainee:
+def learner(net: nn.Module, settings: Settings, device: torch.device = CPU) -> Learner:
     """Return what steps change: the model on a device, and an optimizer of its own."""
     net = net.to(device)
-    return Trainee(
+    return Learner(
         model=net,
         applied=net,
         wrapped=net,
@@ -72,13 +72,13 @@ def blocks(settings: Settings, device: torch.device = CPU, *, together: int) -> 
     return made
 
 
-def eager(trained: Trainee, settings: Settings, device: torch.device = CPU) -> EagerStep:
+def eager(trained: Learner, settings: Settings, device: torch.device = CPU) -> EagerStep:
     """Return what takes the steps one by one."""
     most = settings.micro_batch_size or BATCH
     return EagerStep(trained, settings, World(device=device), most, make_phases(device))
 
 
-def whole(trained: Trainee, settings: Settings, device: torch.device = CPU) -> WholeStep:
+def whole(trained: Learner, settings: Settings, device: torch.device = CPU) -> WholeStep:
     """Return what takes whole steps, several at once where the model is small."""
     plan = make_plan(settings, 600, 1)
     world, phases = World(device=device), make_phases(device)
@@ -109,7 +109,7 @@ def run(step: EagerStep, some: list[Block], start: int = 0, lr: float = 0.05) ->
     return Ran(torch.stack(losses), torch.stack(norms), notes)
 
 
-def assert_same(one: Trainee, other: Trainee, tolerance: float = 1e-12) -> None:
+def assert_same(one: Learner, other: Learner, tolerance: float = 1e-12) -> None:
     """Compare weights, buffers and the optimizer's state."""
     ours, its = one.model.state_dict(), other.model.state_dict()
     for name, value in its.items():

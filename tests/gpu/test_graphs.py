@@ -19,10 +19,10 @@ from tests.steps_by_hand import (
     assert_same,
     blocks,
     eager,
+    learner,
     model,
     run,
     settings_of,
-    trainee,
     whole,
 )
 
@@ -40,9 +40,9 @@ def _forget_graphs():
 
 
 def several(number, settings, device, **kind):
-    """Return trainees that begin alike."""
+    """Return learners that begin alike."""
     net = model(**kind)
-    return [trainee(copy.deepcopy(net), settings, device) for _ in range(number)]
+    return [learner(copy.deepcopy(net), settings, device) for _ in range(number)]
 
 
 def is_replayed(notes):
@@ -75,7 +75,7 @@ def test_weights_in_channels_last_stay_so_and_take_the_eager_trajectory(cuda):
     settings = settings_of(**OPTIMIZERS["sgd"])
     net = model(large=True).to(cuda)
     net[1].to(memory_format=torch.channels_last)
-    ours, its = (trainee(copy.deepcopy(net), settings, cuda) for _ in range(2))
+    ours, its = (learner(copy.deepcopy(net), settings, cuda) for _ in range(2))
     data = blocks(settings, cuda, together=1)
     ran = run(whole(ours, settings, cuda), data)
     run(eager(its, settings, cuda), data)

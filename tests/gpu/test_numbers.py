@@ -80,11 +80,11 @@ def test_bf16_trains_close_to_fp32(cuda, mnist):
 @pytest.mark.gpu(dry=True)
 def test_fp16_skips_the_steps_whose_gradients_overflow_and_goes_on(cuda, mnist):
     with built(cuda, "mnist", "--data-dir", mnist, "--precision", "fp16") as training:
-        scaler = training.work.trainee.scaler
+        scaler = training.work.learner.scaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**60})
-        before = [p.detach().clone() for p in training.work.trainee.model.parameters()]
+        before = [p.detach().clone() for p in training.work.learner.model.parameters()]
         take(training, 1)
-        after = list(training.work.trainee.model.parameters())
+        after = list(training.work.learner.model.parameters())
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert scaler.get_scale() == 2.0**59
         losses = take(training, 60).losses

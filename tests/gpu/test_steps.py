@@ -59,7 +59,7 @@ NAMES = ("spiral", "sgd, clipped", "convnet", "accumulated", "cifar10, bf16")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_eager_step_does_not_synchronise(cuda, trained, name):
     with built(cuda, *trained[name]) as training:
-        training.work.trainee.model.train()
+        training.work.learner.model.train()
         read = blocks(training, WARM_UP + 3)
         for number, block in enumerate(read):
             waits = number < WARM_UP  # what a first step agrees on, and allocates

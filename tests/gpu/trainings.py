@@ -106,7 +106,7 @@ def take(training: Built, steps: int) -> Steps:
 
 def weights(training: Built) -> torch.Tensor:
     """Return all weights, one after the other."""
-    parameters = training.work.trainee.model.parameters()
+    parameters = training.work.learner.model.parameters()
     return torch.cat([p.detach().cpu().double().flatten() for p in parameters])
 
 

@@ -21,12 +21,12 @@ def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) ->
     from samestep.commands.train import parse
     from samestep.profiling.scaling_measurement import measure
     from samestep.ranks.world import find_world, join, leave
-    from samestep.training.stopping import Received
+    from samestep.training.stopping import ReceivedSignal
 
     _, request = parse([recipe, "--device", "cpu"])
     world = find_world("cpu", "auto")
     join(world)
-    received = Received()
+    received = ReceivedSignal()
     codes = [measure(request, world, received, setup, seconds, 0.0) for setup in setups]
     leave(world)
     return sum(codes) + received.signum

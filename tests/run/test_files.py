@@ -38,7 +38,7 @@ def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pi
     st.sampled_from([ValueError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")]),
 )
 def test_an_error_while_writing_leaves_the_old_file_and_no_other(old, pieces, fails_at, error):
-    """Seen by a reader at every moment: the old file, or none where there was none."""
+    """StepOutputs by a reader at every moment: the old file, or none where there was none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         if old is not None:

@@ -28,10 +28,10 @@ def execute(target: str, flags: tuple[str, ...], stop_at: int | None = None) -> 
     from samestep.commands.train import parse
     from samestep.ranks.world import World
     from samestep.session.training_run import run_session
-    from samestep.training.stopping import Received
+    from samestep.training.stopping import ReceivedSignal
 
     _, request = parse([target, *flags])
-    received, shown, begun = Received(), [], []
+    received, shown, begun = ReceivedSignal(), [], []
 
     def show(record):
         shown.append(record)

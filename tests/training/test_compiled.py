@@ -15,7 +15,7 @@ from samestep.training.compiled import _steps_per_graph
 from samestep.training.plan import make_plan
 from tests import tiny
 from tests.processes import run_ranks, start_ranks
-from tests.steps_by_hand import IN_A_GRAPH, blocks, model, run, settings_of, trainee, whole
+from tests.steps_by_hand import IN_A_GRAPH, blocks, learner, model, run, settings_of, whole
 
 # One worker trains all of them: a second would compile the same once more.
 pytestmark = pytest.mark.xdist_group("compiled")
@@ -132,7 +132,7 @@ def _train_all(folder, cases):
 def _steps_with_dropout():
     """Return what a graph of whole steps gave that moved no weight, so that masks alone differ."""
     settings = settings_of()
-    step = whole(trainee(model(dropout=0.5), settings), settings)
+    step = whole(learner(model(dropout=0.5), settings), settings)
     return run(step, blocks(settings, together=IN_A_GRAPH)[:3], lr=0.0)
 
 

@@ -15,7 +15,7 @@ from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.recipe import find_recipe
 from samestep.training.evaluation import Totals
-from samestep.training.metrics import EpochMetrics, Objects, Seen
+from samestep.training.metrics import EpochMetrics, Objects, StepOutputs
 from tests import tiny
 from tests.faults import Fault
 from tests.processes import run_ranks
@@ -149,7 +149,7 @@ def test_metrics_of_an_epoch_do_not_depend_on_how_its_steps_are_cut():
     for batch in (1, 4, 7, 300):
         measured = EpochMetrics(metrics, CPU)
         pieces = zip(outputs.split(batch), targets.split(batch), strict=True)
-        measured.add([Seen(o, t, len(o)) for o, t in pieces])
+        measured.add([StepOutputs(o, t, len(o)) for o, t in pieces])
         measured.settle()
         found = measured.means(World(), 300)
         assert found["mse"] == pytest.approx(float((outputs - targets).square().mean()), rel=1e-6)
@@ -162,7 +162,7 @@ def test_metrics_of_an_epoch_are_none_where_a_part_of_it_was_not_measured():
     outputs, targets = samples("mse", 8)
     measured = EpochMetrics({"mse": torchmetrics.MeanSquaredError()}, CPU)
     measured.load([])
-    measured.add([Seen(outputs, targets, 8)])
+    measured.add([StepOutputs(outputs, targets, 8)])
     measured.settle()
     assert measured.means(World(), 12) == {}
     assert measured.means(World(), 8).keys() == {"mse"}
@@ -172,7 +172,7 @@ def test_trees_of_outputs_are_measured_step_by_step():
     outputs, targets = samples("mse", 12)
     measured = EpochMetrics({"error": lambda o, t: (o["y"] - t["y"]).abs()}, CPU)
     for o, t in zip(outputs.split(3), targets.split(3), strict=True):
-        measured.add([Seen({"y": o, "steps": 3}, {"y": t}, 3)])
+        measured.add([StepOutputs({"y": o, "steps": 3}, {"y": t}, 3)])
     measured.settle()
     expected = float((outputs - targets).abs().double().mean())
     assert measured.means(World(), 12)["error"] == pytest.approx(expected, rel=1e-6)
@@ -341,14 +341,14 @@ def test_a_gained_metric_without_a_sample_is_not_computed():
     """A run may have been stopped between an epoch's last step and its record."""
     outputs, targets = samples("auroc", 8)
     earlier = EpochMetrics({"error": lambda o, t: (o - t).abs()}, CPU)
-    earlier.add([Seen(outputs, targets, 8)])
+    earlier.add([StepOutputs(outputs, targets, 8)])
     earlier.settle()
     gained = {"error": lambda o, t: (o - t).abs(), "median": Median()}
     measured = EpochMetrics(gained, CPU)
     measured.load([earlier.state()])
     assert measured.means(World(), 8).keys() == {"error"}
     measured.reset()
-    measured.add([Seen(outputs, targets, 8)])
+    measured.add([StepOutputs(outputs, targets, 8)])
     measured.settle()
     assert measured.means(World(), 8).keys() == {"error", "median"}
 

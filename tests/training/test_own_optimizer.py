@@ -14,7 +14,7 @@ from samestep.training.compiled import ModelStep, make_step, what_compiles
 from samestep.training.optimizer import load_state, optimizer_of, set_lr
 from samestep.training.phases import make_phases
 from samestep.training.plan import learning_rate, make_plan
-from samestep.training.step import Trainee
+from samestep.training.step import Learner
 from tests import tiny
 from tests.command_line import refusal
 from tests.faults import Fault
@@ -96,7 +96,7 @@ def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
     settings = Settings(compile="on", batch_size=8, epochs=1, **flags)
     recipe, model, world = recipe_of(**parts), network(), World()
     compiles = what_compiles(settings, world, model, own=recipe.own_parts())
-    trainee = Trainee(
+    learner = Learner(
         model=model,
         applied=model,
         wrapped=model,
@@ -106,7 +106,7 @@ def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
         own=recipe.own_parts(),
     )
     plan = make_plan(settings, 48, 1)
-    step = make_step(compiles, trainee, settings, world, plan, 1, make_phases(CPU))
+    step = make_step(compiles, learner, settings, world, plan, 1, make_phases(CPU))
     assert isinstance(step, ModelStep) is (why is not None)
     if why is not None:
         assert why in step.why

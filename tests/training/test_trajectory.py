@@ -469,7 +469,7 @@ def _sync_of_the_first_micro_step_alone():
     original = step.EagerStep._backward
 
     def backward(self, block):
-        with self._trainee.wrapped.no_sync():
+        with self._learner.wrapped.no_sync():
             return original(self, block)
 
     step.EagerStep._backward = backward

@@ -21,10 +21,10 @@ from tests.steps_by_hand import (
     assert_same,
     blocks,
     eager,
+    learner,
     model,
     run,
     settings_of,
-    trainee,
     whole,
 )
 
@@ -39,9 +39,9 @@ def captures(monkeypatch):
 
 
 def two(settings, *, large=False):
-    """Return two trainees that begin alike."""
+    """Return two learners that begin alike."""
     net = model(large=large)
-    return [trainee(copy.deepcopy(net), settings) for _ in range(2)]
+    return [learner(copy.deepcopy(net), settings) for _ in range(2)]
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -127,7 +127,7 @@ class Counting:
 
 def test_with_a_loss_that_counts_its_calls_the_model_alone_is_compiled(captures):
     settings = settings_of()
-    counting = replace(trainee(model(), settings), loss=Counting())
+    counting = replace(learner(model(), settings), loss=Counting())
     (note,) = run(whole(counting, settings), blocks(settings, together=IN_A_GRAPH)[:2]).notes
     assert note["steps_per_graph"] == 0
     assert "calls" in note["what"]
@@ -138,7 +138,7 @@ def test_a_model_that_draws_random_numbers_of_its_own_is_compiled_alone_on_the_c
     settings = settings_of()
     net = model(dropout=0.5)
     net[3] = nn.AlphaDropout(0.5)
-    step = whole(trainee(net, settings), settings)
+    step = whole(learner(net, settings), settings)
     ran = run(step, blocks(settings, together=IN_A_GRAPH)[:1] * 2, lr=0.0)
     (note,) = ran.notes
     assert note["steps_per_graph"] == 0
@@ -167,7 +167,7 @@ def test_what_the_model_has_become_since_the_last_graph_counts(monkeypatch, late
     settings = settings_of(eval_every_steps=3 * IN_A_GRAPH if evaluated else None)
     nets = [copy.deepcopy(Scaled()) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
-    ours, its = (replace(trainee(net, settings), alone=True) for net in nets)
+    ours, its = (replace(learner(net, settings), alone=True) for net in nets)
     takes = whole(ours, settings), eager(its, settings)
     data, start = blocks(settings, together=IN_A_GRAPH), 0
     longer = replace(data[1], inputs=data[1].inputs.repeat(1, 2))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.training.side_effects import KINDS, Seen, watched
+from samestep.training.side_effects import KINDS, RandomDraws, watched
 from samestep.verification.randomness import hold_model
 
 ALL = frozenset(KINDS)
@@ -32,22 +32,22 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_of_torch_are_seen_with_their_line_and_held_still(name):
-    seen = Seen()
+    seen = RandomDraws()
     free = watched(DRAWS[name], seen)
     assert not torch.equal(free(X), free(X))
     assert any(line.startswith("test_randomness.py:") for line in seen.draws.values())
-    still = watched(DRAWS[name], Seen(), ALL)
+    still = watched(DRAWS[name], RandomDraws(), ALL)
     assert torch.equal(still(X), still(X))
 
 
 @pytest.mark.parametrize("name", sorted(set(DRAWS) - {"attention"}))
 def test_held_still_a_sample_gets_the_same_in_any_batch(name):
-    still = watched(DRAWS[name], Seen(), ALL)
+    still = watched(DRAWS[name], RandomDraws(), ALL)
     assert torch.equal(still(X)[:2], still(X[:2]))
 
 
 def test_what_draws_nothing_is_not_seen():
-    seen = Seen()
+    seen = RandomDraws()
     for function in (
         lambda: functional.dropout(X, 0.0),
         lambda: functional.dropout(X, 0.5, training=False),
@@ -65,11 +65,11 @@ def test_what_draws_nothing_is_not_seen():
     [("Python's random", random.random), ("NumPy's random", lambda: np.random.rand(2))],  # noqa: NPY002
 )
 def test_draws_from_python_and_numpy_are_seen_and_held_without_moving_their_generators(name, draw):
-    seen = Seen()
+    seen = RandomDraws()
     watched(draw, seen)()
     assert list(seen.generators) == [name]
     before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002
-    still = watched(draw, Seen(), ALL)
+    still = watched(draw, RandomDraws(), ALL)
     assert np.array_equal(still(), still())
     assert (random.getstate(), np.random.get_state()[2]) == before  # noqa: NPY002
 
@@ -79,7 +79,7 @@ def test_held_batch_norm_gives_a_sample_the_same_in_any_batch(tracks):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=tracks))
     part = model.train()(X)[:2]
     assert not torch.allclose(part, model(X[:2]))
-    hold_model(model, Seen(), ALL, lambda: model(X))
+    hold_model(model, RandomDraws(), ALL, lambda: model(X))
     model.train()
     assert torch.allclose(model(X)[:2], model(X[:2]), atol=1e-6)
     before = [buffer.clone() for buffer in model.buffers()]
@@ -89,7 +89,7 @@ def test_held_batch_norm_gives_a_sample_the_same_in_any_batch(tracks):
 
 def test_modules_with_dropout_of_their_own_are_held_still():
     model = nn.ModuleList([nn.LSTM(4, 4, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.5)])
-    hold_model(model, Seen(), ALL)
+    hold_model(model, RandomDraws(), ALL)
     lstm, attention = model
     assert torch.equal(lstm(X)[0], lstm(X)[0])
     assert torch.equal(attention(X, X, X)[0], attention(X, X, X)[0])

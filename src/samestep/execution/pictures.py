@@ -57,7 +57,7 @@ class Sitting:
 
         They are loaded again where a picture has changed them.
         """
-        model = self.work.trainee.model
+        model = self.work.learner.model
         if not self.checkpoint or self.marks != _written(model):
             self.checkpoint = self.load_best()
             self.marks = _written(model)
@@ -151,7 +151,7 @@ def _drawn(sitting: Sitting, agreement: Agreement, limit_s: float) -> Album:
                 make(album)
                 waiting.remove(name)
 
-    with as_evaluated(sitting.work.trainee.model, sitting.work.settings.seed):
+    with as_evaluated(sitting.work.learner.model, sitting.work.settings.seed):
         thread = Thread(target=draw, daemon=True, name="samestep-pictures")
         deadline = time.monotonic() + limit_s
         thread.start()

@@ -143,7 +143,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             step=shares,
             last_step=last_step(plan, settings, world),
             rates=rates(plan, settings, built.state.position.step),
-            optimizer=type(built.work.trainee.optimizer).__name__,
+            optimizer=type(built.work.learner.optimizer).__name__,
             memory=memory,
             drawn=drawn,
             not_measured=problem,
@@ -186,8 +186,8 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
 def _plan(request: Request, built: Built, world: ImaginedWorld) -> Plan:
     """Return the plan of the settings as they were asked for."""
     work, settings = built.work, request.settings
-    if settings.sync_batchnorm and not batch_norms(work.trainee.model):
-        prepare(work.trainee.model, settings, World(), data_dtype(settings.precision))  # refuses it
+    if settings.sync_batchnorm and not batch_norms(work.learner.model):
+        prepare(work.learner.model, settings, World(), data_dtype(settings.precision))  # refuses it
     return planned(request, work.train.num_samples, world.world_size)
 
 
@@ -222,7 +222,7 @@ def _measured(
     request: Request, built: Built, plan: Plan, rows: int, device: str, why: str
 ) -> tuple[RankMemory | None, Drawn | None, str]:
     """Return what a step held and drew, or why that cannot be said."""
-    if not why and is_too_large(built.work.trainee.model):
+    if not why and is_too_large(built.work.learner.model):
         why = "A step of this model needs more memory than is free on this machine."
     if why:
         return None, None, why

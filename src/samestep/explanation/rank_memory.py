@@ -22,8 +22,8 @@ from samestep.session.build import Built
 from samestep.session.request import Request
 from samestep.training.device import data_dtype
 from samestep.training.plan import Plan, learning_rate
-from samestep.training.side_effects import Seen, batch_norms, watched
-from samestep.training.step import EagerStep, Trainee, check_used
+from samestep.training.side_effects import RandomDraws, batch_norms, watched
+from samestep.training.step import EagerStep, Learner, check_used
 from samestep.training.tree import TreeSum
 
 _TIMES_THE_WEIGHTS = 4
@@ -131,26 +131,26 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     Raises:
         UserError: the model or the loss fails, as it would on the first batch of a training.
     """
-    work, seen = built.work, Seen()
-    trainee = _watched(replace(work.trainee, scaler=None, counter=None, measured=False), seen)
+    work, seen = built.work, RandomDraws()
+    learner = _watched(replace(work.learner, scaler=None, counter=None, measured=False), seen)
     block = _real_batch(request, built, rows)
     batch = _tensors_of(block)
-    model = work.trainee.model
+    model = work.learner.model
     model.train()
     held = [*model.parameters(), *model.buffers(), *batch]
     saved = _Saved({where for t in held if (where := _address(t)) is not None})
-    step = EagerStep(trainee, work.settings, World(), rows)
+    step = EagerStep(learner, work.settings, World(), rows)
     with saved_tensors_hooks(saved.pack, saved.unpack):
         step(block, 0, [learning_rate(plan, work.settings, 0)], want_norm=False)
     if plan.world_size > 1 and not work.settings.allows_unused:
         check_used(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    averages = work.trainee.average.state().values() if work.trainee.average else ()
+    averages = work.learner.average.state().values() if work.learner.average else ()
     memory = RankMemory(
         weights=_part(model.parameters()),
         buffers=_part(model.buffers()),
         gradients=_part(gradients, copies=_sums_at_a_time(built)),
-        optimizer=_optimizer_parts(work.trainee.optimizer),
+        optimizer=_optimizer_parts(work.learner.optimizer),
         average=_part(averages),
         batch=_part(batch),
         activations=Part(bytes=sum(saved.storages.values()), elements=saved.elements),
@@ -164,15 +164,15 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     return memory, drawn
 
 
-def _watched(trainee: Trainee, seen: Seen) -> Trainee:
+def _watched(learner: Learner, seen: RandomDraws) -> Learner:
     """Return what a step changes, with a model and a loss that note what they draw."""
-    module = trainee.applied
+    module = learner.applied
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
 
     wrapped: Any = watched(forward, seen)
-    return replace(trainee, wrapped=wrapped, loss=watched(trainee.loss, seen))
+    return replace(learner, wrapped=wrapped, loss=watched(learner.loss, seen))
 
 
 def _real_batch(request: Request, built: Built, rows: int) -> Block:

@@ -75,13 +75,13 @@ class _Module(LitRecipe):
 
     def __init__(self, task: Task) -> None:
         request, work = task.request, task.work
-        recipe = replace(request.recipe, loss=work.trainee.loss, metrics=work.metrics)
-        super().__init__(recipe, work.settings, request.options, model=work.trainee.model)
+        recipe = replace(request.recipe, loss=work.learner.loss, metrics=work.metrics)
+        super().__init__(recipe, work.settings, request.options, model=work.learner.model)
         self._work, self._state = work, task.state
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
         """Return the optimizer of the training that samestep has built."""
-        return self._work.trainee.optimizer
+        return self._work.learner.optimizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the state of the training; all ranks come here."""
@@ -181,9 +181,9 @@ def _with_its_optimizer(work: Work, recipe: Recipe) -> Work:
     settings = work.settings
     if settings.precision not in ("bf16", "fp16"):
         return work
-    model, device = work.trainee.model, work.world.device
+    model, device = work.learner.model, work.world.device
     optimizer = optimizer_of(recipe, model, settings, work.plan.lr, device, fuse=False)
-    return replace(work, trainee=replace(work.trainee, optimizer=optimizer))
+    return replace(work, learner=replace(work.learner, optimizer=optimizer))
 
 
 def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
@@ -192,7 +192,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     plugins: list[Any] = [writer, _environment(world)]
     if settings.precision in ("bf16", "fp16"):
         mixed: Any = "bf16-mixed" if settings.precision == "bf16" else "16-mixed"
-        plugins.append(MixedPrecision(mixed, world.device.type, work.trainee.scaler))
+        plugins.append(MixedPrecision(mixed, world.device.type, work.learner.scaler))
     devices: Any = world.local_world_size
     if world.world_size == 1 and world.device.type == "cuda":
         devices = [world.device.index or 0]

@@ -21,7 +21,7 @@ from samestep.settings import Settings
 from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.apply import call
 from samestep.training.evaluation import Totals
-from samestep.training.metrics import Seen
+from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import optimizer_of
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.prepare import place_loss, prepare, share_buffers
@@ -78,7 +78,7 @@ class LitRecipe(pl.LightningModule):
         self._totals: Totals
         self._loss: Callable[[Any, Any], Tensor] = self.recipe.loss
         self._new_step = True
-        self._seen: list[Seen] = []
+        self._seen: list[StepOutputs] = []
 
     @classmethod
     def from_run(cls, run: str | Path, name: str = "best") -> "LitRecipe":
@@ -154,7 +154,7 @@ class LitRecipe(pl.LightningModule):
             check_trainable(loss, self.recipe.loss)
         if self.recipe.metrics and batch.weight:
             detached = map_tensors(Tensor.detach, outputs)
-            self._seen.append(Seen(detached, batch.targets, batch.rows))
+            self._seen.append(StepOutputs(detached, batch.targets, batch.rows))
         part = loss * batch.weight
         self.step_loss = self.step_loss + part.detach()
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
@@ -165,7 +165,7 @@ class LitRecipe(pl.LightningModule):
         if self.recipe.optimizer is not None:
             seed_update(self.settings.seed, self.trainer.global_step, self.device)
 
-    def take_seen(self) -> list[Seen]:
+    def take_seen(self) -> list[StepOutputs]:
         """Return the outputs of the micro-steps since the last call."""
         seen, self._seen = self._seen, []
         return seen

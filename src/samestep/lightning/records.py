@@ -14,12 +14,12 @@ from samestep.session.training_run import Task
 from samestep.training.alike import is_checked
 from samestep.training.loop import checkpoint_name, evaluate_now, judge
 from samestep.training.meter import Meter, epoch_record
-from samestep.training.metrics import Seen
+from samestep.training.metrics import StepOutputs
 from samestep.training.plan import is_recorded, learning_rate
 from samestep.training.prepare import match_layouts, tell_end_of_autograd
 from samestep.training.snapshot import check_alike
 from samestep.training.step import StepResult, check_used
-from samestep.training.work import Taken, close_epoch, epoch_is_full
+from samestep.training.work import StepsTaken, close_epoch, epoch_is_full
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
@@ -45,10 +45,10 @@ class Records(Callback):
     def on_train_start(self, *_: Any) -> None:
         """Begin to count."""
         signal.signal(signal.SIGTERM, self._heed)
-        optimizer, phases = self._work.trainee.optimizer, self._work.phases
+        optimizer, phases = self._work.learner.optimizer, self._work.phases
         match_layouts(optimizer)  # Lightning has loaded its state
         optimizer.register_step_post_hook(lambda *_: phases.lap("optimizer"))
-        self._task.between.agreement.start(self._state.position.step)
+        self._task.control.agreement.start(self._state.position.step)
         self._meter = Meter(self._work, self._state)
 
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -71,7 +71,7 @@ class Records(Callback):
         self._work.phases.lap("all_reduce" if trainer.world_size > 1 else "backward")
         if self._unchecked:
             self._unchecked = False
-            check_used(self._work.trainee.model)
+            check_used(self._work.learner.model)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, _: torch.optim.Optimizer
@@ -87,7 +87,7 @@ class Records(Callback):
         """Count a step once its last part is done."""
         if not batch.last:
             return
-        work, state, between = self._work, self._state, self._task.between
+        work, state, between = self._work, self._state, self._task.control
         position, total = state.position, work.plan.total_steps
         part = torch.as_tensor(cast("LitRecipe", pl_module).step_loss)
         taken = self._taken(part, batch.size, cast("LitRecipe", pl_module).take_seen())
@@ -118,13 +118,13 @@ class Records(Callback):
             state.stop_reason = signal.Signals(agreed.signum).name
             raise Stopped
 
-    def _taken(self, loss: Tensor, size: int, seen: list[Seen]) -> Taken:
+    def _taken(self, loss: Tensor, size: int, seen: list[StepOutputs]) -> StepsTaken:
         """Return the step that has just been taken."""
         first, work = self._state.position.step, self._work
         logged = [first + 1] if is_recorded(first + 1, work.plan.log_every) else []
         norms = None if self._norm is None else [self._norm]
         lrs = [learning_rate(work.plan, work.settings, first)]
-        return Taken(first, size, lrs, logged, StepResult([loss], norms, seen=seen))
+        return StepsTaken(first, size, lrs, logged, StepResult([loss], norms, seen=seen))
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(self._task.path / "checkpoints" / checkpoint_name(self._state))

@@ -30,7 +30,7 @@ from samestep.session.training_run import choose_path, completed, describe
 from samestep.training.device import data_dtype, switched
 from samestep.training.loop import rehearse
 from samestep.training.plan import ENDLESS
-from samestep.training.stopping import Received, Watch, catch_signals
+from samestep.training.stopping import ReceivedSignal, Watch, catch_signals
 from samestep.training.work import State, Work, epoch_is_full
 
 
@@ -123,7 +123,7 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
 
 
 def measure(
-    work: Work, state: State, path: Path, wishes: Wishes, received: Received
+    work: Work, state: State, path: Path, wishes: Wishes, received: ReceivedSignal
 ) -> MeasuredSteps:
     """Measure some steps without the profiler and trace some with it, on every rank."""
     world = work.world
@@ -146,7 +146,7 @@ def measure(
         threads=torch.get_num_threads(),
         workers=work.settings.num_workers,
         in_memory=isinstance(work.train, MemorySource),
-        gradient_bytes=sum(p.nbytes for p in work.trainee.model.parameters() if p.requires_grad),
+        gradient_bytes=sum(p.nbytes for p in work.learner.model.parameters() if p.requires_grad),
         compiled=work.settings.compile == "on",
         stopped=stopped,
         counts=between,
@@ -154,7 +154,7 @@ def measure(
 
 
 def _run_stages(
-    work: Work, state: State, path: Path, wishes: Wishes, received: Received
+    work: Work, state: State, path: Path, wishes: Wishes, received: ReceivedSignal
 ) -> tuple[MeasuredSpan, MeasuredRank, bool]:
     """Train through warm-up, measured and traced steps; keep the trace.
 
@@ -211,7 +211,7 @@ def _sweep(
         source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)
         one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
         if settings.num_workers != best.num_workers:  # that has its trace already
-            _run_stages(one, state, path, Wishes(seconds=0.2), Received())
+            _run_stages(one, state, path, Wishes(seconds=0.2), ReceivedSignal())
         return one, state
 
     # More workers than cores are worth a try: some only wait for a disk.

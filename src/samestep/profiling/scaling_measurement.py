@@ -19,7 +19,7 @@ from samestep.session.training_run import NATIVE, Engine, Task, run_session
 from samestep.training.loop import rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.plan import ENDLESS
-from samestep.training.stopping import Agreement, Received
+from samestep.training.stopping import Agreement, ReceivedSignal
 from samestep.training.work import State, Work, epoch_is_full
 
 SEGMENTS = 8
@@ -29,7 +29,7 @@ _WARM_STEPS, _WARM_S = 5, 0.3
 def measure(
     request: Request,
     world: World,
-    received: Received,
+    received: ReceivedSignal,
     sizes: tuple[int, int, str],
     seconds: float,
     started_at: float,
@@ -94,7 +94,7 @@ def _training_part(data: Any) -> Any:
 class _Stopwatch:
     """Drive a training until enough is measured; cut what is measured into segments."""
 
-    def __init__(self, received: Received, seconds: float) -> None:
+    def __init__(self, received: ReceivedSignal, seconds: float) -> None:
         self._received, self._seconds = received, seconds
         self.segments: list[Segment] = []
         self.num_samples = 0

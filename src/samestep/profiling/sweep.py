@@ -14,7 +14,7 @@ from samestep.training.compiled import make_step, what_compiles
 from samestep.training.loop import rehearse
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
-from samestep.training.work import State, Taken, Work
+from samestep.training.work import State, StepsTaken, Work
 
 ROUNDS, MOST_ROUNDS = 3, 7
 _WIDE = 0.15
@@ -37,7 +37,7 @@ class Candidate:
     value: int
     work: Work
     state: State
-    steps: Generator[Taken]
+    steps: Generator[StepsTaken]
     prefetched: int
     """Steps that the loader has ready after a pause: they are not measured."""
     each: int = 1
@@ -141,13 +141,13 @@ def _why(skipped: Sequence[int], rows: Sequence[Row], *, sure: bool) -> str:
 
 def variant(work: Work, settings: Settings, source: Source) -> Work:
     """Return endless work with other settings: the same model, on a source of its own."""
-    world, trainee = work.world, work.trainee
+    world, learner = work.world, work.learner
     schedule = work.plan.schedule
     plan = make_plan(settings, source.num_samples, world.world_size, schedule=schedule)
     phases = make_phases(world.device)
-    compiles = what_compiles(settings, world, trainee.model, own=trainee.own)
+    compiles = what_compiles(settings, world, learner.model, own=learner.own)
     per_block = source.steps_per_block(plan.global_batch_size)
-    step = make_step(compiles, trainee, settings, world, plan, per_block, phases)
+    step = make_step(compiles, learner, settings, world, plan, per_block, phases)
     changed = replace(
         work, settings=settings, plan=plan, step=step, train=source, validation=None, phases=phases
     )

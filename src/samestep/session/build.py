@@ -40,7 +40,7 @@ from samestep.training.optimizer import Average, optimizer_of
 from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
-from samestep.training.step import Trainee
+from samestep.training.step import Learner
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
 
@@ -101,14 +101,14 @@ def build(
     metrics = _try_out(trial, validation, test, source, world) if tries else recipe.metrics
     compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     recipe = replace(recipe, loss=loss, metrics=metrics)
-    trainee = _make_trainee(recipe, model, settings, world, plan.lr, compiles, wrap_model, train)
+    learner = _make_learner(recipe, model, settings, world, plan.lr, compiles, wrap_model, train)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
         plan=plan,
         world=world,
-        trainee=trainee,
-        step=make_step(compiles, trainee, settings, world, plan, most, phases),
+        learner=learner,
+        step=make_step(compiles, learner, settings, world, plan, most, phases),
         train=train,
         validation=validation,
         metrics=metrics,
@@ -153,7 +153,7 @@ def _only_model_and_loss(recipe: Recipe, train: Source) -> bool:
     return ours and isinstance(train, MemorySource)
 
 
-def _make_trainee(
+def _make_learner(
     recipe: Recipe,
     model: nn.Module,
     settings: Settings,
@@ -162,12 +162,12 @@ def _make_trainee(
     compiles: Compiles,
     wrap_model: Wrap,
     train: Source,
-) -> Trainee:
+) -> Learner:
     """Put a built model on all ranks, and give it what changes it."""
     takes, terms = applied(model, recipe), terms_of(recipe)
     counter = make_counter(model, world, settings) if terms is not None else None
     to_wrap = _compiled(takes) if compiles == "model" else takes
-    return Trainee(
+    return Learner(
         model=model,
         applied=takes,
         wrapped=wrap_model(to_wrap, world, settings, counter),

@@ -21,7 +21,7 @@ from samestep.session.baselines import as_result, measure_baselines
 from samestep.session.build import Built
 from samestep.session.request import Request
 from samestep.training.device import data_dtype, peak_memory_bytes
-from samestep.training.evaluation import UntilTold
+from samestep.training.evaluation import Interruptible
 from samestep.training.loop import evaluate_work
 from samestep.training.snapshot import load_evaluated, weights_sha256
 from samestep.training.stopping import Agreement
@@ -48,7 +48,7 @@ def leave_why(run: Run, request: Request, work: Work, state: State, error: Excep
 def _weights(work: Work) -> str:
     """Return the digest of the weights; nothing where the model itself fails to give them."""
     try:
-        return weights_sha256(work.trainee.model)
+        return weights_sha256(work.learner.model)
     except Exception:  # the failure before it is what is to be told
         return ""
 
@@ -69,7 +69,7 @@ def finish_run(
     work, state, splits = built.work, built.state, built.splits
     position, test = state.position, None
     # The test below is of the best checkpoint, not of where the training ended.
-    weights = weights_sha256(work.trainee.model) if run is not None else ""
+    weights = weights_sha256(work.learner.model) if run is not None else ""
     baselines: dict[str, Any] = {}
     if not state.signum and splits.test is not None:
         started = time.perf_counter()
@@ -162,9 +162,9 @@ def _pictures(
 
 def _load(work: Work, content: dict[str, Any]) -> None:
     """Let the model hold the weights of a checkpoint, as they are evaluated."""
-    load_evaluated(work.trainee.model, content)
-    if work.trainee.average is not None:
-        work.trainee.average.load(None)
+    load_evaluated(work.learner.model, content)
+    if work.learner.average is not None:
+        work.learner.average.load(None)
 
 
 def _test(
@@ -183,7 +183,7 @@ def _test(
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
-    part = UntilTold(source, agreement)
+    part = Interruptible(source, agreement)
     values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
     return {**values, "checkpoint": best.path if best else "last"}, problems, part.agreed()
 

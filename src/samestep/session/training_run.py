@@ -27,10 +27,10 @@ from samestep.session.request import Request
 from samestep.session.saving import Resumed, Write, make_saver, make_writer, resume, settings_text
 from samestep.settings import free_names
 from samestep.training.device import kernels_of, switched
-from samestep.training.loop import Between, train
+from samestep.training.loop import RunControl, train
 from samestep.training.plan import plan_notes
 from samestep.training.prepare import Wrap, wrap
-from samestep.training.stopping import Agreement, Minutes, Received
+from samestep.training.stopping import Agreement, ReceivedSignal, SaveTimer
 from samestep.training.work import State, Work, is_done
 
 Show = Callable[[Record], None]
@@ -53,7 +53,7 @@ class Task:
     request: Request
     work: Work
     state: State
-    between: Between
+    control: RunControl
     checkpoint: Path | None
     """What the training goes on from; it has been restored already."""
     path: Path
@@ -64,7 +64,7 @@ class Task:
 
 
 def _run_loop(task: Task) -> None:
-    for record in train(task.work, task.state, task.between):
+    for record in train(task.work, task.state, task.control):
         task.emit(record)
 
 
@@ -75,7 +75,7 @@ def run_session(
     request: Request,
     world: World,
     *,
-    received: Received,
+    received: ReceivedSignal,
     show: Show,
     begin: Callable[[Path], None],
     started_at: float,
@@ -102,7 +102,7 @@ def run_session(
 def _run(
     request: Request,
     world: World,
-    received: Received,
+    received: ReceivedSignal,
     show: Show,
     begin: Callable[[Path], None],
     started_at: float,
@@ -128,7 +128,7 @@ def _run(
             request=request,
             work=work,
             state=state,
-            between=_between(request, work, state, received, write),
+            control=_control(request, work, state, received, write),
             checkpoint=path / "checkpoints" / resumed.checkpoint if resumed else None,
             path=path,
             emit=timed,
@@ -136,7 +136,7 @@ def _run(
         )
         with no_exit():
             engine.drive(task)
-            first_step_s, agreement = timed.first_step_s, task.between.agreement
+            first_step_s, agreement = timed.first_step_s, task.control.agreement
             return finish_run(request, built, path, run, emit, first_step_s, agreement)
     except Exception as error:
         if run is not None and begun:  # what was refused leaves the run as it was
@@ -206,12 +206,12 @@ def open_directory(path: Path, world: World, begin: Callable[[Path], None]) -> R
     return run
 
 
-def _between(
-    request: Request, work: Work, state: State, received: Received, write: Write
-) -> Between:
+def _control(
+    request: Request, work: Work, state: State, received: ReceivedSignal, write: Write
+) -> RunControl:
     every = request.settings.checkpoint_every_minutes
-    minutes = Minutes(every)
-    return Between(
+    minutes = SaveTimer(every)
+    return RunControl(
         agreement=Agreement(work.world, received, minutes.passed if every else None),
         minutes=minutes,
         save=make_saver(request, work, state, write),
@@ -300,7 +300,7 @@ def _start_record(request: Request, built: Built, path: Path, resumed: object) -
         **({"param_dtype": held} if (held := work.settings.param_dtype) else {}),
         **kernels_of(world.device),
         "threads": built.threads,
-        "parameters": sum(p.numel() for p in work.trainee.model.parameters()),
+        "parameters": sum(p.numel() for p in work.learner.model.parameters()),
         "lower_is_better": list(request.recipe.falling()),
         "monitor": built.state.watch.metric,
         "free_options": sorted(free_names(request.recipe.options)),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.training.step import Trainee
+from samestep.training.step import Learner
 
 
 class _Place(NamedTuple):
@@ -205,18 +205,18 @@ def _cut(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-class Still:
+class WriteCheck:
     """The parameters of a model, and what its loss holds: a step's forwards leave them alone.
 
     Args:
-        trainee: the model and its loss.
+        learner: the model and its loss.
     """
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, learner: Learner) -> None:
         self._named: dict[str, Tensor] = {
-            f"the model's parameter {name}": p for name, p in trainee.model.named_parameters()
+            f"the model's parameter {name}": p for name, p in learner.model.named_parameters()
         }
-        loss = trainee.loss
+        loss = learner.loss
         if isinstance(loss, nn.Module):
             self._named |= {f"the loss's buffer {name}": b for name, b in loss.named_buffers()}
             self._named |= {f"the loss's parameter {n}": p for n, p in loss.named_parameters()}

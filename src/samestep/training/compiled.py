@@ -25,7 +25,7 @@ from samestep.training.device import is_small
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.phases import Phases
 from samestep.training.plan import Plan
-from samestep.training.step import EagerStep, StepResult, Trainee, Weight
+from samestep.training.step import EagerStep, Learner, StepResult, Weight
 from samestep.training.step_graph import StepGraph, why_only_eager
 from samestep.training.virtual_step import VirtualStep
 from samestep.training.work import Work
@@ -81,7 +81,7 @@ def _why_the_model_alone(
 
 def make_step(
     compiles: Compiles,
-    trainee: Trainee,
+    learner: Learner,
     settings: Settings,
     world: World,
     plan: Plan,
@@ -91,14 +91,14 @@ def make_step(
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
     if settings.virtual_ranks is not None:
         if compiles == "nothing":
-            return VirtualStep(trainee, settings, world, plan.micro_batch_size, phases)
-        return VirtualModelStep(trainee, settings, world, plan, phases)
+            return VirtualStep(learner, settings, world, plan.micro_batch_size, phases)
+        return VirtualModelStep(learner, settings, world, plan, phases)
     if compiles == "step":
-        return WholeStep(trainee, settings, world, plan, steps_per_block, phases)
+        return WholeStep(learner, settings, world, plan, steps_per_block, phases)
     if compiles == "nothing":
-        return EagerStep(trainee, settings, world, plan.micro_batch_size, phases)
-    step = ModelStep(trainee, settings, world, plan, phases)
-    step.why = _why_the_model_alone(settings, world, trainee.model, trainee.own)
+        return EagerStep(learner, settings, world, plan.micro_batch_size, phases)
+    step = ModelStep(learner, settings, world, plan, phases)
+    step.why = _why_the_model_alone(settings, world, learner.model, learner.own)
     return step
 
 
@@ -114,9 +114,9 @@ class ModelStep(EagerStep):
     _to_compile = True
 
     def __init__(
-        self, trainee: Trainee, settings: Settings, world: World, plan: Plan, phases: Phases
+        self, learner: Learner, settings: Settings, world: World, plan: Plan, phases: Phases
     ) -> None:
-        super().__init__(trainee, settings, world, plan.micro_batch_size, phases)
+        super().__init__(learner, settings, world, plan.micro_batch_size, phases)
         self._compiled_sizes = plan.full_micro_steps(settings)
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
@@ -148,18 +148,18 @@ class WholeStep(EagerStep):
 
     def __init__(
         self,
-        trainee: Trainee,
+        learner: Learner,
         settings: Settings,
         world: World,
         plan: Plan,
         steps_per_block: int,
         phases: Phases,
     ) -> None:
-        super().__init__(trainee, settings, world, plan.micro_batch_size, phases)
+        super().__init__(learner, settings, world, plan.micro_batch_size, phases)
         self._plan = plan
         self._compiled_model: ModelStep | None = None
         self._was_whole, phases.whole = phases.whole, True
-        if is_small(trainee.model):
+        if is_small(learner.model):
             self.steps_per_call = _steps_per_graph(settings, plan, steps_per_block)
         self._graph: StepGraph | None = None
         self._next = -1
@@ -189,7 +189,7 @@ class WholeStep(EagerStep):
             return result
         before = time.perf_counter()
         self._graph = StepGraph(
-            self._trainee, self._settings, self._world.device, self._batch_size, step
+            self._learner, self._settings, self._world.device, self._batch_size, step
         )
         with self._phases.left_out(), explained():
             result = self._graph.run(inputs, targets, lrs, step)
@@ -202,14 +202,14 @@ class WholeStep(EagerStep):
         """Whether these steps follow those of the last graph, and nothing ran between them."""
         every = self._settings.eval_every_steps
         evaluated = block.first_step == 0 or (every and step % every == 0)
-        return self._trainee.alone and step == self._next and not evaluated
+        return self._learner.alone and step == self._next and not evaluated
 
     def _why_not(self, block: Block, step: int) -> str:
         """Return why whole steps cannot be compiled, or nothing."""
         inputs, targets = (narrow(t, 0, self._batch_size) for t in (block.inputs, block.targets))
         self._seed(step)
         try:
-            why = why_only_eager(self._trainee, inputs, targets, self._settings.precision)
+            why = why_only_eager(self._learner, inputs, targets, self._settings.precision)
         except Exception as error:
             self._tell(error, inputs, targets)
         self._agreed = True
@@ -217,9 +217,9 @@ class WholeStep(EagerStep):
 
     def _compile_model(self, why: str) -> None:
         """Let the model alone be compiled from now on."""
-        compiled = cast("nn.Module", torch.compile(self._trainee.model, dynamic=False))
+        compiled = cast("nn.Module", torch.compile(self._learner.model, dynamic=False))
         self._compiled_model = ModelStep(
-            replace(self._trainee, wrapped=compiled),
+            replace(self._learner, wrapped=compiled),
             self._settings,
             self._world,
             self._plan,
@@ -314,9 +314,9 @@ class FullBatches:
 
 def with_forward(work: Work) -> Work:
     """Return the work with a compiled forward for its evaluations, where that pays."""
-    if work.validation is None or work.trainee.own:
+    if work.validation is None or work.learner.own:
         return work
-    model, num_samples = work.trainee.model, work.validation.num_samples
+    model, num_samples = work.learner.model, work.validation.num_samples
     forward = compiled_forward(model, work.settings, work.world, work.plan, num_samples)
     return replace(work, forward=forward)
 

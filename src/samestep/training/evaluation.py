@@ -41,7 +41,7 @@ class Evaluable(Protocol):
         """Yield this rank's share of all samples once."""
 
 
-class UntilTold:
+class Interruptible:
     """Data to evaluate, of which a rank leaves out what is left once it got a stop signal.
 
     Ranks do not meet within an evaluation. Launchers tell all of them, so all leave it soon; if one

@@ -22,7 +22,7 @@ from samestep.training.alike import is_checked
 from samestep.training.evaluation import (
     Evaluable,
     EvaluationError,
-    UntilTold,
+    Interruptible,
     evaluate,
     evaluation_batch,
 )
@@ -30,38 +30,38 @@ from samestep.training.meter import KEPT, REMEDIES, Meter, epoch_record
 from samestep.training.plan import due_after_epoch, due_within_epoch, is_recorded, learning_rate
 from samestep.training.prepare import share_buffers
 from samestep.training.snapshot import check_alike
-from samestep.training.stopping import Agreement, Minutes
-from samestep.training.work import State, Taken, Work, close_epoch, epoch_is_full, is_done
+from samestep.training.stopping import Agreement, SaveTimer
+from samestep.training.work import State, StepsTaken, Work, close_epoch, epoch_is_full, is_done
 
 
 @dataclass(frozen=True, kw_only=True)
-class Between:
+class RunControl:
     """What a training has that a rehearsal does not."""
 
     agreement: Agreement
     """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
-    minutes: Minutes
+    minutes: SaveTimer
     save: Callable[[str, float | None], Record]
     """(file name, monitored metric) → its `checkpoint` record, once it is announced."""
 
 
-def after_step(work: Work, state: State, between: Between, meter: Meter) -> Iterable[Record]:
+def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> Iterable[Record]:
     """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
     step = state.position.step
-    agreed = between.agreement.after(step)
+    agreed = control.agreement.after(step)
     evaluates, saves = due_within_epoch(work.settings, step)
     saves = saves or agreed.wished
     if (evaluates or saves) and (epoch_is_full(work, state) or is_done(work, state)):
         evaluates = saves = False  # the end of the epoch does it anyway
     if not (evaluates or saves or agreed.signum):
         return ()  # most steps: no generator is made for them
-    return _pause(work, state, between, meter, agreed.signum, evaluates=evaluates, saves=saves)
+    return _pause(work, state, control, meter, agreed.signum, evaluates=evaluates, saves=saves)
 
 
 def _pause(
     work: Work,
     state: State,
-    between: Between,
+    control: RunControl,
     meter: Meter,
     signum: int,
     *,
@@ -71,17 +71,17 @@ def _pause(
     meter.settle()
     metric = None
     if evaluates and work.validation is not None:
-        metric = yield from _evaluate(work, state, between, work.validation)
+        metric = yield from _evaluate(work, state, control, work.validation)
         if state.signum:
             return
     if saves or signum or state.stop_reason:
-        yield save_now(work, state, between, metric)
+        yield save_now(work, state, control, metric)
     if signum:
         _stop(state, signum)
     meter.resume()
 
 
-def catch_up(work: Work, state: State, between: Between) -> Iterator[Record]:
+def catch_up(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     """Evaluate where the attempt before was stopped within an evaluation, and save."""
     position = state.position
     if not position.evaluation_due or work.validation is None:
@@ -90,19 +90,19 @@ def catch_up(work: Work, state: State, between: Between) -> Iterator[Record]:
     # A training may end within an epoch; elsewhere the epoch's record is yet to come.
     last = is_done(work, state)
     epoch = [epoch_record(work, state)] if last else []
-    metric = yield from _evaluate(work, state, between, work.validation, *epoch)
+    metric = yield from _evaluate(work, state, control, work.validation, *epoch)
     if not state.signum:
-        yield save_now(work, state, between, metric)
+        yield save_now(work, state, control, metric)
 
 
-def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]:
+def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
     position, last = state.position, is_done(work, state)
     epoch = epoch_record(work, state)
     due = due_after_epoch(work.settings, position.epoch + 1, position.step, last=last)
     metric = None
     if work.validation is not None and due.evaluates:
-        metric = yield from _evaluate(work, state, between, work.validation, epoch)
+        metric = yield from _evaluate(work, state, control, work.validation, epoch)
         if state.signum:
             return
     else:
@@ -110,29 +110,29 @@ def end_of_epoch(work: Work, state: State, between: Between) -> Iterator[Record]
     if epoch_is_full(work, state):
         close_epoch(work, state)
     if due.saves or state.stop_reason:
-        yield save_now(work, state, between, metric)
+        yield save_now(work, state, control, metric)
 
 
 def _evaluate(
-    work: Work, state: State, between: Between, source: Source, *before: Record
+    work: Work, state: State, control: RunControl, source: Source, *before: Record
 ) -> Generator[Record, None, float | None]:
     """Yield the record of an evaluation, after those before it; return the monitored metric.
 
     If it fails, or a signal stops it, what has been trained is saved. A run that goes on from there
     evaluates, and yields all of these records then.
     """
-    part, position = UntilTold(source, between.agreement), state.position
+    part, position = Interruptible(source, control.agreement), state.position
     started = time.perf_counter()
     try:
         values = _measure(work, part)
     except EvaluationError:
         position.evaluation_due = not epoch_is_full(work, state)
-        yield save_now(work, state, between, None)
+        yield save_now(work, state, control, None)
         raise
     if signum := part.agreed():
         position.evaluation_due = not epoch_is_full(work, state)
         _stop(state, signum)
-        yield save_now(work, state, between, None)
+        yield save_now(work, state, control, None)
         return None
     yield from before  # this evaluation is done: it will not be repeated
     record, metric = judge(work, state, values, time.perf_counter() - started)
@@ -152,26 +152,26 @@ def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, floa
 
 
 def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
-    share_buffers(work.trainee.model, work.world)
+    share_buffers(work.learner.model, work.world)
     return evaluate_work(work, source)
 
 
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
     """Return what `evaluate` does, with the model and the settings of a training."""
-    average = work.trainee.average
+    average = work.learner.average
     weights = contextlib.nullcontext() if average is None else average.in_place()
-    with weights, made_by(*work.trainee.makers):
+    with weights, made_by(*work.learner.makers):
         return evaluate(
-            work.trainee.applied,
+            work.learner.applied,
             source,
-            work.trainee.loss,
+            work.learner.loss,
             work.metrics,
             world=work.world,
             batch_size=evaluation_batch(work.settings, work.plan.micro_batch_size),
             precision=work.settings.precision,
             seed=work.settings.seed,
             classes=classes,
-            terms=work.trainee.terms,
+            terms=work.learner.terms,
             forward=work.forward,
         )
 
@@ -202,11 +202,11 @@ def stop_early(work: Work, state: State) -> None:
         state.stop_reason = "early stopping"
 
 
-def save_now(work: Work, state: State, between: Between, metric: float | None) -> Record:
+def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> Record:
     """Save where the training stands; return the record of it."""
     check_weights(work, state)
-    between.minutes.restart()
-    return between.save(checkpoint_name(state), metric)
+    control.minutes.restart()
+    return control.save(checkpoint_name(state), metric)
 
 
 def checkpoint_name(state: State) -> str:
@@ -219,7 +219,7 @@ def checkpoint_name(state: State) -> str:
 
 def check_weights(work: Work, state: State) -> None:
     """Check that what is to be saved is finite."""
-    checks = [p.detach().isfinite().all() for p in work.trainee.model.parameters()]
+    checks = [p.detach().isfinite().all() for p in work.learner.model.parameters()]
     if checks and not bool(torch.stack(checks).all()):
         raise _diverged(work, state, "A weight is NaN or infinite")
 
@@ -232,7 +232,7 @@ def _diverged(work: Work, state: State, what: str) -> UserError:
     )
 
 
-def train(work: Work, state: State, between: Between) -> Iterator[Record]:
+def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     """Train until the plan is done or a reason to stop is agreed; yield what happened.
 
     Yields:
@@ -240,32 +240,32 @@ def train(work: Work, state: State, between: Between) -> Iterator[Record]:
         keeps them, and `progress`, which only moves a progress bar. Afterwards
         `state.stop_reason` says why it ended.
     """
-    work.trainee.model.train()
+    work.learner.model.train()
     meter = Meter(work, state)
-    between.agreement.start(state.position.step)
+    control.agreement.start(state.position.step)
     stop_early(work, state)  # a resumed run may have stopped for that reason
-    yield from catch_up(work, state, between)
+    yield from catch_up(work, state, control)
     while not state.stop_reason and _goes_on(work, state):
         meter.resume()
         for taken in epoch_steps(work, state):
             yield from meter.count(taken)
             if is_checked(taken.first_step, state.position.step):
                 check_alike(work, state.position.step)
-            yield from after_step(work, state, between, meter)
+            yield from after_step(work, state, control, meter)
             if state.stop_reason:
                 return
         meter.settle()
-        yield from end_of_epoch(work, state, between)
+        yield from end_of_epoch(work, state, control)
     state.stop_reason = state.stop_reason or "finished"
 
 
-def rehearse(work: Work, state: State) -> Generator[Taken]:
+def rehearse(work: Work, state: State) -> Generator[StepsTaken]:
     """Take the steps of a training, epoch after epoch, and yield after each; do nothing else.
 
     Nothing is evaluated, saved or agreed on. To stop, leave the iteration: on several ranks all
     have to do so after the same step.
     """
-    work.trainee.model.train()
+    work.learner.model.train()
     while _goes_on(work, state):
         yield from epoch_steps(work, state)
         if epoch_is_full(work, state):
@@ -277,7 +277,7 @@ def _goes_on(work: Work, state: State) -> bool:
     return not is_done(work, state) or epoch_is_full(work, state)
 
 
-def epoch_steps(work: Work, state: State) -> Iterator[Taken]:
+def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
     """Take the remaining steps of the running epoch; yield after each call of the step."""
     plan, settings, position = work.plan, work.settings, state.position
     if position.stream_ended or position.step >= plan.total_steps:
@@ -293,7 +293,7 @@ def epoch_steps(work: Work, state: State) -> Iterator[Taken]:
         position.step_in_epoch += block.num_steps
         position.samples += block.num_steps * block.global_size
         position.stream_ended = block.last
-        yield Taken(first, block.global_size, lrs, logged, result, block)
+        yield StepsTaken(first, block.global_size, lrs, logged, result, block)
         work.phases.lap("other")
     if plan.is_stream and position.step < plan.total_steps:
         position.stream_ended = True  # also where a resumed run found nothing more

@@ -12,7 +12,7 @@ from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.training.phases import compute_of
 from samestep.training.plan import learning_rate
-from samestep.training.work import Position, State, Sums, Taken, Work
+from samestep.training.work import Position, State, StepsTaken, Sums, Work
 
 _PROGRESS_EVERY_S = 0.2
 
@@ -150,7 +150,7 @@ class Meter:
         work.phases.earlier = dict(state.position.phases)
         work.phases.begin()
 
-    def count(self, taken: Taken) -> list[Record]:
+    def count(self, taken: StepsTaken) -> list[Record]:
         """Count the steps just taken; return `compile`, `step` and `progress` records.
 
         Most steps have none: a list costs less than a generator that yields nothing.
@@ -222,7 +222,7 @@ def epoch_record(work: Work, state: State) -> Record:
         "event": "epoch",
         "epoch": position.epoch + 1,
         "step": position.step,
-        "loss": sum(losses) / (state.sums.terms if work.trainee.terms else samples),
+        "loss": sum(losses) / (state.sums.terms if work.learner.terms else samples),
         "samples": samples,
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),

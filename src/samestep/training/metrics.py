@@ -235,7 +235,7 @@ _MOST_STEPS = 64
 _MOST_BYTES = 16 << 20
 
 
-class Seen(NamedTuple):
+class StepOutputs(NamedTuple):
     """What a forward of the training gave."""
 
     outputs: Any
@@ -276,7 +276,7 @@ class EpochMetrics:
         for part in self._parts:
             part.reset()
 
-    def add(self, seen: Sequence[Seen]) -> None:
+    def add(self, seen: Sequence[StepOutputs]) -> None:
         """Keep outputs; look at those that have gathered once they are many."""
         alone = len(self._parts) == 1
         for one in seen:
@@ -336,7 +336,7 @@ class _PartMetrics:
 
     def reset(self) -> None:
         """Begin a new epoch."""
-        self._seen: list[Seen] = []
+        self._seen: list[StepOutputs] = []
         self._most = self._most_steps
         self._unread: list[Tensor] = []
         self._sums, self._samples = [0.0] * len(self.functions), 0
@@ -344,7 +344,7 @@ class _PartMetrics:
         """Metrics that the recipe gained within the epoch: they have not seen all of it."""
         self.objects.reset()
 
-    def add(self, one: Seen) -> None:
+    def add(self, one: StepOutputs) -> None:
         """Keep outputs; look at those that have gathered once they are many."""
         self._samples += one.samples
         if len(self._seen) == self._most or (self._seen and not _alike(one, self._seen[0])):
@@ -412,7 +412,7 @@ class _PartMetrics:
                 self.late |= set(self.names) - known
 
 
-def _alike(one: Seen, other: Seen) -> bool:
+def _alike(one: StepOutputs, other: StepOutputs) -> bool:
     """Whether two batches can be put together."""
     outputs, targets, samples, _part = one
     return (

@@ -209,7 +209,7 @@ ALL_KINDS = frozenset(KINDS)
 
 
 @dataclass
-class Seen:
+class RandomDraws:
     """What forward and loss drew from."""
 
     draws: dict[str, str] = field(default_factory=dict)
@@ -237,7 +237,7 @@ def place_of(frame: FrameType) -> str:
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note every random operation, and give each a constant result if it is to be held still."""
 
-    def __init__(self, seen: Seen, *, hold: bool) -> None:
+    def __init__(self, seen: RandomDraws, *, hold: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen, self._hold = seen, hold
 
@@ -292,7 +292,7 @@ def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
 
 
 def watched(
-    function: Callable[..., Any], seen: Seen, held: frozenset[Kind] = frozenset()
+    function: Callable[..., Any], seen: RandomDraws, held: frozenset[Kind] = frozenset()
 ) -> Callable[..., Any]:
     """Return a forward or a loss that notes what it draws from, and holds some of it still."""
 
@@ -305,7 +305,7 @@ def watched(
 
 
 @contextlib.contextmanager
-def outside(seen: Seen, *, hold: bool) -> Iterator[None]:
+def outside(seen: RandomDraws, *, hold: bool) -> Iterator[None]:
     """Note whether Python's or NumPy's generator is used; held, both begin at the same place."""
     saved = random.getstate(), np.random.get_state()  # noqa: NPY002 - as recipes draw
     if hold:

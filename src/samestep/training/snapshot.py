@@ -25,11 +25,11 @@ from samestep.training.work import Position, State, Sums, Work
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks call it; each adds what only it knows."""
     check_alike(work, state.position.step)
-    scaler = work.trainee.scaler
-    plan, average = work.plan, work.trainee.average
+    scaler = work.learner.scaler
+    plan, average = work.plan, work.learner.average
     virtual = work.settings.virtual_ranks is not None
     next_lr = learning_rate(plan, work.settings, state.position.step)
-    set_lr(work.trainee.optimizer, next_lr)  # the steps do not keep it up to date
+    set_lr(work.learner.optimizer, next_lr)  # the steps do not keep it up to date
     mine: dict[str, Any] = {
         "rng": rng_state(),
         "loss_sum": state.sums.loss,
@@ -41,10 +41,10 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "format": FORMAT,
         "recipe": recipe,
         "classes": list(work.classes),
-        "model": work.trainee.model.state_dict(),
-        **({"weights_sha256": weights_sha256(work.trainee.model)} if virtual else {}),
+        "model": work.learner.model.state_dict(),
+        **({"weights_sha256": weights_sha256(work.learner.model)} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
-        "optimizer": work.trainee.optimizer.state_dict(),
+        "optimizer": work.learner.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
             "schedule": work.settings.schedule,
@@ -71,7 +71,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
 
 def check_alike(work: Work, step: int) -> None:
     """Check that all ranks have the same weights; with virtual ranks, buffers too."""
-    model = work.trainee.model
+    model = work.learner.model
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     if work.settings.virtual_ranks is not None:
         named |= dict(model.named_buffers())
@@ -103,13 +103,13 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 f"The checkpoint was trained with {name} = {order.get(name)}, now it is {now}: the "
                 "order of samples would change within the run. Start a new run instead."
             )
-    load_model(work.trainee.model, saved)
-    if work.trainee.average is not None:
-        work.trainee.average.load(saved.get("ema"))
-    load_state(work.trainee.optimizer, saved["optimizer"])
-    match_layouts(work.trainee.optimizer)
-    if work.trainee.scaler is not None and saved["scaler"] is not None:
-        work.trainee.scaler.load_state_dict(saved["scaler"])
+    load_model(work.learner.model, saved)
+    if work.learner.average is not None:
+        work.learner.average.load(saved.get("ema"))
+    load_state(work.learner.optimizer, saved["optimizer"])
+    match_layouts(work.learner.optimizer)
+    if work.learner.scaler is not None and saved["scaler"] is not None:
+        work.learner.scaler.load_state_dict(saved["scaler"])
     state.position = Position(**saved["position"])
     if isinstance(work.train, StreamSource):
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}

@@ -18,7 +18,7 @@ from samestep.settings import Settings
 from samestep.training.alike import may_draw, seed_rank, seed_torch, seed_update
 from samestep.training.apply import Terms, as_scalar, call
 from samestep.training.device import autocast, autocast_dtype
-from samestep.training.metrics import Seen, remedy_of
+from samestep.training.metrics import StepOutputs, remedy_of
 from samestep.training.optimizer import Average, Update
 from samestep.training.phases import Phases
 from samestep.training.prepare import tell_end_of_autograd, without_sync
@@ -29,7 +29,7 @@ Weights = list[tuple[Weight, Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainee:
+class Learner:
     """What a step changes: the model, the same as wrapped for all ranks, the optimizer."""
 
     model: nn.Module
@@ -67,7 +67,7 @@ class StepResult:
     """Gradient norm of each step before clipping, if it was asked for."""
     terms: Sequence[Tensor] | None = None
     """What each step's mean is over, on all ranks together, where that is not samples."""
-    seen: Sequence[Seen] = ()
+    seen: Sequence[StepOutputs] = ()
     """The outputs, if they are wanted."""
     notes: tuple[Record, ...] = ()
     """`compile` records of what was compiled in this call."""
@@ -113,23 +113,23 @@ class EagerStep:
 
     def __init__(
         self,
-        trainee: Trainee,
+        learner: Learner,
         settings: Settings,
         world: World,
         batch_size: int,
         phases: Phases | None = None,
     ) -> None:
-        self._trainee, self._world, self._batch_size = trainee, world, batch_size
+        self._learner, self._world, self._batch_size = learner, world, batch_size
         self._settings = settings
         self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
-        self._update = Update(trainee.optimizer, trainee.scaler, trainee.optimizer_maker)
-        self._draws = "optimizer" in trainee.own and may_draw(trainee.optimizer)
+        self._update = Update(learner.optimizer, learner.scaler, learner.optimizer_maker)
+        self._draws = "optimizer" in learner.own and may_draw(learner.optimizer)
         """Whether the update may draw random numbers."""
         self._rank_seed = mix(settings.seed, world.rank)
         self._agreed, self._step = False, 0
         self._outputs: Any = None
-        self._seen: list[Seen] = []
+        self._seen: list[StepOutputs] = []
         self._together = settings.sync_batchnorm and world.world_size > 1
         self._cut = partial(
             cut_rows, batch_size=batch_size, world_size=world.world_size, together=self._together
@@ -137,7 +137,7 @@ class EagerStep:
         self._overlaps = world.connected
         """Whether gradients are sent off within the backward, which then waits for them."""
         self._unchecked = world.connected and not settings.allows_unused
-        self._parameters = [p for p in trainee.model.parameters() if p.requires_grad]
+        self._parameters = [p for p in learner.model.parameters() if p.requires_grad]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the one step of this block.
@@ -148,26 +148,26 @@ class EagerStep:
             lrs: the learning rate of the step.
             want_norm: whether the gradient norm is needed also where nothing is clipped.
         """
-        trainee, scaler = self._trainee, self._trainee.scaler
+        learner, scaler = self._learner, self._learner.scaler
         self._seed(step)
         for parameter in self._parameters:
             parameter.grad = None
-        if trainee.counter is not None:
-            trainee.counter.grad = None
+        if learner.counter is not None:
+            learner.counter.grad = None
         loss, terms = self._backward(block)
         if self._unchecked:
             self._unchecked = False
-            check_used(trainee.model)
+            check_used(learner.model)
         if scaler is not None:
-            scaler.unscale_(trainee.optimizer)
+            scaler.unscale_(learner.optimizer)
         norm = self._clip(want_norm=want_norm)
         if self._draws:
             self._seed_update()
         self._update(lrs[0])
         if self._draws:
             seed_rank(mix(self._settings.seed, step + 1), self._world.rank)
-        if trainee.average is not None:
-            trainee.average.update()
+        if learner.average is not None:
+            learner.average.update()
         self._phases.lap("optimizer")
         norms, self._outputs = None if norm is None else [norm], None
         seen, self._seen = self._seen, []
@@ -188,7 +188,7 @@ class EagerStep:
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             try:
                 if number < last:
-                    with without_sync(self._trainee.wrapped):
+                    with without_sync(self._learner.wrapped):
                         loss = self._micro_step(part, *weight)
                 else:
                     loss = self._micro_step(part, *weight)
@@ -197,7 +197,7 @@ class EagerStep:
             total = loss if total is None else total + loss
         assert total is not None
         total = total / world_size if world_size > 1 else total
-        if self._trainee.terms is None:
+        if self._learner.terms is None:
             return total, None
         return self._over_terms(total, block.global_size)
 
@@ -222,26 +222,26 @@ class EagerStep:
         return parts
 
     def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
-        trainee, inputs, targets = self._trainee, part.inputs, part.targets
+        learner, inputs, targets = self._learner, part.inputs, part.targets
         loss = self._loss_of(inputs, targets) if self._agreed else self._first_loss(inputs, targets)
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = loss * weight
-        if trainee.measured and part.weight:
+        if learner.measured and part.weight:
             outputs = self._outputs
             if isinstance(outputs, Tensor):
                 outputs = outputs.detach()
             else:
                 outputs = map_tensors(Tensor.detach, outputs)
-            self._seen.append(Seen(outputs, targets, part.rows, part.place))
+            self._seen.append(StepOutputs(outputs, targets, part.rows, part.place))
         phases, last = self._phases, "backward"
         phases.lap("forward")
         if self._overlaps and loss.requires_grad:
             tell_end_of_autograd(loss, lambda: phases.lap("backward"))
             last = "all_reduce"
-        scaled = loss if trainee.scaler is None else trainee.scaler.scale(loss)
-        if trainee.counter is not None and terms is not None:
+        scaled = loss if learner.scaler is None else learner.scaler.scale(loss)
+        if learner.counter is not None and terms is not None:
             # Its gradient is the number of terms: it travels with those of the weights.
-            scaled = scaled + trainee.counter.dot(terms.view(1))
+            scaled = scaled + learner.counter.dot(terms.view(1))
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
         return loss.detach()
@@ -252,7 +252,7 @@ class EagerStep:
         Over terms, ranks know their sum only after the backward: until then each term weighs
         1 / global batch, and `_over_terms` mends that.
         """
-        world_size, count = self._world.world_size, self._trainee.terms
+        world_size, count = self._world.world_size, self._learner.terms
         if count is None:
             # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
             return [(p.weight * p.rows * world_size / p.global_size, None) for p in parts]
@@ -267,13 +267,13 @@ class EagerStep:
 
     def _first_weights(self, parts: Sequence[Block]) -> Weights:
         """Return the weights of the first step, once every rank has terms."""
-        if self._trainee.terms is None:
+        if self._learner.terms is None:
             return self._weights_of(parts)
         return self._world.on_every(lambda: self._weights_of(parts))
 
     def _over_terms(self, total: Tensor, global_size: int) -> tuple[Tensor, Tensor]:
         """Divide by the terms of all ranks, which the gradients' all-reduce has brought."""
-        counter = self._trainee.counter
+        counter = self._learner.counter
         if self._world.world_size == 1:
             return total, self._terms
         if counter is not None:
@@ -286,13 +286,13 @@ class EagerStep:
         return total * mend, terms
 
     def _loss_of(self, inputs: Any, targets: Any) -> Tensor:
-        trainee = self._trainee
+        learner = self._learner
         if not self._casts:
-            self._outputs = call(trainee.wrapped, inputs, trainee.applied)
-            return trainee.loss(self._outputs, targets)
+            self._outputs = call(learner.wrapped, inputs, learner.applied)
+            return learner.loss(self._outputs, targets)
         with autocast(self._settings.precision, self._world.device):
-            self._outputs = call(trainee.wrapped, inputs, trainee.applied)
-            loss = trainee.loss(self._outputs, targets)
+            self._outputs = call(learner.wrapped, inputs, learner.applied)
+            loss = learner.loss(self._outputs, targets)
         torch.clear_autocast_cache()  # a context that user code left open would keep these weights
         return loss
 
@@ -304,8 +304,8 @@ class EagerStep:
                 loss = self._loss_of(inputs, targets)
             except Exception as error:
                 self._tell(error, inputs, targets)
-            with made_by(*self._trainee.makers):
-                check_trainable(loss, self._trainee.loss)
+            with made_by(*self._learner.makers):
+                check_trainable(loss, self._learner.loss)
             return loss
 
         loss = self._world.on_every(checked)
@@ -318,12 +318,12 @@ class EagerStep:
             raise error
         when = f"at step {self._step + 1}" if self._agreed else "on the first batch"
         made = self._outputs  # None where the model has not come to an end
-        remedy = "" if made is None else remedy_of(error, made, targets, self._trainee.loss)
+        remedy = "" if made is None else remedy_of(error, made, targets, self._learner.loss)
         blame(
             f"The recipe's model or loss failed {when}, with inputs {describe(inputs)} and "
             f"targets {describe(targets)} on this rank",
             error,
-            *self._trainee.makers,
+            *self._learner.makers,
             remedy=remedy,
         )
 

@@ -14,9 +14,9 @@ from samestep.settings import Precision, Settings
 from samestep.training.apply import call, takes_keywords
 from samestep.training.cuda_graph import Kept, replayed_on
 from samestep.training.device import autocast, is_small
-from samestep.training.metrics import Seen
+from samestep.training.metrics import StepOutputs
 from samestep.training.side_effects import Prints, closure_prints, differing, model_prints
-from samestep.training.step import StepResult, Trainee, check_loss
+from samestep.training.step import Learner, StepResult, check_loss
 
 Vectors = list[Tensor]
 """All weights, or all of one kind that belongs to them: packed into one, or a tensor of each."""
@@ -37,7 +37,7 @@ class StepGraph:
 
     def __init__(
         self,
-        trainee: Trainee,
+        learner: Learner,
         settings: Settings,
         device: torch.device,
         micro_batch_size: int,
@@ -45,19 +45,19 @@ class StepGraph:
     ) -> None:
         """Prepare the steps after `step` steps of the run, with what the optimizer has by then."""
         self._micro_batch_size = micro_batch_size
-        self._model, self._optimizer = trainee.model, trainee.optimizer
-        self._loss, self._settings, self._device = trainee.loss, settings, device
-        self._measured = trainee.measured
-        named = {n: p for n, p in trainee.model.named_parameters() if p.requires_grad}
+        self._model, self._optimizer = learner.model, learner.optimizer
+        self._loss, self._settings, self._device = learner.loss, settings, device
+        self._measured = learner.measured
+        named = {n: p for n, p in learner.model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         self._frozen = {
-            n: p.detach() for n, p in trainee.model.named_parameters() if not p.requires_grad
+            n: p.detach() for n, p in learner.model.named_parameters() if not p.requires_grad
         }
-        self._buffers = [name for name, _ in trainee.model.named_buffers()]
-        self._packs = is_small(trainee.model)
+        self._buffers = [name for name, _ in learner.model.named_buffers()]
+        self._packs = is_small(learner.model)
         self._shapes = [p.shape for p in self._parameters]
         self._sizes = [p.numel() for p in self._parameters]
-        group = trainee.optimizer.param_groups[0]
+        group = learner.optimizer.param_groups[0]
         adam = settings.optimizer != "sgd"
         self._betas: tuple[float, float] = group.get("betas", (0.0, 0.0))
         self._eps: float = group.get("eps", 0.0)
@@ -109,7 +109,7 @@ class StepGraph:
         seen = []
         if outputs:
             flat = map_leaves(lambda leaf: leaf.flatten(0, 1), targets)
-            seen = [Seen(outputs[0], flat, len(tree_leaves(flat)[0]))]
+            seen = [StepOutputs(outputs[0], flat, len(tree_leaves(flat)[0]))]
         return StepResult(losses.unbind(), norms, seen=seen)
 
     def how(self) -> str:
@@ -320,7 +320,7 @@ def dropout_by(function: Dropout) -> Iterator[None]:
         nn.functional.dropout = usual
 
 
-def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Precision) -> str:
+def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Precision) -> str:
     """Return what a forward and backward do that a graph of whole steps cannot, or nothing.
 
     The graph gives every weight a gradient, also one that the loss does not depend on, which an
@@ -330,13 +330,13 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
 
     They are tried on a copy of the model that shares its weights, so nothing changes.
     """
-    if isinstance(inputs, dict) and takes_keywords(trainee.model, inputs):
+    if isinstance(inputs, dict) and takes_keywords(learner.model, inputs):
         return "the model takes keyword arguments"
-    weights = dict(trainee.model.named_parameters())
+    weights = dict(learner.model.named_parameters())
     trained = {name: p for name, p in weights.items() if p.requires_grad}
     try:
         shared = {id(p): p for p in weights.values()}
-        model, loss_of = copy.deepcopy((trainee.model, trainee.loss), shared)
+        model, loss_of = copy.deepcopy((learner.model, learner.loss), shared)
     except Exception:
         return "the model cannot be copied to try a step"
     before, state = _held(model), torch.get_rng_state()
@@ -344,7 +344,7 @@ def why_only_eager(trainee: Trainee, inputs: Any, targets: Any, precision: Preci
     device = next(iter(trained.values())).device
     with autocast(precision, device), dropout_by(not_dropped):
         loss = loss_of(call(model, inputs), targets)
-    check_loss(loss, trainee.loss)
+    check_loss(loss, learner.loss)
     if device.type == "cpu" and not torch.equal(state, torch.get_rng_state()):
         return "the model draws random numbers beside nn.Dropout, maybe used before they are drawn"
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

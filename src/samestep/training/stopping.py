@@ -23,7 +23,7 @@ _AGREE_EVERY_S = 0.5
 
 
 @dataclass
-class Received:
+class ReceivedSignal:
     """The stop signal that this process got, if any."""
 
     signum: int = 0
@@ -39,12 +39,12 @@ def end_process() -> None:
 
 
 @contextmanager
-def catch_signals(again: Again = end_process) -> Iterator[Received]:
+def catch_signals(again: Again = end_process) -> Iterator[ReceivedSignal]:
     """Turn the stop signals into a request; a second SIGINT ends at once.
 
     Signals reach a process's main thread alone: in another one there is nothing to catch.
     """
-    received = Received(unheeded_signal())
+    received = ReceivedSignal(unheeded_signal())
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
@@ -85,7 +85,7 @@ class Agreed:
     """Whether rank 0 has its wish."""
 
 
-class Minutes:
+class SaveTimer:
     """Whether so many minutes have passed, by this process's clock; never for None."""
 
     def __init__(self, minutes: float | None) -> None:
@@ -109,7 +109,7 @@ class Agreement:
     """
 
     def __init__(
-        self, world: World, received: Received, wish: Callable[[], bool] | None = None
+        self, world: World, received: ReceivedSignal, wish: Callable[[], bool] | None = None
     ) -> None:
         self._world, self._received, self._wish = world, received, wish
         self._met_at = time.perf_counter()

@@ -24,7 +24,7 @@ from samestep.ranks.world import World, as_if_alone
 from samestep.settings import Settings
 from samestep.training.alike import bits_of, seed_torch
 from samestep.training.apply import as_scalar
-from samestep.training.buffers import StepBuffers, Still
+from samestep.training.buffers import StepBuffers, WriteCheck
 from samestep.training.phases import Phases
 from samestep.training.side_effects import (
     Prints,
@@ -34,7 +34,7 @@ from samestep.training.side_effects import (
     optimizer_prints,
     refused_operation,
 )
-from samestep.training.step import EagerStep, StepResult, Trainee, Weights, check_used
+from samestep.training.step import EagerStep, Learner, StepResult, Weights, check_used
 from samestep.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
 
 _DEPENDS = "so the weights would depend on the number of ranks"
@@ -46,12 +46,12 @@ class SelfCheck:
     """Check what the first step of a process computes, and how its optimizer goes on.
 
     Args:
-        trainee: what is trained.
+        learner: what is trained.
         own: whether the optimizer is one of the user's.
     """
 
-    def __init__(self, trainee: Trainee, *, own: bool) -> None:
-        self._trainee, self._own = trainee, own
+    def __init__(self, learner: Learner, *, own: bool) -> None:
+        self._learner, self._own = learner, own
         self._kept: tuple[int, tuple[Block, ...]] | None = None
         self._bits: torch.Tensor | None = None
         self._prints: tuple[Prints, Prints] = ({}, {})
@@ -98,8 +98,8 @@ class SelfCheck:
             raise UserError(
                 "--virtual-ranks: the same samples, weights and random numbers gave different "
                 f"gradients the second time, {_DEPENDS}. Probably the model"
-                f"{defined_at(*self._trainee.makers[:1])} or the loss"
-                f"{defined_at(self._trainee.loss)} {what}. Remove that, or leave out "
+                f"{defined_at(*self._learner.makers[:1])} or the loss"
+                f"{defined_at(self._learner.loss)} {what}. Remove that, or leave out "
                 "--virtual-ranks."
             )
         self._kept, self._prints = None, ({}, {})
@@ -112,7 +112,7 @@ class SelfCheck:
         """
         if not self._own:
             return True
-        self._updates.append(optimizer_prints(self._trainee.optimizer))
+        self._updates.append(optimizer_prints(self._learner.optimizer))
         if len(self._updates) < 2:
             return False
         if named := differing(*self._updates):
@@ -125,8 +125,8 @@ class SelfCheck:
         return True
 
     def _print(self) -> tuple[Prints, Prints]:
-        loss = self._trainee.loss
-        return model_prints(self._trainee.model, loss), closure_prints(loss)
+        loss = self._learner.loss
+        return model_prints(self._learner.model, loss), closure_prints(loss)
 
 
 class VirtualStep(EagerStep):
@@ -134,13 +134,13 @@ class VirtualStep(EagerStep):
 
     def __init__(
         self,
-        trainee: Trainee,
+        learner: Learner,
         settings: Settings,
         world: World,
         batch_size: int,
         phases: Phases | None = None,
     ) -> None:
-        super().__init__(trainee, settings, world, batch_size, phases)
+        super().__init__(learner, settings, world, batch_size, phases)
         self._overlaps = False  # nothing is sent off within a backward
         self._unchecked = False
         self._to_check = not settings.allows_unused
@@ -148,9 +148,9 @@ class VirtualStep(EagerStep):
         """Whether a backward adds to each gradient once; not known before the first."""
         wide = any(p.dtype == torch.float64 for p in self._parameters)
         self._dtype = torch.float64 if wide else torch.float32
-        self._buffers = StepBuffers(trainee.model, self._dtype)
-        self._still = Still(trainee)
-        self._check = SelfCheck(trainee, own=self._draws) if settings.self_check else None
+        self._buffers = StepBuffers(learner.model, self._dtype)
+        self._still = WriteCheck(learner)
+        self._check = SelfCheck(learner, own=self._draws) if settings.self_check else None
         """Until it has seen enough."""
         self._repeats = self._check is not None
         self._reduce: TreeReduce | None = None
@@ -204,7 +204,7 @@ class VirtualStep(EagerStep):
 
     def _agree_without(self) -> None:
         """Take part in what ranks agree on in their first step, without a sample of it."""
-        for _ in range(1 if self._trainee.terms is None else 2):
+        for _ in range(1 if self._learner.terms is None else 2):
             self._world.on_every(lambda: None)
         self._agreed = True
 
@@ -252,7 +252,7 @@ class VirtualStep(EagerStep):
             except Exception as error:
                 if is_not_deterministic(error):
                     again = partial(self._micro_step, micro_step, *weight)
-                    place = refused_operation(self._trainee.model, error, again)
+                    place = refused_operation(self._learner.model, error, again)
                     operation = str(error).split(" does not have")[0]
                     raise UserError(
                         f"--virtual-ranks: PyTorch's {operation} gives other bits each time; it "
@@ -262,7 +262,7 @@ class VirtualStep(EagerStep):
                 self._tell(error, micro_step.inputs, micro_step.targets)
         loss = sum(losses[1:], start=losses[0])
         numbers = [loss if loss.dtype == self._dtype else loss.to(self._dtype)]
-        if self._trainee.terms is not None:
+        if self._learner.terms is not None:
             numbers.append(self._terms.to(self._dtype))
         more = [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
         self._still.check()
@@ -271,7 +271,7 @@ class VirtualStep(EagerStep):
             versions = [p.grad._version for p in self._parameters if p.grad is not None]  # noqa: SLF001
             self._adds_once = not any(versions)
         if self._to_check:
-            check_used(self._trainee.model)
+            check_used(self._learner.model)
         gradients = [self._gradient(p) for p in self._parameters]
         # Without other numbers the loss stays a scalar, which saves two views per step.
         if len(numbers) == 1 and not more:
@@ -308,7 +308,7 @@ class VirtualStep(EagerStep):
         if gradient is None:
             return torch.zeros_like(parameter)
         if gradient.layout != torch.strided:
-            named = self._trainee.model.named_parameters()
+            named = self._learner.model.named_parameters()
             name = next(name for name, other in named if other is parameter)
             raise UserError(
                 f"--virtual-ranks: the gradient of {name} is sparse, and samestep adds up dense "
@@ -319,7 +319,7 @@ class VirtualStep(EagerStep):
 
     def _weights_of(self, parts: Sequence[Block]) -> Weights:
         """Weigh each micro-step's loss by its part of the global batch, whoever computes it."""
-        size, count = parts[0].global_size, self._trainee.terms
+        size, count = parts[0].global_size, self._learner.terms
         if count is None:
             return [(p.rows / size, None) for p in parts]
         # As among ranks: a term weighs 1 / global batch, until `_settle` knows how many there are.
@@ -329,7 +329,7 @@ class VirtualStep(EagerStep):
 
     def _reducer(self) -> TreeReduce:
         """Return what adds up over the ranks: the first step has more numbers than the others."""
-        terms = self._trainee.terms is not None
+        terms = self._learner.terms is not None
         used = len(self._parameters) if self._settings.allows_unused else 0
         numbers = 1 + terms + used + self._buffers.size
         if self._reduce is None or numbers != self._numbers:
@@ -350,7 +350,7 @@ class VirtualStep(EagerStep):
         """
         loss, terms = numbers[0] if numbers.dim() else numbers, None
         start = 1
-        if self._trainee.terms is not None:
+        if self._learner.terms is not None:
             terms = numbers[1]
             torch._foreach_mul_(gradients, size / terms)
             loss, start = loss * (size / terms), 2

@@ -14,7 +14,7 @@ from samestep.settings import Settings
 from samestep.training.metrics import EpochMetrics
 from samestep.training.phases import Phases
 from samestep.training.plan import ENDLESS, Plan
-from samestep.training.step import StepResult, Trainee
+from samestep.training.step import Learner, StepResult
 from samestep.training.stopping import Watch
 
 
@@ -75,7 +75,7 @@ class Work:
     settings: Settings
     plan: Plan
     world: World
-    trainee: Trainee
+    learner: Learner
     step: Step
     train: Source
     validation: Source | None
@@ -115,7 +115,7 @@ class State:
     """The signal that stopped it, or 0."""
 
 
-class Taken(NamedTuple):
+class StepsTaken(NamedTuple):
     """One optimizer step that was taken, or several of one compiled graph."""
 
     first_step: int

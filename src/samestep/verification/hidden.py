@@ -18,7 +18,7 @@ from samestep.data.blocks import Block
 from samestep.errors import is_users
 from samestep.training.optimizer import optimizer_of
 from samestep.training.side_effects import (
-    Seen,
+    RandomDraws,
     closure_prints,
     differing,
     leaves_of,
@@ -92,7 +92,7 @@ def _of_optimizer(tested: RecipeUnderTest) -> tuple[list[str], list[str]]:
         return [], []
     model, block, settings = tested.build(), tested.batch(), tested.settings
     optimizer = optimizer_of(tested.recipe, model, settings, settings.lr, tested.world.device)
-    seen, prints = Seen(), []
+    seen, prints = RandomDraws(), []
     for _ in range(2):
         model.zero_grad()
         tested.free_loss(model, block, tested.placed_loss).backward()  # type: ignore[no-untyped-call]

@@ -22,8 +22,8 @@ from samestep.settings import Precision, in_precision
 from samestep.training.alike import seed_alike
 from samestep.training.device import switched
 from samestep.training.plan import check_virtual
-from samestep.training.side_effects import ALL_KINDS, Kind, Seen, watched
-from samestep.training.stopping import Received
+from samestep.training.side_effects import ALL_KINDS, Kind, RandomDraws, watched
+from samestep.training.stopping import ReceivedSignal
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
 from samestep.verification.exchange import (
     RankFailure,
@@ -208,7 +208,7 @@ class _Start:
                 return tested.forward(model, few_inputs(tested, tested.batch()))
 
             # A checkpoint brings the statistics that it was trained with.
-            hold_model(model, Seen(), held, None if training.resumes else calibrate)
+            hold_model(model, RandomDraws(), held, None if training.resumes else calibrate)
             model.forward = self._tested(settings.precision).exactly(model.forward)
             if training.nudged:
                 nudge(model, settings.precision)
@@ -217,7 +217,7 @@ class _Start:
         run_session(
             replace(self._request, recipe=recipe, settings=settings),
             self._world,
-            received=Received(),
+            received=ReceivedSignal(),
             show=partial(keep_record, trace),
             begin=lambda _path: None,
             started_at=time.time(),
@@ -245,7 +245,7 @@ class _Start:
         loss, forward = recipe.loss, recipe.forward
         if held is not None:
             tested = self._tested(precision)
-            loss = watched(tested.placed_loss, Seen(), held)
+            loss = watched(tested.placed_loss, RandomDraws(), held)
             forward = None if forward is None else tested.exactly(forward)
         return replace(recipe, model=model, data=lambda *_: few, loss=loss, forward=forward)
 

@@ -14,11 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from samestep.settings import Precision
-from samestep.training.side_effects import Draws, Kind, Seen, batch_norms, outside, watched
+from samestep.training.side_effects import Draws, Kind, RandomDraws, batch_norms, outside, watched
 
 
 def hold_model(
-    model: nn.Module, seen: Seen, held: frozenset[Kind], calibrate: Callable[[], Any] | None = None
+    model: nn.Module,
+    seen: RandomDraws,
+    held: frozenset[Kind],
+    calibrate: Callable[[], Any] | None = None,
 ) -> None:
     """Let a built model note what it draws, and hold some of it still, in place.
 
@@ -60,7 +63,7 @@ def _calibrate(model: nn.Module, norms: list[_BatchNorm], forward: Callable[[], 
     model.train()
     for norm in norms:
         norm.momentum = 1.0
-    with torch.no_grad(), outside(Seen(), hold=True), Draws(Seen(), hold=True):
+    with torch.no_grad(), outside(RandomDraws(), hold=True), Draws(RandomDraws(), hold=True):
         forward()
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

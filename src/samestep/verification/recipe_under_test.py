@@ -20,7 +20,7 @@ from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, call
 from samestep.training.device import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.side_effects import ALL_KINDS, Kind, Seen, batch_norms, watched
+from samestep.training.side_effects import ALL_KINDS, Kind, RandomDraws, batch_norms, watched
 from samestep.verification.difference import ROUNDING
 from samestep.verification.doubles import in_doubles
 from samestep.verification.fingerprints import batch_mark, sample_marks
@@ -33,7 +33,7 @@ class FreeStep(NamedTuple):
 
     model: nn.Module
     """With its gradients."""
-    seen: Seen
+    seen: RandomDraws
     own_generators: list[str]
     """Lines that draw from a `torch.Generator` of their own, which goes on from step to step."""
 
@@ -102,7 +102,7 @@ class RecipeUnderTest:
     @cached_property
     def free_step(self) -> FreeStep:
         """One step with nothing held still, watched."""
-        seen, block, model = Seen(), self.batch(), self.build()
+        seen, block, model = RandomDraws(), self.batch(), self.build()
         hold_model(model, seen, frozenset())
         loss = watched(self.placed_loss, seen)
         self.free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
@@ -187,7 +187,9 @@ class RecipeUnderTest:
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss with all that it draws held still."""
         with autocast(self.settings.precision, self.world.device):
-            return cast("Tensor", watched(self.placed_loss, Seen(), ALL_KINDS)(outputs, targets))
+            return cast(
+                "Tensor", watched(self.placed_loss, RandomDraws(), ALL_KINDS)(outputs, targets)
+            )
 
     def free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
         """Return the loss of a batch with nothing held still."""
@@ -199,7 +201,9 @@ class RecipeUnderTest:
 def held_model(tested: RecipeUnderTest, block: Block) -> nn.Module:
     """Return the model with all that it draws held still."""
     model = tested.build()
-    hold_model(model, Seen(), ALL_KINDS, lambda: tested.forward(model, few_inputs(tested, block)))
+    hold_model(
+        model, RandomDraws(), ALL_KINDS, lambda: tested.forward(model, few_inputs(tested, block))
+    )
     return model
 
 

@@ -33,7 +33,7 @@ def recording(
 
     def drive(task: Task) -> None:
         work, state = task.work, task.state
-        prepare(work.trainee.model)
+        prepare(work.learner.model)
         if training.lightning:
             not_saved: Record = {"event": "not saved"}
             inner.drive(replace(task, write=lambda *_: not_saved))
@@ -45,14 +45,14 @@ def recording(
                     evaluate_work(work, _Marked(source, trace, collated=collated))
                 )
             _record_steps(task, trace, training, stop)
-        trace.weights[state.position.step] = weights_of(work.trainee.model)
+        trace.weights[state.position.step] = weights_of(work.learner.model)
 
     return Engine(wrap=inner.wrap, drive=drive)
 
 
 def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:
     work, state = task.work, task.state
-    meter, model = Meter(work, state), work.trainee.model
+    meter, model = Meter(work, state), work.learner.model
     trace.begun = state.position.step + 1
     for taken in rehearse(work, state):
         step, block = state.position.step, taken.block
@@ -74,7 +74,7 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             meter.settle()
             if epoch_is_full(work, state):
                 close_epoch(work, state)
-            task.emit(task.between.save(checkpoint_name(state), None))
+            task.emit(task.control.save(checkpoint_name(state), None))
         if step == stop and training.short:
             break
         trace.begun = step + 1

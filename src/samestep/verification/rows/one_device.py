@@ -6,7 +6,7 @@ from pathlib import Path
 from samestep.run import checkpoints
 from samestep.training.apply import terms_of
 from samestep.training.evaluation import evaluate
-from samestep.training.side_effects import ALL_KINDS, Seen
+from samestep.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.training.snapshot import load_evaluated
 from samestep.verification.difference import TrainingDifference, evaluations_apart
 from samestep.verification.evidence import Check, Evidence, TableRow, measured
@@ -28,7 +28,7 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     virtual, loss = tested.settings.virtual_ranks, tested.placed_loss
     world = replace(tested.world, virtual_ranks=virtual or 0)
     if virtual is None:
-        hold_model(model, Seen(), ALL_KINDS)
+        hold_model(model, RandomDraws(), ALL_KINDS)
         loss = tested.loss
     recipe = replace(tested.recipe, augment=None)
     with tested.source(tested.splits.validation, recipe, world) as source:
