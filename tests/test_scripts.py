@@ -7,7 +7,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.recipe import find_recipe
-from samestep.scripts import names_recipe
+from samestep.recipe_source import names_recipe
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from samestep.errors import (
     what_to_install,
 )
 from samestep.nearby import nearby
-from samestep.option_calls import all_with_options, with_options
 from samestep.recipe_checks import (
     check_functions,
     check_metrics,
@@ -39,7 +38,7 @@ from samestep.recipe_checks import (
     shown,
     telling_options,
 )
-from samestep.scripts import opens_run
+from samestep.recipe_source import all_with_options, opens_run, with_options
 from samestep.settings import OTHER_NAMES, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -277,11 +276,7 @@ def _recipe_modules() -> dict[str, str]:
 
 
 def find_recipe(name: str, original: str | None = None) -> Recipe:
-    """Return the recipe of this name, or the one in this Python file, maybe copied from another.
-
-    Raises:
-        UserError: there is none, or the file cannot be run or holds no recipe.
-    """
+    """Return the recipe of this name, or the one in this Python file, maybe copied from another."""
     if name.endswith(".py"):
         return _from_file(Path(name), Path(original or name))
     known = recipe_names()

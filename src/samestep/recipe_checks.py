@@ -37,11 +37,7 @@ _MADE = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
 def check_functions(recipe: object) -> None:
-    """Check what a recipe is given as functions.
-
-    Raises:
-        UserError: something is none.
-    """
+    """Check what a recipe is given as functions."""
     for key in ("model", "data"):
         builder = getattr(recipe, key)
         if isinstance(builder, nn.Module) or not callable(builder):
@@ -79,11 +75,7 @@ def shown(found: object) -> str:
 
 
 def check_model(model: object) -> None:
-    """Check that what model() returned can be trained.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that what model() returned can be trained."""
     if not isinstance(model, nn.Module):
         raise UserError(
             f"The recipe's model() returned {shown(model)}; it must return an nn.Module with "

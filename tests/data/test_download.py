@@ -202,13 +202,12 @@ def test_two_downloads_into_one_folder_take_turns_and_fetch_each_file_once(tmp_p
 CHILD = """
     import sys
     from pathlib import Path
-    from samestep.data import catalog, download, transfer
+    from samestep.data import catalog, download
 
-    class Bar(transfer.tqdm):
-        def update(self, n=1):
-            print(n, flush=True)  # after these bytes were written
+    def advance(self, task, n):
+        print(n, flush=True)  # after these bytes were written
 
-    transfer.tqdm = Bar
+    download.Progress.advance = advance
     file = catalog.RemoteFile(name="one.gz", md5=sys.argv[3], size_bytes=20000)
     catalog.CATALOG["one"] = catalog.RemoteDataset(
         name="one", description="", licence="", source="", files=(file,), mirrors=(sys.argv[2],)

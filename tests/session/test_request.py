@@ -6,8 +6,8 @@ import pytest
 
 import samestep
 from samestep import Recipe, UserError
-from samestep.option_calls import unread_options, with_options
 from samestep.recipe import find_recipe, recipe_names
+from samestep.recipe_source import unread_options, with_options
 from samestep.session.request import Request, to_toml
 from samestep.settings import Settings
 

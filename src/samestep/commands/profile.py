@@ -35,8 +35,8 @@ from samestep.ranks.process import (
     run_as_rank,
 )
 from samestep.ranks.startup import PARENT
+from samestep.recipe_source import names_recipe
 from samestep.run.directory import is_run, new_run_path
-from samestep.scripts import names_recipe
 from samestep.settings import Settings
 
 if TYPE_CHECKING:

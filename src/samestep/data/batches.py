@@ -37,9 +37,6 @@ def open_source(
     """Return the source that suits a data set: memory for tensors, a stream, else a DataLoader.
 
     `num_workers` processes read a data set; for the other arguments see `Reading`.
-
-    Raises:
-        UserError: the data has no samples, or is no data set.
     """
     reading = Reading(
         world=world,

@@ -88,11 +88,7 @@ CATALOG: dict[str, RemoteDataset] = {each.name: each for each in (_MNIST, _FASHI
 
 
 def find_dataset(name: str) -> RemoteDataset:
-    """Return the data set of that name.
-
-    Raises:
-        UserError: There is none; the message has the nearest name and all names.
-    """
+    """Return the data set of that name."""
     if name in CATALOG:
         return CATALOG[name]
     hint = did_you_mean(name.lower().replace("_", "-"), CATALOG)

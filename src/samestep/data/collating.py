@@ -26,11 +26,7 @@ class Collating:
         """Whether samples are known to be more or less than a row each: they cannot be counted."""
 
     def __call__(self, samples: list[Any]) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch; of a whole batch that, and None.
-
-        Raises:
-            UserError: the samples do not go together, or the batch is none of them.
-        """
+        """Return inputs and targets of a batch; of a whole batch that, and None."""
         if self._collate is None:
             return self._by_default(samples)
         batch = self._by_recipe(self._collate, samples)
@@ -101,11 +97,7 @@ class Collating:
 def as_pair(
     dataset: object, batch: Any, collate: Callable[..., Any] | None = None
 ) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch, which have to be tensors.
-
-    Raises:
-        UserError: it is no pair, or holds something else.
-    """
+    """Return inputs and targets of a batch, which have to be tensors."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise _no_pair(dataset, batch, collate)
     if collate is None and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(list(batch))):

@@ -1,18 +1,41 @@
-"""Download the files of a data set, through broken lines and restarts; keep no wrong bytes."""
+"""Download the files of a data set, resuming transfers that were cut off; keep no wrong bytes.
+
+The bytes gather in a `.part` file beside the final one. It outlives the program, so a restart asks
+only for the rest; the file gets its name only when its MD5 is right.
+"""
 
 import contextlib
 import filecmp
+import hashlib
 import os
 import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.data.catalog import RemoteDataset, find_dataset
-from samestep.data.transfer import MirrorError, Transfer
+import requests
+import urllib3.exceptions
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from samestep.data.catalog import RemoteDataset, RemoteFile, find_dataset
 from samestep.errors import UserError
+
+# A mirror is asked again as long as bytes come; two tries in a row without any are enough.
+_NUM_BARREN_TRIES = 2
+
+# Small, so that little is lost when the line breaks in the middle of a chunk.
+_CHUNK_BYTES = 4096
 
 
 def download(
@@ -34,10 +57,6 @@ def download(
 
     Returns:
         The paths of all files, in the catalog's order.
-
-    Raises:
-        UserError: The data set is unknown, a mirror's address is malformed, the folder cannot be
-            written, or no mirror gave the right bytes. What arrived so far is kept for next time.
     """
     dataset = find_dataset(name)
     bases = [_base_address(each) for each in mirrors or dataset.mirrors]
@@ -62,7 +81,7 @@ def download(
     return paths
 
 
-def _fetch(dataset: RemoteDataset, transfer: Transfer, bases: Sequence[str]) -> str:
+def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -> str:
     """Bring one file and return the base address that gave it; raise UserError if none did."""
     file, folder, problems = transfer.file, transfer.folder, []
     for base in bases:
@@ -112,13 +131,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Bring the files of a tar archive into a folder, each whole; those there and right stay.
-
-    Raises:
-        UserError: it is no archive, or it holds something that may not be unpacked: a path that
-            leads out of the folder, a device, a link to elsewhere.
-        OSError: the folder takes no more files.
-    """
+    """Bring the files of a tar archive into a folder, each whole; those there and right stay."""
     if not hasattr(tarfile, "data_filter"):
         raise UserError("To unpack archives safely, Python 3.11.4 or newer is needed.")
     try:
@@ -138,3 +151,132 @@ def unpack(archive: Path, folder: Path) -> None:
         raise UserError(
             f"{archive} cannot be unpacked: {problem}. Delete it and download it again."
         ) from problem
+
+
+class MirrorError(Exception):
+    """This mirror cannot give the file; the next one may."""
+
+
+class _CutOffError(Exception):
+    """The transfer ended early; the same mirror may send the rest."""
+
+
+@contextlib.contextmanager
+def _bar(name: str, done: int, total: int) -> Iterator[Callable[[int], object]]:
+    """Draw the progress of a transfer if the error stream is a terminal."""
+    columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+    console = Console(stderr=True)
+    text = TextColumn("{task.description}")
+    with Progress(
+        text, BarColumn(), *columns, console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(name, completed=done, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One file on its way from a mirror into a folder."""
+
+    file: RemoteFile
+    folder: Path
+    """Where it goes; its bytes gather there in a `.part` file."""
+    timeout_s: float
+    """How long the server may stay silent."""
+
+    @property
+    def part(self) -> Path:
+        """Where the bytes gather."""
+        return self.folder / f"{self.file.name}.part"
+
+    @property
+    def path(self) -> Path:
+        """Where the file is once its bytes are verified."""
+        return self.folder / self.file.name
+
+    def is_done(self) -> bool:
+        """Whether the file is there with the right bytes."""
+        return self.path.exists() and _md5(self.path) == self.file.md5
+
+    def fetch(self, url: str) -> None:
+        """Bring the file from a mirror; raise MirrorError if it is gone, too slow or wrong."""
+        continues = self._num_bytes() > 0
+        if not continues or _md5(self.part) != self.file.md5:
+            self._fill(url)
+        if continues and _md5(self.part) != self.file.md5:
+            # The wrong bytes may be the old ones, so this mirror gets a chance to send them all.
+            self.part.unlink()
+            self._fill(url)
+        if (actual := _md5(self.part)) != self.file.md5:
+            self.part.unlink()
+            raise MirrorError(f"wrong bytes: their MD5 is {actual}, expected {self.file.md5}")
+        self.part.replace(self.path)
+
+    def _fill(self, url: str) -> None:
+        """Ask for the missing bytes until all are there or the mirror sends no more."""
+        most, num_barren = self._num_bytes(), 0
+        while True:
+            try:
+                return self._append(url)
+            except _CutOffError as problem:
+                num_barren = 0 if self._num_bytes() > most else num_barren + 1
+                if num_barren == _NUM_BARREN_TRIES:
+                    raise MirrorError(str(problem)) from problem
+            most = max(most, self._num_bytes())
+
+    def _append(self, url: str) -> None:
+        """Ask once for the missing bytes and write what comes."""
+        start = self._num_bytes()
+        # The bytes as they lie there: a server may offer to unpack or to pack them on the way.
+        headers = {"Accept-Encoding": "identity"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        try:
+            with requests.get(url, headers=headers, stream=True, timeout=self.timeout_s) as answer:
+                self._write(answer, start)
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as problem:
+            silent = isinstance(problem, requests.Timeout | urllib3.exceptions.TimeoutError)
+            reason = f"no answer for {self.timeout_s:g} s" if silent else _root_cause(problem)
+            raise _CutOffError(f"{reason}, {self._num_bytes()} bytes arrived") from problem
+
+    def _write(self, answer: requests.Response, start: int) -> None:
+        sent_from = 0
+        if answer.status_code == requests.codes.partial_content:
+            match = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
+            sent_from = int(match[1]) if match else -1
+        refused = answer.status_code == requests.codes.requested_range_not_satisfiable
+        if (refused and start) or sent_from not in (0, start):
+            # The part file is longer than the file, or the server counts otherwise: begin anew.
+            self.part.unlink(missing_ok=True)
+            raise _CutOffError("the server cannot continue a transfer")
+        if answer.status_code not in (requests.codes.ok, requests.codes.partial_content):
+            raise MirrorError(f"the server says {answer.status_code} {answer.reason}")
+        length = answer.headers.get("Content-Length")
+        expected = sent_from + int(length) if length else self.file.size_bytes
+        mode = "ab" if sent_from else "wb"
+        with self.part.open(mode) as out, _bar(self.file.name, sent_from, expected) as count:
+            for chunk in answer.raw.stream(_CHUNK_BYTES, decode_content=False):
+                out.write(chunk)
+                out.flush()  # a killed program keeps what has arrived
+                count(len(chunk))
+            os.fsync(out.fileno())
+        if self._num_bytes() < expected:
+            raise _CutOffError(f"cut off after {self._num_bytes()} of {expected} bytes")
+
+    def _num_bytes(self) -> int:
+        return self.part.stat().st_size if self.part.exists() else 0
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
+
+
+def _root_cause(problem: BaseException) -> str:
+    """Dig the operating system's words out of the layers of requests and urllib3."""
+    words = str(problem)
+    link: BaseException | None = problem
+    while link is not None:
+        words = (link.strerror if isinstance(link, OSError) else None) or words
+        link = link.__cause__ or link.__context__
+    return words

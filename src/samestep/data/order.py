@@ -43,9 +43,6 @@ def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> 
         num_samples: samples to share out.
         fractions: of each part but the last, which takes the rest.
         seed: of the shuffle.
-
-    Raises:
-        UserError: a part would be empty.
     """
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
     sizes = [int(num_samples * fraction) for fraction in fractions]

@@ -46,9 +46,6 @@ def load_splits(
 
     Of the splits that need it, those `wanted` are prepared. Without `prepare` none is, and a sample
     that is broken fails when it is read.
-
-    Raises:
-        UserError: on every rank, what any of them met.
     """
     load = partial(recipe.load_data, options)
     if getattr(options, "download", False):  # once per node, then by the rest

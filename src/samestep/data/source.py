@@ -135,11 +135,7 @@ class Source(ABC):
         return batch, batch
 
     def _call(self, name: str, rows: int, function: Callable[..., Any], *given: Any) -> Any:
-        """Return what a recipe's function makes of a batch of inputs.
-
-        Raises:
-            UserError: it fails, or does not return inputs.
-        """
+        """Return what a recipe's function makes of a batch of inputs."""
         try:
             result = function(*given)
         except Exception as error:

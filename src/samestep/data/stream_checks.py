@@ -27,9 +27,6 @@ def check_same(stream: Any, route: Route, world: World) -> None:
     """Check that a stream is the same on all ranks and each time it is read.
 
     Its shards are counted, and the first elements of lane 0 compared: the one lane that all read.
-
-    Raises:
-        UserError: on every rank, that it is not.
     """
     shards = world.gather(num_shards(stream))
     if len(set(shards)) > 1:
@@ -66,9 +63,6 @@ def leads_back(stream: Any, route: Route) -> bool:
     """Whether a stream's state after one element leads to the second.
 
     With a shuffle buffer of its own it would not, nor where the state is behind or ahead.
-
-    Raises:
-        UserError: the stream cannot be read.
     """
     if not callable(getattr(stream, "state_dict", None)) or _has_buffer(stream):
         return False

@@ -59,11 +59,7 @@ class StreamSource(Source):
         _end(self._iterators)
 
     def agree(self) -> None:
-        """Check that all ranks read the same stream, and whether its state can be gone back to.
-
-        Raises:
-            UserError: on every rank, that they do not, or that it cannot be read.
-        """
+        """Check that all ranks read the same stream, and whether its state can be gone back to."""
         route = self._route(self.num_shards, 0)
         check_same(self._stream, route, self._world)
         self.goes_back = self._world.on_main(lambda: leads_back(self._stream, route))
@@ -90,11 +86,7 @@ class StreamSource(Source):
         drop_last: bool,
         cut: Cut | None = None,
     ) -> Iterator[Block]:
-        """Yield this rank's part of the steps of a training epoch, from `first_step` on.
-
-        Raises:
-            UserError: on every rank, what went wrong on any.
-        """
+        """Yield this rank's part of the steps of a training epoch, from `first_step` on."""
         route = replace(
             self._route(global_batch, epoch),
             first_step=first_step,
@@ -262,11 +254,7 @@ class StreamSource(Source):
             yield inputs, self._cast(targets)
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
-        """Yield this rank's share of all elements once, as batches of inputs and targets.
-
-        Raises:
-            UserError: what went wrong on this rank.
-        """
+        """Yield this rank's share of all elements once, as batches of inputs and targets."""
         route = replace(self._route(batch_size * self._world.world_size, 0), states=False)
         items = self._items(route)
         try:
@@ -280,11 +268,7 @@ class StreamSource(Source):
             items.close()
 
     def peek(self, samples: int) -> Batch:
-        """Return the first samples that this rank finds, as an evaluation reads them.
-
-        Raises:
-            UserError: there are none, or they cannot be read.
-        """
+        """Return the first samples that this rank finds, as an evaluation reads them."""
         elements = self.first_elements(samples)
         if not elements:
             raise UserError(f"{name_of(self._stream)} has no elements.")
@@ -292,11 +276,7 @@ class StreamSource(Source):
         return Batch(*self._finish(*pair, len(elements)), len(elements))
 
     def first_elements(self, limit: int) -> list[Any]:
-        """Return the first elements of the first shard with any, counted from one of this rank's.
-
-        Raises:
-            UserError: they cannot be read.
-        """
+        """Return the first elements of the first shard that has any, from this rank's on."""
         route = self._route(self.num_shards, 0)
         first = route.lanes * self._world.rank // self._world.world_size
         found = (

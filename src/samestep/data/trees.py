@@ -92,11 +92,7 @@ def describe(tree: Any) -> str:
 
 
 def check_rows(tree: Any, rows: int) -> None:
-    """Check that every tensor of a batch has a row for each sample, so that it can be cut.
-
-    Raises:
-        UserError: one has not.
-    """
+    """Check that every tensor of a batch has a row for each sample, so that it can be cut."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != rows:
             raise UserError(

@@ -9,10 +9,10 @@ import msgspec
 import torch
 
 from samestep.machine import usable_cores
-from samestep.option_calls import with_options
 from samestep.profiling.scaling_study import FILE, Measurement, Segment, with_sizes
 from samestep.ranks.world import World
 from samestep.recipe import Splits
+from samestep.recipe_source import with_options
 from samestep.run.files import write_text
 from samestep.session.request import Request
 from samestep.session.training_run import NATIVE, Engine, Task, run_session

@@ -58,10 +58,6 @@ def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor,
 
     Returns:
         Images (samples, 3, 32, 32) uint8 and labels (samples,) int64, both as `CLASSES` counts.
-
-    Raises:
-        UserError: the folder holds neither, it holds the Python version, or a file is missing,
-            unreadable or of the wrong size, label or class.
     """
     try:
         place = _binary_place(folder)

@@ -32,10 +32,6 @@ def find_idx(folder: Path, stem: str) -> Path:
 
     The stem is the file's usual name without `.gz`, such as `train-images-idx3-ubyte`. The spelling
     `train-images.idx3-ubyte` and either one with `.gz` are looked for too.
-
-    Raises:
-        UserError: The file is nowhere, the folder may not be read, or torchvision's MNIST and
-            FashionMNIST are both there and only a more exact folder can tell which is meant.
     """
     spellings = (stem, stem.replace("-idx", ".idx"))
     names = [f"{name}{suffix}" for name in spellings for suffix in ("", ".gz")]
@@ -73,10 +69,6 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     Returns:
         An array of the shape that the header gives: `(sample, row, column)` for images,
         `(sample,)` for labels. It is writable, as `torch.from_numpy` wants it.
-
-    Raises:
-        UserError: The file cannot be read, is empty, is a damaged gzip file, is no IDX file of
-            unsigned bytes, or has fewer or more bytes than its header announces.
     """
     try:
         data = path.read_bytes()
@@ -129,10 +121,6 @@ def read_images_and_labels(
 
     Returns:
         The images `(sample, row, column)` and the labels `(sample,)`.
-
-    Raises:
-        UserError: A file is missing or broken (see `find_idx` and `read_idx`), the two files lie
-            in different folders, have the wrong number of axes, or differ in length.
     """
     # MNIST names its test files after their ten thousand images.
     prefix = {"train": "train", "test": "t10k"}[split]

@@ -27,9 +27,6 @@ class SpiralDataset(TensorDataset):
         noise: standard deviation of the normal noise added to each coordinate; the arms are π
             apart.
         seed: of the points' places and their noise.
-
-    Raises:
-        UserError: fewer than two points, or negative noise.
     """
 
     def __init__(self, num_samples: int = 10_000, noise: float = 0.2, seed: int = 42) -> None:

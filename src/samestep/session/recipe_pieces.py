@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.option_calls import without_options
 from samestep.recipe import Recipe
+from samestep.recipe_source import without_options
 from samestep.training.side_effects import closure_of
 
 NOT_OF_THE_TRAINING = frozenset(

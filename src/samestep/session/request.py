@@ -13,8 +13,8 @@ import msgspec
 import tomli_w
 
 from samestep.errors import UserError, did_you_mean
-from samestep.option_calls import unread_options
 from samestep.recipe import Recipe, find_recipe, recipe_names
+from samestep.recipe_source import unread_options
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import best_file
 from samestep.session.changes import Change, parse_names, refused_change, with_sizes_of_run

@@ -16,9 +16,9 @@ from typing import Literal
 
 from samestep.errors import UserError
 from samestep.nearby import nearby
+from samestep.recipe_source import names_recipe
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import cannot_write, write_text
-from samestep.scripts import names_recipe
 from samestep.slurm.checks import check_after, check_partitions, check_place
 from samestep.slurm.options import (
     ENVIRONMENTS,

@@ -13,9 +13,9 @@ from torch import nn
 from samestep.data.recipe_splits import load_splits
 from samestep.data.stream_lanes import is_stream
 from samestep.errors import LOST_PEER, UserError, caused, is_users
-from samestep.option_calls import with_options
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
+from samestep.recipe_source import with_options
 from samestep.session.request import Request
 from samestep.session.training_run import run_session
 from samestep.settings import Precision, in_precision

@@ -142,12 +142,7 @@ class ImageFiles(Dataset[Any]):
             ) from error
 
     def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> Prepared:
-        """Read all images of some splits once, on all ranks together; every rank calls it.
-
-        Raises:
-            UserError: on every rank: too many files are broken, the ranks see different files, or
-                there is no room for `cache="memory"`.
-        """
+        """Read all images of some splits once, on all ranks together; every rank calls it."""
         parts = [split.files for split in splits.values()]
         paths, labels = [part.paths for part in parts], [part.labels for part in parts]
         files = FileList(parts[0].root, np.concatenate(paths), np.concatenate(labels))

@@ -31,11 +31,7 @@ class UnreadableImageError(ValueError):
 
 
 def pillow() -> Any:
-    """Return the module `PIL.Image`.
-
-    Raises:
-        UserError: Pillow is not installed.
-    """
+    """Return the module `PIL.Image`."""
     try:
         from PIL import Image  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -100,11 +96,7 @@ def decode_grey(path: Path | str, side: int) -> Tensor:
 
 
 def shorter_edge(path: Path | str) -> int | None:
-    """Return the shorter edge of an image in pixels, from its header; None if it has none.
-
-    Raises:
-        UserError: Pillow is not installed.
-    """
+    """Return the shorter edge of an image in pixels, from its header; None if it has none."""
     module = pillow()
     try:
         with module.open(path) as image:

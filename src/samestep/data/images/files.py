@@ -61,11 +61,7 @@ class FileList:
 
 
 def class_names(root: Path) -> tuple[str, ...]:
-    """Return the classes of a data folder: the names of the folders in train/, sorted.
-
-    Raises:
-        UserError: there is no such folder, or it holds fewer than two classes.
-    """
+    """Return the classes of a data folder: the names of the folders in train/, sorted."""
     train = _split_folder(root, "train")
     if train is None:
         raise UserError(f"{root} has no folder train/. {_LAYOUT}.")
@@ -91,10 +87,6 @@ def find_files(
 
     A file's label is the place of its folder's name among the classes. `whole`: every class of the
     split (`train`, `validation` or `test`) must have images, as it must in train/.
-
-    Raises:
-        UserError: a folder cannot be read, a class is unknown, or one that must have images has
-            none.
     """
     folder = _split_folder(root, split)
     if folder is None:

@@ -62,9 +62,6 @@ def open_corpus(
         skip_bad: how many files may be unreadable; they are left out and named.
         jobs: processes that read; by default one for each core that this process may use.
         shown: whether this process speaks: a progress bar on a terminal.
-
-    Raises:
-        UserError: the source is missing, damaged or has no matches, or too many files are bad.
     """
     source = open_source(path)
     folder = folder or default_folder()

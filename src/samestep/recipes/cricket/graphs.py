@@ -36,11 +36,7 @@ _LONGEST = 120.0
 
 
 def hetero_data() -> Any:
-    """Return PyTorch Geometric's `HeteroData`.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return PyTorch Geometric's `HeteroData`."""
     try:
         from torch_geometric.data import HeteroData  # noqa: PLC0415 - an extra
     except ImportError as error:

@@ -36,12 +36,7 @@ class MatchFiles:
 
 
 def open_source(path: Path) -> MatchFiles:
-    """Return the JSON files of a folder, a zip or a tar, or one JSON file.
-
-    Raises:
-        UserError: it is none of these. `list_names` and `read` raise one where an archive is
-            damaged, has no JSON files, or holds a name that leads out of it.
-    """
+    """Return the JSON files of a folder, a zip or a tar, or one JSON file."""
     try:
         if path.is_dir():
             return _folder(path)
@@ -134,11 +129,7 @@ def _archive(path: Path, entries: Callable[[Path, bool], Iterator[Document]]) ->
 
 
 def _checked(path: Path, name: str) -> str:
-    """Return a name in an archive.
-
-    Raises:
-        UserError: it leads out of the archive.
-    """
+    """Return a name in an archive."""
     pure = PurePosixPath(name.replace("\\", "/"))
     if pure.is_absolute() or ".." in pure.parts or ":" in "".join(pure.parts[:1]):
         raise UserError(

@@ -22,11 +22,7 @@ class Dates:
 
 
 def boundaries(corpus: Corpus) -> Dates:
-    """Return the dates that leave the last tenth of them to the test, the one before to validation.
-
-    Raises:
-        UserError: there are too few dates.
-    """
+    """Return dates that leave the last tenth to the test, the one before to validation."""
     dates = np.unique(corpus.matches["date"])
     places = (len(dates) * 8 // 10, len(dates) * 9 // 10)
     if len(dates) < 3:
