@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from samestep.recipe import Recipe, Splits
     from samestep.recipes.spiral import SpiralDataset
     from samestep.run.records import read_records
-    from samestep.session.open_run import open_run
-    from samestep.session.own_run import OwnRun
+    from samestep.session.own_run import OwnRun, open_run
     from samestep.settings import Settings, may_change
 
 __all__ = [
@@ -100,7 +99,7 @@ _HOMES = {
     "load": "api.checkpoints",
     "may_change": "settings",
     "normal": "data.keyed_random",
-    "open_run": "session.open_run",
+    "open_run": "session.own_run",
     "predict": "api.checkpoints",
     "read_records": "run.records",
     "reduce_tensor": "dist",

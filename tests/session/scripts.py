@@ -58,14 +58,14 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
     import torch
 
     from samestep.ranks import process
-    from samestep.session.loops import Loops
+    from samestep.session.own_loop import OwnLoop
 
     process.GRACE_S = 0.5  # no other Python starts late here
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     sys.argv[:] = [str(script), *arguments]
-    steps, count = itertools.count(1), Loops._count
+    steps, count = itertools.count(1), OwnLoop._count
 
     def counted(self, batch) -> None:
         count(self, batch)
@@ -73,5 +73,5 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
         if mine and next(steps) == strike.nth:
             os.kill(os.getpid(), strike.signum)
 
-    Loops._count = counted
+    OwnLoop._count = counted
     runpy.run_path(str(script), run_name="__main__")

@@ -9,7 +9,7 @@ from samestep.settings import Settings
 from samestep.training.loop import checkpoint_name
 from samestep.training.plan import Plan, due_after_epoch, due_within_epoch
 from samestep.training.stopping import Watch
-from samestep.training.work import Position, State
+from samestep.training.work import Position
 
 _MOST = 100_000
 """Events that are still written out; a training with more is told by its settings alone."""
@@ -73,7 +73,7 @@ def _events(plan: Plan, settings: Settings, start: Position) -> Iterator[Event]:
 
 def _name(epoch: int, step: int, step_in_epoch: int) -> str:
     position = Position(epoch=epoch, step=step, step_in_epoch=step_in_epoch)
-    return checkpoint_name(State(watch=Watch(metric="", mode="min"), position=position))
+    return checkpoint_name(position)
 
 
 def kept_files(events: tuple[Event, ...], keep_top_k: int | None, before: Index) -> Kept:

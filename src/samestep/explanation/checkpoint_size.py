@@ -7,7 +7,7 @@ import torch
 
 from samestep.session.build import Built
 from samestep.session.request import Request
-from samestep.session.saving import settings_text
+from samestep.session.resuming import settings_text
 from samestep.training.snapshot import capture
 
 

@@ -97,7 +97,7 @@ class _Writer(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
         """Write and announce; rank 0 alone comes here."""
-        record = self._task.write(Path(path).name, self._records.metric, checkpoint)
+        record = self._task.write(checkpoint, self._records.metric)
         seconds = time.perf_counter() - self._records.saving_began
         self._task.emit({**record, "seconds": seconds})
 
@@ -118,7 +118,7 @@ class _Checkpoints(ModelCheckpoint):
 
     def __init__(self, task: Task) -> None:
         super().__init__(
-            dirpath=task.path / "checkpoints",
+            dirpath=task.session.path / "checkpoints",
             save_top_k=-1,
             enable_version_counter=False,
             save_on_train_epoch_end=task.work.validation is None,
@@ -132,7 +132,7 @@ class _Checkpoints(ModelCheckpoint):
 
     def format_checkpoint_name(self, *_: Any, **__: Any) -> str:
         """Return the path of a checkpoint of where the training stands."""
-        return str(Path(cast("str", self.dirpath)) / checkpoint_name(self._state))
+        return str(Path(cast("str", self.dirpath)) / checkpoint_name(self._state.position))
 
 
 def _drive(task: Task) -> None:
@@ -203,7 +203,7 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
         strategy=_strategy(world, plan.accumulate, settings),
         plugins=plugins,
         callbacks=callbacks,
-        logger=CSVLogger(task.path, name="lightning"),
+        logger=CSVLogger(task.session.path, name="lightning"),
         max_epochs=plan.epochs,
         max_steps=plan.total_steps,
         accumulate_grad_batches=plan.accumulate,

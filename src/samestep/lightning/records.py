@@ -127,7 +127,9 @@ class Records(Callback):
         return StepsTaken(first, size, lrs, logged, StepResult([loss], norms, seen=seen))
 
     def _save(self, trainer: Trainer) -> None:
-        trainer.save_checkpoint(self._task.path / "checkpoints" / checkpoint_name(self._state))
+        trainer.save_checkpoint(
+            self._task.session.path / "checkpoints" / checkpoint_name(self._state.position)
+        )
 
     def on_validation_start(self, *_: Any) -> None:
         """Begin to count the seconds of an evaluation."""

@@ -21,10 +21,9 @@ from samestep.machine import usable_cores
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.session.promise import check_promise
 from samestep.session.request import Request
 from samestep.settings import Settings
-from samestep.training.alike import random_numbers, seed_alike, seed_rank
+from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
 from samestep.training.apply import applied, terms_of
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
 from samestep.training.device import (
@@ -79,7 +78,7 @@ def build(
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
     check_precision(settings.precision, world.device)
-    check_promise(world)
+    _check_same_arithmetic(world)
     seed_alike(settings.seed)
     splits = splits or load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
@@ -116,6 +115,23 @@ def build(
         classes=splits.classes,
     )
     return Built(with_forward(work), _beginning(request, work, splits), splits, threads)
+
+
+def _check_same_arithmetic(world: World) -> None:
+    """Refuse virtual ranks on ranks that round differently: other devices, another PyTorch."""
+    if not world.virtual_ranks:
+        return
+    found = world.gather(arithmetic(world.device))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            first, this = (", ".join(one.values()) for one in (found[0], other))
+            raise UserError(
+                f"--virtual-ranks: rank {rank} computes with {this}, rank 0 with {first}, and they "
+                "round differently.",
+                remedy="Start all ranks on the same model of device with the same PyTorch (Slurm: "
+                "--constraint), or leave --virtual-ranks out.",
+                on_all_ranks=True,
+            )
 
 
 def _beginning(request: Request, work: Work, splits: Splits) -> State:

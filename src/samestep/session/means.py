@@ -1,4 +1,4 @@
-"""What a script logs: means over the samples of all ranks, of single steps and of an epoch."""
+"""Means of what a script logs, over the samples of all ranks: of single steps and of an epoch."""
 
 import math
 from typing import Any
@@ -11,13 +11,12 @@ from samestep.ranks.world import World
 from samestep.recipe_checks import RESERVED_NAMES
 
 Sums = dict[str, tuple[float, float]]
-"""Name → the sum of its values by weight, and the sum of the weights."""
-_LONGEST = 1024
-"""Values that wait on the device at most."""
+"""Name → the sum of its values times their weights, and the sum of the weights."""
+_MOST_WAITING = 1024
 
 
 class Means:
-    """Values by name and step. They stay on the device until somebody reads them.
+    """Weighted means by name. Values stay on the device until somebody reads them.
 
     Ranks read together. What only some ranks have logged is the mean over those.
     """
@@ -31,15 +30,11 @@ class Means:
         """Of this rank, since the last `clear`."""
 
     def add(self, values: dict[str, Any], weight: float | Tensor) -> None:
-        """Take the values of the running step, each a mean over `weight` samples or terms.
-
-        Raises:
-            UserError: one is not a single number.
-        """
+        """Take the values of the running step, each a mean over `weight` samples or terms."""
         for name, value in values.items():
             pair = _number(name, value), _number("terms", weight)
             self._waiting.append((self._now, name, *pair))
-        if len(self._waiting) >= _LONGEST:
+        if len(self._waiting) >= _MOST_WAITING:
             self._settle()
 
     def next_step(self) -> None:
@@ -52,13 +47,12 @@ class Means:
         flat = [one for _, _, *pair in self._waiting for one in pair]
         there = [one for one in flat if isinstance(one, Tensor)]
         read = iter(torch.stack(there).cpu().to(torch.float64).tolist() if there else ())
-        numbers = [next(read) if isinstance(one, Tensor) else one for one in flat]
-        for place, (step, name, *_) in enumerate(self._waiting):
-            value, weight = numbers[2 * place], numbers[2 * place + 1]
+        numbers = iter([next(read) if isinstance(one, Tensor) else one for one in flat])
+        for step, name, *_ in self._waiting:
+            value, weight = next(numbers), next(numbers)
             for sums in (self.sums, self._step) if step == self._now else (self.sums,):
-                total, weights = sums.get(name, (0.0, 0.0))
                 # A mean over nothing is NaN, and counts for nothing.
-                sums[name] = total + (value * weight if weight else 0.0), weights + weight
+                _add(sums, name, value * weight if weight else 0.0, weight)
         self._waiting = []
 
     def of_step(self) -> dict[str, float]:
@@ -76,12 +70,29 @@ class Means:
         self._waiting, self._step, self.sums = [], {}, {}
 
 
-def check_names(values: dict[str, Any]) -> None:
-    """Check that no value is called what records call something else.
+def _add(sums: Sums, name: str, total: float, weight: float) -> None:
+    before = sums.get(name, (0.0, 0.0))
+    sums[name] = before[0] + total, before[1] + weight
 
-    Raises:
-        UserError: one is.
-    """
+
+def added_up(ranks: list[Sums]) -> Sums:
+    """Return the sums of all ranks; names in the order of the first rank."""
+    found: Sums = {}
+    for sums in ranks:
+        for name, (total, weight) in sums.items():
+            _add(found, name, total, weight)
+    return found
+
+
+def _means(ranks: list[Sums]) -> dict[str, float]:
+    return {
+        name: total / weight if weight else math.nan
+        for name, (total, weight) in added_up(ranks).items()
+    }
+
+
+def check_names(values: dict[str, Any]) -> None:
+    """Refuse a value that is named like another field of the records."""
     for name in values:
         if name != "loss" and name in RESERVED_NAMES:
             raise UserError(
@@ -107,15 +118,3 @@ def _number(name: str, value: Any) -> float | Tensor:
         raise UserError(
             f"run.log({name}=…) was given a {type(value).__name__}; log single numbers."
         ) from error
-
-
-def _means(ranks: list[Sums]) -> dict[str, float]:
-    """Return the means over all ranks, the same on each: names in the order of the first rank."""
-    found: Sums = {}
-    for sums in ranks:
-        for name, (total, weights) in sums.items():
-            before = found.get(name, (0.0, 0.0))
-            found[name] = before[0] + total, before[1] + weights
-    return {
-        name: total / weights if weights else math.nan for name, (total, weights) in found.items()
-    }

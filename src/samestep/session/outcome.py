@@ -1,25 +1,26 @@
-"""How a run ends: the test of its best checkpoint, result.json, and what is said of a failure."""
+"""How a training ends: the test of its best checkpoint, baselines, pictures, and result.json."""
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
+from threading import Thread
 from typing import Any
 
+import torch
+
 from samestep.data.batches import open_split
-from samestep.errors import UserError, device_error
+from samestep.errors import UserError, defined_at, device_error
 from samestep.execution.pictures import picture_records
-from samestep.recipe import Splits
+from samestep.ranks.world import World
+from samestep.recipe import Recipe, Splits
 from samestep.run import checkpoints
-from samestep.run.directory import Run
-from samestep.run.environment import versions
 from samestep.run.index import Entry, read_index
-from samestep.run.records import Record
-from samestep.session.baselines import as_result, measure_baselines
 from samestep.session.build import Built
 from samestep.session.request import Request
+from samestep.session.session import Session, run_result
 from samestep.training.device import data_dtype, peak_memory_bytes
 from samestep.training.evaluation import Interruptible
 from samestep.training.loop import evaluate_work
@@ -27,58 +28,61 @@ from samestep.training.snapshot import load_evaluated, weights_sha256
 from samestep.training.stopping import Agreement
 from samestep.training.work import State, Work
 
+_MEET_EVERY_S = 0.5
+
+Baselines = Mapping[str, Mapping[str, float] | str]
+"""Name → its metrics, or why it was not measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an execution ended."""
+    """How a training ended."""
 
     path: Path
     signum: int
     """The signal that stopped it, or 0."""
 
 
-def leave_why(run: Run, request: Request, work: Work, state: State, error: Exception) -> None:
-    """Write down why the run failed, as far as the disk still allows."""
+def record_failure(
+    session: Session, request: Request, work: Work, state: State, error: Exception
+) -> None:
+    """Write down why the run failed, as far as the disk allows; a refused run stays as it was."""
+    if session.run is None or not session.begun:
+        return
     state.stop_reason = f"failed: {device_error(error) or error}"
+    weights = ""
+    with contextlib.suppress(Exception):  # a model that cannot give its weights
+        weights = weights_sha256(work.learner.model)
     with contextlib.suppress(UserError):
-        run.append({"event": "stop", "step": state.position.step, "reason": state.stop_reason})
-        run.write_result(_result(request, work, state, "failed", _weights(work)))
-
-
-def _weights(work: Work) -> str:
-    """Return the digest of the weights; nothing where the model itself fails to give them."""
-    try:
-        return weights_sha256(work.learner.model)
-    except Exception:  # the failure before it is what is to be told
-        return ""
+        step = state.position.step
+        session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
+        session.run.write_result(_result(request, work, state, "failed", weights))
 
 
 def finish_run(
     request: Request,
     built: Built,
-    path: Path,
-    run: Run | None,
-    emit: Callable[[Record], None],
-    first_step_s: float | None,
+    session: Session,
     agreement: Agreement,
+    first_step_s: float | None,
 ) -> Outcome:
     """Evaluate the best checkpoint on the test set, and write the result.
 
-    A run that is stopped within that evaluation does it when it goes on.
+    A run that is stopped within that evaluation repeats it when it goes on.
     """
     work, state, splits = built.work, built.state, built.splits
-    position, test = state.position, None
-    # The test below is of the best checkpoint, not of where the training ended.
+    position, run, test = state.position, session.run, None
+    # The weights where the training ended; the test below loads the best ones.
     weights = weights_sha256(work.learner.model) if run is not None else ""
-    baselines: dict[str, Any] = {}
+    baselines: Baselines = {}
     if not state.signum and splits.test is not None:
         started = time.perf_counter()
-        found, problems, signum = _test(request, work, splits, path, agreement)
+        found, problems, signum = _test(request, work, splits, session.path, agreement)
         if signum:
-            state.signum, state.stop_reason = signum, Signals(signum).name
+            _stop(state, signum)
         else:
             test = found
-            emit(
+            session.emit(
                 {
                     "event": "evaluation",
                     "split": "test",
@@ -90,33 +94,36 @@ def finish_run(
                 }
             )
             if request.recipe.baselines is not None:
-                baselines = _baselines(request, work, state, emit, agreement)
-    status = "stopped" if state.signum else "completed"
-    if run is not None:  # on rank 0 alone
+                baselines = _measure_baselines(request, session, state, agreement)
+    if run is not None:
+        status = "stopped" if state.signum else "completed"
         result = _result(request, work, state, status, weights, test, first_step_s)
-        if baselines:
-            result["baselines"] = baselines
+        if measured := {n: row for n, row in baselines.items() if not isinstance(row, str)}:
+            result["baselines"] = measured
         best = read_index(run.checkpoints).best
         if best is not None:  # an evaluation may have been better where nothing was saved
             result["best"] |= {"value": best.metric, "epoch": best.epoch}
         run.write_result(result)
-        if not state.signum:  # the result is safe, whatever a recipe's own picture does
-            for record in _pictures(request, built, path, test, agreement):
-                emit(record)
-    emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
-    return Outcome(path=path, signum=state.signum)
+        if not state.signum:  # a failing picture cannot lose the result any more
+            _draw_pictures(request, built, session, test, agreement)
+    session.emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
+    return Outcome(path=session.path, signum=state.signum)
 
 
-def _baselines(
-    request: Request, work: Work, state: State, emit: Callable[[Record], None], agreement: Agreement
-) -> dict[str, Any]:
-    """Measure what the model has to beat, on rank 0; return it for result.json."""
+def _stop(state: State, signum: int) -> None:
+    state.signum, state.stop_reason = signum, Signals(signum).name
+
+
+def _measure_baselines(
+    request: Request, session: Session, state: State, agreement: Agreement
+) -> Baselines:
+    """Measure what the model has to beat, on rank 0; return nothing if a signal ends it."""
     started = time.perf_counter()
-    rows, problem, signum = measure_baselines(request, work.world, agreement)
+    rows, problem, signum = _wait_for_baselines(request, session.world, agreement)
     if signum:
-        state.signum, state.stop_reason = signum, Signals(signum).name
+        _stop(state, signum)
         return {}
-    emit(
+    session.emit(
         {
             "event": "baselines",
             "step": state.position.step,
@@ -125,43 +132,90 @@ def _baselines(
             "seconds": time.perf_counter() - started,
         }
     )
-    return as_result(rows)
+    return rows
 
 
-def _pictures(
-    request: Request, built: Built, path: Path, test: dict[str, Any] | None, agreement: Agreement
-) -> list[Record]:
-    """Make the run's pictures with the weights that were tested, else with the best ones."""
-    work, splits, folder = built.work, built.splits, path / "checkpoints"
+def _wait_for_baselines(
+    request: Request, world: World, agreement: Agreement
+) -> tuple[Baselines, str, int]:
+    """Let rank 0 measure the baselines while every rank waits.
 
-    held = test is not None
+    The ranks meet twice a second, so no collective waits long, and a stop signal ends the wait.
+
+    Returns:
+        On rank 0 the baselines, and why they failed; on all ranks the signal, or 0.
+    """
+    found: dict[str, Any] = {"rows": {}, "problem": ""}
+
+    def work() -> None:
+        try:
+            rows = request.recipe.measure_baselines(request.options)
+            found["rows"] = _checked(request.recipe, rows)
+        except UserError as error:
+            found["problem"] = str(error)
+
+    thread = Thread(target=work, daemon=True)  # a signal does not wait for it
+    if world.is_main:
+        thread.start()
+    while True:
+        if world.is_main:
+            thread.join(_MEET_EVERY_S)
+        busy = int(thread.is_alive())
+        busy, signum = world.reduce(torch.tensor([busy, agreement.signum]), "max").tolist()
+        if signum or not busy:
+            return found["rows"], found["problem"], signum
+
+
+def _checked(recipe: Recipe, found: Any) -> Baselines:
+    try:
+        return {
+            str(name): row if isinstance(row, str) else {str(n): float(v) for n, v in row.items()}
+            for name, row in found.items()
+        }
+    except Exception as error:  # whatever the recipe's own dict raises
+        raise UserError(
+            f"The recipe's baselines(){defined_at(recipe.baselines)} returned {found!r:.80}; it "
+            "must return {name: {metric: number}}, or a sentence in place of the metrics."
+        ) from error
+
+
+def _draw_pictures(
+    request: Request,
+    built: Built,
+    session: Session,
+    test: dict[str, Any] | None,
+    agreement: Agreement,
+) -> None:
+    """Draw the run's pictures with the weights that were tested, or else with the best ones."""
+    work, folder = built.work, session.path / "checkpoints"
+    tested = None if test is None else str(test["checkpoint"])
 
     def load_best() -> str:
-        nonlocal held
-        if held and test is not None:  # the first time the model holds them already
-            held = False
-            return str(test["checkpoint"])
+        nonlocal tested
+        if tested is not None:  # the first time, the model still holds them
+            name, tested = tested, None
+            return name
         best, _ = _best_whole(folder)
         if best is None:
             return "last"
         _load(work, checkpoints.load(folder, best))
         return best.path
 
-    step = built.state.position.step
-    return picture_records(
+    for record in picture_records(
         request.recipe,
         request.settings,
         work,
-        splits,
-        path,
+        built.splits,
+        session.path,
         load_best=load_best,
-        step=step,
+        step=built.state.position.step,
         agreement=agreement,
-    )
+    ):
+        session.emit(record)
 
 
 def _load(work: Work, content: dict[str, Any]) -> None:
-    """Let the model hold the weights of a checkpoint, as they are evaluated."""
+    """Load the weights of a checkpoint into the model, as they are evaluated."""
     load_evaluated(work.learner.model, content)
     if work.learner.average is not None:
         work.learner.average.load(None)
@@ -209,28 +263,22 @@ def _result(
     test: dict[str, Any] | None = None,
     first_step_s: float | None = None,
 ) -> dict[str, Any]:
-    position, plan, watch = state.position, work.plan, state.watch
-    return {
-        "recipe": request.recipe.name,
-        "status": status,
-        "reason": state.stop_reason,
-        "world_size": plan.world_size,
-        "global_batch_size": plan.global_batch_size,
-        "epochs": position.epoch,
-        "steps": position.step,
-        "weights_sha256": weights,
-        "test": test,
-        "best": {
+    watch = state.watch
+    return run_result(
+        work.world,
+        state.position,
+        recipe=request.recipe.name,
+        status=status,
+        reason=state.stop_reason,
+        global_batch_size=work.plan.global_batch_size,
+        weights_sha256=weights,
+        test=test,
+        best={
             "metric": watch.metric,
             "mode": watch.mode,
             "value": watch.best,
             "epoch": watch.best_epoch,
         },
-        "training_seconds": position.seconds,
-        "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
-        "seconds_to_first_step": first_step_s,
-        "peak_memory_bytes": peak_memory_bytes(work.world.device),
-        "device": str(work.world.device),
-        "backend": work.world.backend,
-        "versions": versions(),
-    }
+        seconds_to_first_step=first_step_s,
+        peak_memory_bytes=peak_memory_bytes(work.world.device),
+    )

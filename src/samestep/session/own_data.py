@@ -1,8 +1,10 @@
-"""Read the data of a loop of one's own: the same order and shares as in `samestep train`."""
+"""The data of a user's own loop: the same order and shares as in `samestep train`."""
 
 import hashlib
+import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,20 +12,74 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep.data.batches import open_source
-from samestep.data.blocks import Block, group_steps
+from samestep.data.blocks import group_steps
+from samestep.data.keyed_random import mix, normal, sample_keys, uniform
 from samestep.data.order import epoch_order, steps_per_epoch
+from samestep.data.prefetch import send
 from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Collate
-from samestep.session.own_batch import Batch
 
-_LOOKED_AT = 64
+_HASHED_ROWS = 64
 """Rows of data in memory by which ranks, and a resumed run, see that theirs is the same."""
 
 
+@dataclass(kw_only=True)
+class OwnBatch:
+    """One rank's part of one step.
+
+    What `uniform` and `normal` draw belongs to the samples: a sample gets the same numbers on any
+    number of ranks and after any resume, other ones in each epoch and in each call of a step.
+    """
+
+    data: Any
+    """The samples, on the device: a pair of tensors, a tensor, or any tree that was collated."""
+    rows: int
+    """Samples in it."""
+    weight: float
+    """The part of the global batch that is in it. A mean over its samples times this, added up over
+    all ranks, is the mean over the global batch. 0 where the samples only stand in for an empty
+    share, so that this rank takes part in the step's collectives."""
+    global_size: int
+    """Samples of the step over all ranks."""
+    epoch: int
+    """Epochs before this one."""
+    step: int
+    """Steps of the run before this one."""
+    indices: Tensor
+    """(rows,) int64 on the CPU: the place of each sample in the data."""
+    device: torch.device
+    seed: int
+    calls: int = 0
+    """How often numbers were drawn in this step."""
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """(rows,) int64 on the device: a key for each sample in this epoch, for an augmentation."""
+        return sample_keys(self.seed, self.epoch, self._indices)
+
+    @cached_property
+    def _indices(self) -> Tensor:
+        return send(self.indices, self.device)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Return numbers in [0, 1) for each sample: (rows, *shape), of PyTorch's default type."""
+        drawn = uniform(self._next_keys(), math.prod(shape))
+        return drawn.view(self.rows, *shape).to(torch.get_default_dtype())
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return numbers of mean 0 and variance 1: (rows, *shape), of PyTorch's default type."""
+        drawn = normal(self._next_keys(), math.prod(shape))
+        return drawn.view(self.rows, *shape).to(torch.get_default_dtype())
+
+    def _next_keys(self) -> Tensor:
+        self.calls += 1
+        return sample_keys(mix(self.seed, self.calls), self.epoch, self._indices)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class OpenedData:
     """A data set that is ready to be read."""
 
     data: Any
@@ -33,7 +89,7 @@ class Opened:
     source: Source
     alone: bool
     """Whether the data is one tensor, so that a batch is one, too."""
-    print: str
+    digest: str
     """A hash of some samples of data in memory; empty of a `Dataset`."""
     stamp: tuple[tuple[int, int], ...]
     """Where tensors lie, and how often they were changed in place."""
@@ -47,12 +103,10 @@ class Opened:
         return same and workers == self.workers and self.stamp == _stamp_of(data)
 
 
-def open_data(data: Any, world: World, seed: int, collate: Collate | None, workers: int) -> Opened:
-    """Open tensors or a map-style `Dataset`; every rank calls it.
-
-    Raises:
-        UserError: it is neither, has no samples, or is not the same on all ranks.
-    """
+def open_data(
+    data: Any, world: World, seed: int, collate: Collate | None, workers: int
+) -> OpenedData:
+    """Open tensors or a map-style `Dataset`; every rank calls it with the same data."""
     given, stamp = data, _stamp_of(data)
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         raise UserError(
@@ -68,16 +122,16 @@ def open_data(data: Any, world: World, seed: int, collate: Collate | None, worke
     source = open_source(
         data, world, seed=seed, dtype=None, num_workers=workers, collate=collate, whole=True
     )
-    opened = Opened(
+    opened = OpenedData(
         data=given,
         collate=collate,
         workers=workers,
         source=source,
         alone=alone,
-        print=_hash_of(given),
+        digest=_hash_of(given),
         stamp=stamp,
     )
-    everywhere = world.gather((source.num_samples, opened.print))
+    everywhere = world.gather((source.num_samples, opened.digest))
     for rank, found in enumerate(everywhere):
         if found != everywhere[0]:
             raise UserError(
@@ -89,12 +143,8 @@ def open_data(data: Any, world: World, seed: int, collate: Collate | None, worke
     return opened
 
 
-def steps_of(opened: Opened, global_batch_size: int, *, drop_last: bool) -> int:
-    """Return the steps of an epoch.
-
-    Raises:
-        UserError: there are none, or the batch size is no positive number.
-    """
+def steps_of(opened: OpenedData, global_batch_size: int, *, drop_last: bool) -> int:
+    """Return the steps of an epoch."""
     if not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise UserError(
             f"global_batch_size is {global_batch_size!r}; it must be a whole number from 1: the "
@@ -111,7 +161,7 @@ def steps_of(opened: Opened, global_batch_size: int, *, drop_last: bool) -> int:
 
 
 def read_epoch(
-    opened: Opened,
+    opened: OpenedData,
     world: World,
     *,
     seed: int,
@@ -119,16 +169,16 @@ def read_epoch(
     first_step: int,
     global_batch_size: int,
     drop_last: bool,
-) -> Generator[Batch]:
+) -> Generator[OwnBatch]:
     """Yield this rank's batches of an epoch, from `first_step` of it on; `step` counts in it."""
     source = opened.source
     order = epoch_order(source.num_samples, seed, epoch)
     places = group_steps(order, first_step, 1, global_batch_size, world, drop_last=drop_last)
     blocks = source.blocks(epoch, first_step, global_batch=global_batch_size, drop_last=drop_last)
-    singles = (single for block in blocks for single in _singles(block))
+    singles = (single for block in blocks for single in block.parts or block.singles())
     for place, single in zip(places, singles, strict=True):
         data = single.inputs
-        yield Batch(
+        yield OwnBatch(
             data=data[0] if opened.alone else data,
             rows=single.rows,
             weight=single.weight * single.rows / single.global_size,
@@ -142,14 +192,14 @@ def read_epoch(
 
 
 def read_once(
-    opened: Opened, world: World, batch_size: int, seed: int, epoch: int
-) -> Iterator[Batch]:
+    opened: OpenedData, world: World, batch_size: int, seed: int, epoch: int
+) -> Iterator[OwnBatch]:
     """Yield this rank's share of all samples, each once."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UserError(f"run.validation: batch_size is {batch_size!r}; it must be 1 or more.")
     number = opened.source.num_samples
     for part in opened.source.evaluation(batch_size):
-        yield Batch(
+        yield OwnBatch(
             data=part.inputs[0] if opened.alone else part.inputs,
             rows=part.samples,
             weight=part.samples / number,
@@ -160,10 +210,6 @@ def read_once(
             device=world.device,
             seed=seed,
         )
-
-
-def _singles(block: Block) -> Iterator[Block]:
-    yield from block.parts or block.singles()
 
 
 def _parts(data: Any) -> tuple[Any, ...]:
@@ -177,10 +223,7 @@ def _tensors(data: Any) -> tuple[Tensor, ...]:
 
 
 def _stamp_of(data: Any) -> tuple[tuple[int, int], ...]:
-    """Return what differs once data in memory was changed in place.
-
-    A device has a copy of the data, which does not follow the change.
-    """
+    """Return what differs once data in memory was changed in place: a device holds a copy of it."""
     return tuple(
         (part.data_ptr(), 0 if part.is_inference() else part._version)  # noqa: SLF001
         for part in _tensors(data)
@@ -195,7 +238,7 @@ def _hash_of(data: Any) -> str:
         return ""
     found = hashlib.sha256()
     for part in tensors:
-        rows = torch.linspace(0, len(part) - 1, min(_LOOKED_AT, len(part))).long()
+        rows = torch.linspace(0, len(part) - 1, min(_HASHED_ROWS, len(part))).long()
         some = part.detach()[rows.to(part.device)].cpu().contiguous().flatten()
         found.update(f"{part.dtype} {tuple(part.shape)}".encode())
         found.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")

@@ -1,7 +1,6 @@
-"""How the script of a loop of one's own ends: what the user is told, and the exit code."""
+"""How a script with a loop of its own ends: what the user reads, and the exit code."""
 
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from samestep.errors import AlreadyTold, UserError, is_users
@@ -17,11 +16,6 @@ class Stopped(AlreadyTold):
         self.signum = signum
 
 
-def script_name() -> str:
-    """Return what the running script is called, without its ending."""
-    return Path(sys.argv[0]).stem or "own_loop"
-
-
 def say(world: World, text: str) -> None:
     """Print a line on rank 0's standard error."""
     if world.is_main:
@@ -29,36 +23,37 @@ def say(world: World, text: str) -> None:
 
 
 def as_mistake(error: BaseException | None) -> BaseException | None:
-    """Return what the user is told of an error within a run, such as a call of `exit()` there."""
-    if isinstance(error, UserError):  # what reads the data serves recipes, too
+    """Return an error within a run as the user reads it; a call of `exit()` becomes a UserError."""
+    if isinstance(error, UserError):  # the code that reads data was written for recipes
         error.what = error.what.replace("The recipe's", "The")
     if not isinstance(error, SystemExit) or isinstance(error, AlreadyTold):
         return error
-    import traceback  # noqa: PLC0415 - it is needed after a mistake only
+    import traceback  # noqa: PLC0415 - only after a mistake
 
     own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    told = UserError(
+    mistake = UserError(
         f"exit({error.code or ''}) was called{where}, within the run: other ranks would wait for "
-        "this one. Leave the loop by break on all ranks, or raise an error."
+        "this one.",
+        remedy="Leave the loop by break on all ranks, or raise an error.",
     )
-    told.__cause__ = error
-    return told
+    mistake.__cause__ = error
+    return mistake
 
 
 def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
-    """End this process after a failure; return where Python shall show its usual traceback.
+    """End this process after a failure.
 
-    That is an error that is not the user's mistake, in a process alone.
+    Return where Python should show its own traceback: one process, and no mistake of the user.
     """
     if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
-        end_told(report(error, log))
+        end_reported(report(error, log))
     if connected:
-        told = error.code if isinstance(error, AlreadyTold) else 1
-        abandon(told if isinstance(told, int) else 1)
+        code = error.code if isinstance(error, AlreadyTold) else 1
+        abandon(code if isinstance(code, int) else 1)
 
 
-def end_told(code: int) -> NoReturn:
-    """End this process with an exit code, after the user was told."""
+def end_reported(code: int) -> NoReturn:
+    """End this process with an exit code, after the failure was reported."""
     abandon(code)  # connected still: this rank or another has failed
     raise AlreadyTold(code)

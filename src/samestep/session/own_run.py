@@ -1,6 +1,6 @@
-"""A run as a loop of one's own has it: its epochs, batches, gradients, records, state."""
+"""`samestep.open_run`: a run for a training loop that the user writes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, Self, TypeVar, cast
@@ -11,14 +11,16 @@ from torch import Tensor
 from samestep import dist
 from samestep.errors import UserError
 from samestep.ranks.process import RankLog, rank_of, report
+from samestep.ranks.world import Backend, Device
 from samestep.recipe import Collate
 from samestep.session import own_ending as ending
 from samestep.session.gradients import Trained, backward, check_loss, parameters_of, weight_of
-from samestep.session.loops import Loops
 from samestep.session.means import check_names
-from samestep.session.own_batch import Batch
-from samestep.session.own_session import Session, Wanted
-from samestep.session.own_state import Kept, check_kept
+from samestep.session.own_data import OwnBatch
+from samestep.session.own_loop import OwnLoop
+from samestep.session.own_options import Options, names_of_path, plain_settings, script_name
+from samestep.session.own_session import OwnSession
+from samestep.session.own_state import Stateful, check_held
 
 Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
 
@@ -40,11 +42,11 @@ class OwnRun:
     What another rank than 0 prints from there on goes to `rank-N.log` in the run directory.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        self._wanted = wanted
-        self._session: Session | None = None
-        self._loops: Loops | None = None
-        self._trained: set[int] = set()
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._own: OwnSession | None = None
+        self._loop: OwnLoop | None = None
+        self._held: set[int] = set()
         """The ids of what `run.backward` was given and `state` has."""
         self._means: dict[str, float] = {}
 
@@ -56,8 +58,8 @@ class OwnRun:
         """
         self._log = RankLog(rank_of())
         try:
-            self._session = Session(self._wanted, self._log)
-            self._loops = Loops(self._session)
+            self._own = OwnSession(self._options, self._log)
+            self._loop = OwnLoop(self._own)
         except Exception as error:
             world = dist.current_world()
             ending.end_failed(error, self._log, connected=world.connected)
@@ -76,23 +78,23 @@ class OwnRun:
             SystemExit: 2, after a message, for a mistake of the user; 128 + its number after a stop
                 signal; among several ranks, 1 after any other error.
         """
-        session, loops = self._session, self._loops
-        assert session is not None
-        assert loops is not None
-        self._loops, self._means = None, loops.means
+        own, loop = self._own, self._loop
+        assert own is not None
+        assert loop is not None
+        self._loop, self._means = None, loop.means
         given, error = error, ending.as_mistake(error)
         try:
             if error is None:
-                loops.leave()
-                session.world.barrier()  # another rank may have failed after its last step
+                loop.leave()
+                own.world.barrier()  # another rank may have failed after its last step
         except Exception as late:
             error = late
         try:
-            session.end(error)
+            own.end(error)
         except UserError as late:  # a full disk, say
             error = error or late
-        loops.close()
-        session.close(error)
+        loop.close()
+        own.close(error)
         if error is None or isinstance(error, ending.Stopped):
             try:
                 dist.cleanup()
@@ -100,15 +102,25 @@ class OwnRun:
                 error = late
             else:
                 return
-        ending.end_failed(error, self._log, connected=session.world.connected)
+        ending.end_failed(error, self._log, connected=own.world.connected)
         if error is not given:
             raise error
 
     @property
-    def _opened(self) -> Session:
-        if self._session is None:
-            self._refuse()
-        return self._session
+    def _opened(self) -> OwnSession:
+        return self._own or self._refuse()
+
+    @property
+    def _within(self) -> OwnLoop:
+        return self._loop or self._refuse()
+
+    def _refuse(self) -> Never:
+        """End the script with a message: this mistake needs no traceback."""
+        error = UserError(
+            "The run was used outside of `with samestep.open_run(…) as run:`.",
+            remedy="Do all of the training within it.",
+        )
+        ending.end_reported(report(error))
 
     @property
     def path(self) -> Path:
@@ -138,7 +150,7 @@ class OwnRun:
     @property
     def step(self) -> int:
         """Steps taken so far."""
-        return self._opened.standing.position.step
+        return self._opened.state.position.step
 
     @property
     def means(self) -> dict[str, float]:
@@ -148,7 +160,7 @@ class OwnRun:
         those of its data. There are none where the script left the batches by `break`, or where no
         epoch was left to train.
         """
-        return self._means if self._loops is None else self._loops.means
+        return self._means if self._loop is None else self._loop.means
 
     @property
     def state(self) -> dict[str, Any]:
@@ -157,7 +169,7 @@ class OwnRun:
         Set first values before the epochs: a run that goes on has its checkpoint's from there on.
         They must be the same on all ranks.
         """
-        return self._opened.standing.own
+        return self._opened.state.own
 
     def best(self, name: str = "loss", *, mode: Literal["min", "max"] = "min") -> bool:
         """Return whether a value of `means` is the best so far, and so is this epoch's checkpoint.
@@ -206,7 +218,7 @@ class OwnRun:
         """Return a module or a tensor on this rank's device."""
         return cast("Thing", thing.to(self.device))
 
-    def epochs(self, num_epochs: int, *, state: Mapping[str, Kept]) -> Iterator[int]:
+    def epochs(self, num_epochs: int, *, state: Mapping[str, Stateful]) -> Iterator[int]:
         """Yield the epochs that are to be trained, as `range(num_epochs)` does.
 
         With `resume`, the state is first brought to where the newest whole checkpoint stands, and
@@ -233,7 +245,7 @@ class OwnRun:
         collate: Collate | None = None,
         num_workers: int = 0,
         drop_last: bool = False,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[OwnBatch]:
         """Yield this rank's part of the steps of the running epoch, from the exact step on.
 
         The order depends on seed and epoch alone. Each global batch is shared out as evenly as
@@ -254,8 +266,8 @@ class OwnRun:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
                 with another order of samples.
         """
-        loops = self._within
-        return loops.batches(data, global_batch_size, collate, num_workers, drop_last=drop_last)
+        loop = self._within
+        return loop.batches(data, global_batch_size, collate, num_workers, drop_last=drop_last)
 
     def validation(
         self,
@@ -265,7 +277,7 @@ class OwnRun:
         split: Literal["validation", "test"] = "validation",
         collate: Collate | None = None,
         num_workers: int = 0,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[OwnBatch]:
         """Yield this rank's share of all samples, each once.
 
         What is logged meanwhile becomes an `evaluation` record, of means over all samples and
@@ -282,8 +294,8 @@ class OwnRun:
         Raises:
             UserError: it is called between the batches of an epoch.
         """
-        loops = self._within
-        return loops.validation(data, batch_size, split, collate, num_workers)
+        loop = self._within
+        return loop.validation(data, batch_size, split, collate, num_workers)
 
     def backward(
         self,
@@ -312,19 +324,19 @@ class OwnRun:
             UserError: it is called outside of a batch of the training, names what no checkpoint
                 would hold, the loss has no gradient, or another rank calls it less often.
         """
-        session, loops = self._opened, self._within
-        batch, parameters = loops.current("run.backward", trains=True), parameters_of(trained)
-        if not self._trained.issuperset(map(id, (*trained, *parameters))):
-            self._trained |= check_kept(session.standing.state, trained)
-            named = session.trained
+        own, loop = self._opened, self._within
+        batch, parameters = loop.current("run.backward", trains=True), parameters_of(trained)
+        if not self._held.issuperset(map(id, (*trained, *parameters))):
+            self._held |= check_held(own.state.state, trained)
+            named = own.trained
             others = [p for p in parameters if all(p is not known for known in named.values())]
             named |= {f"{len(named) + n} {tuple(p.shape)}": p for n, p in enumerate(others)}
         check_loss(loss)
-        world, step = session.world, session.standing.position.step
-        loops.passes.add(step)
+        world, step = own.world, own.state.position.step
+        loop.passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
         total = backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
-        loops.seed_update()
+        loop.seed_update()
         return total
 
     def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
@@ -341,22 +353,71 @@ class OwnRun:
             UserError: it is called outside of a batch, a value is not a single number, or a name is
                 that of another field of the records.
         """
-        loops = self._within
-        batch = loops.current("run.log")
+        loop = self._within
+        batch = loop.current("run.log")
         check_names(values)
         rows = batch.rows if batch.weight else 0
-        loops.log_into.add(values, rows if terms is None or not rows else terms)
+        loop.log_into.add(values, rows if terms is None or not rows else terms)
 
-    @property
-    def _within(self) -> Loops:
-        if self._loops is None:
-            self._refuse()
-        return self._loops
 
-    def _refuse(self) -> Never:
-        """End the script, since nobody else would tell of its mistake in so few words."""
-        told = UserError(
-            "The run was used outside of `with samestep.open_run(…) as run:`. Do all of the "
-            "training within it."
+def open_run(
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    resume: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    may_change: Collection[str] = (),
+    name: str | None = None,
+    log_every: int | None = None,
+    checkpoint_every_epochs: int = 1,
+    checkpoint_every_steps: int | None = None,
+    keep_checkpoints: int | None = None,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    timeout_s: float = 600.0,
+) -> OwnRun:
+    """Return a run for a training loop of your own, alone or as one of the ranks of a launcher.
+
+    Open it by `with`; `OwnRun` has an example.
+
+    Args:
+        path: the run directory, which all nodes share; by default that of the job of `samestep
+            slurm submit`, or a new one in runs/.
+        seed: of the order, of the initial weights, and of all random numbers.
+        resume: whether to go on with the run that is there; where there is none, it begins.
+        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts. A
+            value equal to `path` is left out.
+        may_change: names of settings that may differ when the run goes on.
+        name: of the program, for `samestep compare`; by default that of the script.
+        log_every: steps between two `step` records; by default the length decides: 200 to 500
+            records, and in long runs one every 50 steps.
+        checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
+        checkpoint_every_steps: steps between two checkpoints, besides those after epochs.
+        keep_checkpoints: how many of the newest are kept; by default all.
+        device: where to train; "auto" takes the best device here.
+        backend: what connects the ranks; "auto" chooses by platform and device.
+        timeout_s: seconds that ranks wait for the slowest of them.
+
+    Raises:
+        SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
+            after a stop signal, with a checkpoint.
+    """
+    is_path = names_of_path(settings or {}, path)
+    kept = {name: value for name, value in (settings or {}).items() if name not in is_path}
+    return OwnRun(
+        Options(
+            path=path,
+            seed=seed,
+            resume=resume,
+            settings=plain_settings(kept),
+            may_change=may_change if isinstance(may_change, str) else {*may_change, *is_path},
+            name=name or script_name(),
+            log_every=log_every,
+            checkpoint_every_epochs=checkpoint_every_epochs,
+            checkpoint_every_steps=checkpoint_every_steps,
+            keep_checkpoints=keep_checkpoints,
+            device=device,
+            backend=backend,
+            timeout_s=timeout_s,
         )
-        ending.end_told(report(told))
+    )

@@ -1,261 +1,246 @@
-"""An open run of a loop of one's own: its ranks, its directory, its signals, where it stands."""
+"""The state, records and checkpoints of a run whose loop the user writes."""
 
-import os
+import contextlib
+import math
 import sys
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
+import tomli_w
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep import dist
 from samestep.errors import UserError, listed
-from samestep.ranks.process import JOB_RUN, RankLog
-from samestep.ranks.world import Backend, Device
+from samestep.ranks.process import RankLog
 from samestep.run.directory import is_run
-from samestep.run.files import read_object
-from samestep.run.heartbeat import Heartbeat
+from samestep.run.files import write_text
 from samestep.run.records import Record
-from samestep.session import own_directory as directory
-from samestep.session import own_state as keeping
+from samestep.session import own_state
 from samestep.session.means import Means
 from samestep.session.own_ending import Stopped, say
-from samestep.session.own_state import Standing
+from samestep.session.own_options import Options
+from samestep.session.own_state import OwnState
 from samestep.session.recipe_changes import script_changes
-from samestep.session.saving import load_newest
-from samestep.session.training_run import open_directory
+from samestep.session.resuming import load_newest
+from samestep.session.session import Session, environment, resume_record, run_result, start_record
 from samestep.settings import Settings, free_names
-from samestep.training import alike
+from samestep.training.alike import check_weights, seed_alike
+from samestep.training.meter import Clock
 from samestep.training.stopping import Agreement, catch_signals
 
-
-def _forget_casts(*_: object) -> None:
-    """Forget the weights that autocast has cast, now that they have changed.
-
-    PyTorch does so when the outermost context ends, which may be one around the whole loop.
-    """
-    torch.clear_autocast_cache()
+_SCRIPT_COPY = "script.py"
+"""The script as it was when the run began, in the run's directory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What `open_run` was given; see there."""
-
-    path: str | Path | None
-    seed: int
-    resume: bool
-    settings: Mapping[str, Any]
-    may_change: Collection[str]
-    name: str
-    log_every: int | None
-    checkpoint_every_epochs: int
-    checkpoint_every_steps: int | None
-    keep_checkpoints: int | None
-    device: Device
-    backend: Backend
-    timeout_s: float
-
-    def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            UserError: one is out of its range.
-        """
-        names = ("log_every", "checkpoint_every_epochs", "checkpoint_every_steps")
-        for name in (*names, "keep_checkpoints"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
-        if isinstance(self.may_change, str):
-            raise UserError(
-                f"open_run(may_change={self.may_change!r}): it must be a list of names."
-            )
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise UserError(f"open_run(seed={self.seed!r}): it must be a whole number from 0.")
-
-    def saves_after(self, epoch: int, step: int) -> bool:
-        """Whether a checkpoint falls due at the end of an epoch."""
-        by_steps = self.checkpoint_every_steps
-        return epoch % self.checkpoint_every_epochs == 0 or bool(by_steps and step % by_steps == 0)
-
-
-class Session:
+class OwnSession:
     """What is open within the `with` of `open_run`, on this rank."""
 
-    def __init__(self, wanted: Wanted, log: RankLog) -> None:
-        """Join the other ranks, open the run directory, seed all alike, catch stop signals.
-
-        Raises:
-            UserError: on every rank, for anything the user can mend.
-        """
-        wanted.check()
+    def __init__(self, options: Options, log: RankLog) -> None:
+        """Join the other ranks, open the run directory, seed all alike, catch stop signals."""
+        options.check()
         if dist.current_world().connected:
-            raise UserError("open_run joins the ranks by itself: leave setup_distributed() out.")
-        dist.setup_distributed(wanted.device, wanted.backend, wanted.timeout_s)
-        self.wanted, self.world = wanted, dist.current_world()
-        self.path = self.world.on_main(
-            lambda: directory.choose_path(wanted.path, wanted.name, resume=wanted.resume)
-        )
-        self.run = open_directory(self.path, self.world, log.move_to)
-        job = os.environ.get(JOB_RUN) if self.world.is_main else None
-        self.heart = Heartbeat(Path(job)) if job else None
-        if wanted.resume and not wanted.path and not os.environ.get(JOB_RUN):
+            raise UserError(
+                "open_run joins the ranks by itself.", remedy="Leave setup_distributed() out."
+            )
+        dist.setup_distributed(options.device, options.backend, options.timeout_s)
+        self.options, self.world = options, dist.current_world()
+        self.session = Session(self.world.on_main(options.choose_path), self.world, log.move_to)
+        self.path = self.session.path
+        if options.resume and options.is_unnamed:
             say(self.world, f"{self.path} is a new run: to go on with it, name it in open_run.")
-        self.standing = Standing(program=wanted.name, settings=wanted.settings)
+        self.state = OwnState(program=options.name, settings=options.settings)
         self.means = Means(self.world)
+        """Of the running epoch."""
+        self.clock = Clock(self.state.position)
         self.trained: dict[str, Tensor] = {}
         """The weights of the modules in `state`, and what else `run.backward` was given."""
-        self.begun = False
-        """Whether the run's records have begun, or gone on, in this process."""
         self.left = ""
-        """How the script has left its epochs early, for a record; empty where it has not."""
-        self._early: list[Record] = []
-        """Of what came before the records began."""
+        """How the script has left its epochs early, for a record."""
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None
         """Epochs and steps of the newest checkpoint."""
         self._signals = catch_signals()
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
-        self._forgets = register_optimizer_step_post_hook(_forget_casts)
-        alike.seed_alike(wanted.seed)
+        # Autocast keeps casts of the weights until its outermost context ends, and that may be
+        # around the whole loop: forget them whenever the weights have changed.
+        self._hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
+        seed_alike(options.seed)
 
     def track(self, state: Any) -> None:
-        """Take the state that checkpoints hold, and bring it to where the run stands.
-
-        Raises:
-            UserError: on every rank; it cannot be saved, or does not fit the checkpoint.
-        """
-        world, standing = self.world, self.standing
-        world.on_every(lambda: keeping.check_state(state))
-        standing.state = dict(state)
-        keeping.share_weights(standing.state, world)
-        modules = [(n, kept) for n, kept in standing.state.items() if isinstance(kept, nn.Module)]
+        """Take the state that checkpoints hold, and restore it where the run goes on."""
+        world, own = self.world, self.state
+        world.on_every(lambda: own_state.check_state(state))
+        own.state = dict(state)
+        own_state.share_weights(own.state, world)
+        modules = [(n, one) for n, one in own.state.items() if isinstance(one, nn.Module)]
         self.trained = {f"{n}.{of}": p for n, m in modules for of, p in m.named_parameters()}
-        resumes = self.wanted.resume and world.on_main(lambda: is_run(self.path))
+        resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
-            entry, saved, problems = found
-            free = free_names(Settings).union(self.wanted.may_change)
-            world.on_every(lambda: keeping.restore(standing, saved, self.path, free))
-            self.means.sums = keeping.sums_of(saved["sums"], world)
-            self._resumed = entry.path, problems
-            self._saved_at = standing.position.epoch, standing.position.step
-        self.agreement.start(standing.position.step)
+            free = free_names(Settings).union(self.options.may_change)
+            world.on_every(lambda: own_state.restore(own, found.content, self.path, free))
+            self.means.sums = own_state.sums_of(found.content["sums"], world)
+            self._resumed = found.entry.path, found.problems
+            self._saved_at = own.position.epoch, own.position.step
+        self.agreement.start(own.position.step)
 
-    def begin(self, order: dict[str, Any], numbers: Record) -> None:
-        """Write what a run begins or goes on with, once its data is known.
-
-        Raises:
-            UserError: the run was begun with another order of samples.
-        """
-        world, standing = self.world, self.standing
-        position = standing.position
-        may_be_new, within = self.begun or position.epoch == 1, position.step_in_epoch > 0
-        before = standing.order
-        keeping.check_order(before, order, self.path, may_be_new=may_be_new, within=within)
-        standing.order = order
-        if self.begun:
+    def begin(self, order: dict[str, Any], sizes: Record) -> None:
+        """Write what a run begins or goes on with, once its data is known."""
+        world, own, session = self.world, self.state, self.session
+        position = own.position
+        may_be_new, within = session.begun or position.epoch == 1, position.step_in_epoch > 0
+        own_state.check_order(own.order, order, self.path, may_be_new=may_be_new, within=within)
+        own.order = order
+        if session.begun:
             return
-        if (run := self.run) is not None:
-            directory.describe(run, world, standing, numbers)
-        resumed = self._resumed
-        self.begun = True
-        self.emit(
-            directory.start_record(world, standing, self.path, numbers, resumed=bool(resumed))
+        if session.run is not None:
+            self._describe(sizes)
+        resume = None
+        if self._resumed is not None:
+            checkpoint, problems = self._resumed
+            if changed := script_changes(self.path / _SCRIPT_COPY, Path(sys.argv[0])):
+                names = listed(changed, 5)
+                problems.append(f"{sys.argv[0]} has changed since the run began: {names}.")
+            goes_on = f"{self.path} goes on after step {position.step}, from {checkpoint}."
+            say(world, " ".join([goes_on, *problems]))
+            resume = resume_record(world, position.step, checkpoint, problems)
+        parameters = own.parameters()
+        start = start_record(
+            world,
+            recipe=own.program,
+            run_dir=self.path,
+            parameters=parameters,
+            world_size=world.world_size,
+            **sizes,
+            precision=_precision(parameters),
+            lower_is_better=["loss"],
+            resumed=resume is not None,
         )
-        if resumed is not None:
-            checkpoint, problems = resumed
-            after = f"after step {standing.position.step}, from {checkpoint}"
-            changed = script_changes(self.path / directory.SCRIPT_COPY, Path(sys.argv[0]))
-            if changed:
-                told = listed(changed, 5)
-                problems.append(f"{sys.argv[0]} has changed since the run began: {told}.")
-            say(world, " ".join([f"{self.path} goes on {after}.", *problems]))
-            self.emit(
-                {
-                    "event": "resume",
-                    "step": standing.position.step,
-                    "checkpoint": checkpoint,
-                    "world_size": world.world_size,
-                    "problems": problems,
-                }
+        session.begin(start, resume, position.step, None)
+
+    def _describe(self, sizes: Record) -> None:
+        """Write settings, environment and a copy of the script into the run."""
+        run, own = self.session.run, self.state
+        assert run is not None
+        table = {name: sizes[name] for name in ("epochs", "global_batch_size")}
+        table |= {"seed": own.order["seed"], "options": dict(own.settings)}
+        write_text(run.path / "settings.toml", tomli_w.dumps(table))
+        kept, script = run.path / _SCRIPT_COPY, Path(sys.argv[0])
+        if script.suffix == ".py" and not kept.exists():
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                write_text(kept, script.read_text(encoding="utf-8"))
+        run.write_environment(environment(self.world))
+
+    def record(self, values: dict[str, float]) -> None:
+        """Record what was logged of a step; without a loss as a `metrics` record."""
+        if not values:
+            return
+        self.check_loss(values)
+        position = self.state.position
+        where = {"step": position.step, "epoch": position.epoch + 1}
+        if "loss" in values:
+            rate = {"samples": position.samples, **self.clock.rate(position)}
+            self.session.emit({"event": "step", **where, **values, **rate})
+            self.clock.mark(position)
+        else:
+            now = {"time": time.time(), "values": values}
+            self.session.emit({"event": "metrics", **where, **now})
+
+    def check_loss(self, means: dict[str, float]) -> None:
+        """Refuse to go on with a loss that is NaN or infinite."""
+        if not math.isfinite(means.get("loss", 0.0)):
+            raise UserError(
+                f"The loss is NaN or infinite at step {self.state.position.step} or before. "
+                "The run has ended; earlier checkpoints are kept. Try a smaller learning rate, or "
+                "clip the gradients. What may be infinite can be logged by another name than loss.",
+                on_all_ranks=True,
             )
-        for record in self._early:
-            self.emit(record)
 
-    def has_ended(self) -> bool:
-        """Whether result.json tells of the end of all epochs that were trained."""
-        result = self.world.on_main(lambda: read_object(self.path / "result.json"))
-        position = self.standing.position
-        return result.get("status") == "completed" and result.get("steps") == position.step
-
-    def emit(self, record: Record) -> None:
-        """Add a record to events.jsonl, on rank 0; it waits where the data is not known yet."""
-        if self.run is not None:
-            self.run.append(record) if self.begun else self._early.append(record)
+    def check_weights(self) -> None:
+        """Check that all ranks have the same weights."""
+        step, added = self.state.position.step, "add it up by run.backward, not loss.backward()"
+        check_weights(self.trained, self.world, step, added)
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
-        position, started = self.standing.position, time.perf_counter()
-        if not self.begun or self._saved_at == (position.epoch, position.step):
+        own, started = self.state, time.perf_counter()
+        position, keep = own.position, self.options.keep_checkpoints
+        if not self.session.begun or self._saved_at == (position.epoch, position.step):
             return
-        self.means.read()  # what is on the device still belongs to the sums
+        self.means.read()  # values that wait on the device belong to the sums
         self.check_weights()
-        folder, keep = self.path / "checkpoints", self.wanted.keep_checkpoints
-        record = keeping.save(folder, self.world, self.standing, self.means.sums, keep)
-        self.emit({**record, "seconds": time.perf_counter() - started})
+        sums = self.world.gather(self.means.sums)
+        record = self.world.on_main(
+            lambda: self.session.save(
+                own_state.content_of(own, sums),
+                position,
+                metric=own.metric,
+                watch=own.watch,
+                keep_top_k=keep and 1,
+                keep_newest=keep or 0,
+            )
+        )
+        self.session.emit({**record, "seconds": time.perf_counter() - started})
         self._saved_at = position.epoch, position.step
 
-    def check_weights(self) -> None:
-        """Check that all ranks have the same weights.
-
-        Raises:
-            UserError: on every rank, that they have not.
-        """
-        step, added = self.standing.position.step, "add it up by run.backward, not loss.backward()"
-        alike.check_weights(self.trained, self.world, step, added)
-
     def stop_on(self, signum: int) -> None:
-        """Save and stop where all ranks have agreed on a signal.
-
-        Raises:
-            Stopped: there is one.
-        """
+        """Save and stop if all ranks have agreed on a signal."""
         if signum:
             self.save()
             raise Stopped(signum)
 
     def end(self, error: BaseException | None) -> None:
         """Write how the run ended."""
-        if self.run is None or not self.begun:
+        run, own = self.session.run, self.state
+        if run is None or not self.session.begun:
             return
-        step, status, reason = self.standing.position.step, "completed", "finished"
+        status, reason = "completed", "finished"
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name
-            goes_on = f"{self.path} goes on from there with resume=True."
-            say(self.world, f"Stopped by {reason} after step {step}; {goes_on}")
+            say(
+                self.world,
+                f"Stopped by {reason} after step {own.position.step}; {self.path} goes on from "
+                "there with resume=True.",
+            )
         elif error is not None:
             status, reason = "failed", f"failed: {error or type(error).__name__}"
-        elif self.standing.finished is not None:
-            reason = self.standing.finished["reason"]
+        elif own.finished is not None:
+            reason = own.finished["reason"]
         elif self.left:
             reason = self.left
             more = "With resume=True it goes on from there; run.finish() ends it for good."
             say(self.world, f"The run was {reason}. {more}")
-        self.emit({"event": "stop", "step": step, "reason": reason})
-        self.run.write_result(directory.result_of(self.world, self.standing, status, reason))
+        self.session.emit({"event": "stop", "step": own.position.step, "reason": reason})
+        total = own.order.get("global_batch_size")
+        run.write_result(
+            run_result(
+                self.world,
+                own.position,
+                recipe=own.program,
+                status=status,
+                reason=reason,
+                global_batch_size=total,
+            )
+        )
 
     def close(self, error: BaseException | None) -> None:
-        """Let signals be, and another process open the run."""
-        self._forgets.remove()
+        """Stop catching signals, and let another process open the run."""
+        self._hook.remove()
         if error is None or isinstance(error, Stopped):
             self._signals.__exit__(None, None, None)
-        else:  # a signal that no training could act on is kept for who tells of the failure
+        else:  # a signal that no training could act on is kept for who reports the failure
             self._signals.__exit__(type(error), error, error.__traceback__)
-        if self.run is not None:
-            self.run.close()
+        self.session.close()
+
+
+def _precision(parameters: list[Tensor]) -> str:
+    """Return the least precise type of the weights, by which `compare` knows their rounding."""
+    kinds = {p.dtype for p in parameters}
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        if dtype in kinds:
+            return name
+    return "fp64" if kinds == {torch.float64} else "fp32"

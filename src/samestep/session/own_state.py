@@ -1,21 +1,19 @@
-"""The checkpoints of a loop of one's own: what they hold, how they are written and read."""
+"""What the checkpoints of a user's own loop hold: checked, collected, restored."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.data.trees import map_tensors
 from samestep.errors import UserError, blame, listed
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.index import Entry, announce, find_checkpoint, read_index
-from samestep.run.records import Record
-from samestep.session.means import Sums
+from samestep.run.index import find_checkpoint
+from samestep.session.means import Sums, added_up
 from samestep.training.prepare import check_dense, share_buffers
 from samestep.training.snapshot import load_model
 from samestep.training.stopping import Watch
@@ -24,8 +22,8 @@ from samestep.training.work import Position
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""
 _KNOWN = (nn.Module, *_STEPPING)
-_OF_AN_EPOCH = ("num_samples", "data")
-"""What may be another in each epoch."""
+_PER_EPOCH = ("num_samples", "data")
+"""Parts of the order that each epoch may have of its own."""
 _MADE_IN_EPOCHS = (
     " Where each epoch makes its data with the model, a run cannot go on within an epoch: delete "
     "the newest checkpoint to go on from the one before, or make the data in the loop over "
@@ -34,7 +32,7 @@ _MADE_IN_EPOCHS = (
 
 
 @runtime_checkable
-class Kept(Protocol):
+class Stateful(Protocol):
     """What a checkpoint can hold: a module, an optimizer, a schedule, anything with these two."""
 
     def state_dict(self) -> Any:
@@ -45,21 +43,21 @@ class Kept(Protocol):
 
 
 @dataclass(kw_only=True)
-class Standing:
-    """Where a run stands: all that the next step depends on."""
+class OwnState:
+    """All that the next step of a run depends on."""
 
     program: str
     """The name of the script."""
     settings: Mapping[str, Any]
-    """Of the script's own."""
-    state: Mapping[str, Kept] = field(default_factory=dict)
+    """The script's own."""
+    state: Mapping[str, Stateful] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     order: dict[str, Any] = field(default_factory=dict)
     """What the order of the samples depends on; empty until the data is open."""
     own: dict[str, Any] = field(default_factory=dict)
     """Plain values that the script keeps, by name."""
     watch: Watch | None = None
-    """What the best checkpoint is chosen by; None where the script chooses none."""
+    """What the best checkpoint is chosen by; None where the script never calls `run.best`."""
     metric: float | None = None
     """Its value in this epoch."""
     finished: dict[str, Any] | None = None
@@ -68,70 +66,59 @@ class Standing:
     @property
     def is_best(self) -> bool:
         """Whether this epoch is the best so far."""
-        return (
-            self.metric is not None and self.watch is not None and not self.watch.evaluations_since
-        )
+        watch = self.watch
+        return self.metric is not None and watch is not None and not watch.evaluations_since
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all modules."""
+        return [p for one in self.state.values() for p in getattr(one, "parameters", tuple)()]
 
 
 def check_state(state: Any) -> None:
-    """Check that a checkpoint can hold a state and give it back.
-
-    Raises:
-        UserError: something in it cannot be saved, or would not come back.
-    """
+    """Refuse a state that a checkpoint cannot hold and give back."""
     if not isinstance(state, Mapping) or not state:
         raise UserError(
             "run.epochs(…, state=…) takes a dict of all that changes in training: "
             'state={"model": model, "optimizer": optimizer}. Checkpoints hold it.'
         )
-    if all(isinstance(kept, _STEPPING) for kept in state.values()):
+    if all(isinstance(one, _STEPPING) for one in state.values()):
         raise UserError(
             f"state has {', '.join(map(repr, state))} and no weights. Name the modules, too: "
             'state={"model": model, …}.'
         )
-    for name, kept in state.items():
-        if not isinstance(kept, Kept):
+    for name, one in state.items():
+        if not isinstance(one, Stateful):
             raise UserError(
-                f"state[{name!r}] is a {type(kept).__name__}, which has no state_dict and "
+                f"state[{name!r}] is a {type(one).__name__}, which has no state_dict and "
                 "load_state_dict. Leave it out, or put it into an object that has both."
             )
-        if isinstance(kept, nn.Module):
-            check_dense(kept, f"state[{name!r}] has")
-        if _is_sharded(kept):
-            raise UserError(
-                f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints hold "
-                "what rank 0 has. Leave the model whole on each rank."
-            )
-        _readable_state(name, kept)
+        if isinstance(one, nn.Module):
+            check_dense(one, f"state[{name!r}] has")
+            fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in one.modules())
+            if fsdp or any(hasattr(p, "placements") for p in one.parameters()):
+                raise UserError(
+                    f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints "
+                    "hold what rank 0 has. Leave the model whole on each rank."
+                )
+        _state_of(name, one)
 
 
-def share_weights(state: Mapping[str, Kept], world: World) -> None:
+def share_weights(state: Mapping[str, Stateful], world: World) -> None:
     """Give every rank rank 0's weights and buffers."""
-    for kept in state.values():
-        if isinstance(kept, nn.Module):
-            share_buffers(kept, world)
-            for parameter in kept.parameters():
+    for one in state.values():
+        if isinstance(one, nn.Module):
+            share_buffers(one, world)
+            for parameter in one.parameters():
                 world.take_from_main(parameter.detach())
 
 
-def _is_sharded(kept: Kept) -> bool:
-    if not isinstance(kept, nn.Module):
-        return False
-    fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in kept.modules())
-    return fsdp or any(hasattr(p, "placements") for p in kept.parameters())
-
-
-def _readable_state(name: str, kept: Kept) -> Any:
-    """Return an entry of the state as a checkpoint holds it.
-
-    Raises:
-        UserError: a checkpoint with it could not be read again.
-    """
+def _state_of(name: str, one: Stateful) -> Any:
+    """Return an entry of the state as a checkpoint holds it; refuse what could not be read back."""
     try:
-        state = kept.state_dict()
+        state = one.state_dict()
     except Exception as error:
         blame(f"state[{name!r}].state_dict() failed", error)
-    # Tensors may be large, and it is the rest that can be of any type.
+    # Tensors may be large, and only the rest can be of any type.
     small = map_tensors(lambda _: torch.empty(0), state)
     if why := checkpoints.why_not_kept(small):
         raise UserError(
@@ -141,63 +128,37 @@ def _readable_state(name: str, kept: Kept) -> Any:
     return state
 
 
-def save(folder: Path, world: World, standing: Standing, sums: Sums, keep: int | None) -> Record:
-    """Write and announce a checkpoint; return its record. All ranks call it.
-
-    Only the newest `keep` are kept, or all of them.
-    """
-    everywhere = world.gather(sums)
-    return world.on_main(lambda: _write(folder, standing, everywhere, keep))
-
-
-def _write(folder: Path, standing: Standing, sums: list[Sums], keep: int | None) -> Record:
-    position = standing.position
-    content = {
+def content_of(own: OwnState, sums: list[Sums]) -> dict[str, Any]:
+    """Return what a checkpoint holds; `sums` are those of each rank."""
+    return {
         "format": checkpoints.FORMAT,
-        "program": standing.program,
-        "settings": dict(standing.settings),
-        "state": {name: _readable_state(name, kept) for name, kept in standing.state.items()},
-        "position": asdict(position),
-        "order": standing.order,
+        "program": own.program,
+        "settings": dict(own.settings),
+        "state": {name: _state_of(name, one) for name, one in own.state.items()},
+        "position": asdict(own.position),
+        "order": own.order,
         "sums": sums,
-        "own": _plain_values(standing.own),
-        "watch": standing.watch and asdict(standing.watch),
-        "finished": standing.finished,
+        "own": _plain_values(own.own),
+        "watch": own.watch and asdict(own.watch),
+        "finished": own.finished,
     }
-    name = f"checkpoint_epoch_{position.epoch}.pt"
-    if position.step_in_epoch:
-        name = f"checkpoint_step_{position.step}.pt"
-    digest = checkpoints.save(folder, name, content)
-    epoch = position.epoch + (position.step_in_epoch > 0)
-    metric = standing.metric if math.isfinite(standing.metric or 0.0) else None
-    entry = Entry(path=name, step=position.step, epoch=epoch, sha256=digest, metric=metric)
-    index = read_index(folder).up_to(position.step)  # later ones were passed over as damaged
-    if standing.watch is not None:
-        index = replace(index, monitor=standing.watch.metric, mode=standing.watch.mode)
-    newest = sorted(index.checkpoints, key=lambda old: -old.step)[: (keep or 1) - 1]
-    announce(folder, index, entry, keep and 1, [old.path for old in newest])
-    path = f"checkpoints/{name}"
-    return {"event": "checkpoint", "step": position.step, "path": path, "sha256": digest}
 
 
-def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Collection[str]) -> None:
-    """Bring a new run to where a checkpoint stands; the settings in `free` may be others.
-
-    Raises:
-        UserError: it is of another program, or of other settings, or does not fit.
-    """
+def restore(own: OwnState, saved: dict[str, Any], path: Path, free: Collection[str]) -> None:
+    """Restore a run from what a checkpoint holds; the settings in `free` may differ."""
     if "program" not in saved:
         raise UserError(
-            f"{path} holds a run of samestep train: go on with it by samestep train {path} "
-            "--resume, or name another directory in open_run."
+            f"{path} holds a run of samestep train.",
+            remedy=f"Go on with it by samestep train {path} --resume, or name another directory "
+            "in open_run.",
         )
-    if saved["program"] != standing.program:
+    if saved["program"] != own.program:
         raise UserError(
-            f"{path} was written by {saved['program']!r}, not by {standing.program!r}. Name "
+            f"{path} was written by {saved['program']!r}, not by {own.program!r}. Name "
             f"another directory in open_run; or, if it is the same program by another name, say "
             f"open_run(…, name={saved['program']!r})."
         )
-    before, now = saved["settings"], standing.settings
+    before, now = saved["settings"], own.settings
     for name in sorted({*before, *now}.difference(free)):
         if before.get(name) != now.get(name):
             raise UserError(
@@ -205,50 +166,42 @@ def restore(standing: Standing, saved: dict[str, Any], path: Path, free: Collect
                 f"{now.get(name)}: that is another training. Take the value of before, name "
                 f"it in open_run(…, may_change=[{name!r}]), or begin a run in another directory."
             )
-    kept = saved["state"]
-    if kept.keys() != standing.state.keys():
+    state = saved["state"]
+    if state.keys() != own.state.keys():
         raise UserError(
-            f"The checkpoints of {path} hold {', '.join(kept)}; state has "
-            f"{', '.join(standing.state)}. A run has the same names in state each time."
+            f"The checkpoints of {path} hold {', '.join(state)}; state has "
+            f"{', '.join(own.state)}. A run has the same names in state each time."
         )
-    for name, one in standing.state.items():
-        _load(name, one, kept[name])
-    standing.position = Position(**saved["position"])
-    standing.order = saved["order"]
-    standing.own.update(saved.get("own", {}))
-    standing.watch = Watch(**saved["watch"]) if saved.get("watch") else None
-    standing.finished = saved.get("finished")
+    for name, one in own.state.items():
+        _load(name, one, state[name])
+    own.position = Position(**saved["position"])
+    own.order = saved["order"]
+    own.own.update(saved.get("own", {}))
+    own.watch = Watch(**saved["watch"]) if saved.get("watch") else None
+    own.finished = saved.get("finished")
 
 
-def best_on_all(standing: Standing, world: World) -> bool:
-    """Return whether the epoch is the best so far; ranks save the best checkpoint together.
-
-    Raises:
-        UserError: only some ranks have rated it.
-    """
-    rated = world.gather(standing.metric is not None)
+def best_on_all(own: OwnState, world: World) -> bool:
+    """Return whether the epoch is the best so far; refuse ratings of some ranks only."""
+    rated = world.gather(own.metric is not None)
     if len(set(rated)) > 1:
         ranks = listed([str(rank) for rank, has in enumerate(rated) if has])
         raise UserError(
-            f"run.best was called on rank {ranks} of {len(rated)} in epoch "
-            f"{standing.position.epoch}. All ranks save the best checkpoint together: call it on "
-            "each, and ask run.is_main afterwards.",
+            f"run.best was called on rank {ranks} of {len(rated)} in epoch {own.position.epoch}. "
+            "All ranks save the best checkpoint together: call it on each, and ask run.is_main "
+            "afterwards.",
             on_all_ranks=True,
         )
-    return standing.is_best
+    return own.is_best
 
 
-def load_best(standing: Standing, folder: Path, world: World) -> int:
-    """Bring the modules of the state to the best checkpoint, and return its epoch.
-
-    Raises:
-        UserError: there is none, or it does not fit.
-    """
-    if standing.watch is None:
+def load_best(own: OwnState, folder: Path, world: World) -> int:
+    """Load the best checkpoint's weights into the modules of the state; return its epoch."""
+    if own.watch is None:
         raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
     entry = world.on_main(lambda: find_checkpoint(folder, "best"))
     saved = world.on_every(lambda: checkpoints.load(folder, entry))["state"]
-    for name, one in standing.state.items():
+    for name, one in own.state.items():
         if isinstance(one, nn.Module):
             _load(name, one, saved[name])
     return entry.epoch
@@ -273,7 +226,7 @@ def _plain_values(own: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _load(name: str, one: Kept, saved: Any) -> None:
+def _load(name: str, one: Stateful, saved: Any) -> None:
     if isinstance(one, nn.Module):
         try:
             load_model(one, {"model": saved})
@@ -289,59 +242,47 @@ def _load(name: str, one: Kept, saved: Any) -> None:
 def check_order(
     before: Mapping[str, Any], now: dict[str, Any], path: Path, *, may_be_new: bool, within: bool
 ) -> None:
-    """Check that a run goes on with the same order of the same samples.
+    """Refuse to go on with another order of samples.
 
-    Each epoch may have data of its own, such as what was played in it: `now` gets "changes" then.
+    Each epoch may have data of its own, such as games played in it: `now` gets "changes" then.
 
     Args:
         before: of the epoch before, or in the checkpoint; empty if there is none.
         now: of the running epoch.
         path: the run directory.
-        may_be_new: whether nothing speaks against data of its own: this process trained the epoch
+        may_be_new: whether the epoch may have data of its own: this process trained the epoch
             before, or there was only one.
         within: whether the run goes on within the epoch.
-
-    Raises:
-        UserError: it does not; what differs is named.
     """
     if not before:
         return
-    differs = any(before[name] != now[name] for name in _OF_AN_EPOCH)
+    differs = any(before[name] != now[name] for name in _PER_EPOCH)
     if before.get("changes") or (may_be_new and differs):
         now["changes"] = True
     free = not within and (may_be_new or before.get("changes"))
     for name, value in now.items():
-        if name == "changes" or (free and name in _OF_AN_EPOCH):
+        if name == "changes" or (free and name in _PER_EPOCH):
             continue
         if before[name] != value:
-            told = f"{name} = {before[name]}, and now it is {value}"
+            what = f"{name} = {before[name]}, and now it is {value}"
             if name == "data":
-                told = "other data"
+                what = "other data"
             raise UserError(
-                f"{path} was begun with {told}: the order of the samples would change within the "
+                f"{path} was begun with {what}: the order of the samples would change within the "
                 "run. Take what it was before, or begin a run in another directory."
-                + (_MADE_IN_EPOCHS if within and name in _OF_AN_EPOCH else "")
+                + (_MADE_IN_EPOCHS if within and name in _PER_EPOCH else "")
             )
 
 
 def sums_of(saved: list[Sums], world: World) -> Sums:
-    """Return what this rank goes on adding to: its own sums, or on other ranks' number rank 0's."""
+    """Return this rank's sums to go on with; on another number of ranks, rank 0 takes all."""
     if len(saved) == world.world_size:
         return saved[world.rank]
-    together: Sums = {}
-    for sums in saved if world.is_main else ():
-        for name, (total, weight) in sums.items():
-            before = together.get(name, (0.0, 0.0))
-            together[name] = before[0] + total, before[1] + weight
-    return together
+    return added_up(saved) if world.is_main else {}
 
 
-def check_kept(state: Mapping[str, Kept], trained: Sequence[Any]) -> set[int]:
-    """Return the ids of all that is trained, after a check that checkpoints hold it.
-
-    Raises:
-        UserError: they do not hold some of it.
-    """
+def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int]:
+    """Return the ids of all that is trained; refuse what checkpoints would not hold."""
     modules = [one for one in state.values() if isinstance(one, nn.Module)]
     held = {id(one) for one in state.values()}
     held |= {id(parameter) for module in modules for parameter in module.parameters()}

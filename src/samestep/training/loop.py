@@ -31,7 +31,15 @@ from samestep.training.plan import due_after_epoch, due_within_epoch, is_recorde
 from samestep.training.prepare import share_buffers
 from samestep.training.snapshot import check_alike
 from samestep.training.stopping import Agreement, SaveTimer
-from samestep.training.work import State, StepsTaken, Work, close_epoch, epoch_is_full, is_done
+from samestep.training.work import (
+    Position,
+    State,
+    StepsTaken,
+    Work,
+    close_epoch,
+    epoch_is_full,
+    is_done,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +49,8 @@ class RunControl:
     agreement: Agreement
     """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
     minutes: SaveTimer
-    save: Callable[[str, float | None], Record]
-    """(file name, monitored metric) → its `checkpoint` record, once it is announced."""
+    save: Callable[[float | None], Record]
+    """Monitored metric → its `checkpoint` record, once it is announced."""
 
 
 def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> Iterable[Record]:
@@ -206,12 +214,11 @@ def save_now(work: Work, state: State, control: RunControl, metric: float | None
     """Save where the training stands; return the record of it."""
     check_weights(work, state)
     control.minutes.restart()
-    return control.save(checkpoint_name(state), metric)
+    return control.save(metric)
 
 
-def checkpoint_name(state: State) -> str:
-    """Return the name of a checkpoint of where the training stands."""
-    position = state.position
+def checkpoint_name(position: Position) -> str:
+    """Return the file name of a checkpoint at a position."""
     if position.step_in_epoch:
         return f"checkpoint_step_{position.step}.pt"
     return f"checkpoint_epoch_{position.epoch}.pt"

@@ -9,7 +9,7 @@ from samestep.data.blocks import Batch
 from samestep.data.source import Source
 from samestep.run.records import Record
 from samestep.session.training_run import NATIVE, Engine, Task
-from samestep.training.loop import checkpoint_name, evaluate_now, evaluate_work, rehearse
+from samestep.training.loop import evaluate_now, evaluate_work, rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.work import State, Work, close_epoch, epoch_is_full
 from samestep.verification.fingerprints import bits_of, gradients_of, sample_marks, weights_of
@@ -74,7 +74,7 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             meter.settle()
             if epoch_is_full(work, state):
                 close_epoch(work, state)
-            task.emit(task.control.save(checkpoint_name(state), None))
+            task.emit(task.control.save(None))
         if step == stop and training.short:
             break
         trace.begun = step + 1

@@ -1,0 +1,233 @@
+"""One run on this rank, from open to end: its directory, records, checkpoints and result.
+
+`samestep train` with either engine and `samestep.open_run` write their runs through it.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UserError
+from samestep.ranks.process import JOB_RUN
+from samestep.ranks.world import World
+from samestep.run import checkpoints
+from samestep.run.directory import Run, is_run
+from samestep.run.environment import versions
+from samestep.run.heartbeat import Heartbeat
+from samestep.run.index import Entry, Index, announce, read_index
+from samestep.run.records import RUN_FORMAT, Record
+from samestep.training.loop import checkpoint_name
+from samestep.training.stopping import Watch
+from samestep.training.work import Position
+
+Show = Callable[[Record], None]
+
+
+class Session:
+    """An open run. Every rank has one; rank 0 alone writes."""
+
+    def __init__(
+        self, path: Path, world: World, on_open: Callable[[Path], None], show: Show = lambda _: None
+    ) -> None:
+        """Open the run directory on rank 0, then call `on_open` with it on every rank.
+
+        `show` gets each record on rank 0.
+        """
+        self.path, self.world, self._show = path, world, show
+        self.run: Run | None = None
+        """The open directory; None on other ranks."""
+        self.begun = False
+        """Whether this process has written its `start` record."""
+        self.first_record_s: float | None = None
+        """The time of the first record after `start` and `resume`, in seconds since the epoch."""
+        self._early: list[Record] = []
+        self._index = Index()
+        self._spared: list[str] = []
+        world.on_main(self._open)
+        world.on_every(lambda: self._tell(on_open))
+        job = os.environ.get(JOB_RUN) if world.is_main else None
+        self._heartbeat = Heartbeat(Path(job).absolute()) if job else None
+
+    def _open(self) -> None:
+        self.run = Run(self.path)
+
+    def _tell(self, on_open: Callable[[Path], None]) -> None:
+        try:
+            on_open(self.path)
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be used here: {error.strerror}. Choose a run directory on a "
+                "file system that all nodes share."
+            ) from error
+
+    def begin(self, start: Record, resume: Record | None, step: int, watch: Watch | None) -> None:
+        """Write the `start` record and, when the run goes on, the `resume` record.
+
+        `step` is where the training starts. Checkpoints of later steps were damaged: the index
+        forgets them. So it does with values of another metric than the watched one, whose files
+        are never deleted.
+        """
+        self._index = self.world.on_main(lambda: read_index(self._folder).up_to(step))
+        if watch is not None and self._index.monitor != watch.metric:
+            entries = self._index.checkpoints
+            self._spared = [entry.path for entry in entries]
+            unrated = tuple(replace(entry, metric=None) for entry in entries)
+            self._index = replace(self._index, checkpoints=unrated)
+        self.begun = True
+        for record in (start, resume, *self._early):
+            if record is not None:
+                self.emit(record)
+
+    def emit(self, record: Record) -> None:
+        """Write a record and show it, on rank 0; records before `begin` wait for it."""
+        if self.run is None:
+            return
+        if not self.begun:
+            self._early.append(record)
+            return
+        event = record["event"]
+        if self.first_record_s is None and event not in ("start", "resume"):
+            self.first_record_s = time.time()
+        if event in ("progress", "step"):
+            self.beat()
+        if event != "progress":
+            self.run.append(record)
+        self._show(record)
+
+    def beat(self) -> None:
+        """Show a job of Slurm that steps are taken."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
+
+    @property
+    def _folder(self) -> Path:
+        return self.path / "checkpoints"
+
+    def save(
+        self,
+        content: dict[str, Any],
+        position: Position,
+        *,
+        metric: float | None,
+        watch: Watch | None,
+        keep_top_k: int | None,
+        keep_newest: int = 0,
+    ) -> Record:
+        """Write a checkpoint, name it in the index, delete what is no longer kept; rank 0 alone.
+
+        The best `keep_top_k` are kept, the last, and the newest `keep_newest`; None keeps all.
+
+        Returns:
+            Its `checkpoint` record.
+        """
+        name = checkpoint_name(position)
+        digest = checkpoints.save(self._folder, name, content)
+        epoch = position.epoch + (position.step_in_epoch > 0)  # the one it is in
+        if metric is not None and not math.isfinite(metric):
+            metric = None  # JSON has neither, and such a checkpoint is no candidate for the best
+        entry = Entry(path=name, step=position.step, epoch=epoch, sha256=digest, metric=metric)
+        index = self._index
+        if watch is not None:
+            index = replace(index, monitor=watch.metric, mode=watch.mode)
+        newest = sorted(index.checkpoints, key=lambda old: -old.step)[: max(keep_newest - 1, 0)]
+        spared = [*self._spared, *(old.path for old in newest)]
+        self._index = announce(self._folder, index, entry, keep_top_k, spared)
+        record = {"event": "checkpoint", "step": position.step, "path": f"checkpoints/{name}"}
+        return record | {"sha256": digest} | _some(content, "weights_sha256")
+
+    def close(self) -> None:
+        """Let another process open the run."""
+        if self.run is not None:
+            self.run.close()
+
+
+def _some(table: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: table[name] for name in names if name in table}
+
+
+def refuse_taken(path: Path, go_on: str) -> None:
+    """Refuse a directory that holds a run; `go_on` says how to continue that one."""
+    if is_run(path):
+        raise UserError(
+            f"{path} already holds a run.",
+            remedy=f"Continue it with {go_on}, or choose another --run-dir.",
+        )
+
+
+def start_record(
+    world: World,
+    *,
+    recipe: str,
+    run_dir: Path,
+    parameters: Iterable[Tensor],
+    notes: Iterable[str] = (),
+    **more: Any,
+) -> Record:
+    """Return the record that a run begins or goes on with; `more` are fields of the caller."""
+    return {
+        "event": "start",
+        "format": RUN_FORMAT,
+        "time": time.time(),
+        "recipe": recipe,
+        "run_dir": str(run_dir),
+        "device": str(world.device),
+        "backend": world.backend,
+        "launcher": world.launcher,
+        "num_nodes": world.num_nodes,
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in parameters),
+        **more,
+        "notes": [*world.notes, *notes],
+    }
+
+
+def resume_record(world: World, step: int, checkpoint: str, problems: list[str]) -> Record:
+    """Return the record of what a run goes on from, and of what was wrong with newer files."""
+    return {
+        "event": "resume",
+        "step": step,
+        "checkpoint": checkpoint,
+        "world_size": world.world_size,
+        "problems": problems,
+    }
+
+
+def environment(world: World, **more: Any) -> dict[str, Any]:
+    """Return what environment.json says of the ranks; `more` are fields of the caller."""
+    return {
+        "versions": versions(),
+        "world_size": world.world_size,
+        "num_nodes": world.num_nodes,
+        "launcher": world.launcher,
+        "device": str(world.device),
+        "backend": world.backend,
+        "threads": torch.get_num_threads(),
+        **more,
+    }
+
+
+def run_result(
+    world: World, position: Position, *, recipe: str, status: str, reason: str, **more: Any
+) -> dict[str, Any]:
+    """Return what result.json says of how a run ended; `more` are fields of the caller."""
+    return {
+        "recipe": recipe,
+        "status": status,
+        "reason": reason,
+        "world_size": world.world_size,
+        "epochs": position.epoch,
+        "steps": position.step,
+        "training_seconds": position.seconds,
+        "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
+        "device": str(world.device),
+        "backend": world.backend,
+        "versions": versions(),
+        **more,
+    }
