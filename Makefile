@@ -1,31 +1,36 @@
 # Everything starts from these: a fresh machine needs Python ≥ 3.11, git and make.
 PYTHON ?= python3
 VENV ?= .venv
-# One exact version: an open range would let pip choose a build for other hardware.
+# One exact version: an open range would let pip choose a build for other hardware. All other
+# versions are in constraints.txt; `make constraints` writes it anew from what is installed.
 TORCH ?= torch==2.13.0
 # The benchmarks' peers use torchvision: without its dependencies, lest it brings another torch, and
 # in a folder of its own, since beside a CPU build of torch it breaks whatever imports it.
 TORCHVISION ?= torchvision==0.28.0
+EXTRAS := comet,cricket,huggingface,images,lightning,mlflow,plot,tensorboard,wandb
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
 WORKERS ?= 4
 # Where Python may not keep compiled modules, each process that a test starts compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
-.PHONY: train test test-all lint bench pictures gpu-kit dist clean help
+.PHONY: train test test-all lint lowest constraints bench pictures gpu-kit dist clean help
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
-$(VENV)/.ready: pyproject.toml
+# The pip of a new environment may be too old to know --group.
+$(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	$(PIP) install --quiet "$(TORCH)"
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev
 	touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready
-	$(BIN)/pip install --quiet --editable '.[bench]'
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchvision "$(TORCHVISION)"
+	$(PIP) install --quiet --constraint constraints.txt --group bench
+	$(PIP) install --quiet --no-deps --target $(VENV)/torchvision "$(TORCHVISION)"
 	touch $@
 
 train: $(VENV)/.ready ## set up, train the spiral recipe, make a page of the result
@@ -55,6 +60,12 @@ dist: $(VENV)/.ready ## build the sdist, from it the wheel, and try the wheel in
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python tools/smoke.py dist/*.whl
+
+lowest: $(VENV)/.ready ## try samestep with the lowest version of each package that it needs
+	$(BIN)/python tools/smoke.py --lowest
+
+constraints: $(VENV)/.ready-bench ## write constraints.txt anew from what is installed
+	$(PIP) freeze --exclude-editable | grep -vE '^(torch|torchvision|pip|triton|nvidia-.*)==' > constraints.txt
 
 clean: ## remove the virtual environment, what was built, and caches
 	rm -rf $(VENV) build dist .gpu-kit .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -83,7 +83,7 @@ def test_versions_that_exclude_each_other_are_refused(tmp_path):
 
 def test_samesteps_own_needs_and_the_tools_of_the_gpu_tests_are_asked_for():
     names = {r.name for r in gpu_kit.requirements(ROOT / "pyproject.toml")}
-    assert names >= {"torch", "tyro", "tomlkit", "msgspec", "lightning", "pillow", "pytest-timeout"}
+    assert names >= {"torch", "tyro", "msgspec", "lightning", "accelerate", "pytest-timeout"}
     assert not names & {"mypy", "ruff", "mlflow"}
 
 

@@ -7,6 +7,7 @@ data. Its size is limited, since it is copied to machines that are lent for half
 """
 
 import argparse
+import itertools
 import json
 import re
 import shutil
@@ -33,7 +34,7 @@ DATA_FILES = ("cifar10-jpeg.tar.xz", "t10k-images-idx3-ubyte.gz", "t10k-labels-i
 USUALLY_THERE = Path(__file__).with_name("gpu_machine.txt")
 """Packages that a machine with an image for deep learning has; a probe of it says them exactly."""
 
-EXTRAS = ("images", "lightning", "bench")
+EXTRAS = ("images", "lightning")
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")
 NEVER = re.compile(r"torch|torchvision|torchaudio|triton|cuda-.*|nvidia-.*")
 """What the kit never carries: it belongs to the machine's CUDA, and is larger than any kit."""
@@ -115,10 +116,11 @@ def _applying(texts: list[str]) -> Iterator[Requirement]:
 
 def requirements(project: Path) -> list[Requirement]:
     """Return what samestep and its GPU tests need, from pyproject.toml."""
-    table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-    extras = table["optional-dependencies"]
-    texts = [*table["dependencies"], *(text for name in EXTRAS for text in extras[name])]
-    texts += [text for text in extras["dev"] if Requirement(text).name in TEST_TOOLS]
+    document = tomllib.loads(project.read_text(encoding="utf-8"))
+    table, groups = document["project"], document["dependency-groups"]
+    extras = (table["optional-dependencies"][name] for name in EXTRAS)
+    texts = [*table["dependencies"], *itertools.chain(*extras), *groups["bench"]]
+    texts += [text for text in groups["dev"] if Requirement(text).name in TEST_TOOLS]
     return list(_applying(texts))
 
 

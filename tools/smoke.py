@@ -5,6 +5,7 @@ install. pip installs everything else from what the wheel says it needs, so a re
 wheel does not name is missed here.
 
     python tools/smoke.py dist/samestep-VERSION-py3-none-any.whl
+    python tools/smoke.py --lowest    # the source, with the lowest version of each package it needs
 """
 
 import os
@@ -13,9 +14,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -26,24 +28,20 @@ STEPS = "3"
 
 
 def main() -> None:
-    """Try the wheel that the command line names; a failure ends with a traceback."""
-    wheel = Path(sys.argv[1]).resolve()
-    version = wheel.name.split("-")[1]
-    check_content(wheel)
+    """Try what the command line names; a failure ends with a traceback."""
     with tempfile.TemporaryDirectory() as place:
         fresh = Fresh(Path(place).resolve())
-        fresh.python("-m", "pip", "install", "--quiet", "-c", fresh.link("torch"), str(wheel))
-        fresh.python("-m", "pip", "check")
-        imported = fresh.python("-c", "import samestep; print(samestep.__file__)")
-        expect(str(fresh.packages / "samestep"), imported)
-        expect(version, fresh.samestep("--version"))
+        if sys.argv[1] == "--lowest":
+            what = f"the lowest versions: {' '.join(fresh.install_lowest())}"
+        else:
+            what = fresh.install_wheel(Path(sys.argv[1]).resolve())
         expect("train", fresh.samestep("--help"))
         fresh.samestep("train", "spiral", "--max-steps", STEPS, "--run-dir", "run")
         expect("accuracy", fresh.samestep("evaluate", "run"))
         expect("report.html", fresh.samestep("report", "run"))
         fresh.samestep("new", "classification", "mine.py")
         fresh.samestep("train", "mine.py", "--max-steps", STEPS)
-    print(f"{wheel.name}: installed into a fresh environment, trained and evaluated")
+    print(f"{what}: installed into a fresh environment, trained and evaluated")
 
 
 def check_content(wheel: Path) -> None:
@@ -73,10 +71,41 @@ class Fresh:
         self.work = place / "work"
         self.work.mkdir()
 
-    def link(self, name: str) -> str:
+    def install_wheel(self, wheel: Path) -> str:
+        """Install a wheel and what it says it needs; return the wheel's name."""
+        check_content(wheel)
+        self.python("-m", "pip", "install", "--quiet", "-c", self.link("torch"), str(wheel))
+        self.python("-m", "pip", "check")
+        imported = self.python("-c", "import samestep; print(samestep.__file__)")
+        expect(str(self.packages / "samestep"), imported)
+        expect(wheel.name.split("-")[1], self.samestep("--version"))
+        return wheel.name
+
+    def install_lowest(self) -> list[str]:
+        """Install the lowest version of each package that samestep needs, and samestep's source.
+
+        Torch alone is the one of this environment: old builds for the CPU are not on PyPI.
+        """
+        project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
+        lowest = [text.replace(">=", "==") for text in project["dependencies"]]
+        own = [text for text in lowest if not text.startswith("torch=")]
+        constraints = self.link("torch", leave_out={Requirement(text).name for text in own})
+        self.python("-m", "pip", "install", "--quiet", "-c", constraints, *own)
+        (self.packages / "samestep.pth").write_text(str(SOURCE))
+        program = self.home / "bin" / "samestep"
+        program.write_text(
+            f"#!{self.home}/bin/python\nimport sys\n"
+            "from samestep.cli import main\nsys.exit(main())\n"
+        )
+        program.chmod(0o755)
+        return own
+
+    def link(self, name: str, leave_out: Collection[str] = ()) -> str:
         """Link a package and all that it needs; return pip's constraints that hold them."""
         held = {}
         for found in needed(name, {}):
+            if found.name.lower() in leave_out:
+                continue
             held[found.name] = found.version
             for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
                 link = self.packages / top

@@ -40,9 +40,10 @@ def test_a_new_file_names_its_recipe(tmp_path):
     assert tomllib.loads(path.read_text()) == {"recipe": "/a/my recipe.py", "num_workers": 2}
 
 
-def test_a_file_that_is_no_toml_is_left_alone(tmp_path):
+@pytest.mark.parametrize("text", ["this is = not = toml\n", '"num_workers" = 1\n'])
+def test_a_file_in_another_form_is_left_alone(text, tmp_path):
     path = tmp_path / "a.toml"
-    path.write_text("this is = not = toml\n")
+    path.write_text(text)
     with pytest.raises(UserError, match=r"a\.toml"):
         apply_settings(path, {"num_workers": 2}, "mnist")
-    assert path.read_text() == "this is = not = toml\n"
+    assert path.read_text() == text

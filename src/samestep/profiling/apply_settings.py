@@ -1,5 +1,7 @@
 """Write the settings that sweeps chose into a TOML file, and leave the rest of it as it was."""
 
+import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,23 +25,30 @@ def check_place(config: Path | None, recipe: str) -> Path:
 
 
 def apply_settings(path: Path, values: Mapping[str, int], recipe: str) -> None:
-    """Set some keys of a TOML file of settings; a new file also names its recipe.
+    """Set some top-level keys of a TOML file; a new file also names its recipe.
 
     Comments, order and all other keys stay.
-
-    Raises:
-        UserError: the file is no TOML, or could not be written.
     """
-    import tomlkit  # noqa: PLC0415 - only where a file is changed
-    from tomlkit.exceptions import TOMLKitError  # noqa: PLC0415
-
     text = path.read_text(encoding="utf-8") if path.exists() else f'recipe = "{recipe}"\n'
     try:
-        document = tomlkit.parse(text)
-    except TOMLKitError as error:
+        before = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is no valid TOML: {error}. Nothing was changed.") from error
-    named = {str(key): str(key).replace("-", "_") for key in document}
-    written = {own: key for key in named for own in own_names({named[key]: 0}, path)}
-    for key, value in values.items():
-        document[written.get(key, key)] = value
-    write_whole(path, tomlkit.dumps(document).encode())
+    written = {own: key for key in before for own in own_names({key.replace("-", "_"): 0}, path)}
+    changes = {written.get(key, key): value for key, value in values.items()}
+    table = re.search(r"\s*^[ \t]*\[", text, re.MULTILINE)
+    end = table.start() if table else len(text.rstrip())
+    top, tables = text[:end], text[end:]
+    for key, value in changes.items():
+        line = re.compile(rf"^([ \t]*{re.escape(key)}[ \t]*=[ \t]*)[^\s#]+", re.MULTILINE)
+        top, count = line.subn(rf"\g<1>{value}", top)
+        if not count:
+            top += f"\n{key} = {value}"
+    try:
+        after = tomllib.loads(top + tables)
+    except tomllib.TOMLDecodeError:
+        after = {}
+    if after != before | changes:  # such as a key in quotes, or a value over several lines
+        wanted = ", ".join(f"{key} = {value}" for key, value in changes.items())
+        raise UserError(f"{path} is written in a form that --apply cannot change. Set: {wanted}.")
+    write_whole(path, (top + tables).encode())
