@@ -229,7 +229,7 @@ def test_a_rank_that_hangs_does_not_hold_the_nodes_after_a_cancel(sandbox, recip
     assert " 10 s " in done.stdout
     job.wait("CANCELLED")
     assert "they are killed" in job.log
-    assert re.search(r"newest checkpoint is of step [24]\.", job.log)
+    assert re.search(r"newest checkpoint is from step [24]\.", job.log)
     wait_for(lambda: not ranks_of(job))
 
 

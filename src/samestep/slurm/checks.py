@@ -1,7 +1,4 @@
-"""Whether a cluster can ever give what a job asks for, by what sinfo says of its partitions.
-
-What can be seen to go wrong with a job before it is handed in: refusals, and advice.
-"""
+"""What can be seen to go wrong with a job before it is submitted: refusals, and advice."""
 
 import os
 import re
@@ -17,11 +14,15 @@ from samestep.slurm.options import JobOptions, interface_names, read_time
 from samestep.slurm.queue import call, find_job
 
 _GPUS = re.compile(r"gpu(?::[^:,(]+)*:([0-9]+)")
+_IMPORT_WITHIN_S = 20.0
+_MISSING = "import importlib.util as u; print(*(n for n in {names!r} if not u.find_spec(n)))"
+_GIVES_CORES = re.compile(r"(?:^|\s)(-c|--cpus-per-|--exclusive)")
+_GIVES_TIME = re.compile(r"(?:^|\s)(-t|--time\b)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The most that one partition gives to a job, on its largest node; the time as Slurm has it."""
+    """The most that a partition gives to a job, on its largest node; `limit` is Slurm's text."""
 
     name: str
     nodes: int
@@ -31,14 +32,11 @@ class Partition:
 
 
 def check_partitions(options: JobOptions, partition: str | None) -> None:
-    """Refuse what a partition, or all of several with commas between, can never give.
+    """Refuse what a partition, or every one of several with commas between, can never give.
 
     None is for any partition: then Slurm, or the site's own rules, choose.
-
-    Raises:
-        UserError: a partition is unknown, or none has nodes that are that many or that large.
     """
-    # All, also hidden ones; exact, or unlike nodes are one line with the least of each number.
+    # All, also hidden ones; without --exact, unlike nodes share a line with the least of each.
     text = call("sinfo", "--all", "--exact", "--noheader", "--format=%R|%D|%c|%l|%G")
     known = parse_partitions(text)
     names = partition.split(",") if partition else list(known)
@@ -48,7 +46,7 @@ def check_partitions(options: JobOptions, partition: str | None) -> None:
                 f"There is no partition {name!r} here. {did_you_mean(name, known)}"
                 f"The partitions are: {', '.join(sorted(known))}."
             )
-    # The largest first: of several refusals its is told.
+    # The largest first: the user reads its refusal.
     largest = sorted((known[name] for name in names), key=lambda p: p.nodes, reverse=True)
     refusals = [_refusal(options, one) for one in largest]
     if refusals and all(refusals):
@@ -61,7 +59,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
     rows: dict[str, list[Sequence[str]]] = {}
     for line in text.splitlines():
         name, *row = line.split("|")
-        if len(row) == 4:  # of several clusters, a line names each
+        if len(row) == 4:  # with several clusters, a line names each
             rows.setdefault(name, []).append(row)
     return {
         name: Partition(
@@ -78,7 +76,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
 def _refusal(options: JobOptions, partition: Partition) -> str:
     """Return why a partition can never run the job; empty if it can."""
     name, cpus = partition.name, options.cpus_per_task or 1
-    if options.fewest_nodes > partition.nodes:  # of a range Slurm gives what there is
+    if options.fewest_nodes > partition.nodes:  # of a range, Slurm gives what there is
         return f"--nodes {options.nodes}: partition {name} has {partition.nodes} in all."
     if options.gpus_per_node > partition.gpus:
         return (
@@ -87,28 +85,18 @@ def _refusal(options: JobOptions, partition: Partition) -> str:
         )
     if (wanted := options.ranks_per_node * cpus) > partition.cores:
         return (
-            f"{options.ranks_per_node} ranks a node × {cpus} cores = {wanted} cores, and the "
+            f"{options.ranks_per_node} ranks per node × {cpus} cores = {wanted} cores, and the "
             f"largest node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
             "--cpus-per-task."
         )
-    limit_s = read_time(partition.limit)  # none for "infinite"
+    limit_s = read_time(partition.limit)  # None for "infinite"
     if options.time and limit_s is not None and (read_time(options.time) or 0) > limit_s:
         return f"--time {options.time}: partition {name} allows {partition.limit}."
     return ""
 
 
-_ASK_PYTHON_S = 20.0
-_ASK = "import importlib.util as u; print(*(n for n in {names!r} if not u.find_spec(n)))"
-_GIVES_CORES = re.compile(r"(?:^|\s)(-c|--cpus-per-|--exclusive)")
-_GIVES_TIME = re.compile(r"(?:^|\s)(-t|--time\b)")
-
-
 def check_place(options: JobOptions, kind: Literal["recipe", "script"]) -> None:
-    """Check the virtual environment or the image that the ranks are to run in.
-
-    Raises:
-        UserError: it is not there, or lacks what a recipe needs.
-    """
+    """Check that the ranks' virtual environment or image is there and has what a recipe needs."""
     if options.venv is not None:
         venv = Path(options.venv)
         if not (venv / "bin" / "activate").is_file():
@@ -135,12 +123,7 @@ def check_place(options: JobOptions, kind: Literal["recipe", "script"]) -> None:
 
 
 def check_ranks(options: JobOptions, settings: Settings) -> None:
-    """Check that the training is the same on every number of ranks that the job may have.
-
-    Raises:
-        UserError: the global batch would follow from the nodes that happen to be free, or there
-            are fewer virtual ranks than ranks.
-    """
+    """Check that the training is the same on every number of ranks that the job may have."""
     virtual, most = settings.virtual_ranks, options.most_ranks
     if virtual is not None and virtual < most:
         raise UserError(
@@ -150,9 +133,9 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
         )
     if options.is_elastic and virtual is None and settings.batch_size_per_rank is not None:
         raise UserError(
-            f"--nodes {options.nodes}: --batch-size-per-rank makes a global batch that follows "
-            "from the number of nodes that are free at the first start. Give what is the same on "
-            "any number of them: --batch-size N (equal to rounding), or --virtual-ranks "
+            f"--nodes {options.nodes}: with --batch-size-per-rank the global batch would depend on "
+            "how many nodes happen to be free at the first start. Use a setting that is the same "
+            "on any number of nodes: --batch-size N (equal to rounding), or --virtual-ranks "
             f"{most} or more (equal to the last bit)."
         )
     if settings.batch_size is not None and settings.batch_size < most:
@@ -163,11 +146,7 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
 
 
 def check_after(options: JobOptions) -> None:
-    """Check that Slurm knows the jobs that are to end first: it would take any number.
-
-    Raises:
-        UserError: it does not know one.
-    """
+    """Check that Slurm knows the jobs that must end first: sbatch would accept any number."""
     for after in options.after:
         number = int(re.split("[:_]", after)[0])
         if find_job(number) is None:
@@ -183,40 +162,39 @@ def advice(
     environment: Mapping[str, str] = os.environ,
     interfaces: Path = Path("/sys/class/net"),
 ) -> list[str]:
-    """Return what the user should know of a job that may well work, a sentence or two each."""
-    more, said = " ".join(options.sbatch), []
-    gives_cores = options.cpus_per_task or _GIVES_CORES.search(more)
-    if options.gpus_per_node and not gives_cores:
-        said.append(
+    """Return notes on a job that may still work, of a sentence or two each."""
+    more, notes = " ".join(options.sbatch), []
+    if options.gpus_per_node and not (options.cpus_per_task or _GIVES_CORES.search(more)):
+        notes.append(
             "Without --cpus-per-task Slurm gives each rank one core, and loader workers starve. "
             "Give each rank a node's cores ÷ its ranks, such as --cpus-per-task 8."
         )
     if not (options.time or _GIVES_TIME.search(more) or environment.get("SBATCH_TIMELIMIT")):
-        said.append(
+        notes.append(
             "Without --time the partition's limit holds (sinfo -o '%P %L %l' shows it), and Slurm "
             "cannot fit the job into gaps. Give the time of one start: a job goes on after it."
         )
     here = {path.name for path in interfaces.glob("*")}
     if here and (absent := [n for n in interface_names(options.interface) if n not in here]):
-        said.append(
-            f"--interface {absent[0]}: this machine has no such interface, but "
-            f"{', '.join(sorted(here))}. The job ends at once if its first node has none either."
+        notes.append(
+            f"--interface {absent[0]}: this machine has no such interface, only "
+            f"{', '.join(sorted(here))}. The job ends at once if its first node lacks it, too."
         )
     if kind == "script" and options.venv and "torch" in _lacking(Path(options.venv)):
-        said.append(f"--venv {options.venv}: torch cannot be imported there.")
-    return said
+        notes.append(f"--venv {options.venv}: torch cannot be imported there.")
+    return notes
 
 
 def _lacking(venv: Path) -> list[str]:
-    """Return which of torch and samestep cannot be imported in an environment, as far as asked."""
+    """Return which of torch and samestep an environment lacks; none if it cannot be asked."""
     try:
         done = subprocess.run(
-            [venv / "bin" / "python", "-c", _ASK.format(names=("torch", "samestep"))],
+            [venv / "bin" / "python", "-c", _MISSING.format(names=("torch", "samestep"))],
             capture_output=True,
             text=True,
             check=True,
-            timeout=_ASK_PYTHON_S,
+            timeout=_IMPORT_WITHIN_S,
         )
     except (OSError, subprocess.SubprocessError):
-        return []  # it may be of other machines than this
+        return []  # it may be for other machines than this one
     return done.stdout.split()

@@ -1,6 +1,6 @@
-"""What a user can say of a job: a frozen dataclass whose fields are flags and keys of `[slurm]`.
+"""What a job asks for: flags of `slurm submit`, above `[slurm]` of samestep.toml or the last job.
 
-Values below the flags: `[slurm]` of samestep.toml, or what a run's job asked for before.
+`JobOptions` checks the values when all layers have come together; `UncheckedOptions` is one layer.
 """
 
 import json
@@ -28,16 +28,27 @@ _AFTER = re.compile(r"(?P<job>[0-9]+(?:_[0-9]+)?)(?::(?P<how>ok|notok|any))?")
 _NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
 _MEMORY = re.compile(r"[0-9]+[KMGT]?")
 _INTERFACES = re.compile(r"[\^=]{0,2}[\w.@:-]+(?:,[\w.@:-]+)*")
-# Values that no secret has, such as those of --max-tokens and --use-auth-token.
+# Values that are never secrets, such as those of --max-tokens and --use-auth-token.
 _HARMLESS = re.compile(r"[0-9.]*|true|false", re.IGNORECASE)
-# Options that make several jobs of one; sbatch takes them shortened, too.
+# Options that make several jobs of one; sbatch also accepts them shortened.
 _SEVERAL_JOBS = re.compile(r"(?:^|\s)(-a|--ar\w*|--het[\w-]*)|(hetjob|packjob)")
-# By the comment status, logs and cancel find a job's run.
 _COMMENT = re.compile(r"(?:^|\s)--com\w*")
-_SHORTEST_WARNING_S = 10
+_LEAST = {
+    "ntasks_per_node": 1,
+    "cpus_per_task": 1,
+    "gpus_per_node": 0,
+    "restarts": 0,
+    "max_restarts": 0,
+    "signal_s": 10,
+}
 
 ENVIRONMENTS = ("venv", "conda", "container", "container_image")
-"""Options that name what the ranks run in; a job has one of them at most."""
+"""Options that name the ranks' environment; a job has at most one of them."""
+
+OPTIONS = "job.json"
+"""In a run directory: the options of its newest job."""
+
+_DEFAULTS = "samestep.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +80,8 @@ class JobOptions:
     requeue: bool = True
     """Go on by itself after the time limit, preemption or a failed node."""
     signal_s: int = 120
-    """Seconds ahead of the time limit at which the ranks are told to save and end; Slurm may be up
-    to 60 s early."""
+    """Seconds before the time limit at which the ranks are told to save and end; Slurm may be up to
+    60 s early."""
     restarts: int = 2
     """Restarts in a row without a newer checkpoint after which the job gives up."""
     after: Words = ()
@@ -90,9 +101,9 @@ class JobOptions:
     """NAME=VALUE to set for the ranks. Repeatable."""
     interface: str | None = None
     """Network interface of the ranks' traffic: ib0, several with commas between, or ^docker,lo for
-    all but these, which tells NCCL alone."""
+    all but these (NCCL only)."""
     launcher: Literal["srun", "torchrun"] = "srun"
-    """What starts the ranks: srun each one, or one torchrun a node."""
+    """What starts the ranks: srun each one, or one torchrun per node."""
     max_restarts: int = 1
     """Restarts of all ranks within one start of the job, with --launcher torchrun."""
     sbatch: Words = ()
@@ -100,9 +111,7 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         """Check what sbatch would refuse, and what it would take and misunderstand."""
-        least_one = dict.fromkeys(("ntasks_per_node", "cpus_per_task"), 1)
-        least_zero = dict.fromkeys(("gpus_per_node", "restarts", "max_restarts"), 0)
-        for name, least in {**least_one, **least_zero, "signal_s": _SHORTEST_WARNING_S}.items():
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{_flag(name)} is {value}; it must be {least} or more.")
@@ -120,8 +129,9 @@ class JobOptions:
                     "would be told to end before they begin. Ask for more time or warn later."
                 )
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
-            form = "a whole number with K, M, G or T, such as 64G."
-            raise UserError(f"--mem {self.mem} should be {form}")
+            raise UserError(
+                f"--mem {self.mem} should be a whole number with K, M, G or T, such as 64G."
+            )
         if sum(getattr(self, name) is not None for name in ENVIRONMENTS) > 1:
             flags = ", ".join(map(_flag, ENVIRONMENTS[:-1]))
             raise UserError(f"Give one of {flags} and {_flag(ENVIRONMENTS[-1])}, not several.")
@@ -171,11 +181,15 @@ class JobOptions:
     @property
     def size(self) -> str:
         """Nodes × ranks in words."""
-        nodes, ranks = (
-            "node" + "s" * (self.most_nodes > 1),
-            "rank" + "s" * (self.ranks_per_node > 1),
-        )
-        return f"{self.nodes} {nodes} × {self.ranks_per_node} {ranks}"
+        nodes, ranks = self.most_nodes > 1, self.ranks_per_node > 1
+        return f"{self.nodes} node{'s' * nodes} × {self.ranks_per_node} rank{'s' * ranks}"
+
+
+class UncheckedOptions(JobOptions):
+    """What a job asks of Slurm and how its ranks start."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: only the layers together make a job."""
 
 
 def read_time(text: str) -> int | None:
@@ -190,11 +204,7 @@ def read_time(text: str) -> int | None:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    """Return the fewest and the most nodes that `4` or `1-4` means.
-
-    Raises:
-        UserError: it has another form, or the range runs backwards.
-    """
+    """Return the fewest and the most nodes of `4` or `1-4`."""
     match = _NODES.fullmatch(text)
     fewest, most = map(int, (match[1], match[2] or match[1])) if match else (1, 0)
     if fewest > most:
@@ -206,16 +216,10 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def dependency(after: str) -> str:
-    """Return what sbatch calls a dependency: `12:notok` is afternotok:12.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Return sbatch's form of a dependency: `12:notok` is afternotok:12."""
     match = _AFTER.fullmatch(after)
     if match is None:
-        raise UserError(
-            f"--after {after} should be a job's number, or with :ok, :notok or :any behind it."
-        )
+        raise UserError(f"--after {after} should be a job's number, or JOB:ok, JOB:notok, JOB:any.")
     return f"after{match['how'] or 'ok'}:{match['job']}"
 
 
@@ -225,11 +229,7 @@ def interface_names(interface: str | None) -> list[str]:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """Return the name and the value of NAME=VALUE.
-
-    Raises:
-        UserError: it has another form.
-    """
+    """Return the name and the value of NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         shown = re.split("[=\\s]", text)[0]  # the rest may be a secret
@@ -240,13 +240,13 @@ def assignment(text: str) -> tuple[str, str]:
 def _check_sbatch(option: str) -> None:
     if several := _SEVERAL_JOBS.search(option):
         raise UserError(
-            f"--sbatch={several[1] or several[2]} would make several jobs, and a run directory is "
-            "of one. Submit several jobs instead, each with its own arguments."
+            f"--sbatch={several[1] or several[2]} would make several jobs, but a run directory "
+            "belongs to one. Submit several jobs instead, each with its own arguments."
         )
     if _COMMENT.search(option):
         raise UserError(
-            "--sbatch=--comment: samestep keeps the run directory in the job's comment, by which "
-            "status, logs and cancel find the job. Name it with --job-name instead."
+            "--sbatch=--comment: samestep keeps the run directory in the job's comment; status, "
+            "logs and cancel find the job by it. Name the job with --job-name instead."
         )
     if not option.startswith("-") or "\n" in option:
         name = re.split("[=\\s]", option)[0]  # the rest may be a secret
@@ -257,16 +257,12 @@ def _check_sbatch(option: str) -> None:
 
 
 def refuse_secret_flags(words: Sequence[str]) -> None:
-    """Refuse a command that has a secret in its flags: it would stand in the script.
-
-    Raises:
-        UserError: there is one; its value is not shown.
-    """
+    """Refuse a command with a secret in its flags, without showing it."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         if not equals:
             value = "" if following.startswith("-") else following
-        # A number may be a password, and is no count then.
+        # A number is a count, unless the flag speaks of a password.
         harmless = _HARMLESS.fullmatch(value) and not (value and "pass" in flag.lower())
         if flag.startswith("-") and not harmless:
             _refuse_secret(f"{flag} …", flag)
@@ -275,7 +271,7 @@ def refuse_secret_flags(words: Sequence[str]) -> None:
 def _refuse_secret(given: str, name: str) -> None:
     if names_secret(name):
         raise UserError(
-            f"{given} looks like a secret, and the script is a file that others may read. "
+            f"{given} looks like a secret, and others may be able to read the script. "
             "Export it in the shell that submits: Slurm passes the environment on."
         )
 
@@ -284,32 +280,16 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-FILE = "samestep.toml"
-OPTIONS = "job.json"
-"""In a run directory: what its newest job asked for."""
-
-
-class UncheckedOptions(JobOptions):
-    """What a job asks of Slurm and how its ranks start."""
-
-    def __post_init__(self) -> None:
-        """Check nothing: what counts is what comes of all layers together."""
-
-
 def defaults_files(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the user's file, and the nearest in a folder or above it, as far as they exist."""
+    """Return the user's samestep.toml and the nearest one in or above a folder, if they exist."""
     home = environment.get("XDG_CONFIG_HOME") or str(Path("~/.config").expanduser())
-    user = Path(home) / "samestep" / FILE
-    project = next((f for p in [folder, *folder.parents] if (f := p / FILE).is_file()), None)
+    user = Path(home) / "samestep" / _DEFAULTS
+    project = next((f for p in [folder, *folder.parents] if (f := p / _DEFAULTS).is_file()), None)
     return [path for path in (user, project) if path is not None and path.is_file()]
 
 
 def read_defaults(paths: list[Path]) -> UncheckedOptions:
-    """Return what these files set: later ones win, and lists add up.
-
-    Raises:
-        UserError: a file is no TOML, or has an unknown or ill-typed key.
-    """
+    """Return what the `[slurm]` tables of these files set: later ones win, and lists add up."""
     values: dict[str, Any] = {}
     for path in paths:
         layer = _layer(path)
@@ -321,12 +301,12 @@ def read_defaults(paths: list[Path]) -> UncheckedOptions:
 
 
 def keep_options(run: Path, options: JobOptions) -> None:
-    """Write down what a job asks for, so that the next job of its run asks for the same."""
+    """Keep a job's options in its run directory: the run's next job takes them over."""
     write_text(run / OPTIONS, json.dumps(asdict(options), indent=2) + "\n")
 
 
 def kept_options(run: Path) -> UncheckedOptions | None:
-    """Return what the job before asked for, but for the jobs it waited for; None if not known."""
+    """Return the options of a run's last job, except `after`; None if they are unknown."""
     types = typing.get_type_hints(JobOptions)
     kept = read_object(run / OPTIONS)
     try:
@@ -339,14 +319,10 @@ def kept_options(run: Path) -> UncheckedOptions | None:
 def apply_flags(
     defaults: UncheckedOptions, flags: UncheckedOptions, paths: list[Path]
 ) -> JobOptions:
-    """Return the options that the defaults of some files make with the flags laid over them.
-
-    Raises:
-        UserError: it is not what a job can ask for.
-    """
+    """Return the job's options: `flags`, which started from `defaults`, read from `paths`."""
     values = {field.name: getattr(flags, field.name) for field in fields(JobOptions)}
     typed = [name for name in ENVIRONMENTS if values[name] != getattr(defaults, name)]
-    if typed:  # another environment than the defaults' takes its place
+    if typed:  # it replaces the defaults' environment
         values |= {name: None for name in ENVIRONMENTS if name not in typed}
     try:
         return JobOptions(**values)
@@ -358,10 +334,21 @@ def apply_flags(
 
 
 def _layer(path: Path) -> dict[str, Any]:
-    """Return the values of one file, by the names of the options."""
+    """Return the options that a file's `[slurm]` sets, by name."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    if unknown := sorted(document.keys() - {"slurm"}):
+        raise UserError(f"{path}: {unknown[0]!r} is unknown here; the only table is [slurm].")
+    table = document.get("slurm", {})
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: slurm must be a table: [slurm].")
     types = typing.get_type_hints(JobOptions)
     values: dict[str, Any] = {}
-    for key, value in _table(path).items():
+    for key, value in table.items():
         name = key.replace("-", "_")
         if name not in types:
             raise UserError(
@@ -380,22 +367,7 @@ def _layer(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Return a value as the type of its option; a number of nodes may stand without quotes."""
+    """Return a value as the type of its option; a number of nodes needs no quotes."""
     if name == "nodes" and type(value) is int:
         value = str(value)
     return msgspec.convert(value, kind)
-
-
-def _table(path: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no valid TOML: {error}.") from error
-    if unknown := sorted(document.keys() - {"slurm"}):
-        raise UserError(f"{path} has no use for {unknown[0]!r}; its one table is [slurm].")
-    table = document.get("slurm", {})
-    if not isinstance(table, dict):
-        raise UserError(f"{path}: slurm must be a table: [slurm].")
-    return table

@@ -1,7 +1,4 @@
-"""Call Slurm's own programs; what they refuse is shown whole.
-
-What Slurm says of a job, and which run belongs to it.
-"""
+"""Call Slurm's programs, and ask them for jobs and the runs that belong to them."""
 
 import os
 import re
@@ -19,18 +16,29 @@ from samestep.slurm.script import MARK
 
 _TIMEOUT_S = 60.0
 
-# What Slurm, MPI and torchrun tell the processes of a job.
+# Variables that Slurm, MPI and torchrun set for the processes of a job.
 _OF_A_JOB = re.compile(
     r"SLURM(?!_CONF$|_CLUSTERS$).*|(SRUN_|SALLOC_|PMI|TORCHELASTIC_).*|ROLE_NAME"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
 
+_ENDED = re.compile(
+    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|DEADLINE|BOOT_FAIL|PREEMPTED"
+)
+
+
+class ProgramError(UserError):
+    """One of Slurm's programs refused; its own words are in `said`."""
+
+    def __init__(self, name: str, arguments: tuple[str, ...], said: str) -> None:
+        super().__init__(f"`{' '.join([name, *arguments])}` was refused:\n{said}")
+        self.said = said
+
 
 def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
-    """Return what one of Slurm's programs printed, to which some variables were not shown.
+    """Run one of Slurm's programs without some variables; return what it printed.
 
-    Raises:
-        UserError: it is not here, it refused, or its controller did not answer.
+    A refusal raises `ProgramError` with all that the program said.
     """
     if shutil.which(name) is None:
         raise UserError(
@@ -42,11 +50,11 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
     conf = os.environ.get("SLURM_CONF", "")
     if conf and not Path(conf).exists():
         raise UserError(
-            f"SLURM_CONF is {conf}, and there is no such file; perhaps it was that of a sandbox "
-            "which is down. Say `unset SLURM_CONF` to use this machine's own Slurm, or start a "
-            "sandbox again: samestep slurm sandbox up."
+            f"SLURM_CONF is {conf}, and there is no such file; perhaps it belonged to a sandbox "
+            "that is down. `unset SLURM_CONF` uses this machine's own Slurm; `samestep slurm "
+            "sandbox up` starts a sandbox."
         )
-    # What narrows the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
+    # Variables that narrow the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
     narrows = () if name == "sbatch" else (f"{name.upper()}_",)
     outside = outside_of_any_job(os.environ)
     shown = {k: v for k, v in outside.items() if k not in without and not k.startswith(narrows)}
@@ -72,24 +80,11 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
 
 
 def outside_of_any_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of the job that it may have come from.
+    """Return an environment without the variables of a job.
 
-    A job that is submitted from inside another would inherit its sizes, and take itself for a rank.
+    A job submitted from inside another would inherit its sizes and take itself for a rank.
     """
     return {k: v for k, v in environment.items() if not _OF_A_JOB.fullmatch(k)}
-
-
-class ProgramError(UserError):
-    """One of Slurm's programs refused; its own words are in `said`."""
-
-    def __init__(self, name: str, arguments: tuple[str, ...], said: str) -> None:
-        super().__init__(f"`{' '.join([name, *arguments])}` was refused:\n{said}")
-        self.said = said
-
-
-_ENDED = re.compile(
-    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|DEADLINE|BOOT_FAIL|PREEMPTED"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +114,7 @@ class QueuedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobAndRun:
-    """What a job's number or a run directory names; an error if the queue could not be asked."""
+    """A job and its run, as far as they are known; the error if the queue did not answer."""
 
     job: QueuedJob | None = None
     run: Path | None = None
@@ -145,7 +140,7 @@ def find_job(job: int) -> QueuedJob | None:
 
 def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
     """Return this user's jobs (of one run) that samestep submitted and Slurm still knows."""
-    # The controller lists no other user's jobs for it.
+    # With --me the controller does not list the jobs of other users.
     text = call("squeue", "--me", "--all", "--states=all", "--noheader", "--format=%A %k")
     rows = [line.partition(f" {MARK}") for line in text.splitlines()]
     return [
@@ -181,13 +176,10 @@ def parse_job(line: str) -> QueuedJob:
 
 
 def find_job_or_run(text: str) -> JobAndRun:
-    """Return what a job's number or a run directory names.
+    """Return the job and the run that a job's number or a run directory names.
 
-    A job that Slurm has forgotten is looked for in ./runs. Of a run it is the job that runs, or
-    else the newest that has not ended, or else the newest.
-
-    Raises:
-        UserError: there is neither, or the job is another user's.
+    A number that Slurm has forgotten is searched for in ./runs. Of a run's jobs, the running one
+    counts, else the newest that has not ended, else the newest.
     """
     if text.isdigit():
         return _find_number(int(text))
@@ -212,8 +204,8 @@ def _find_number(number: int) -> JobAndRun:
     except UserError as error:
         queue_error = error
     if job is not None:
-        if job.uid not in (os.getuid(), None):  # $USER may say otherwise than the kernel
-            raise UserError(f"Job {job.job} is of user {job.user}; samestep shows your own.")
+        if job.uid not in (os.getuid(), None):  # $USER may differ from the kernel's name
+            raise UserError(f"Job {job.job} belongs to user {job.user}; samestep shows your own.")
         return JobAndRun(job=job, run=job.run)
     if logs := list(Path("runs").glob(f"*/slurm-{number}.out")):
         return JobAndRun(run=logs[0].parent.absolute(), queue_error=queue_error)

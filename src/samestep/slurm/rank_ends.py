@@ -1,8 +1,8 @@
-"""How the ranks of one start ended, in order, from what srun, torchrun and the ranks said.
+"""How the ranks of one start ended, from what srun, torchrun and the ranks printed.
 
-srun prints a line for each task that fails, in the order in which they ended, and torchrun an
-account with the time of each. A rank that raised has left a file, or a traceback in the log. The
-first that did not end because of another is the cause.
+srun prints a line for each failed task, in the order in which they ended; torchrun prints a summary
+with the time of each. A rank that raised has left a file, or a traceback in the log. The first rank
+that did not end because of another one is the cause.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from samestep.ranks.process import FAILURE
 from samestep.run.files import read_object
 
 STDERR = ".stderr-rank-{rank}"
-"""In a run directory: what a rank of a script printed to standard error in its latest start."""
+"""In a run directory: the standard error of a script's rank in its latest start."""
 
 _START = re.compile(r"samestep: job \d+, start \d+")
 _SRUN = re.compile(r"srun: error: (\S+): tasks? ([0-9,-]+): (.+)")
@@ -31,13 +31,13 @@ _TORCHRUN = re.compile(
 _SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 _LIBRARY = re.compile(r"-packages/|/lib/python3\.|^<")
-# What stands in the way of every start alike, whatever is in the run directory.
+# Errors that end every start in the same way, whatever is in the run directory.
 _SAME_AGAIN = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b"
     r"|FATAL: |.*(execve\(\)|error: pyxis: )"
 )
 _LABEL = re.compile(r"^ *\d+: ")
-_NOT_FOUND = (126, 127)  # a shell's words for a program that cannot be run
+_NOT_FOUND = (126, 127)  # a shell's exit codes for a program that cannot be run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,11 @@ class RankEnd:
     is_effect: bool = False
     """Whether another rank's end, or Slurm, ended it."""
     at: float = 0.0
-    """When it raised, in seconds since the epoch; 0 if it did not say."""
+    """When it raised, in seconds since the epoch; 0 if unknown."""
 
     @property
     def sentence(self) -> str:
-        """What the user is told of it."""
+        """The end as the user reads it."""
         who = f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
         if self.said:
             return f"{who}: {self.said}"
@@ -75,7 +75,7 @@ class RankEnd:
 
 
 def latest_start(log: Path) -> list[str]:
-    """Return the lines of a job's log from its latest start on; none if it cannot be read."""
+    """Return the lines of the latest start in a job's log; none if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - (1 << 20)))
@@ -87,7 +87,7 @@ def latest_start(log: Path) -> list[str]:
 
 
 def last_words(paths: Iterable[Path]) -> list[str]:
-    """Return the end of what ranks printed to standard error, labelled as in a job's log."""
+    """Return the last lines of ranks' standard error, labelled as in a job's log."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -105,34 +105,32 @@ def lines_of(rank: int, lines: Sequence[str]) -> list[str]:
 
 
 def first_end(lines: Sequence[str], failures: Sequence[dict[str, Any]] = ()) -> RankEnd | None:
-    """Return how the rank ended that ended first and by itself; None if nothing is known.
+    """Return the end of the rank that failed first, not because of another; None if unknown.
 
-    Args:
-        lines: the job's log, from its latest start on.
-        failures: what ranks left of their failures in this start.
+    `lines` are of the latest start in the job's log, `failures` the files that its ranks left.
     """
-    told = {int(failure["rank"]): failure for failure in failures}
+    raised = {int(failure["rank"]): failure for failure in failures}
     ends = _ends_by_torchrun(lines) or list(_ends_by_srun(lines))
-    ends = [_with_reason(end, told.get(end.rank), lines) for end in ends]
+    ends = [_with_reason(end, raised.get(end.rank), lines) for end in ends]
     # A rank that raised may still wait, or hang, when another's end is noticed.
     seen = {end.rank for end in ends}
     ends += [
         _with_reason(RankEnd(rank=rank, code=failure.get("code")), failure, lines)
-        for rank, failure in sorted(told.items(), key=lambda item: item[1].get("time", 0))
+        for rank, failure in sorted(raised.items(), key=lambda item: item[1].get("time", 0))
         if rank not in seen
     ]
     return min(ends, key=_doubt, default=None)
 
 
 def _doubt(end: RankEnd) -> tuple[float, ...]:
-    """Return what speaks against an end as the cause; of equals the first is it."""
-    # An abort is often how a library of C++ meets the loss of another rank. What a rank printed
-    # last may be lost when Slurm ends it.
+    """Return how unlikely an end is to be the cause; among equals the first counts."""
+    # C++ libraries often abort when another rank is lost, and a rank's last lines may be lost when
+    # Slurm ends it.
     return end.is_effect, end.signal == "SIGABRT", not (end.said or end.signal), end.at
 
 
 def read_failures(run: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return what ranks left of their failures in a run directory, in any start."""
+    """Return the failures that ranks of any start wrote into a run directory, with their files."""
     found = ((path, read_object(path)) for path in run.glob(FAILURE.format(rank="*")))
     return [(path, failure) for path, failure in found if "rank" in failure]
 
@@ -177,12 +175,12 @@ def _ends_by_torchrun(lines: Sequence[str]) -> list[RankEnd]:
 
 
 def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[str]) -> RankEnd:
-    """Add what the rank itself said of its end."""
-    # A rank that raised may abort when Python ends it, among the threads of its process group.
+    """Add what the rank itself wrote about its end."""
+    # A rank that raised may abort when Python exits while threads of its process group still run.
     aborted = end.signal == "SIGABRT"
     if end.signal and not aborted and not (failure is not None and end.signal == "SIGTERM"):
         return end
-    if failure is not None:  # also of a rank that was ended while it waited to tell
+    if failure is not None:  # also if the rank was ended while it waited to report
         said, *more = str(failure.get("message", "")).splitlines() or [""]
         frames = tuple(line for line in more if line.startswith("  at "))
         effect, at = bool(failure.get("lost_peer")), float(failure.get("time", 0))
@@ -190,14 +188,14 @@ def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[s
     own = lines_of(end.rank, lines)
     said, frames = _last_error(own if own or aborted else lines)
     if not said and not aborted:
-        # Slurm may lose what it printed last, and another rank has said the same.
+        # Slurm may lose its last lines, but other ranks printed the same.
         bare = (_LABEL.sub("", line) for line in lines)
         said = next((line for line in bare if _SAME_AGAIN.match(line)), "")
     return replace(end, said=said, frames=frames, is_effect=bool(LOST_PEER.search(said)))
 
 
 def _last_error(lines: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the error of the last traceback, or what a launcher refused, and the user's lines."""
+    """Return the error of the last traceback, or a launcher's refusal, and the user's lines."""
     begins = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
     if not begins:
         return next((line for line in lines if _SAME_AGAIN.match(line)), ""), ()
@@ -210,14 +208,14 @@ def _last_error(lines: Sequence[str]) -> tuple[str, tuple[str, ...]]:
             is_users = not _LIBRARY.search(match["file"])
             name = f" in {match['name']}" if match["name"] else ""
             frames += [f"  at {match['file']}:{match['line']}{name}"] if is_users else []
-        elif is_users:  # the line itself, before the marks below it
+        elif is_users:  # the source line, before the ^^^^ below it
             frames[-1] += f": {line.strip()}"
             is_users = False
     return "", tuple(reversed(frames))
 
 
 def _numbers(tasks: str) -> Iterator[int]:
-    """Yield the numbers of 0,3-5."""
+    """Yield 0, 3, 4, 5 for "0,3-5"."""
     for part in tasks.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -1,4 +1,7 @@
-"""How one start of a job ended, and whether it goes on: a pure function, and what it reads."""
+"""How one start of a job ended, and whether the job starts again.
+
+`decide` is a pure function; `read_ending` reads what it needs from the run directory.
+"""
 
 import json
 import signal
@@ -21,9 +24,9 @@ from samestep.slurm.rank_ends import (
     read_failures,
 )
 
-FILE = "slurm.json"  # in the run directory: what the restarts of its job have come to
+FILE = "slurm.json"  # in the run directory: the restarts of its job
 BEGUN = ".begun"
-"""There too: the job's script touches it at each start, by the clock of the file server."""
+"""The job's script writes it at each start, so its time is by the file server's clock."""
 
 _RESULT = "result.json"
 _INDEX = "checkpoints/index.json"
@@ -34,36 +37,36 @@ Word = Literal["completed", "again", "failed", "cancelled", "ended"]
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """What the job's script knows of its earlier starts, and how many made no newer checkpoint."""
+    """How often a job restarted, and how often in a row without a newer checkpoint."""
 
     job: int = 0
     restarts: int = 0
     without_progress: int = 0
     step: int = 0
-    """Step of the newest checkpoint when it last asked."""
+    """Step of the newest checkpoint at its last restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What is known once the ranks of one start have ended."""
+    """What is known after the ranks of one start have ended."""
 
     code: int
     told: str
-    """The signal that came to the script: USR1, USR2, TERM or nothing."""
+    """The signal that the script received: USR1, USR2, TERM or nothing."""
     step: int | None
-    """Step of the newest announced checkpoint; None of a script that makes no run of samestep."""
+    """Step of the newest announced checkpoint; None for a script without a samestep run."""
     saved: bool
-    """Whether this start announced it."""
+    """Whether this start announced that checkpoint."""
     stepped: bool = True
-    """Whether any start took a step, so far as is known."""
+    """Whether any start took a step, as far as is known."""
     mistake: bool
-    """Whether the next start would fail in the same way: an exit code of 2 says so."""
+    """Whether the next start would fail in the same way, as after exit code 2."""
     stopped: bool
-    """Whether the run itself wrote that a signal stopped it."""
+    """Whether result.json says that a signal stopped the run."""
     why: str
-    """What the rank that failed first said, or what its end means."""
+    """The error of the rank that failed first, or what its exit code means."""
     frames: tuple[str, ...] = ()
-    """The user's lines that led to it, the innermost first."""
+    """The user's lines that led to the error, the innermost first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,29 +80,29 @@ class Decision:
 
 
 def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True) -> Decision:
-    """Return what follows: the end, another start, or neither because Slurm ends it anyway.
+    """Return what follows: the end, another start, or nothing because Slurm ends the job anyway.
 
-    The limit is of starts in a row without a newer checkpoint.
+    `limit` is the number of starts in a row without a newer checkpoint.
     """
     at = f" at step {ending.step:,}" if ending.step else ""
     if ending.code == 0:
         text = "completed."
         if ending.told == "USR1" and ending.step is None:
-            text += " It was warned of the time limit: if it is to go on, exit with 1, not 0."
+            text += " It was warned of the time limit: to be started again, exit with 1, not 0."
         return Decision(word="completed", text=text, restarts=before)
     if ending.told in _ENDED:
         word, text = _ENDED[ending.told]
         unsaved = "its ranks were told" if ending.step is None else "nothing is saved"
-        newest = "saved at" if ending.stopped else "the newest checkpoint is of"
+        newest = "saved at" if ending.stopped else "the newest checkpoint is from"
         saved = f"{newest} step {ending.step:,}" if ending.step else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
     signalled = ending.told == "USR1" or ending.stopped
     if (ending.mistake or not ending.stepped) and not signalled:
         text = f"failed: {ending.why}"
         if not ending.mistake:
-            text = f"{text.rstrip('.')}. Not started again: no step was ever taken."
+            text = f"{text.rstrip('.')}. Not started again: no start ever took a step."
         return Decision(word="failed", text=text, restarts=before)
-    # A script of the user's shows no progress; one that a warning killed outright saved nothing.
+    # A user's script shows no progress, and one that the warning signal killed saved nothing.
     progressed = (
         signalled and ending.code not in _STOPS
         if ending.step is None
@@ -108,7 +111,7 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
     cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
     if not requeue:
         word, text = ("ended", cause) if signalled else ("failed", f"failed: {cause}")
-        text += "; hand it in again to go on (--no-requeue)."
+        text += "; submit it again to go on (--no-requeue)."
         return Decision(word=word, text=text, restarts=before)
     count = 0 if progressed else before.without_progress + 1
     if count > limit:
@@ -121,8 +124,8 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
     restarts = Restarts(job=before.job, restarts=again, without_progress=count, step=step)
     if ending.step:
         follows = "goes on from there" if signalled else f"goes on from step {ending.step:,}"
-    else:  # of a script's checkpoints nothing is known
-        follows = "starts again" if ending.step is None else "begins anew, without a checkpoint"
+    else:  # a script's checkpoints are unknown
+        follows = "starts again" if ending.step is None else "begins again, without a checkpoint"
     text = f"{cause}; the job {follows} (restart {restarts.restarts})."
     return Decision(word="again", text=text, restarts=restarts)
 
@@ -135,19 +138,19 @@ _STOPS = frozenset({128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIG
 
 
 def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None) -> Ending:
-    """Read from the run directory, and the job's log file, how a start of this kind ended."""
+    """Read from the run directory and the job's log how the latest start ended."""
     step = None
     if kind == "recipe" or is_run(run):  # a script with samestep.open_run has checkpoints there
         last = read_object(run / _INDEX).get("last") or {}
         step = int(last.get("step", 0))
-    # srun and torchrun hide the ranks' exit codes; what an earlier start left does not count.
+    # srun and torchrun hide the ranks' exit codes. Files of earlier starts do not count.
     failures = [left for path, left in read_failures(run) if _is_of_this_start(run, path.name)]
     failures.sort(key=lambda left: (left.get("lost_peer", False), left.get("time", 0)))
-    mistake = next((_told(left) for left in failures if left.get("code") == 2), "")
+    mistake = next((_message(left) for left in failures if left.get("code") == 2), "")
     lines = latest_start(log) if log else []
-    # srun drops what ranks said last when it ends the others: their own files have it.
-    told_to = run.glob(STDERR.format(rank="*")) if code else ()
-    lines += last_words(path for path in told_to if _is_of_this_start(run, path.name))
+    # srun drops the ranks' last lines when it ends the others; their own files have them.
+    own_files = run.glob(STDERR.format(rank="*")) if code else ()
+    lines += last_words(path for path in own_files if _is_of_this_start(run, path.name))
     first = first_end(lines, failures)
     cause = None if first is None or first.is_effect else first
     result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
@@ -156,8 +159,8 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         cause.sentence if cause and (cause.said or cause.signal) else left.removeprefix("failed: ")
     )
     stepped = step != 0 or (run / STEPPED).exists()
-    # 2 is samestep's own code for a mistake of the user's; what their code raised after some steps
-    # may not come again.
+    # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
+    # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
     raised = stepped and any(left.get("raised") for left in failures)
     return Ending(
@@ -173,14 +176,14 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     )
 
 
-def _told(failure: dict[str, Any]) -> str:
+def _message(failure: dict[str, Any]) -> str:
     """Return the message of a rank's failure, with the rank if it is not rank 0."""
     rank, message = failure["rank"], str(failure.get("message", ""))
     return f"[rank {rank}] {message}" if rank else message
 
 
 def settle(run: Path, verdict: Decision, ending: Ending) -> None:
-    """Write down what was decided; a failed run gets its why in result.json."""
+    """Keep the restarts in the run directory; write a failure's reason into result.json."""
     write_text(run / FILE, json.dumps(asdict(verdict.restarts), indent=2) + "\n")
     result = read_object(run / _RESULT)
     if verdict.word == "failed" and (is_run(run) or not result):
@@ -190,7 +193,7 @@ def settle(run: Path, verdict: Decision, ending: Ending) -> None:
 
 
 def read_restarts(run: Path, job: int) -> Restarts:
-    """Return what is known of the restarts of a job; those of another job do not count."""
+    """Return the restarts of a job; those of another job of this run do not count."""
     try:
         found = msgspec.json.decode((run / FILE).read_bytes(), type=Restarts)
     except (OSError, RecursionError, msgspec.MsgspecError):
@@ -206,7 +209,7 @@ def _is_of_this_start(run: Path, name: str) -> bool:
 
 
 def _meaning(code: int, cause: RankEnd | None) -> str:
-    """Return what an exit code says where nobody said more."""
+    """Return what an exit code means, if no rank said more."""
     if cause is not None:
         return f"{cause.sentence}."
     if code == 128 + signal.SIGKILL:
@@ -217,5 +220,5 @@ def _meaning(code: int, cause: RankEnd | None) -> str:
 
 
 def _last_message(lines: Sequence[str]) -> str:
-    """Return samestep's last message in the latest start of a log."""
+    """Return samestep's last message among a start's lines."""
     return next((x.removeprefix(_OURS) for x in reversed(lines) if x.startswith(_OURS)), "")

@@ -1,12 +1,4 @@
-"""What a sandbox's files say: `slurm.conf` and the script that Slurm runs before each task.
-
-Pure functions; nothing here touches the disk.
-
-
-The files of a sandbox: where they are, what is written at its start, what is removed.
-
-Bring a sandbox up, look at it, take it down.
-"""
+"""A sandbox, a real Slurm on this machine: its `slurm.conf` and other files; up, status, down."""
 
 import fcntl
 import os
@@ -26,9 +18,9 @@ from samestep.slurm import sandbox_daemons as daemons
 from samestep.slurm.sandbox_daemons import end, find_processes, free_ports, wait_until
 
 HEADER = "# Written by `samestep slurm sandbox up`; `… down` removes it."
-"""The first line of a sandbox's `slurm.conf`: by it `down` knows that a folder is a sandbox."""
+"""The first line of a sandbox's `slurm.conf`, by which `down` recognizes a sandbox."""
 
-LONGEST_SOCKET_BYTES = 107  # Linux has 108, the last of them zero
+LONGEST_SOCKET_BYTES = 107  # Linux has 108, and the last is zero
 
 TASK_PROLOG = """\
 #!/bin/sh
@@ -56,9 +48,8 @@ def slurm_conf(
 ) -> str:
     """Return the text of `slurm.conf` for one machine that plays several nodes.
 
-    The folder is absolute, and the host is this machine's own name without its domain, as Slurm's
-    daemons know it. Each node has a port, and claims that many CPUs, whatever the machine has.
-    Jobs are numbered from `first_job` on.
+    The folder is absolute; the host is this machine's name without its domain, as Slurm's daemons
+    know it. Each node claims `cpus` CPUs, whatever the machine has.
     """
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
@@ -129,11 +120,7 @@ def nodes_of(text: str) -> list[str]:
 
 
 def check_folder(folder: Path, *, nodes: int) -> None:
-    """Refuse a folder whose name Slurm could not use.
-
-    Raises:
-        UserError: it is too long for a socket, or `slurm.conf` takes a character for its own.
-    """
+    """Refuse a folder whose path is too long for a socket or not possible in `slurm.conf`."""
     if strange := sorted(set(re.sub(r"[\w./@+~-]", "", str(folder)))):
         raise UserError(
             f"A sandbox cannot live in {folder}: `slurm.conf` cannot hold a path with "
@@ -149,20 +136,20 @@ def check_folder(folder: Path, *, nodes: int) -> None:
         )
 
 
-# All that a sandbox writes. `down` removes these and no other file of the folder; slurm.conf is
-# the last to go, for by it the folder is known.
+# All that a sandbox writes, and all that `down` removes; slurm.conf goes last, since the folder is
+# recognized by it.
 _FOLDERS = ("munge", "state", "spool", "log")
 _FILES = ("task_prolog.sh", "slurm.conf")
 
 
 def default_folder() -> Path:
-    """Return where a sandbox lives if nothing else is said: in the user's state folder."""
+    """Return the default folder of a sandbox, in the user's state folder."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "samestep" / "sandbox"
 
 
 def export_line(folder: Path) -> str:
-    """Return the line of shell by which Slurm's programs find the sandbox."""
+    """Return the shell command that makes Slurm's programs use the sandbox."""
     return f"export SLURM_CONF={shlex.quote(str(folder.absolute().resolve() / 'slurm.conf'))}"
 
 
@@ -174,11 +161,7 @@ def down_line(folder: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder, for this user's eyes only.
-
-    Raises:
-        UserError: it cannot be made, or it holds files of the user's own.
-    """
+    """Make the folder, readable by this user only; refuse one with other files in it."""
     try:
         if folder.is_dir() and not is_sandbox(folder) and any(folder.iterdir()):
             raise UserError(
@@ -193,11 +176,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_files(folder: Path, *, nodes: int, cpus: int, first_job: int = 1) -> None:
-    """Write the configuration, a new key, and the folders that the daemons write to.
-
-    Raises:
-        UserError: this user has no name, or there are too few free ports.
-    """
+    """Write the configuration and a new key, and make the daemons' folders."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -214,7 +193,7 @@ def write_files(folder: Path, *, nodes: int, cpus: int, first_job: int = 1) -> N
         cpus=cpus,
         first_job=first_job,
     )
-    # First, for by it a folder is known as a sandbox, should we be killed in between.
+    # First: by it the folder is recognized as a sandbox, should we be killed in between.
     (folder / "slurm.conf").write_text(text)
     for name in (*_FOLDERS, *(f"spool/{node}" for node in node_names(nodes))):
         (folder / name).mkdir(mode=0o700)
@@ -225,7 +204,7 @@ def write_files(folder: Path, *, nodes: int, cpus: int, first_job: int = 1) -> N
 
 
 def remove_files(folder: Path) -> None:
-    """Remove what a sandbox wrote, and no other file that may be in its folder."""
+    """Remove the sandbox's files, and no other file in its folder."""
     for name in _FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in _FILES:
@@ -233,7 +212,7 @@ def remove_files(folder: Path) -> None:
 
 
 def is_sandbox(folder: Path) -> bool:
-    """Return whether a folder holds, or held, a sandbox."""
+    """Whether a folder holds, or held, a sandbox."""
     try:
         return (folder / "slurm.conf").read_text(errors="replace").startswith(HEADER)
     except OSError:
@@ -246,15 +225,15 @@ _TERM_WITHIN_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What there is of a sandbox."""
+    """The daemons, nodes and job processes of a sandbox."""
 
     folder: Path
     daemons: dict[str, int | None]
-    """The process id of each daemon that should run, by its name; None if it does not run."""
+    """The process id of each daemon by its name; None if it does not run."""
     nodes: dict[str, str]
     """The state of each node, as `sinfo` names it; empty if the controller does not answer."""
     num_job_processes: int
-    """slurmstepd's included."""
+    """With slurmstepd's."""
 
     @property
     def is_up(self) -> bool:
@@ -265,13 +244,9 @@ class Status:
 def up(folder: Path, *, nodes: int, cpus: int | None = None, first_job: int = 1) -> Status:
     """Start a Slurm of some nodes, all on this machine, and wait until every node is idle.
 
-    Its folder is made, and readable by this user only. Each node claims to have that many CPUs,
-    whatever the machine has; by default the machine's, and at least 4. Jobs take their ports by
-    their numbers, so two sandboxes that are to run jobs at the same time need other first ones.
-
-    Raises:
-        UserError: it is up already, or something that it needs is not there.
-        DaemonError: it did not come up; nothing is left running.
+    Each node claims `cpus` CPUs, by default as many as the machine has, and at least 4. Jobs derive
+    ports from their numbers, so sandboxes that run jobs at the same time differ in `first_job`. If
+    it does not come up, nothing is left running.
     """
     folder = folder.absolute().resolve()
     cpus = max(4, os.cpu_count() or 1) if cpus is None else cpus
@@ -290,14 +265,14 @@ def up(folder: Path, *, nodes: int, cpus: int | None = None, first_job: int = 1)
         write_files(folder, nodes=nodes, cpus=cpus, first_job=first_job)
         try:
             _start(folder, node_names(nodes))
-        except BaseException:  # also when the user has lost patience
+        except BaseException:  # also Ctrl-C
             _end_all(folder)
             raise
         return status(folder)
 
 
 def status(folder: Path) -> Status:
-    """Return what there is of the sandbox in a folder."""
+    """Return the state of the sandbox in a folder."""
     folder = folder.absolute().resolve()
     running = find_processes(folder)
     by_part = {process.part: process.pid for process in running if process.is_daemon}
@@ -316,12 +291,9 @@ def status(folder: Path) -> Status:
 
 
 def down(folder: Path) -> bool:
-    """Cancel all jobs, stop all daemons, and remove the sandbox's files, also of one that crashed.
+    """Cancel all jobs, stop all daemons, remove the files; return whether there was anything.
 
-    It returns whether there was anything to take down.
-
-    Raises:
-        UserError: a process could not be ended, or the folder is another user's.
+    It also clears away a sandbox that crashed.
     """
     folder = folder.absolute().resolve()
     try:
@@ -346,9 +318,9 @@ def _start(folder: Path, nodes: list[str]) -> None:
     idle = dict.fromkeys(nodes, "idle")
     if not wait_until(lambda: daemons.node_states(folder) == idle, _IDLE_WITHIN_S):
         states = daemons.node_states(folder)
-        guilty = next((node for node in nodes if states.get(node) != "idle"), "slurmctld")
-        state = states.get(guilty, "unknown")
-        raise daemons.DaemonError(folder, guilty, f"{guilty} is not idle but {state}")
+        late = next((node for node in nodes if states.get(node) != "idle"), "slurmctld")
+        state = states.get(late, "unknown")
+        raise daemons.DaemonError(folder, late, f"{late} is not idle but {state}")
 
 
 def _end_all(folder: Path) -> bool:
@@ -357,7 +329,7 @@ def _end_all(folder: Path) -> bool:
     if not found:
         return False
     if {process.part for process in found if process.is_daemon} >= {"munged", "slurmctld"}:
-        # Those who wait for a job hear from Slurm that it is over.
+        # Through Slurm, so that clients that wait for a job see its end.
         jobs = daemons.ask(folder, "squeue", "--noheader", "--format=%A")
         if jobs and jobs.split():
             daemons.ask(folder, "scancel", "--quiet", *jobs.split())

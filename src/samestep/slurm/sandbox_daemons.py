@@ -1,10 +1,8 @@
-"""Which processes of this machine belong to a sandbox, and how to end them.
+"""A sandbox's daemons: start them, ask Slurm about them, find and end all processes.
 
-A process id is never enough, since a stale one may be anybody's by now. What we start carries the
-sandbox's folder in its environment, slurmstepd inherits it, and Slurm gives each task its own.
-
-
-Start the daemons of a sandbox, and ask Slurm's programs about it.
+A stored process id is not enough, since a stale one may belong to anybody. A process of a sandbox
+is known by its environment: the daemons have the folder in it, slurmstepd inherits it, and Slurm
+sets its own variables for each task.
 """
 
 import os
@@ -29,96 +27,6 @@ MARK, MARK_DAEMON = "SAMESTEP_SANDBOX", "SAMESTEP_SANDBOX_DAEMON"
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _POLL_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """A process of a sandbox: a daemon, a slurmstepd, or a process of a job."""
-
-    pid: int
-    """Its id now; look again before a signal is sent."""
-    name: str
-    """The program's name as the kernel knows it."""
-    part: str
-    """The part it belongs to: munged, slurmctld, or the name of a node."""
-
-    @property
-    def is_daemon(self) -> bool:
-        """Whether it is one of the daemons that `up` started, not what came of a job."""
-        return self.name.removesuffix("-wlm") in _DAEMONS  # Debian's names end so
-
-    @property
-    def is_of_job(self) -> bool:
-        """Whether it came of a job: slurmstepd, or what that started."""
-        return not self.is_daemon and self.name != "slurmscriptd"  # slurmctld's helper
-
-
-def find_processes(folder: Path) -> list[Process]:
-    """Return all processes of the sandbox in a folder, without this one and its ancestors.
-
-    Zombies do not count. A folder that is gone is fine: processes keep its name.
-    """
-    # Another user's environment is not ours to read: it is None.
-    looks = psutil.process_iter(["name", "ppid", "status", "environ"])
-    everyone = {one.pid: one.info for one in looks if one.info["status"] != psutil.STATUS_ZOMBIE}
-    spared = _with_ancestors(os.getpid(), everyone)
-    parts = {pid: _part_of(folder, info["environ"] or {}) for pid, info in everyone.items()}
-    found = []
-    for pid in sorted(everyone.keys() - spared.keys()):
-        # What a job started with a clean environment is known by its parents alone.
-        part = next((parts[one] for one in _with_ancestors(pid, everyone) if parts[one]), None)
-        if part is not None:
-            found.append(Process(pid=pid, name=everyone[pid]["name"], part=part))
-    return found
-
-
-def end(find: Callable[[], list[Process]], term_within_s: float) -> list[Process]:
-    """Send SIGTERM to what `find` finds, SIGKILL to the rest; return what even that did not end."""
-    send(find(), signal.SIGTERM)
-    if wait_until(lambda: not find(), term_within_s):
-        return []
-    wait_until(lambda: not send(find(), signal.SIGKILL), 10)
-    return find()
-
-
-def send(processes: list[Process], number: signal.Signals) -> list[Process]:
-    """Send a signal to processes that were found just now, and return them."""
-    for process in processes:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(process.pid, number)
-    return processes
-
-
-def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
-    """Return whether a condition came true within a number of seconds."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _part_of(folder: Path, environment: dict[str, str]) -> str | None:
-    """Return the part of the sandbox that a process' own environment names."""
-    if environment.get(MARK) == str(folder):
-        return environment.get(MARK_DAEMON)
-    # A shell of salloc's has SLURM_CONF too, but is the user's own: it is no task.
-    is_task = "SLURM_TASK_PID" in environment
-    if is_task and environment.get("SLURM_CONF") == f"{folder}/slurm.conf":
-        return environment.get("SLURMD_NODENAME", "slurmctld")
-    return None
-
-
-def _with_ancestors(pid: int, everyone: dict[int, dict[str, Any]]) -> dict[int, None]:
-    """Return a process' own id, its parent's, and so on, up to one whose parent is unknown."""
-    line: dict[int, None] = {}
-    while pid in everyone and pid not in line:
-        line[pid] = None
-        pid = everyone[pid]["ppid"]
-    return line
-
-
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel")
 _ADMIN_FOLDERS = "/usr/sbin:/usr/local/sbin:/sbin"
 _START_WITHIN_S = 20.0
@@ -128,6 +36,94 @@ _LOG_TAIL_LINES = 15
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that a port is still
 # free when its daemon comes to it, and when a killed daemon comes back to it.
 _PORTS = range(12_000, 32_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process of a sandbox: a daemon, a slurmstepd, or a process of a job."""
+
+    pid: int
+    """Its id now; look it up again before sending a signal."""
+    name: str
+    """The program's name as the kernel knows it."""
+    part: str
+    """The part it belongs to: munged, slurmctld, or the name of a node."""
+
+    @property
+    def is_daemon(self) -> bool:
+        """Whether it is one of the daemons that `up` started."""
+        return self.name.removesuffix("-wlm") in _DAEMONS  # Debian's suffix
+
+    @property
+    def is_of_job(self) -> bool:
+        """Whether a job started it: slurmstepd and its children."""
+        return not self.is_daemon and self.name != "slurmscriptd"  # slurmctld's helper
+
+
+def find_processes(folder: Path) -> list[Process]:
+    """Return all processes of the sandbox in a folder, except zombies and this one's ancestors.
+
+    The folder may be gone.
+    """
+    # The environment of another user's process is None.
+    looks = psutil.process_iter(["name", "ppid", "status", "environ"])
+    everyone = {one.pid: one.info for one in looks if one.info["status"] != psutil.STATUS_ZOMBIE}
+    spared = _with_ancestors(os.getpid(), everyone)
+    parts = {pid: _part_of(folder, info["environ"] or {}) for pid, info in everyone.items()}
+    found = []
+    for pid in sorted(everyone.keys() - spared.keys()):
+        # What a job started with an empty environment is known only by its parents.
+        part = next((parts[one] for one in _with_ancestors(pid, everyone) if parts[one]), None)
+        if part is not None:
+            found.append(Process(pid=pid, name=everyone[pid]["name"], part=part))
+    return found
+
+
+def end(find: Callable[[], list[Process]], term_within_s: float) -> list[Process]:
+    """Send SIGTERM to what `find` finds, then SIGKILL; return what still runs."""
+    send(find(), signal.SIGTERM)
+    if wait_until(lambda: not find(), term_within_s):
+        return []
+    wait_until(lambda: not send(find(), signal.SIGKILL), 10)
+    return find()
+
+
+def send(processes: list[Process], number: signal.Signals) -> list[Process]:
+    """Send a signal to processes that were just found, and return them."""
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
+    return processes
+
+
+def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
+    """Return whether a condition became true within a number of seconds."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _part_of(folder: Path, environment: dict[str, str]) -> str | None:
+    """Return the part of the sandbox that a process's environment names."""
+    if environment.get(MARK) == str(folder):
+        return environment.get(MARK_DAEMON)
+    # The shell of salloc has SLURM_CONF, too, but belongs to the user: it is no task.
+    is_task = "SLURM_TASK_PID" in environment
+    if is_task and environment.get("SLURM_CONF") == f"{folder}/slurm.conf":
+        return environment.get("SLURMD_NODENAME", "slurmctld")
+    return None
+
+
+def _with_ancestors(pid: int, everyone: dict[int, dict[str, Any]]) -> dict[int, None]:
+    """Return a process's id, its parent's, and so on, up to one whose parent is unknown."""
+    line: dict[int, None] = {}
+    while pid in everyone and pid not in line:
+        line[pid] = None
+        pid = everyone[pid]["ppid"]
+    return line
 
 
 class DaemonError(UserError):
@@ -143,7 +139,7 @@ class DaemonError(UserError):
 
 
 def missing_programs() -> list[str]:
-    """Return the programs that a sandbox needs and that are not here."""
+    """Return the programs that a sandbox needs and this machine lacks."""
     return [name for name in _PROGRAMS if _find(name) is None]
 
 
@@ -153,11 +149,7 @@ def log_file(folder: Path, daemon: str) -> Path:
 
 
 def start(folder: Path, daemon: str) -> None:
-    """Start munged, slurmctld, or a node's slurmd, which tells the controller of itself.
-
-    Raises:
-        DaemonError: it did not come up.
-    """
+    """Start munged, slurmctld, or the slurmd of the node of this name."""
     conf, munge = f"{folder}/slurm.conf", folder / "munge"
     if daemon not in ("munged", "slurmctld"):
         _run(folder, daemon, "slurmd", "-N", daemon, "-f", conf)
@@ -168,7 +160,7 @@ def start(folder: Path, daemon: str) -> None:
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
         options = [f"--{name}={munge}/{file}" for name, file in files.items()]
         log = f"--log-file={log_file(folder, 'munged')}"
-        # --force: munged wants a folder that nobody else can write to, up to the root of the disk.
+        # --force: else munged refuses a folder of which a parent is writable by others.
         _run(folder, daemon, "munged", "--force", "--origin=127.0.0.1", log, *options)
 
     def answers() -> bool:
@@ -182,7 +174,7 @@ def start(folder: Path, daemon: str) -> None:
 
 
 def ask(folder: Path, name: str, *arguments: str) -> str | None:
-    """Return what one of Slurm's programs said of the sandbox; None if it got no answer."""
+    """Run one of Slurm's programs in the sandbox; return its output, None if it failed."""
     words, shown = [_find(name) or name, *arguments], environment(folder)
     try:
         return subprocess.check_output(
@@ -193,7 +185,7 @@ def ask(folder: Path, name: str, *arguments: str) -> str | None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return this process' environment as seen by the sandbox: no other cluster, job or step."""
+    """Return this process's environment for the sandbox: without other clusters, jobs or steps."""
     outside = outside_of_any_job(os.environ)
     ours = {k: v for k, v in outside.items() if not k.startswith(("SLURM_", "SBATCH_"))}
     return ours | {"SLURM_CONF": f"{folder}/slurm.conf"}
@@ -206,11 +198,7 @@ def node_states(folder: Path) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now.
-
-    Raises:
-        UserError: there are not so many.
-    """
+    """Return ports on which nothing listens now."""
     free: list[int] = []
     for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as one, suppress(OSError):
@@ -228,7 +216,7 @@ def _find(name: str) -> str | None:
 
 def _run(folder: Path, daemon: str, name: str, *arguments: str) -> None:
     marks = {MARK: str(folder), MARK_DAEMON: daemon}
-    # It goes on in the background by itself; what it says before that belongs in its log.
+    # It goes into the background by itself; what it prints before that belongs in its log.
     with log_file(folder, daemon).open("ab") as log:
         try:
             code = subprocess.run(

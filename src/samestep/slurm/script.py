@@ -9,11 +9,11 @@ from samestep.slurm.options import JobOptions, assignment, dependency, interface
 from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import BEGUN
 
-MARK = "samestep:"  # what a job's comment begins with; the run directory follows
+MARK = "samestep:"  # a job's comment begins with it; the run directory follows
 
 _PLAIN = re.compile(r"[\w./:@%+,=-]+")
 
-# Ranks import PyTorch for seconds before they can listen, and Slurm may warn right at the start.
+# Ranks import PyTorch for seconds before they handle signals, and Slurm may warn at the start.
 _LISTEN_S = 20
 _PORTS = (12000, 18000)  # first, how many; below 32768, from where Linux hands out ports itself
 _SC1091 = "# shellcheck disable=SC1091  # it is on the cluster"
@@ -34,10 +34,10 @@ class JobScript:
     """What each rank runs: words after the interpreter, such as ("-m", "samestep", …)."""
     kind: Literal["recipe", "script"]
     python: str = "python"
-    """The interpreter, where no environment is entered that has its own."""
+    """The interpreter, unless the ranks enter an environment with its own."""
     venv: str | None = None
     mounts: tuple[str, ...] = ()
-    """Folders that a container has to show: of the run, of the command, of the data."""
+    """Folders to mount in a container: of the run, of the command, of the data."""
 
     @property
     def enters_environment(self) -> bool:
@@ -53,9 +53,9 @@ def script_text(job: JobScript) -> str:
 
 
 def sbatch_options(job: JobScript) -> dict[str, str | None]:
-    """Return the options for sbatch and their values, None for those that take none."""
+    """Return the options for sbatch with their values; None for those without a value."""
     options = job.options
-    asked = {
+    values = {
         "job-name": job.name,
         "comment": MARK + job.run,
         "chdir": job.folder,
@@ -65,8 +65,8 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
         "account": options.account,
         "qos": options.qos,
         "nodes": options.nodes,
-        # Slurm keeps the number of tasks of the first start, and so many may not fit on the nodes
-        # after a requeue. Of a range it is told what each node needs; srun is told the tasks.
+        # Slurm keeps the first start's number of tasks, which may not fit on the nodes after a
+        # requeue. So for a range, sbatch gets what each node needs, and srun gets the tasks.
         "ntasks-per-node": None if options.is_elastic else _tasks_per_node(options),
         "mincpus": _cpus_per_node(options) if options.is_elastic else None,
         "cpus-per-task": _cpus_per_task(options),
@@ -76,7 +76,7 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
         "signal": f"B:USR1@{options.signal_s}",
         "dependency": ",".join(map(dependency, options.after)) or None,
     }
-    given: dict[str, str | None] = {name: str(value) for name, value in asked.items() if value}
+    given: dict[str, str | None] = {name: str(value) for name, value in values.items() if value}
     if options.after:
         given["kill-on-invalid-dep"] = "yes"
     return given | {"requeue" if options.requeue else "no-requeue": None}
@@ -109,7 +109,7 @@ def _cpus_per_node(options: JobOptions) -> int:
 
 
 def _in_directive(value: str) -> str:
-    """Quote as sbatch reads it, to which a space is an end and # begins a comment."""
+    """Quote for sbatch: a space would end the value, and # would begin a comment."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return value if _PLAIN.fullmatch(value) else f'"{escaped}"'
 
@@ -117,8 +117,8 @@ def _in_directive(value: str) -> str:
 def _signal_handlers(job: JobScript) -> list[str]:
     patience_s = job.options.signal_s
     listen_s = min(_LISTEN_S, patience_s // 2)
-    # samestep keeps a USR1 that comes while it imports. To a script of the user's, USR1 may mean
-    # that it is to go on later.
+    # samestep keeps a USR1 that comes while it imports. For a user's script, USR1 may mean to go on
+    # later.
     cancels = "USR1" if job.kind == "recipe" else "TERM"
     return f"""\
 run={shlex.quote(job.run)}  # the same over all restarts
@@ -202,11 +202,11 @@ def _start_ranks(job: JobScript) -> list[str]:
     if options.is_elastic:
         words.append('--nodes="$SLURM_JOB_NUM_NODES"')
         words.append(f"--ntasks-per-node={_tasks_per_node(options)}")
-    if cpus := _cpus_per_task(options):  # srun does not take it over from sbatch
+    if cpus := _cpus_per_task(options):  # srun does not inherit it from sbatch
         words.append(f"--cpus-per-task={cpus}")
     if job.kind == "script" and options.launcher == "srun":
         words.append("--label")
-    if options.container_image:  # for Pyxis, an extension of srun
+    if options.container_image:  # an option of Pyxis, which extends srun
         mounts = ",".join(f"{folder}:{folder}" for folder in job.mounts)
         words.append(f"--container-image={shlex.quote(options.container_image)}")
         words += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
@@ -239,12 +239,12 @@ def _apptainer(job: JobScript, *flags: str) -> list[str]:
 
 
 def _rank(job: JobScript) -> tuple[list[str], list[str]]:
-    """Return comments, and words that are quoted already or meant for the shell."""
+    """Return comments, and words that are already quoted or meant for the shell."""
     python = "python" if job.enters_environment else job.python
     program = [shlex.quote(word) for word in (python, *job.command)]
     if job.kind == "recipe":
         return (["# One task for each rank."], program)
-    # The copy is no child of the rank, which may wait for all of its own.
+    # tee is not a child of the rank, since the rank may wait for all its children.
     words = f'tee "$SAMESTEP_RUN_DIR/{STDERR.format(rank="$RANK")}" >&2'
     inner = (
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
@@ -271,12 +271,12 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
         '--rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID"',
         "--rdzv-backend=c10d",
         '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
-        # What it would otherwise look up by the node's own name, which may lead to 127.0.1.1.
+        # Otherwise torchrun looks up the node's own name, which may lead to 127.0.1.1.
         '--rdzv-conf="is_host=$((SLURM_NODEID == 0))"',
         '--local-addr="${address[SLURM_NODEID]}"',
         f"--max-restarts={options.max_restarts}",
     ]
-    # A line of a script's output has its rank before it, as under srun.
+    # Label each line of a script's output with its rank, as srun does.
     label = job.kind == "script"
     launcher += ["--tee=3", '--log-dir="$SAMESTEP_RUN_DIR/torchrun"'] if label else []
     labels = [
@@ -300,7 +300,7 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
 
 
 def _wrap(words: list[str], width: int = 96) -> list[str]:
-    """Join words to lines of at most so many characters; a longer word has a line of its own."""
+    """Join words to lines of at most `width` characters, unless a word is longer."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 1 + len(word) <= width:

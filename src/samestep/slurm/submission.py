@@ -1,7 +1,4 @@
-"""What is submitted: samestep's own training of a recipe, or any script of the user's.
-
-Hand a job in: check it against the cluster, write its script into the run directory, sbatch.
-"""
+"""Submit a job: find what it runs, write its script into the run directory, call sbatch."""
 
 import ast
 import dataclasses
@@ -30,10 +27,26 @@ from samestep.slurm.options import (
 from samestep.slurm.queue import ProgramError, call, my_jobs
 from samestep.slurm.script import JobScript, sbatch_options, script_text
 
+# Directive → the words by which sbatch's refusals mean it.
+_MEANS = {
+    **{word: word for word in ("partition", "account", "qos")},
+    "time": r"time limit|time specification",
+    "nodes": r"node count|more processors|too many nodes",
+    "mem": "memory",
+    "dependency": "dependency",
+    "gpus-per-node": "gres|gpu|tres",
+    "cpus-per-task": "cpu count|cpus",
+    **dict.fromkeys(("ntasks-per-node", "mincpus"), "node configuration"),
+}
+
+_PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
+# A run has one job, and submit does not wait for its end.
+_NOT_FOR_A_RUN = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What each rank runs, and where its run lies: an absolute path."""
+    """What each rank runs, and its run directory as an absolute path."""
 
     name: str
     kind: Literal["recipe", "script"]
@@ -43,15 +56,12 @@ class Workload:
 
 
 def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
-    """Return the target that a recipe's name, a file or a run directory names.
+    """Return what a recipe's name, a file or a run directory stands for.
 
-    The arguments are those of the training or the script; recipes come with samestep.
-
-    Raises:
-        UserError: there is nothing of this name, or its own flags name what the job decides.
+    `arguments` are for the training or the script; `recipes` are the built-in ones.
     """
     path = Path(text)
-    if text in recipes:  # a recipe's name wins over a file or a folder of this name
+    if text in recipes:  # it wins over a file or a folder of this name
         is_file = goes_on = False
     else:
         is_file, goes_on = path.is_file(), is_run(path)
@@ -69,17 +79,17 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
     if any(word.split("=")[0] == "--nproc" for word in arguments):
         raise UserError("--nproc is for one machine; a job takes --nodes and --ntasks-per-node.")
     what = str(path.absolute()) if is_file or goes_on else text
-    place: tuple[str, ...] = ()
+    run_dir: tuple[str, ...] = ()
     if goes_on:
         run, name = path.absolute(), path.absolute().name
     else:
         name = path.stem if path.suffix == ".py" else text
         wanted, arguments = _without_run_dir(arguments)
         run = Path(wanted).absolute() if wanted else new_run_path(name).absolute()
-        place = ("--run-dir", str(run))
+        run_dir = ("--run-dir", str(run))
     rest = [word for word in arguments if word not in ("--resume", "--recipe-of-run")]
     own = () if text in recipes else ("--recipe-of-run",)  # its file may be edited meanwhile
-    command = ("-m", "samestep", "train", what, *rest, *place, "--resume", *own)
+    command = ("-m", "samestep", "train", what, *rest, *run_dir, "--resume", *own)
     return Workload(name=name, kind="recipe", run=run, command=command)
 
 
@@ -94,15 +104,15 @@ def is_script(run: Path) -> bool:
 def _not_begun(path: Path) -> UserError:
     script = path / "job.sbatch"
     if not script.is_file():
-        return UserError(f"{path} is a folder without settings.toml, so it is not a run's.")
+        return UserError(f"{path} is a folder without settings.toml, so it is no run directory.")
     return UserError(
-        f"{path} has no settings.toml: no training has begun there that could go on. Its job can "
-        f"be handed in once more: sbatch {shlex.quote(str(script))}"
+        f"{path} has no settings.toml: no training has begun there that could go on. To submit its "
+        f"job once more: sbatch {shlex.quote(str(script))}"
     )
 
 
 def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Take --run-dir out of the training's flags: the job has it in one place."""
+    """Split --run-dir from the training's flags."""
     found, rest, words = None, [], iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
@@ -117,9 +127,12 @@ def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def _is_recipe_file(path: Path) -> bool:
     """Whether a Python file assigns `recipe` and imports samestep; it is read, not run."""
-    if _is_shell_script(path):
+    with path.open("rb") as file:
+        first = file.readline(200)
+    shell = re.search(rb"^#!.*\b(ba|da|z|k)?sh\b", first)
+    if shell or (first[:2] != b"#!" and path.suffix in (".sh", ".bash", ".sbatch", ".slurm")):
         raise UserError(
-            f"{path} is a shell script; submit makes the job script by itself. Hand yours in with: "
+            f"{path} is a shell script; submit makes the job script itself. Submit yours with: "
             f"sbatch {shlex.quote(str(path))}; or name the Python file that it starts: samestep "
             "slurm submit train.py."
         )
@@ -129,7 +142,7 @@ def _is_recipe_file(path: Path) -> bool:
         at = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         why = error.msg if isinstance(error, SyntaxError) else error
         raise UserError(
-            f"{path}{at} cannot be read as Python: {why}. Mend it, or name another file."
+            f"{path}{at} cannot be read as Python: {why}. Correct it, or name another file."
         ) from error
     nodes = list(ast.walk(tree))
     imported = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
@@ -137,37 +150,8 @@ def _is_recipe_file(path: Path) -> bool:
     return names_recipe(tree) and any(name.split(".")[0] == "samestep" for name in imported)
 
 
-def _is_shell_script(path: Path) -> bool:
-    with path.open("rb") as file:
-        first = file.readline(200)
-    if first.startswith(b"#!"):
-        return re.search(rb"\b(ba|da|z|k)?sh\b", first) is not None
-    return path.suffix in (".sh", ".bash", ".sbatch", ".slurm")
-
-
-# The directive → what sbatch's refusals speak of when they mean it.
-_MEANS = {
-    **{word: word for word in ("partition", "account", "qos")},
-    "time": r"time limit|time specification",
-    "nodes": r"node count|more processors|too many nodes",
-    "mem": "memory",
-    "dependency": "dependency",
-    "gpus-per-node": "gres|gpu|tres",
-    "cpus-per-task": "cpu count|cpus",
-    **dict.fromkeys(("ntasks-per-node", "mincpus"), "node configuration"),
-}
-
-_PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
-# Of one run there is one job; and who submits does not wait for its end.
-_NOT_FOR_A_RUN = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
-
-
 def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScript:
-    """Return the job that runs a workload with these options, from this interpreter.
-
-    Raises:
-        UserError: the environment is none, or the command holds a secret.
-    """
+    """Return the job that runs a workload with these options, from this interpreter."""
     refuse_secret_flags(workload.command)
     check_place(options, workload.kind)
     venv = options.venv
@@ -202,11 +186,7 @@ def _mounts(workload: Workload, folder: Path) -> tuple[str, ...]:
 
 
 def submit(job: JobScript) -> tuple[int, Path]:
-    """Hand a job in; return its number and the script, which lies in the run directory.
-
-    Raises:
-        UserError: there is no Slurm, the job is impossible on it, or it was refused.
-    """
+    """Submit a job; return its number and its script in the run directory."""
     text = script_text(job)
     named = (_PARTITION.match(option) for option in job.options.sbatch)
     partitions = [job.options.partition, *(match[1] for match in named if match)]
@@ -215,13 +195,13 @@ def submit(job: JobScript) -> tuple[int, Path]:
     check_after(job.options)
     run = Path(job.run)
     if known := run.exists():
-        _refuse_beside_another(run, job.options)
+        _refuse_second_job(run, job.options)
     script = run / "job.sbatch"
     make_folder(run)
     write_text(script, text)
     keep_options(run, job.options)
-    # Slurm takes the shell's SBATCH_* over what the script says, and options that are typed over
-    # both: what was asked for this job has to win.
+    # The shell's SBATCH_* override the script, and typed options override both: this job's
+    # options have to win.
     options = sbatch_options(job).items()
     words = [f"--{name}" + ("" if value is None else f"={value}") for name, value in options]
     words += [word for option in job.options.sbatch for word in shlex.split(option)]
@@ -236,8 +216,8 @@ def submit(job: JobScript) -> tuple[int, Path]:
     return int(answer.strip().split(";")[0]), script
 
 
-def _refuse_beside_another(run: Path, options: JobOptions) -> None:
-    """Refuse a second job on a run, unless it comes after those that have not ended."""
+def _refuse_second_job(run: Path, options: JobOptions) -> None:
+    """Refuse a second job of a run, unless it comes after those that have not ended."""
     after = {int(re.split("[:_]", text)[0]) for text in options.after}
     going = [job for job in my_jobs(run) if not job.ended]
     if {job.job for job in going} <= after:
@@ -261,12 +241,11 @@ def make_folder(run: Path) -> None:
 
 def _refused(error: ProgramError, script: str) -> UserError:
     """Return sbatch's own words with the line of the script that they mean."""
-    lines = script.splitlines()
     meant = [word for word, what in _MEANS.items() if re.search(what, error.said, re.IGNORECASE)]
     found = (
         f"Line {number}: {line}"
         for directive in meant
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate(script.splitlines(), 1)
         if line.startswith(f"#SBATCH --{directive}=")
     )
     where = "The directives are the #SBATCH lines that `samestep slurm submit … --dry-run` prints."
