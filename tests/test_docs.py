@@ -38,18 +38,8 @@ OF_THE_HANDBOOK = {line for page in PAGES[1:] for line in commands(page) if "run
 KIND = {"images.md": "images", "any-batch.md": "csv_regression", "cricket.md": "cricket"}
 """The recipe of which a page shows a run, where it is not the spiral."""
 OF_ONE_PROCESS = {
-    *(
-        "train",
-        "evaluate",
-        "predict",
-        "track",
-        "runs",
-        "compare",
-        "report",
-        "data",
-        "doctor",
-        "slurm",
-    )
+    *("train", "evaluate", "predict", "explain", "new", "completion", "track", "runs", "compare"),
+    *("report", "data", "doctor", "slurm"),
 }
 """The verbs that start no ranks of their own, but with --nproc."""
 

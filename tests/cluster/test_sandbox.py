@@ -42,41 +42,6 @@ def test_the_address_of_a_node_resolves(sandbox):
     assert "NodeAddr=127.0.0.1" in sandbox.run("scontrol", "show", "node", "node2")
 
 
-def test_a_requeued_job_starts_again_within_seconds(sandbox, tmp_path):
-    script = 'srun bash -c "echo start ${SLURM_RESTART_COUNT-0}; exec sleep 60"'
-    job = sandbox.submit(tmp_path, script, "-n4")
-
-    def starts() -> list[str]:  # Slurm says there too that the job was cancelled to be requeued
-        out = tmp_path / "out"
-        lines = out.read_text().splitlines() if out.exists() else []
-        return [line for line in lines if line.startswith("start")]
-
-    # A task that is signalled while it is launched hears nothing, and is killed 30 s later.
-    wait_for(lambda: starts() == 4 * ["start 0"])
-    sandbox.run("scontrol", "requeue", job)
-    took_s = wait_for(lambda: starts() == 4 * ["start 0"] + 4 * ["start 1"])
-    print(f"requeue: {took_s:.1f} s")
-    sandbox.run("scancel", job)
-    sandbox.wait_for_state(job, "CANCELLED")
-
-
-def test_the_script_is_warned_before_its_time_is_up(sandbox, tmp_path):
-    script = "trap 'echo warned; kill %1; exit 0' USR1\necho ready\nsleep 300 & wait"
-    job = sandbox.submit(tmp_path, script, "--time=1", "--signal=B:USR1@60")
-    sandbox.wait_for_state(job, "COMPLETED")
-    assert (tmp_path / "out").read_text().splitlines()[:2] == ["ready", "warned"]
-
-
-def test_an_urgent_job_sends_others_back_to_the_queue(sandbox, tmp_path):
-    usual = sandbox.submit(tmp_path, "exec sleep 300", "-N2", "--exclusive")
-    sandbox.wait_for_state(usual, "RUNNING")
-    sandbox.run("srun", "--partition=urgent", "-N2", "true")
-    assert sandbox.field(usual, "Restarts") == "1"
-    sandbox.wait_for_state(usual, "RUNNING")
-    sandbox.run("scancel", usual)
-    sandbox.wait_for_state(usual, "CANCELLED")
-
-
 def test_a_killed_node_is_noticed_and_its_job_goes_on_when_it_is_back(sandbox, tmp_path):
     job = sandbox.submit(tmp_path, "exec sleep 300", "-N2")
     sandbox.wait_for_state(job, "RUNNING")
@@ -121,8 +86,10 @@ def test_after_a_crash_down_leaves_no_process_and_up_works_again(empty, tmp_path
     assert up(empty, nodes=1).is_up
 
 
-def test_down_spares_processes_that_only_name_the_folder(empty):
-    up(empty, nodes=1)
+def test_down_spares_files_and_processes_of_the_users_own(empty, monkeypatch):
+    for name, value in {"CONF": "/nowhere", "JOB_ID": "7", "PROCID": "1", "NTASKS": "9"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)  # of another cluster: they do not matter
+    assert up(empty, nodes=1).is_up
     waits = "import signal; print(1, flush=True); signal.pause()"
     shell_of_salloc = {"SLURM_CONF": f"{empty}/slurm.conf", "SLURM_JOB_ID": "1"}
     bystander = subprocess.Popen(
@@ -134,15 +101,10 @@ def test_down_spares_processes_that_only_name_the_folder(empty):
         assert bystander.stdout.readline() == b"1\n"
         # A stale file with the id of somebody else's process must not matter.
         (empty / "state" / "slurmctld.pid").write_text(f"{bystander.pid}\n")
+        (empty / "slurm-1.out").write_text("mine")
         down(empty)
         assert bystander.poll() is None
         bystander.kill()
-
-
-def test_down_keeps_the_users_own_files(empty):
-    up(empty, nodes=1)
-    (empty / "slurm-1.out").write_text("mine")
-    down(empty)
     assert [path.name for path in empty.iterdir()] == ["slurm-1.out"]
 
 
@@ -204,13 +166,6 @@ def test_a_node_that_never_comes_is_named_and_nothing_runs_on(empty, tmp_path, m
         up(empty, nodes=1)
     assert str(caught.value).count("I would rather not") == 1
     assert not find_processes(empty)
-
-
-def test_variables_of_another_cluster_do_not_matter(empty, monkeypatch):
-    for name, value in {"CONF": "/nowhere", "JOB_ID": "7", "PROCID": "1", "NTASKS": "9"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    assert up(empty, nodes=1).is_up
-    assert status(empty).is_up
 
 
 def test_the_command_prints_the_line_alone_if_told_and_its_exit_codes_say_what_is(empty, capsys):

@@ -38,7 +38,7 @@ def test_both_losses_are_the_same_on_one_two_and_three_ranks(alone, on_two, tmp_
     assert all({"loss", "g_loss"} <= record.keys() for record in account(alone))
 
 
-@pytest.mark.parametrize(("world_size", "then"), [(1, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("world_size", "then"), [(1, 1), (2, 3)])
 def test_a_killed_run_goes_on_from_the_exact_step(alone, on_two, tmp_path, world_size, then):
     ranks = start(
         *(SCRIPT, *FLAGS), world_size=world_size, folder=tmp_path, strike=Strike(8, signal.SIGKILL)
