@@ -39,7 +39,7 @@ from samestep.recipe_checks import (
     telling_options,
 )
 from samestep.recipe_source import all_with_options, opens_run, with_options
-from samestep.settings import OTHER_NAMES, Settings, documented
+from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
@@ -177,7 +177,7 @@ class Recipe:
         if self.metrics is _BY_DEFAULT:
             own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
             object.__setattr__(self, "metrics", own)
-        known = {f.name for f in fields(Settings)} | OTHER_NAMES.keys()
+        known = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
         for key in self.settings:
             if key not in known:
                 raise UserError(

@@ -6,6 +6,7 @@ defaults, a TOML file, the flags.
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,25 +20,22 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 _COMMON = {"common": True}
 """Marks a setting that the short `--help` shows, too."""
 _FREE = {"may_change": True}
-"""Marks what may differ when a run goes on: it trains nothing else."""
+"""Marks a setting that may change on resume: the training stays the same."""
 _BITS_ALONE = {"may_change": False}
-"""The same, but it may decide on the last bit, which virtual ranks promise."""
+"""The same, but it may change the last bit, so not with virtual ranks."""
 T = TypeVar("T")
 
 
 def may_change(default: T) -> T:
-    """Return the default of an option that may differ when a run goes on: it trains nothing else.
+    """Return `field(default=default, metadata={"may_change": True})`.
 
-    @dataclass(frozen=True)
-    class Options:
-        width: int = 64
-        data_dir: str = samestep.may_change("data")
+    It declares an option of a recipe that may change on resume, such as a folder of data.
     """
     return field(default=default, metadata=_FREE)
 
 
 def free_names(*kinds: type | None, virtual_ranks: object = None) -> frozenset[str]:
-    """Return the names of the fields that may differ when a run goes on."""
+    """Return the names of the fields that may change on resume."""
     found = (one for kind in kinds if kind is not None for one in fields(kind))
     return frozenset(
         one.name
@@ -49,14 +47,14 @@ def free_names(*kinds: type | None, virtual_ranks: object = None) -> frozenset[s
 
 def field_docs(kind: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass and its bases."""
-    import ast  # noqa: PLC0415 - for help alone
+    import ast  # noqa: PLC0415 - only for help
     import inspect  # noqa: PLC0415
 
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-        except (OSError, TypeError, SyntaxError):  # there is no source: of `object`, for one
+        except (OSError, TypeError, SyntaxError):  # no source, as of `object`
             continue
         body = getattr(tree, "body", [])
         for statement, below in itertools.pairwise(body):
@@ -70,7 +68,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 class _WithFields:
-    """A class's docstring with those of its fields, read from the source when `help()` asks."""
+    """A class's docstring and those of its fields, read from the source when `help()` asks."""
 
     def __init__(self, own: str) -> None:
         self._own = own
@@ -82,7 +80,7 @@ class _WithFields:
 
 
 def documented(kind: type[T]) -> type[T]:
-    """Return a dataclass whose `help()` has the docstrings of its fields, too."""
+    """Add the docstrings of a dataclass's fields to its `help()`."""
     kind.__doc__ = _WithFields(kind.__doc__ or "")  # type: ignore[assignment]
     return kind
 
@@ -102,23 +100,23 @@ class Settings:
     """Stop after this many steps, whatever the epoch."""
 
     batch_size: int | None = field(default=None, metadata=_COMMON)
-    """Samples per step over all ranks; also --global-batch-size."""
+    """Samples per step over all ranks."""
     batch_size_per_rank: int | None = None
-    """In place of --batch-size: samples per rank and step, so that more ranks take larger steps."""
+    """Instead of --batch-size: samples per rank and step, so that more ranks take larger steps."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """The most samples that a rank computes at once; the number of micro-steps follows."""
     accumulate: int | None = field(default=None, metadata=_BITS_ALONE)
-    """In place of --micro-batch-size: micro-steps per optimizer step."""
+    """Instead of --micro-batch-size: micro-steps per optimizer step."""
     eval_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
-    """Samples per rank and forward of an evaluation; by default those of a micro-step."""
+    """Samples per rank and forward pass of an evaluation; by default as in a micro-step."""
     virtual_ranks: int | None = field(default=None, metadata=_COMMON)
-    """Cut each global batch into this many shares: equal to the last bit on any number of ranks."""
+    """Cut each batch into this many shares: the same bits on any number of ranks."""
     self_check: bool = field(default=True, metadata=_FREE)
-    """With virtual ranks, compute one share of the first step a second time and compare."""
+    """With virtual ranks, compute one share of the first step twice and compare."""
     drop_last: bool = False
-    """Leave out the last global batch of an epoch when it is incomplete."""
+    """Leave out the last batch of an epoch if it is incomplete."""
     shuffle_buffer: int = 0
-    """Elements of a stream that are shuffled together; 0 keeps its order."""
+    """Elements of a stream that are shuffled together; 0 keeps their order."""
 
     optimizer: Literal["adam", "adamw", "sgd"] = field(default="adam", metadata=_COMMON)
     """The optimizer, unless the recipe makes its own."""
@@ -132,95 +130,97 @@ class Settings:
     """Clip the gradient to this norm."""
 
     ema: float | None = None
-    """Keep an average of the weights, of which each step keeps this part (0.999); it is what gets
-    evaluated, and checkpoints hold it beside the weights."""
+    """Evaluate an exponential moving average of the weights with this decay (0.999); checkpoints
+    hold it next to the weights."""
 
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate follows global batch / base batch (linear: Goyal et al. 2017)."""
+    """How the learning rate follows batch size / base batch size (linear: Goyal et al. 2017)."""
     base_batch_size: int | None = None
-    """The global batch size that --lr was tuned for; needed for --lr-scaling."""
+    """The batch size that --lr was tuned for; needed for --lr-scaling."""
     warmup_steps: int = field(default=0, metadata=_COMMON)
-    """Steps of a linear ramp up to --lr."""
+    """Steps of a linear warm-up to --lr."""
     schedule: Literal["constant", "cosine"] = field(default="constant", metadata=_COMMON)
-    """Learning rate after the warm-up; cosine falls to 0 by the end, step by step. A recipe may
-    have a schedule of its own."""
+    """Learning rate after the warm-up; cosine falls to 0 by the last step. A recipe may have its
+    own schedule."""
 
     engine: Literal["native", "lightning"] = "native"
-    """What runs the loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
+    """The training loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
     precision: Precision = field(default="fp32", metadata=_COMMON)
-    """Type of the arithmetic: bf16 and fp16 are autocast (fp16 with a gradient scaler); fp64
-    converts model and data."""
+    """Number format: bf16 and fp16 use autocast (fp16 with a gradient scaler); fp64 converts model
+    and data."""
     param_dtype: ParamDtype | None = None
-    """Type of weights and optimizer state; by default fp32, or fp64 as --precision says. bf16 needs
-    --precision bf16."""
+    """Type of weights and optimizer state; by default fp32, or fp64 with --precision fp64. bf16
+    needs --precision bf16."""
     matmul_precision: MatmulPrecision | None = None
-    """Within float32 products and convolutions; highest forbids TF32. By default PyTorch's."""
+    """Precision of float32 products and convolutions; highest forbids TF32."""
     seed: int = field(default=42, metadata=_COMMON)
-    """Seed of all that is random: initial weights, order, augmentation, dropout."""
+    """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
     device: Literal["auto", "cpu", "cuda", "mps"] = field(default="auto", metadata=_COMMON | _FREE)
-    """Where to train; auto takes the best device here."""
+    """The device; auto takes the best one here."""
     backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=_FREE)
-    """What connects the ranks; auto chooses by platform and device."""
+    """Communication between the ranks; auto chooses by platform and device."""
     timeout_s: float = field(default=600.0, metadata=_FREE)
-    """Seconds that ranks wait for the slowest of them before they give up."""
+    """Seconds that ranks wait for the slowest one before they give up."""
     bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
-    """MiB of gradients that ranks reduce at once; by default PyTorch's 25."""
+    """MiB of gradients per all-reduce; by default PyTorch's 25."""
     compile: Literal["off", "on"] = field(default="off", metadata=_COMMON | _BITS_ALONE)
-    """Compile whole steps into one graph: slow to start, fast after."""
+    """Compile each step into one graph: slow to start, then fast."""
     channels_last: bool = field(default=False, metadata=_BITS_ALONE)
-    """Lay images out channel by channel within a pixel: faster convolutions on many devices."""
+    """Store images in channels-last layout: faster convolutions on many devices."""
     cudnn_benchmark: bool = field(default=False, metadata=_FREE)
     """Let cuDNN time its convolutions and take the fastest; for inputs of one shape."""
     deterministic: bool = field(default=False, metadata=_BITS_ALONE)
-    """Use operations alone that give the same bits each time; slower on GPUs."""
+    """Use only operations that give the same bits each time; slower on GPUs."""
     checkpoint_activations: bool = field(default=False, metadata=_FREE)
-    """Keep the inputs of marked blocks alone and compute the rest again: less memory, more time."""
+    """Recompute activations of marked blocks in the backward pass: less memory, more time."""
     find_unused: bool = field(default=False, metadata=_BITS_ALONE)
-    """Let a step leave parameters unused, as a model with branches does (DDP); costs time."""
+    """Allow steps that leave parameters unused, as in a model with branches (DDP); costs time."""
     static_graph: bool = field(default=False, metadata=_BITS_ALONE)
     """Promise that every step uses the same parameters in the same way (DDP)."""
     sync_batchnorm: bool = False
-    """Normalise over the samples of all ranks, not of each; on NVIDIA GPUs alone."""
+    """Normalise over the samples of all ranks instead of each; only on NVIDIA GPUs."""
     threads: int | None = field(default=None, metadata=_BITS_ALONE)
     """CPU threads per rank; by default OMP_NUM_THREADS, else chosen from cores and model."""
     num_workers: int = field(default=0, metadata=_COMMON | _FREE)
     """Loader processes per rank; for data that is not held in memory."""
     oversubscribe: bool = field(default=False, metadata=_FREE)
-    """Insist on more than 4 ranks or loader processes per core, or several ranks on one GPU."""
+    """Allow more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
     run_dir: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Directory of the run; by default a new one in runs/."""
     log_every: int | None = field(default=None, metadata=_FREE)
-    """Steps between two `step` records; by default the length decides: 200 to 500 records, and in
-    long runs one every 50 steps."""
+    """Steps between two `step` records; by default 200 to 500 records per run, and in long runs
+    one every 50 steps."""
     eval_every_epochs: int = field(default=1, metadata=_FREE)
     """Epochs between two evaluations on the validation set."""
     eval_every_steps: int | None = field(default=None, metadata=_FREE)
-    """Steps between two evaluations, beside those after epochs."""
+    """Steps between two evaluations, in addition to those after epochs."""
     checkpoint_every_epochs: int = field(default=1, metadata=_FREE)
-    """Epochs between two checkpoints; there is always one at the end."""
+    """Epochs between two checkpoints; the end always has one."""
     checkpoint_every_steps: int | None = field(default=None, metadata=_FREE)
-    """Steps between two checkpoints, beside those after epochs."""
+    """Steps between two checkpoints, in addition to those after epochs."""
     checkpoint_every_minutes: float | None = field(default=None, metadata=_FREE)
-    """Minutes between two checkpoints, beside the others."""
+    """Minutes between two checkpoints, in addition to the others."""
     keep_top_k: int | None = field(default=None, metadata=_FREE)
-    """Keep only the last checkpoint and the best K by --monitor; by default keep all."""
+    """Keep only the last checkpoint and the best K by --monitor; by default all."""
     monitor: str | None = field(default=None, metadata=_COMMON)
-    """Validation metric that makes a checkpoint the best; by default accuracy, else loss."""
+    """Validation metric that decides which checkpoint is best, as in loss:min; by default accuracy,
+    else loss."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether the best is the smallest or the largest; auto: min for the loss and what the recipe
-    names in lower_is_better, max for others."""
+    """Whether the best value is the smallest or the largest; auto: min for the loss and the
+    recipe's lower_is_better, max for others."""
     patience: int | None = field(default=None, metadata=_COMMON | _FREE)
     """Stop after this many evaluations without a new best; by --monitor."""
     min_delta: float = field(default=0.0, metadata=_FREE)
-    """What counts as an improvement for --patience."""
+    """The least change that counts as an improvement for --patience."""
 
     pictures: bool = field(default=True, metadata=_FREE)
     """Save pictures at the end of the run: predictions, and what the recipe draws."""
 
     track: str | None = field(default=None, metadata=_COMMON | _FREE)
-    """Trackers that rank 0 sends the run to: comet, mlflow, tensorboard, wandb, or your own
-    (my_tracker.py, package.module), with commas between them; none drops those of a resumed run."""
+    """Trackers, separated by commas: comet, mlflow, tensorboard, wandb, or your own (my_tracker.py,
+    package.module); none drops those of a resumed run. In TOML a table [track], with `to` and the
+    names below without `track_`."""
     track_project: str | None = field(default=None, metadata=_FREE)
     """Project (MLflow: experiment) at the tracker; by default the recipe's name."""
     track_name: str | None = field(default=None, metadata=_FREE)
@@ -228,13 +228,13 @@ class Settings:
     track_workspace: str | None = field(default=None, metadata=_FREE)
     """Workspace at Comet, entity at W&B; by default the account's own."""
     track_tags: str | None = field(default=None, metadata=_FREE)
-    """Tags of the run at the tracker, with commas between them."""
+    """Tags of the run at the tracker, separated by commas."""
     track_offline: bool = field(default=False, metadata=_FREE)
     """Write the trackers' files into the run directory and send nothing."""
     track_checkpoints: bool = field(default=False, metadata=_FREE)
-    """Send the checkpoints too, as artifacts."""
+    """Also send the checkpoints, as artifacts."""
     track_timeout: float = field(default=120.0, metadata=_FREE)
-    """Seconds that a tracker may take to start, and for each answer."""
+    """Seconds that a tracker may take to start and to answer."""
 
     def __post_init__(self) -> None:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
@@ -244,37 +244,46 @@ class Settings:
         check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
         check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")
         if self.run_dir is not None and not self.run_dir.strip():
-            raise UserError("--run-dir is empty; name a directory, or leave it out.")
+            raise UserError(
+                "--run-dir is empty; name a directory, or leave it out.", flags=["run_dir"]
+            )
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
-                f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the global batch size "
-                f"that --lr {self.lr} was tuned for."
+                f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the batch size that "
+                f"--lr {self.lr} was tuned for.",
+                flags=["lr_scaling", "base_batch_size"],
             )
         if self.momentum and self.optimizer != "sgd":
             raise UserError(
-                f"--momentum {self.momentum} has no effect with --optimizer {self.optimizer}: "
-                "leave it out, or use --optimizer sgd."
+                f"--momentum {self.momentum} has no effect with --optimizer {self.optimizer}.",
+                remedy="Leave it out, or use --optimizer sgd.",
+                flags=["momentum", "optimizer"],
             )
         if self.param_dtype == "bf16" and self.precision != "bf16":
             raise UserError(
                 f"--param-dtype bf16 does not go with --precision {self.precision}: weights in "
-                "bfloat16 need --precision bf16. Add it, or leave --param-dtype out."
+                "bfloat16 need --precision bf16.",
+                remedy="Add it, or leave --param-dtype out.",
+                flags=["param_dtype", "precision"],
             )
         if self.param_dtype == "fp32" and self.precision == "fp64":
             raise UserError(
-                "--param-dtype fp32 does not go with --precision fp64, which holds everything in "
-                "float64. Leave one of them out."
+                "--param-dtype fp32 does not go with --precision fp64: everything is float64 then.",
+                remedy="Leave one of them out.",
+                flags=["param_dtype", "precision"],
             )
         if self.virtual_ranks is not None:
             self._hold_bits_still(self.virtual_ranks)
         if self.deterministic and self.cudnn_benchmark:
             raise UserError(
                 "--cudnn-benchmark does not go with --deterministic: it may choose other kernels "
-                "each time. Leave one of them out."
+                "each time.",
+                remedy="Leave one of them out.",
+                flags=["cudnn_benchmark", "deterministic"],
             )
 
     def _hold_bits_still(self, virtual_ranks: int) -> None:
-        """Set what decides over the last bit, and refuse what leaves it open."""
+        """Set what the last bit depends on, and refuse settings that leave it open."""
         if virtual_ranks > 4096:
             raise UserError(f"--virtual-ranks is {virtual_ranks}; it must be 4096 or less.")
         for name, wanted in (("sync_batchnorm", False), ("engine", "native")):
@@ -282,22 +291,23 @@ class Settings:
             if value != wanted:
                 given = flag_name(name) + ("" if value is True else f" {value}")
                 raise UserError(
-                    f"--{given} does not go with --virtual-ranks: {_WHY_NOT[name]}. Leave one of "
-                    "them out."
+                    f"--{given} does not go with --virtual-ranks: {_WHY_NOT[name]}.",
+                    remedy="Leave one of them out.",
+                    flags=[name, "virtual_ranks"],
                 )
-        # A CPU kernel may sum in another order with another number of threads.
+        # CPU kernels may sum in another order with another number of threads.
         object.__setattr__(self, "threads", self.threads or 1)
         object.__setattr__(self, "deterministic", True)
 
     @property
     def allows_unused(self) -> bool:
-        """Whether DDP finds out which parameters get no gradient, rather than wait for them."""
+        """Whether DDP looks for parameters without a gradient instead of waiting for them."""
         return self.find_unused or self.static_graph
 
 
 _WHY_NOT = {
     "sync_batchnorm": "each virtual rank normalises over its own samples, on any number of ranks",
-    "engine": "Lightning's DDP adds the gradients up in an order of its own",
+    "engine": "Lightning's DDP adds up the gradients in its own order",
 }
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
@@ -316,55 +326,100 @@ _NOT_NEGATIVE = (
 def check_flags(
     options: object, names: Iterable[str], holds: Callable[[Any], bool], must_be: str
 ) -> None:
-    """Raise a `UserError` that names the flag if a value that is given does not hold."""
+    """Raise a `UserError` that names the flag if a given value does not hold."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not holds(value):
-            raise UserError(f"--{flag_name(name)} is {value}; it must {must_be}.")
+            raise UserError(f"--{flag_name(name)} is {value}; it must {must_be}.", flags=[name])
 
 
 def flag_name(name: str) -> str:
-    """Return a field's name as it is typed on the command line: `batch_size` → `batch-size`."""
+    """Return a field's name as on the command line: `batch_size` → `batch-size`."""
     return name.replace("_", "-")
 
 
 def in_precision(settings: Settings, precision: Precision) -> Settings:
-    """Return the settings in another precision, with the weights in the type that it holds."""
+    """Return the settings in another precision, and weights of its type."""
     if precision == settings.precision:
         return settings
     return replace(settings, precision=precision, param_dtype=None)
 
 
-# Of these pairs a layer states one; stating it drops the other from the layers below.
+# A layer that sets one of a pair drops the other from the layers below.
 _ALTERNATIVES = (
     ("batch_size", "batch_size_per_rank"),
     ("micro_batch_size", "accumulate"),
     ("epochs", "max_steps"),
 )
 OTHER_NAMES = {"global_batch_size": "batch_size"}
+MERGED = {
+    "eval_every": (
+        "1epoch|500steps",
+        "How often to evaluate: after epochs, and after steps if given: 1epoch,500steps.",
+    ),
+    "checkpoint_every": (
+        "1epoch|500steps|30min",
+        "How often to save: after epochs, and after steps or minutes if given: 500steps,30min.",
+    ),
+}
+"""Settings with a unit that set several fields: what is typed, and what `--help` says."""
+_INTERVAL = re.compile(r"(\d+(?:\.\d+)?) ?(epoch|step|min)(?:s|utes?)?")
+_FIELD_OF = {"epoch": "epochs", "step": "steps", "min": "minutes"}
+ALSO_ACCEPTED = frozenset({*OTHER_NAMES, *MERGED})
+"""Names that are no fields, and are accepted wherever a setting is given."""
 
 
 def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Return settings by their own names: `global_batch_size` is another one of `batch_size`.
+    """Return settings by the names of their fields; `where` begins a message.
 
-    Raises:
-        UserError: a setting has two values by its two names; `where` begins the message.
+    `global_batch_size` is `batch_size`; `eval_every = "500steps"` sets `eval_every_steps`; `monitor
+    = "loss:min"` sets `mode`, too; a table `track` sets `track` by its `to` and `track_KEY` by KEY.
     """
-    for other, name in OTHER_NAMES.items():
-        if other in table and table.get(name) not in (None, table[other]):
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        for one, given in _fields_set_by(name, value, where).items():
+            before = found.get(one, table.get(one))
+            if one != name and before not in (None, given):
+                raise UserError(
+                    f"{where}: {one} is {before} and {name} is {value}, but both set {one}. "
+                    "Keep one of them.",
+                    flags=[one],
+                )
+            found[one] = given
+    return found
+
+
+def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
+    if name in OTHER_NAMES:
+        return {OTHER_NAMES[name]: value}
+    if name == "monitor" and isinstance(value, str) and value.endswith((":min", ":max")):
+        metric, _, mode = value.rpartition(":")
+        return {"monitor": metric, "mode": mode}
+    if name == "track" and isinstance(value, Mapping):
+        keys = {key: key.replace("-", "_") for key in value}
+        return {"track" if k == "to" else f"track_{k}": value[key] for key, k in keys.items()}
+    if name not in MERGED or value is None:
+        return {name: value}
+    parts = value.split(",") if isinstance(value, str) else value
+    found: dict[str, Any] = {}
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        match = _INTERVAL.fullmatch(str(part).strip())
+        unit = match[2] if match else ""
+        whole = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
+        if not whole or f"{name}_{_FIELD_OF[unit]}" not in Settings.__dataclass_fields__:
             raise UserError(
-                f"{where}: {name} is {table[name]} and {other} is {table[other]}, but both name "
-                "the samples per step over all ranks. Keep one; micro_batch_size is the most that "
-                "one rank computes at once."
+                f"{where}: {name} = {value!r}: give a number with its unit, as {MERGED[name][0]}.",
+                flags=[name],
             )
-    own = {key: value for key, value in table.items() if key not in OTHER_NAMES}
-    return own | {OTHER_NAMES[key]: table[key] for key in OTHER_NAMES if key in table}
+        number = float(match[1])  # type: ignore[index]
+        found[f"{name}_{_FIELD_OF[unit]}"] = number if unit == "min" else int(number)
+    return found
 
 
 def settings_of_run(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run's settings.toml says, by what the names mean today.
+    """Return the table of a run's settings.toml, with the names of today.
 
-    An earlier one has `global_batch_size`, and its `batch_size` is the most of a micro-step.
+    In an older file `global_batch_size` is the batch size, and `batch_size` the micro-batch size.
     """
     if "global_batch_size" not in table:
         return dict(table)
@@ -373,10 +428,7 @@ def settings_of_run(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
-    """Merge layers of settings, the later winning.
-
-    A layer that gives one of two alternatives drops the other of the lower layers.
-    """
+    """Merge layers of settings; the later ones win."""
     merged: dict[str, object] = {}
     for layer in (own_names(layer, "settings") for layer in layers):
         for pair in _ALTERNATIVES:

@@ -8,8 +8,7 @@ import subprocess
 import pytest
 
 from samestep.cli import VERBS
-from samestep.commands import completion_scripts
-from samestep.commands.completion_words import COMMANDS, completion_words
+from samestep.commands.completion import _INNER, COMMANDS, SCRIPTS, completion_words
 from samestep.commands.help import recipe_files
 from tests.command_line import call, one_message
 from tests.comparison.made_runs import write_run
@@ -36,7 +35,7 @@ def words():
 @pytest.fixture(scope="module")
 def script(tmp_path_factory, words):
     path = tmp_path_factory.mktemp("completion") / "samestep.bash"
-    path.write_text(completion_scripts.bash(words))
+    path.write_text(SCRIPTS["bash"](words))
     return path
 
 
@@ -113,12 +112,12 @@ def test_where_a_run_is_wanted_those_in_runs_are_completed(complete, tmp_path):
 
 
 def test_every_verb_is_completed(words):
-    assert {word.split()[0] for word in (*words.flags, *words.inner)} == set(VERBS)
+    assert {word.split()[0] for word in (*words.flags, *_INNER)} == set(VERBS)
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_every_flag_that_is_offered_is_one_of_the_verb(verb, words, capfd):
-    target = ("spiral",) if words.targets[verb] == "recipe" else ()
+    target = ("spiral",) if COMMANDS[verb][1] == "recipe" else ()
     flag = "--help-all" if "+" in COMMANDS[verb][0] else "--help"
     assert call(*verb.split(), *target, flag) == 0
     told = set(re.findall(r"--[a-z-]+", capfd.readouterr().out))
@@ -130,7 +129,7 @@ def test_the_script_has_the_syntax_of_its_shell(shell, words, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     script = tmp_path / "script"
-    script.write_text(getattr(completion_scripts, shell)(words))
+    script.write_text(SCRIPTS[shell](words))
     done = subprocess.run([shell, "-n", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -139,7 +138,7 @@ def test_fish_completes(words, tmp_path):
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     script = tmp_path / "samestep.fish"
-    script.write_text(completion_scripts.fish(words))
+    script.write_text(SCRIPTS["fish"](words))
 
     def ask(line):
         command = f"source {script}; complete -C {shlex.quote(line)}"

@@ -57,7 +57,7 @@ def test_without_being_asked_for_all_the_help_has_the_common_settings(capfd, mon
     assert COMMON | {"nproc", "resume", "help-all"} <= {*shown}
     assert "bucket-cap-mb" not in shown
     assert ("image-size" in shown) == (target == ("images",))
-    assert len(text.splitlines()) <= 62
+    assert len(text.splitlines()) <= 72
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
