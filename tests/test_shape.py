@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,25 @@ def test_every_public_name_of_the_package_is_there_and_no_other():
         assert getattr(samestep, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         samestep.nothing  # noqa: B018
+    assert {*dir(samestep)} <= {*samestep.__all__}
+    assert "train" in dir(samestep)
+
+
+def test_a_name_that_moved_still_works_and_warns_once(monkeypatch):
+    import samestep
+
+    for name in samestep._MOVED:
+        monkeypatch.delitem(vars(samestep), name, raising=False)
+        with pytest.warns(DeprecationWarning, match=rf"samestep\.{name} is") as told:
+            assert getattr(samestep, name) is getattr(samestep, name)
+        assert len(told) == 1
+
+
+def test_every_setting_is_an_argument_that_an_editor_completes():
+    from samestep.api.call import SettingsArguments
+    from samestep.settings import MERGED, Settings
+
+    assert {*SettingsArguments.__annotations__} == {f.name for f in fields(Settings)} | {*MERGED}
 
 
 def test_every_file_that_the_page_on_architecture_names_is_there():

@@ -11,114 +11,112 @@
 
     samestep.Recipe, Splits                              # a model and its data
     samestep.open_run                                    # for a training loop of your own
+    samestep.dist                                        # the process group alone
 
-The names are imported when they are first used, so that importing samestep is cheap.
+Names are imported when they are first used, so importing samestep is cheap.
 """
 
 import importlib
 import importlib.util
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from samestep.version import __version__
 
 if TYPE_CHECKING:
+    from samestep import dist
     from samestep.api.checkpoints import evaluate, load, predict
     from samestep.api.checks import verify
     from samestep.api.runs import compare, runs
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
     from samestep.data.keyed_random import normal, uniform
-    from samestep.data.order import split_indices
-    from samestep.dist import barrier, cleanup, is_main_process, reduce_tensor, setup_distributed
     from samestep.errors import UserError
-    from samestep.lightning import (
-        CIFAR10DataModule,
-        LitData,
-        LitRecipe,
-        SpiralDataModule,
-        TrackerLogger,
-    )
+    from samestep.lightning import LitData, LitRecipe, TrackerLogger
     from samestep.recipe import Recipe, Splits
-    from samestep.recipes.spiral import SpiralDataset
     from samestep.run.records import read_records
     from samestep.session.own_run import OwnRun, open_run
     from samestep.settings import Settings, may_change
 
 __all__ = [
-    "CIFAR10DataModule",
     "LitData",
     "LitRecipe",
     "OwnRun",
     "Recipe",
     "Settings",
-    "SpiralDataModule",
-    "SpiralDataset",
     "Splits",
     "TrackerLogger",
     "TrainedRun",
     "UserError",
     "__version__",
-    "barrier",
-    "cleanup",
     "compare",
+    "dist",
     "evaluate",
-    "is_main_process",
     "load",
     "may_change",
     "normal",
     "open_run",
     "predict",
     "read_records",
-    "reduce_tensor",
     "runs",
-    "setup_distributed",
-    "split_indices",
     "train",
     "uniform",
     "verify",
 ]
 
 _HOMES = {
-    "CIFAR10DataModule": "lightning",
     "LitData": "lightning",
     "LitRecipe": "lightning",
     "OwnRun": "session.own_run",
     "Recipe": "recipe",
     "Settings": "settings",
-    "SpiralDataModule": "lightning",
-    "SpiralDataset": "recipes.spiral",
     "Splits": "recipe",
     "TrackerLogger": "lightning",
     "TrainedRun": "api.trained_run",
     "UserError": "errors",
-    "barrier": "dist",
-    "cleanup": "dist",
     "compare": "api.runs",
     "evaluate": "api.checkpoints",
-    "is_main_process": "dist",
     "load": "api.checkpoints",
     "may_change": "settings",
     "normal": "data.keyed_random",
     "open_run": "session.own_run",
     "predict": "api.checkpoints",
     "read_records": "run.records",
-    "reduce_tensor": "dist",
     "runs": "api.runs",
-    "setup_distributed": "dist",
-    "split_indices": "data.order",
     "train": "api.training",
     "uniform": "data.keyed_random",
     "verify": "api.checks",
 }
+_UNLISTED = frozenset({"OwnRun", "TrainedRun", "may_change", "read_records"})
+"""Results' types and helpers: public, but not what `samestep.<TAB>` offers."""
+_MOVED = {
+    **dict.fromkeys(
+        ("barrier", "cleanup", "is_main_process", "reduce_tensor", "setup_distributed"), "dist"
+    ),
+    "CIFAR10DataModule": "lightning",
+    "SpiralDataModule": "lightning",
+    "SpiralDataset": "recipes.spiral",
+    "split_indices": "data.order",
+}
+"""Names that were here before → their modules. They still work, with a warning."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "dist":
+        return importlib.import_module("samestep.dist")
+    home = _HOMES.get(name) or _MOVED.get(name)
+    if home is None:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"samestep.{_HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"samestep.{home}"), name)
+    globals()[name] = found  # so that the warning comes once
+    if name in _MOVED:
+        told = f"samestep.{name} is samestep.{home}.{name} now."
+        warnings.warn(told, DeprecationWarning, stacklevel=2)
+    return found
 
 
 def __dir__() -> list[str]:
-    """Return the names, for `help(samestep)` and completion; Lightning's where it is installed."""
+    """Return the names for `help(samestep)` and completion; Lightning's if it is installed."""
+    offered = [name for name in __all__ if name not in _UNLISTED]
     there = importlib.util.find_spec("lightning") is not None
-    return [name for name in __all__ if there or _HOMES.get(name) != "lightning"]
+    return [name for name in offered if there or _HOMES.get(name) != "lightning"]

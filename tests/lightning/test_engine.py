@@ -128,7 +128,8 @@ def test_cifar10s_data_module_feeds_anyones_module(tmp_path):
 
 
 def _first_batch(folder: str) -> list[list[int]]:
-    from samestep import CIFAR10DataModule, LitRecipe
+    from samestep import LitRecipe
+    from samestep.lightning import CIFAR10DataModule
 
     data = CIFAR10DataModule(folder, batch_size=8)
     trainer = _trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
@@ -276,7 +277,8 @@ def test_in_a_users_own_trainer_it_learns_what_samestep_train_does(tmp_path, wor
 def _fit(batch_size: int) -> dict[str, float]:
     import os
 
-    from samestep import LitRecipe, SpiralDataModule
+    from samestep import LitRecipe
+    from samestep.lightning import SpiralDataModule
 
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # as torchrun says it to Lightning
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -358,10 +360,10 @@ def test_a_trainer_that_accumulates_otherwise_is_told_how_often(tmp_path):
 
 def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(tmp_path):
     program = (
-        "import lightning.pytorch as pl, samestep as s\n"
+        "import lightning.pytorch as pl, samestep as s, samestep.lightning\n"
         "def trainer(**more): return pl.Trainer(logger=False, enable_checkpointing=False,"
         " enable_progress_bar=False, accelerator='cpu', **more)\n"
-        "data = s.SpiralDataModule(num_samples=200)\n"
+        "data = s.lightning.SpiralDataModule(num_samples=200)\n"
         "module = s.LitRecipe(data.recipe, data.settings, data.options)\n"
         "trainer().validate(module, data)\n"
         "trainer(max_epochs=1).fit(module, data)\n"
@@ -377,8 +379,8 @@ def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_t
 
 def test_a_data_module_can_be_looked_at_without_a_trainer(tmp_path):
     program = (
-        "import samestep as s\n"
-        "data = s.SpiralDataModule(num_samples=200, batch_size=8)\n"
+        "import samestep as s, samestep.lightning\n"
+        "data = s.lightning.SpiralDataModule(num_samples=200, batch_size=8)\n"
         "data.setup('fit')\n"
         "inputs, targets, *_ = next(iter(data.train_dataloader()))\n"
         "print(*inputs.shape, *targets.shape)"

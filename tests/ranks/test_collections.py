@@ -54,7 +54,7 @@ def test_a_script_that_is_profiled_is_collected_as_usual(tmp_path):
 def test_who_imports_samestep_keeps_a_collector_of_their_own(tmp_path):
     code = (
         "import gc; gc.set_threshold(70, 7, 7)\n"
-        "import samestep; samestep.setup_distributed(); samestep.cleanup()\n"
+        "import samestep; samestep.dist.setup_distributed(); samestep.dist.cleanup()\n"
         "assert (gc.get_threshold(), gc.get_freeze_count()) == ((70, 7, 7), 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -248,25 +248,25 @@ from pathlib import Path
 import torch
 import samestep
 
-place = samestep.setup_distributed(device="cpu")
+place = samestep.dist.setup_distributed(device="cpu")
 rank, local_rank, world_size = place
 mine = torch.tensor([float(rank), 1.0])
 found = {
     "place": place,
-    "main": samestep.is_main_process(),
-    "sum": samestep.reduce_tensor(mine, "sum").tolist(),
-    "mean": samestep.reduce_tensor(mine, "mean").tolist(),
-    "max": samestep.reduce_tensor(mine, "max").tolist(),
+    "main": samestep.dist.is_main_process(),
+    "sum": samestep.dist.reduce_tensor(mine, "sum").tolist(),
+    "mean": samestep.dist.reduce_tensor(mine, "mean").tolist(),
+    "max": samestep.dist.reduce_tensor(mine, "max").tolist(),
     "input": mine.tolist(),
 }
 if rank == 0:
     Path("made-by-rank-0").touch()
-samestep.barrier()
+samestep.dist.barrier()
 found["seen"] = Path("made-by-rank-0").exists()
-samestep.cleanup()
+samestep.dist.cleanup()
 found["left"] = not torch.distributed.is_initialized()
-found["after"] = samestep.reduce_tensor(mine, "sum").tolist()
-samestep.cleanup()  # once more does nothing
+found["after"] = samestep.dist.reduce_tensor(mine, "sum").tolist()
+samestep.dist.cleanup()  # once more does nothing
 Path(f"found-{rank}.json").write_text(json.dumps(found))
 """
 
@@ -311,7 +311,7 @@ def test_before_setup_a_process_is_alone():
     import samestep
 
     tensor = torch.tensor([2.0])
-    assert samestep.is_main_process()
-    assert samestep.reduce_tensor(tensor, "mean").tolist() == [2.0]
-    samestep.barrier()
-    samestep.cleanup()
+    assert samestep.dist.is_main_process()
+    assert samestep.dist.reduce_tensor(tensor, "mean").tolist() == [2.0]
+    samestep.dist.barrier()
+    samestep.dist.cleanup()

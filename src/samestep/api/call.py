@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 
@@ -16,11 +16,11 @@ from samestep.api.arguments import AnyPath
 from samestep.errors import UserError
 from samestep.ranks.process import TASK
 from samestep.ranks.startup import PARENT
-from samestep.ranks.world import in_process_group
+from samestep.ranks.world import Backend, Device, in_process_group
 from samestep.recipe import Recipe, being_read, find_recipe
 from samestep.run.directory import is_run
 from samestep.session.request import Request, draft, finish, own_recipe, typed
-from samestep.settings import Settings, merge_layers
+from samestep.settings import MatmulPrecision, ParamDtype, Precision, Settings, merge_layers
 from samestep.training.alike import random_numbers
 from samestep.training.device import outside_autocast
 
@@ -32,6 +32,75 @@ GUARD = (
     'Put the call under `if __name__ == "__main__":`, so that a process that only reads this file '
     "does not run it."
 )
+
+
+class SettingsArguments(TypedDict, total=False):
+    """All settings as arguments, for completion in editors; a test compares them to `Settings`."""
+
+    epochs: int | None
+    max_steps: int | None
+    batch_size: int | None
+    batch_size_per_rank: int | None
+    micro_batch_size: int | None
+    accumulate: int | None
+    eval_batch_size: int | None
+    virtual_ranks: int | None
+    self_check: bool
+    drop_last: bool
+    shuffle_buffer: int
+    optimizer: Literal["adam", "adamw", "sgd"]
+    lr: float
+    momentum: float
+    weight_decay: float
+    clip_norm: float | None
+    ema: float | None
+    lr_scaling: Literal["none", "linear", "sqrt"]
+    base_batch_size: int | None
+    warmup_steps: int
+    schedule: Literal["constant", "cosine"]
+    engine: Literal["native", "lightning"]
+    precision: Precision
+    param_dtype: ParamDtype | None
+    matmul_precision: MatmulPrecision | None
+    seed: int
+    device: Device
+    backend: Backend
+    timeout_s: float
+    bucket_cap_mb: int | None
+    compile: Literal["off", "on"]
+    channels_last: bool
+    cudnn_benchmark: bool
+    deterministic: bool
+    checkpoint_activations: bool
+    find_unused: bool
+    static_graph: bool
+    sync_batchnorm: bool
+    threads: int | None
+    num_workers: int
+    oversubscribe: bool
+    run_dir: str | None
+    log_every: int | None
+    eval_every: str
+    checkpoint_every: str
+    eval_every_epochs: int
+    eval_every_steps: int | None
+    checkpoint_every_epochs: int
+    checkpoint_every_steps: int | None
+    checkpoint_every_minutes: float | None
+    keep_top_k: int | None
+    monitor: str | None
+    mode: Literal["auto", "min", "max"]
+    patience: int | None
+    min_delta: float
+    pictures: bool
+    track: str | None
+    track_project: str | None
+    track_name: str | None
+    track_workspace: str | None
+    track_tags: str | None
+    track_offline: bool
+    track_checkpoints: bool
+    track_timeout: float
 
 
 @dataclass(frozen=True, kw_only=True)

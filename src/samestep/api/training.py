@@ -11,12 +11,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack, overload
 
 from samestep.api.arguments import AnyPath, one_line_errors
 from samestep.api.call import (
     AnyRecipe,
     Call,
+    SettingsArguments,
     as_in_fresh_process,
     call_of,
     check_may_start,
@@ -59,6 +60,23 @@ class RecordScreen(AbstractContextManager[Any], Protocol):
         """Show how the run ended."""
 
 
+@overload
+def train(
+    what: AnyPath | Recipe,
+    *,
+    nproc: NumRanks = 1,
+    resume: bool = False,
+    recipe: AnyRecipe = None,
+    config: AnyPath | None = None,
+    allow_change: str | tuple[str, ...] | list[str] = (),
+    recipe_of_run: bool = False,
+    quiet: bool = False,
+    **settings: Unpack[SettingsArguments],
+) -> TrainedRun: ...
+@overload
+def train(what: AnyPath | Recipe, **settings_and_options: Any) -> TrainedRun: ...
+
+
 @with_settings
 @one_line_errors
 def train(
@@ -73,7 +91,7 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> TrainedRun:
-    """Train a recipe, or go on with a run; return the run.
+    """Train a recipe, or continue a run; return the run.
 
         run = samestep.train("spiral", epochs=3)
         run = samestep.train("my_recipe.py", nproc=2, lr=0.01, run_dir="runs/mine")

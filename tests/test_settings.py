@@ -1,0 +1,55 @@
+"""Settings under their other names: with a unit, with a direction, in a table of the TOML file."""
+
+import pytest
+
+import samestep
+from samestep.settings import own_names
+from tests.command_line import call
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"eval_every": "500steps"}, {"eval_every_steps": 500}),
+        ({"eval_every": "2epochs,1 step"}, {"eval_every_epochs": 2, "eval_every_steps": 1}),
+        ({"checkpoint_every": "30min"}, {"checkpoint_every_minutes": 30.0}),
+        ({"checkpoint_every": ["1epoch", "0.5minutes"]}, {"checkpoint_every_minutes": 0.5}),
+        ({"monitor": "loss:min"}, {"monitor": "loss", "mode": "min"}),
+        ({"monitor": "accuracy"}, {"monitor": "accuracy"}),
+        ({"track": {"to": "wandb", "project": "a"}}, {"track": "wandb", "track_project": "a"}),
+        ({"global_batch_size": 8}, {"batch_size": 8}),
+        ({"global_batch_size": 8, "batch_size": 8}, {"batch_size": 8}),
+    ],
+    ids=str,
+)
+def test_a_setting_has_the_names_of_its_fields(given, own):
+    assert own.items() <= own_names(given, "a test").items()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"eval_every": "500"},
+        {"eval_every": "2.5steps"},
+        {"eval_every": "30min"},
+        {"eval_every": "500steps", "eval_every_steps": 400},
+        {"eval_every_steps": 400, "eval_every": "500steps"},
+        {"monitor": "loss:min", "mode": "max"},
+    ],
+    ids=str,
+)
+def test_what_has_no_unit_or_two_values_is_refused(given):
+    with pytest.raises(samestep.UserError, match=r"every|mode"):
+        own_names(given, "a test")
+
+
+def test_flags_with_units_and_a_table_of_trackers_set_what_a_run_keeps(here):
+    (here / "my.toml").write_text('checkpoint_every = "30min"\n[track]\noffline = true\n')
+    flags = ("--eval-every=1epoch,2steps", "--monitor", "loss:min", "--max-steps", "2")
+    command = ("train", "spiral", "--config", "my.toml", "--num-samples", "200", *flags)
+    assert call(*command, "--run-dir", "run") == 0
+    kept = samestep.TrainedRun("run").settings
+    assert kept["eval_every_steps"] == 2
+    assert kept["checkpoint_every_minutes"] == 30
+    assert (kept["monitor"], kept["mode"]) == ("loss", "min")
+    assert kept["track_offline"] is True
