@@ -8,7 +8,7 @@ import pytest
 from samestep import nearby
 from samestep.nearby import find_nearby
 from tests.command_line import RECIPE, call, one_message, refusal
-from tests.comparison.made_runs import write_run
+from tests.reporting.made_runs import write_run
 
 
 @pytest.fixture

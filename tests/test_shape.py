@@ -132,7 +132,7 @@ def test_what_needs_no_torch_does_not_import_it():
     names = [
         *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
         *(".data.download", ".ranks.launch", ".ranks.nproc", ".ranks.process"),
-        *(".run.directory", ".run.files", ".run.index", ".run.records", ".screen.words"),
+        *(".run.directory", ".run.files", ".run.index", ".run.records", ".reporting.words"),
         *(".commands.compare", ".commands.data", ".commands.new", ".commands.runs"),
         *(".commands.report", ".commands.track", ".commands.watch"),
         *(".tracking.follow_run", ".tracking.tracker_processes", ".tracking.send_run"),

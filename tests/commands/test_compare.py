@@ -9,7 +9,7 @@ import pytest
 from samestep.run.records import read_records
 from tests import tiny
 from tests.command_line import refusal, run
-from tests.comparison.made_runs import write_run
+from tests.reporting.made_runs import write_run
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once for all of them
 

@@ -11,7 +11,7 @@ from samestep.cli import VERBS
 from samestep.commands.completion import _INNER, COMMANDS, SCRIPTS, completion_words
 from samestep.commands.help import recipe_files
 from tests.command_line import call, one_message
-from tests.comparison.made_runs import write_run
+from tests.reporting.made_runs import write_run
 
 DRIVER = """
 . {script}

@@ -8,7 +8,7 @@ import pytest
 from samestep.errors import UserError
 from samestep.run.files import write_text
 from tests.command_line import call, one_message
-from tests.comparison.made_runs import write_run
+from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.command_line import call, one_message
-from tests.comparison.made_runs import write_run
+from tests.reporting.made_runs import write_run
 from tests.run.test_summary import damaged_folder
 
 KEYS = {

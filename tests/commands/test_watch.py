@@ -9,8 +9,8 @@ import urllib.request
 import pytest
 
 from tests.command_line import call, one_message
-from tests.comparison.made_runs import write_run
 from tests.processes import TIMEOUT_S
+from tests.reporting.made_runs import write_run
 
 
 def test_it_prints_its_address_serves_the_page_and_ends_on_ctrl_c(tmp_path):

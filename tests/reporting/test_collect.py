@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from samestep.comparison.run_data import read_run
 from samestep.errors import UserError
 from samestep.reporting import facts
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render
-from tests.comparison.made_runs import lines_of, write_run
+from samestep.reporting.run_data import read_run
+from tests.reporting.made_runs import lines_of, write_run
 
 
 def change(run, edit):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samestep.reporting.make import write_report
-from tests.comparison.made_runs import write_run
+from tests.reporting.made_runs import write_run
 from tests.reporting.test_server import served
 
 browser = pytest.importorskip("tools.browser", reason="selenium is not installed")

@@ -15,7 +15,7 @@ from samestep.reporting.collect import collect
 from samestep.reporting.make import write_report
 from samestep.reporting.page import render
 from samestep.reporting.series import MOST_POINTS
-from tests.comparison.made_runs import PHASES, write_run
+from tests.reporting.made_runs import PHASES, write_run
 from tests.reporting.pages import ReadPage
 
 EVIL = "</script><script>alert(1)</script>"

@@ -5,7 +5,7 @@ import json
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render
 from samestep.reporting.pictures import MOST_BYTES, read_gallery
-from tests.comparison.made_runs import write_run
+from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 
 PNG = b"\x89PNG\r\n\x1a\n"

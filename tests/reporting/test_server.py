@@ -11,7 +11,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.reporting.server import RunServer
-from tests.comparison.made_runs import lines_of, write_run
+from tests.reporting.made_runs import lines_of, write_run
 from tests.reporting.pages import ReadPage
 
 

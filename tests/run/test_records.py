@@ -5,11 +5,11 @@ import json
 import pytest
 
 from samestep import UserError, read_records
-from samestep.comparison.run_data import read_run
+from samestep.reporting.run_data import read_run
 from samestep.run.directory import Run
 from samestep.run.records import RUN_FORMAT
 from samestep.tracking.send_run import send_run
-from tests.comparison.made_runs import lines_of, write_run
+from tests.reporting.made_runs import lines_of, write_run
 from tests.tiny import files
 
 READERS = {

@@ -13,8 +13,8 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run.summary import read_runs, sorted_runs
-from tests.comparison.made_runs import lines_of, write_run
-from tests.comparison.test_run_data import HOLD
+from tests.reporting.made_runs import lines_of, write_run
+from tests.reporting.test_run_data import HOLD
 
 KEPT = Path(__file__).parents[1] / "kept"
 

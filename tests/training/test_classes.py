@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samestep import Splits, read_records
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.screen.class_table import class_table
+from samestep.reporting.words import class_table
 from samestep.training.metrics import Confusion
 from tests.command_line import read_json, refusal, run
 

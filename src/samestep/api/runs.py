@@ -3,11 +3,11 @@
 from typing import Any, get_args
 
 from samestep.api.arguments import AnyPath, one_line_errors, path_of
-from samestep.comparison import as_json as comparison_json
-from samestep.comparison.side_by_side import compare_runs
 from samestep.errors import UserError
+from samestep.reporting.comparison import compare_runs
+from samestep.reporting.comparison_text import as_table
+from samestep.reporting.run_table import as_json
 from samestep.run.summary import Sort, read_runs, sorted_runs
-from samestep.screen.run_table import as_json
 
 
 @one_line_errors
@@ -50,4 +50,4 @@ def compare(
         UserError: one is no run, or they have nothing in common.
     """
     paths = [path_of(run, "a run") for run in runs]
-    return comparison_json.as_table(compare_runs(paths, metric, target, any_recipe=any_recipe))
+    return as_table(compare_runs(paths, metric, target, any_recipe=any_recipe))

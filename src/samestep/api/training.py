@@ -35,9 +35,8 @@ from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.startup import forget_signals
 from samestep.ranks.world import find_world, in_process_group, join, leave
 from samestep.recipe import Recipe
+from samestep.reporting.progress import Nothing, Screen
 from samestep.run.records import Record
-from samestep.screen.nothing import Nothing
-from samestep.screen.progress import Screen
 from samestep.session.outcome import Outcome
 from samestep.session.own_ending import end_failed
 from samestep.session.request import Request

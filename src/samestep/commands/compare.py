@@ -9,9 +9,8 @@ from typing import Annotated
 import tyro
 
 from samestep.commands.help import Switch, parse_flags
-from samestep.comparison.as_json import as_table
-from samestep.comparison.side_by_side import compare_runs
-from samestep.comparison.text_report import lines
+from samestep.reporting.comparison import compare_runs
+from samestep.reporting.comparison_text import as_table, lines
 
 _EXAMPLES = ("compare runs/ONE runs/OTHER", "compare runs/spiral-* --target 0.95 --plot curves.png")
 
@@ -46,7 +45,7 @@ def main(arguments: list[str]) -> int:
         alone=command.plot is not None,
     )
     if command.plot is not None:
-        from samestep.comparison.plot import plot  # noqa: PLC0415 - matplotlib is an extra
+        from samestep.reporting.comparison_text import plot  # noqa: PLC0415 - matplotlib is an extra
 
         plot(found, command.plot)
     text = json.dumps(as_table(found), indent=2) if command.json else "\n".join(lines(found))

@@ -12,7 +12,7 @@ from tyro.conf import Positional, UseAppendAction, arg, subcommand
 from samestep.commands.help import examples
 from samestep.data.catalog import CATALOG
 from samestep.data.download import download
-from samestep.screen.words import count, wrapped
+from samestep.reporting.words import count, wrapped
 
 _EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
 

@@ -18,14 +18,12 @@ from rich.console import Console
 
 import samestep
 from samestep.commands.help import parse_flags
-from samestep.comparison.same_training import SameTraining
-from samestep.comparison.side_by_side import compare_runs
 from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
+from samestep.reporting.comparison import SameTraining, compare_runs
+from samestep.reporting.words import BOTH, FIRST, LABEL, SECOND, curve_lines, wrapped
 from samestep.run.directory import new_run_path
 from samestep.run.records import Record
-from samestep.screen.curve import BOTH, FIRST, LABEL, SECOND, curve_lines
-from samestep.screen.words import wrapped
 from samestep.settings import flag_name
 
 if TYPE_CHECKING:

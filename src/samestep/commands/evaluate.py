@@ -13,8 +13,8 @@ from rich.markup import escape
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.ranks.world import Device
 from samestep.recipe import find_recipe
+from samestep.reporting.words import class_table
 from samestep.run.directory import plain
-from samestep.screen.class_table import class_table
 from samestep.session.evaluation import evaluate_run
 
 _EXAMPLES = (

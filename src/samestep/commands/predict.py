@@ -15,8 +15,8 @@ from samestep.commands.help import RunPath, Switch, check_positive, parse_flags
 from samestep.errors import UserError
 from samestep.ranks.world import Device
 from samestep.recipe import find_recipe
-from samestep.screen.columns import Columns, word
-from samestep.screen.picture import check_picture, picture
+from samestep.reporting.plot import check_picture, picture
+from samestep.reporting.words import Columns, word
 from samestep.session.prediction import (
     Prediction,
     as_table,

@@ -11,8 +11,8 @@ import tyro
 
 from samestep.commands.help import Switch, parse_flags
 from samestep.nearby import find_nearby
+from samestep.reporting.run_table import as_json, run_lines
 from samestep.run.summary import Sort, read_runs, sorted_runs
-from samestep.screen.run_table import as_json, run_lines
 
 _BEGIN = "Begin one: samestep train spiral"
 _EXAMPLES = ("runs", "runs runs --recipe spiral --sort metric")

@@ -15,8 +15,8 @@ from samestep.errors import UserError
 from samestep.execution.pictures import end_while_drawing
 from samestep.ranks.nproc import start_nproc
 from samestep.ranks.process import TASK, RankLog, run_as_rank
+from samestep.reporting.progress import Screen
 from samestep.run.files import shown_path
-from samestep.screen.progress import Screen
 from samestep.session.request import Request
 
 

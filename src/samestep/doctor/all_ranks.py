@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from samestep.doctor.facts import Allocation, RankFacts, cores_together
 from samestep.doctor.findings import Check, Finding, green, red, yellow
-from samestep.screen.words import count
+from samestep.reporting.words import count
 
 
 def nodes(allocation: Allocation) -> Finding | None:

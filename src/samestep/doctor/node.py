@@ -20,8 +20,8 @@ from samestep.doctor.facts import Gpu, Machine
 from samestep.doctor.findings import Check, Finding, graded, green, red, size_name, yellow
 from samestep.doctor.timeouts import value_within
 from samestep.machine import quota_cores, usable_cores
+from samestep.reporting.words import count
 from samestep.run.environment import versions
-from samestep.screen.words import count
 
 try:
     import resource

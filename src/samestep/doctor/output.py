@@ -8,7 +8,7 @@ from rich.table import Table
 
 from samestep.doctor.diagnosis import Diagnosis
 from samestep.doctor.findings import Finding, size_name, worst
-from samestep.screen.words import wrapped
+from samestep.reporting.words import wrapped
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
 _STATUS = 8

@@ -9,7 +9,7 @@ from samestep.doctor.findings import Check, Finding, graded, green, red, yellow
 from samestep.doctor.timeouts import value_within
 from samestep.errors import UserError
 from samestep.ranks import launch as launches
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.slurm.options import read_time
 from samestep.slurm.queue import call
 

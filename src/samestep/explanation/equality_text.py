@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from samestep.explanation.explain import Explanation
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.training.plan import ENDLESS
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from samestep.explanation.explain import Explanation
-from samestep.screen.words import count, size
+from samestep.reporting.words import count, size
 
 _SHOWN = 4
 """Names of files that are shown."""

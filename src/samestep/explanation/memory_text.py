@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from samestep.explanation.explain import Explanation
 from samestep.explanation.rank_memory import Part, RankMemory
 from samestep.ranks.nproc import RANK_BYTES
-from samestep.screen.words import count, size
+from samestep.reporting.words import count, size
 
 
 def memory_rows(told: Explanation) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from samestep.explanation.explain import Explanation
 from samestep.explanation.shares import Share, StepShares
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.training.plan import ENDLESS
 
 _SHOWN = 4

@@ -7,7 +7,7 @@ from samestep.explanation.explain import Explanation
 from samestep.explanation.files_text import checkpoints_rows, evaluation_rows
 from samestep.explanation.memory_text import memory_rows
 from samestep.explanation.step_text import length_rows, rates_rows, step_rows, where_rows
-from samestep.screen.words import wrapped
+from samestep.reporting.words import wrapped
 
 _INDENT = 15
 

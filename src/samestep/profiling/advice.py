@@ -3,8 +3,8 @@
 import math
 
 from samestep.profiling.measured import MeasuredSteps
+from samestep.reporting.words import count
 from samestep.run.phase_names import COMPUTE
-from samestep.screen.words import count
 
 # What evaluations and checkpoints may take of the time: below it there is nothing to gain.
 _AFFORDABLE = 0.05

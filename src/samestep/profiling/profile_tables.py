@@ -10,7 +10,7 @@ from samestep.profiling.advice import milliseconds
 from samestep.profiling.bottleneck import Bottleneck
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.profile_result import Profile, Sweep
-from samestep.screen.words import count
+from samestep.reporting.words import count
 
 _ALL = 0.999
 _NARROW = 76

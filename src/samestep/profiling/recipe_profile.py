@@ -22,8 +22,8 @@ from samestep.profiling.stages import Stages
 from samestep.profiling.sweep import sweep, variant
 from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.ranks.world import World
+from samestep.reporting.words import count
 from samestep.run.directory import Run, new_run_path
-from samestep.screen.words import count
 from samestep.session.build import Built, build
 from samestep.session.request import Request
 from samestep.session.training_run import choose_path, completed, describe

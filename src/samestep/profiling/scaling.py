@@ -13,8 +13,8 @@ from samestep.profiling.scaling_study import (
     Study,
     samples_per_s,
 )
-from samestep.screen.words import count
-from samestep.screen.words import ranks as ranks_in_words
+from samestep.reporting.words import count
+from samestep.reporting.words import ranks as ranks_in_words
 
 DRAWS = 1000
 BUSY = 0.3

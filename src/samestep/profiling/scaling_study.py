@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from samestep.errors import UserError
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
 

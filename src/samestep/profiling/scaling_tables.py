@@ -7,7 +7,7 @@ from typing import Any
 
 from samestep.profiling.scaling import ScalingReport, ScalingResult, reasons
 from samestep.profiling.scaling_study import Mode
-from samestep.screen.words import count, wrapped
+from samestep.reporting.words import count, wrapped
 
 
 def lines(report: ScalingReport) -> Iterator[str]:

@@ -27,7 +27,7 @@ from samestep.profiling.script_ranks import RankZeroEnded, ScriptRanks
 from samestep.profiling.stages import Stages
 from samestep.profiling.time_account import MeasuredSpan, TimeAccount
 from samestep.ranks.startup import resume_collections
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.training.phases import Phases
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from samestep.comparison.run_data import RunData
+from samestep.reporting.run_data import RunData
 from samestep.reporting.series import (
     MOST_POINTS,
     Curve,

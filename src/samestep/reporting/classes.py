@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.comparison.run_data import RunData
+from samestep.reporting.run_data import RunData
 from samestep.reporting.shown import Table, number
 from samestep.run.files import read_object
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.comparison.run_data import RunData, read_run
-from samestep.comparison.side_by_side import Comparison, check_target, compare_runs
 from samestep.errors import UserError
 from samestep.reporting import facts as of_run
 from samestep.reporting import text_parts
 from samestep.reporting.charts import Lines, charts_of, left_out, phases_chart
 from samestep.reporting.classes import ByClass, by_class
+from samestep.reporting.comparison import Comparison, check_target, compare_runs
 from samestep.reporting.pictures import Gallery, read_gallery
+from samestep.reporting.run_data import RunData, read_run
 from samestep.reporting.scaling import ScalingStudy, read_study
 from samestep.reporting.shown import Chart, Table, texts
 from samestep.reporting.steps import RankByRank, StepTime, rank_by_rank, step_time

@@ -6,12 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from samestep.comparison.run_data import RunData
-from samestep.comparison.throughput import throughput
+from samestep.reporting.curves import throughput
+from samestep.reporting.run_data import RunData
 from samestep.reporting.shown import Table, number
+from samestep.reporting.words import count, duration, short, size
 from samestep.run.files import read_object
 from samestep.run.records import NOT_METRICS
-from samestep.screen.words import count, duration, short, size
 from samestep.settings import Settings, flag_name
 
 Pairs = tuple[tuple[str, str], ...]

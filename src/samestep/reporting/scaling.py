@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.reporting.shown import Table, number, percent
-from samestep.screen.words import count
+from samestep.reporting.words import count
 
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 12.0, 12.0, 36.0
 WIDTH, HEIGHT = 420.0, 300.0

@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from samestep.comparison.run_data import RunData
-from samestep.comparison.throughput import measured_epochs, pauses, phases
+from samestep.reporting.curves import measured_epochs, pauses, phases
+from samestep.reporting.run_data import RunData
 from samestep.reporting.shown import Table, number, percent
+from samestep.reporting.words import count
 from samestep.run.phase_names import COMPUTE, WAITS
-from samestep.screen.words import count
 
 _STRAGGLES = 0.15
 """As `samestep profile`: below this share of a step, ranks only take turns at being last."""

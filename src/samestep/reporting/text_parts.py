@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from samestep.comparison.setting_differences import UNSET
-from samestep.comparison.side_by_side import Comparison
-from samestep.comparison.text_report import metric_name, same_training_lines
+from samestep.reporting.comparison import UNSET, Comparison
+from samestep.reporting.comparison_text import metric_name, same_training_lines
 from samestep.reporting.shown import Table, number
+from samestep.reporting.words import short
 from samestep.run.records import Record
-from samestep.screen.words import short
 
 _LONGEST = 60
 

@@ -4,11 +4,11 @@ import datetime as dt
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.comparison.run_data import RunData
 from samestep.reporting.facts import last_step
+from samestep.reporting.run_data import RunData
 from samestep.reporting.shown import Table, number, texts
+from samestep.reporting.words import count
 from samestep.run.records import Record
-from samestep.screen.words import count
 
 _MOST_MARKS = 300
 _MOST_ROWS = 50

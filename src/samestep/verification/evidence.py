@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from samestep.ranks.world import World
 from samestep.recipe import Accepted
-from samestep.screen.words import ranks
+from samestep.reporting.words import ranks
 from samestep.settings import Precision
 from samestep.verification.difference import LEAST, ROUNDING, TrainingDifference, difference, worst
 from samestep.verification.exchange import RankFailure, RankReport, RecipeFacts, Start, decoded

@@ -12,7 +12,7 @@ import torch
 from samestep.errors import UserError
 from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.session.request import Request
 from samestep.settings import Precision
 from samestep.training.meter import KEPT

@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from samestep.screen.words import count, ranks
+from samestep.reporting.words import count, ranks
 from samestep.verification.evidence import LEFT_OUT, Check
 from samestep.verification.in_parent import Verification
 from samestep.verification.rows import one_writer

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from samestep.errors import UserError
-from samestep.screen.words import count, ranks
+from samestep.reporting.words import count, ranks
 
 _SMALLEST_BATCH = 8
 _SMALLEST_REST = 5

@@ -13,7 +13,7 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from samestep.commands.help import Switch, parse_flags
-from samestep.screen.words import duration
+from samestep.reporting.words import duration
 from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
 from samestep.slurm.submission import is_script
 from samestep.slurm.training_progress import Progress, read_progress, seconds_since_sign

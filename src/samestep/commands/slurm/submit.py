@@ -10,8 +10,8 @@ from tyro.conf import arg
 
 from samestep.commands.help import Switch, example_text, examples, recipe_files, show_general_help
 from samestep.errors import UserError, did_you_mean
+from samestep.reporting.words import wrapped
 from samestep.run.files import write_text
-from samestep.screen.words import wrapped
 from samestep.slurm.checks import advice, check_ranks
 from samestep.slurm.options import (
     OPTIONS,

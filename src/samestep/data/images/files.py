@@ -17,8 +17,8 @@ from samestep.data.images.decode import UnreadableImageError, decode
 from samestep.errors import UserError, listed
 from samestep.machine import usable_cores
 from samestep.ranks.world import World
+from samestep.reporting.progress import counting
 from samestep.run.files import read_object, write_text
-from samestep.screen.counting import counting
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _FOLDERS = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}

@@ -22,9 +22,9 @@ from samestep.machine import usable_cores
 from samestep.recipes.cricket.corpus import VERSION, Corpus, from_documents, load, merge
 from samestep.recipes.cricket.reading import Reader, save
 from samestep.recipes.cricket.source import Document, MatchFiles, open_source
+from samestep.reporting import words
+from samestep.reporting.progress import counting
 from samestep.run.files import Held, hold
-from samestep.screen import words
-from samestep.screen.counting import counting
 
 _FILES_PER_PART = 64
 _ASK_EVERY_S = 0.05

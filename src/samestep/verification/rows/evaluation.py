@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.verification.evidence import Check, Evidence, TableRow
 from samestep.verification.rows import sample_order
 from samestep.verification.rows.augmentation import changing_part

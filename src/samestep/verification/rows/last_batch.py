@@ -1,6 +1,6 @@
 """The last batch of an epoch: the incomplete one, and a batch of a single sample, work too."""
 
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure
 from samestep.verification.recipe_under_test import RecipeUnderTest, first_line, held_model

@@ -1,6 +1,6 @@
 """One process trains without a failure; all other rows are compared with it."""
 
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.verification.evidence import Check, Evidence, TableRow, failed_start
 from samestep.verification.short_trainings import MAIN
 

@@ -7,7 +7,7 @@ whether they agree.
 import re
 
 from samestep.errors import listed
-from samestep.screen.words import count
+from samestep.reporting.words import count
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
 from samestep.verification.exchange import RankFailure, RecipeFacts, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from samestep.reporting.run_table import as_json, cells, run_lines
+from samestep.reporting.words import sparkline
 from samestep.run.summary import RunSummary
-from samestep.screen.run_table import as_json, cells, run_lines
-from samestep.screen.sparkline import sparkline
 
 
 def summary(name, **more):

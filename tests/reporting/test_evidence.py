@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from samestep.comparison.curves import Point, by_seconds
-from samestep.comparison.run_data import read_run
-from samestep.comparison.same_training import compare_losses
-from samestep.comparison.side_by_side import compare_runs
-from samestep.comparison.text_report import lines
 from samestep.errors import UserError
-from tests.comparison.made_runs import lines_of, write_run
+from samestep.reporting.comparison import compare_losses, compare_runs
+from samestep.reporting.comparison_text import lines
+from samestep.reporting.curves import Point, by_seconds
+from samestep.reporting.run_data import read_run
+from tests.reporting.made_runs import lines_of, write_run
 
 
 def change(run, edit):

@@ -2,13 +2,15 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
 
-from samestep.comparison.curves import Aligned
-from samestep.comparison.run_data import TRAIN_LOSS
-from samestep.comparison.same_training import SameTraining
-from samestep.comparison.side_by_side import Comparison
-from samestep.screen.words import count, short, wrapped
+from samestep.reporting.comparison import Comparison, SameTraining
+from samestep.reporting.curves import Aligned
+from samestep.reporting.plot import picture
+from samestep.reporting.run_data import TRAIN_LOSS
+from samestep.reporting.words import count, short, wrapped
 
 _LABEL, _LEAST, _WIDTH = 22, 12, 80
 Row = tuple[str, Sequence[str]]
@@ -238,3 +240,59 @@ def _table(found: Comparison, corner: str, rows: Sequence[Row], *heading: str) -
         for name, cells in [(corner, names), *rows]:
             shown = "  ".join(f"{cell:>{width}}" for cell in cells[first : first + beside])
             yield f"{name:<{label}}  {shown}"
+
+
+def as_table(found: Comparison) -> dict[str, Any]:
+    """Return everything as JSON has it; lists have an entry a run, in the order given."""
+    return {
+        "runs": [
+            {
+                "name": name,
+                "run_dir": str(run.path),
+                "recipe": run.recipe,
+                "status": run.status,
+                "problems": list(run.problems),
+                **{key: run.plan.get(key) for key in ("world_size", "global_batch_size")},
+            }
+            for name, run in zip(found.names, found.runs, strict=True)
+        ],
+        "settings": {
+            d.name: {"values": list(d.values), "another_training": d.decides}
+            for d in found.differences
+        },
+        "same_training": [
+            {"run": name, "against": found.names[0], **asdict(result)}
+            for name, result in zip(found.names[1:], found.alike, strict=True)
+        ],
+        "throughput": [speed and asdict(speed) for speed in found.throughput],
+        "phases_ms_per_step": found.phases,
+        "pauses": found.pauses,
+        "metric": found.metric,
+        "by_samples": found.by_samples and asdict(found.by_samples),
+        "by_seconds": found.by_seconds and asdict(found.by_seconds),
+        "target": found.target,
+        "reached": [goal and asdict(goal) for goal in found.reached],
+        "notes": found.notes,
+    }
+
+
+def plot(found: Comparison, path: Path) -> None:
+    """Draw every recorded value of the metric, all runs in one picture.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file cannot be written.
+    """
+    with picture(path) as figure:
+        axes = figure.subplots(1, 2, sharey=True)
+        for name, run, curve in zip(found.names, found.runs, found.curves, strict=True):
+            values = [point.value for point in curve]
+            label = f"{name}  {run.path.name}"
+            axes[0].plot([p.samples for p in curve], values, marker=".", label=label)
+            axes[1].plot([p.seconds for p in curve], values, marker=".", label=label)
+        axes[0].set(xlabel="samples trained", ylabel=metric_name(found))
+        axes[1].set(xlabel="seconds of training")
+        for one in axes:
+            one.grid(alpha=0.3)
+            if found.target is not None:
+                one.axhline(found.target, linestyle="--", linewidth=1, color="gray")
+        axes[0].legend(fontsize="small")

@@ -1,6 +1,6 @@
 """Rows as columns, block by block."""
 
-from samestep.screen.columns import Columns
+from samestep.reporting.words import Columns
 
 
 def test_numbers_of_a_column_have_their_points_below_each_other():

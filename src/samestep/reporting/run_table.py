@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
+from samestep.reporting.words import count, duration, sparkline, wrapped
 from samestep.run.summary import RunSummary
-from samestep.screen.sparkline import sparkline
-from samestep.screen.words import count, duration, wrapped
 
 _GAP = "  "
 _LEAST_NAME = 16

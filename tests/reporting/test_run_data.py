@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from samestep.comparison.run_data import read_run
 from samestep.errors import UserError
-from tests.comparison.made_runs import lines_of, write_run
+from samestep.reporting.run_data import read_run
+from tests.reporting.made_runs import lines_of, write_run
 
 HOLD = """
 import sys

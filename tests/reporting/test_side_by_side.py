@@ -7,14 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comparison.curves import Point, between, by_samples, by_seconds, samples_at
-from samestep.comparison.run_data import read_run
-from samestep.comparison.same_training import compare_losses
-from samestep.comparison.side_by_side import compare_runs
-from samestep.comparison.text_report import lines
-from samestep.comparison.throughput import phases, throughput
 from samestep.errors import UserError
-from tests.comparison.made_runs import SAMPLES, write_run
+from samestep.reporting.comparison import compare_losses, compare_runs
+from samestep.reporting.comparison_text import lines
+from samestep.reporting.curves import (
+    Point,
+    between,
+    by_samples,
+    by_seconds,
+    phases,
+    samples_at,
+    throughput,
+)
+from samestep.reporting.run_data import read_run
+from tests.reporting.made_runs import SAMPLES, write_run
 
 
 def test_settings_that_differ_are_named_and_those_that_decide_the_training_marked(tmp_path):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.screen.curve import BOTH, FIRST, LABEL, SECOND, curve_lines
+from samestep.reporting.words import BOTH, FIRST, LABEL, SECOND, curve_lines
 
 losses = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500)
 

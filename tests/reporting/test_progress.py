@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from samestep.screen import counting as counting_module
-from samestep.screen.bar import BarState
-from samestep.screen.counting import counting
-from samestep.screen.progress import Screen
+from samestep.reporting import progress as counting_module
+from samestep.reporting.progress import BarState, Screen, counting
 
 PLAN = {
     "event": "start",

@@ -3,20 +3,194 @@
 On a terminal the bar is redrawn in place a few times a second; elsewhere there are plain lines.
 """
 
+import html
 import math
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
+from samestep.reporting.words import class_table, count, duration, short, wrapped
 from samestep.run.records import NOT_METRICS, Record
-from samestep.screen.bar import BarState
-from samestep.screen.class_table import class_table
-from samestep.screen.live_bar import bar_for, in_notebook
-from samestep.screen.words import count, duration, short, wrapped
+
+_LEAST_BAR = 12
+
+
+_SMOOTHING = 0.2
+"""How much a new rate counts beside those before it; a single one would let the ETA jump."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarState:
+    """What the bar tells."""
+
+    plan: Record
+    """The `start` record."""
+    step: int = 0
+    now: int = 1
+    """The epoch of the latest record that names one."""
+    loss: float | None = None
+    metric: str = ""
+    """The monitored metric at the latest evaluation, as it is shown."""
+    rate: float | None = None
+    """Samples per second, smoothed."""
+    evaluating: bool = False
+
+    def after(self, record: Record) -> "BarState":
+        """Return the state after a `step` or `progress` record."""
+        new = max(float(record["samples_per_s"]), 1e-9)
+        rate = new if self.rate is None else self.rate + _SMOOTHING * (new - self.rate)
+        loss = record.get("loss", self.loss)
+        now = record.get("epoch", self.now)
+        return replace(self, step=record["step"], now=now, loss=loss, rate=rate, evaluating=False)
+
+    @property
+    def epoch(self) -> str:
+        """The epoch that the latest step belongs to, and how many there are."""
+        epochs, per_epoch = self.plan["epochs"], self.plan["steps_per_epoch"]
+        if per_epoch is None:  # of a stream; only its records know
+            return f"{self.now}/{epochs}" if epochs else str(self.now)
+        now = max(1, -(-self.step // per_epoch))
+        return f"{min(now, epochs):>{len(str(epochs))}}/{epochs}"
+
+    def numbers(self, width: int) -> str:
+        """Return what stands behind the bar on a terminal of so many columns."""
+        total, monitor = self.plan["total_steps"], str(self.plan.get("monitor", "loss"))
+        eta, rate, loss = "", "", ""
+        if self.rate is not None:
+            rate = f"{short(self.rate):>5} samples/s"
+        if self.rate is not None and total is not None:
+            left = max(0, total - self.step) * self.plan["global_batch_size"]
+            eta = f"ETA {duration(round(left / self.rate))}"
+        if self.loss is not None:
+            loss = f"loss {self.loss:.4f}"
+        # In the order in which they stand, with their widths; the least important come first in
+        # the order in which they are left out.
+        parts = {
+            **({} if total is None else {"done": f"{self.step / total:4.0%}"}),
+            "steps": f"{self.step:,} steps"
+            if total is None
+            else f"{self.step:>{len(f'{total:,}')},}/{total:,}",
+            "loss": f"{loss:<12}",
+            "metric": f"{self.metric:<{len(f'val. {monitor}') + 7}}",
+            "rate": f"{rate:<15}",
+            "eta": f"{'evaluating' if self.evaluating else eta:<11}",
+        }
+        room = width - len(f"epoch {self.epoch}") - _LEAST_BAR - 2
+        for name in ("metric", "rate", "loss", "eta", "steps"):
+            if len("  ".join(parts.values())) > room:
+                del parts[name]
+        return "  ".join(parts.values())
+
+
+_NOTEBOOK_WIDTH = 100
+
+
+_REDRAW_EVERY_S = 0.2
+
+
+class LiveBar(Protocol):
+    """A bar that shows how far a training is."""
+
+    def draw(self, state: BarState, *, refresh: bool) -> None:
+        """Show a state; without `refresh` it may wait for the next one."""
+
+    def stop(self) -> None:
+        """Take the bar away."""
+
+
+def bar_for(console: Console) -> LiveBar | None:
+    """Return the bar for what this process prints to; None where it would only fill a file."""
+    if in_notebook():
+        return NotebookBar()
+    return TerminalBar(console) if console.is_terminal else None
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+class TerminalBar:
+    """A line that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),  # of one width: the bar does not jump
+            console=console,
+            auto_refresh=False,  # a thread that redraws would take turns with the training
+            transient=True,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=None, epoch="", numbers="")
+
+    def draw(self, state: BarState, *, refresh: bool) -> None:
+        """Show a state."""
+        self._bar.update(
+            self._task,
+            total=state.plan["total_steps"],
+            completed=state.step,
+            epoch=state.epoch,
+            numbers=state.numbers(self._bar.console.width),
+        )
+        self._bar.start()
+        if refresh:
+            self._bar.refresh()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+class NotebookBar:
+    """A cell's output that is replaced, through IPython alone: it needs no widgets."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._drawn_at = 0.0
+
+    def draw(self, state: BarState, *, refresh: bool) -> None:
+        """Show a state."""
+        now = time.monotonic()
+        if self._handle is not None and (not refresh or now - self._drawn_at < _REDRAW_EVERY_S):
+            return
+        self._drawn_at = now
+        text = f"epoch {state.epoch}  {state.numbers(_NOTEBOOK_WIDTH)}".rstrip()
+        total = state.plan["total_steps"]
+        value = "" if total is None else f' value="{state.step}" max="{total}"'
+        words = html.escape(text).replace("  ", " &nbsp;")
+        bar = f'<progress style="width: 16em"{value}></progress> <code>{words}</code>'
+        self._show({"text/plain": text, "text/html": bar})
+
+    def stop(self) -> None:
+        """Leave nothing of the bar."""
+        if self._handle is not None:
+            self._show({"text/plain": "", "text/html": ""})
+
+    def _show(self, shown: dict[str, str]) -> None:
+        if self._handle is None:
+            display = sys.modules["IPython"].display.display
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
+
 
 NOT_FINITE = "not finite"
 
@@ -251,3 +425,52 @@ def _baseline_rows(baselines: dict[str, dict[str, float | None]]) -> list[tuple[
         for name, values in shown.items()
     ]
     return list(zip(["baseline", *[""] * len(lines)], lines, strict=False))
+
+
+_TOLD_FROM = 5000
+
+
+@contextmanager
+def counting(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a bar on standard error while something is counted; off a terminal, one line of much.
+
+    Args:
+        what: what is done, and to what.
+        total: how many there are on this rank; others do as many in the meantime.
+        shown: whether this rank is the one that speaks.
+
+    Yields:
+        What is to be called, from any thread, with each number that is done.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not shown or not console.is_terminal:
+        if shown and total >= _TOLD_FROM:
+            console.print(f"{what}: {total:,} on this rank", soft_wrap=True)
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda number: bar.advance(task, number)
+
+
+class Nothing:
+    """Take records, and show none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, record: Record) -> None:
+        """Show nothing of a record."""
+
+    def result(self, path: Path, result: dict[str, Any]) -> None:
+        """Show nothing of how the run ended."""

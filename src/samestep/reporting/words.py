@@ -1,0 +1,201 @@
+"""Words and lines of what is shown to people."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 rank, 1,000 ranks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short(number: float) -> str:
+    """Return a number in at most five characters: 942, 9.42k, 94.2k, 9.42M."""
+    for unit in ("", "k", "M"):
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def size(num_bytes: int) -> str:
+    """Return bytes in decimal units: 942 bytes, 9.42 kB, 94.2 MB, 9.42 GB."""
+    if num_bytes < 1000:
+        return count(num_bytes, "byte")
+    number = float(num_bytes)
+    for unit in ("kB", "MB", "GB"):
+        number /= 1000
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+    return f"{number / 1000:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as H:MM:SS, or M:SS below an hour; fewer than ten as such: 0.4 s."""
+    if seconds < 9.5:
+        return f"{seconds:.2g} s"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def ranks(sizes: Iterable[int]) -> str:
+    """Return numbers of ranks as a sentence has them, at least one: 1 rank; 1, 2 and 3 ranks."""
+    sizes = list(sizes)
+    *most, last = map(str, sizes)
+    text = f"{', '.join(most)} and {last}" if most else last
+    return f"{text} rank{'' if sizes == [1] else 's'}"
+
+
+def wrapped(text: str, indent: str = "", width: int = 80) -> Iterator[str]:
+    """Yield a text as lines; all but the first begin with the indent."""
+    yield from textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+Row = Mapping[str, Any]
+
+
+class Columns:
+    """Columns below their headings; a later block may widen them, and never narrows them."""
+
+    def __init__(self) -> None:
+        self._widths: dict[str, int] = {}
+        self._decimals: dict[str, int] = {}
+
+    def lines(self, rows: Sequence[Row], *, heading: bool) -> Iterator[str]:
+        """Yield rows, which have the same names, as lines; the headings first if asked for."""
+        names = list(rows[0])
+        for name in names:
+            floats = [row[name] for row in rows if isinstance(row[name], float)]
+            decimals = max((_decimals(value) for value in floats), default=0)
+            self._decimals[name] = max(self._decimals.get(name, 0), decimals)
+            widest = max(len(self._word(name, row[name])) for row in rows)
+            self._widths[name] = max(self._widths.get(name, len(name)), widest)
+        if heading:
+            yield "  ".join(f"{name:>{self._widths[name]}}" for name in names)
+        for row in rows:
+            words = (f"{self._word(name, row[name]):>{self._widths[name]}}" for name in names)
+            yield "  ".join(words)
+
+    def _word(self, name: str, value: Any) -> str:
+        if isinstance(value, float) and "e" not in f"{value:.6g}":
+            return f"{value:.{self._decimals[name]}f}"
+        return word(value)
+
+
+def word(value: Any) -> str:
+    """Return a number, a word, or a list or dict of them, as it is shown."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return " ".join(map(word, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {word(part)}" for name, part in value.items())
+    return "-" if value is None else str(value)
+
+
+def _decimals(value: float) -> int:
+    """Return how many decimals a number has when it is shown with six digits."""
+    return len(f"{value:.6g}".partition(".")[2].partition("e")[0])
+
+
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_BROKEN = "×"
+
+
+def sparkline(values: Sequence[float], width: int = 12) -> str:
+    """Return numbers as at most `width` characters, lowest ▁ to highest █.
+
+    Of more numbers than that, each character is the mean of some that follow one another. NaN and
+    infinity are ×, as is a mean that has one of them in it.
+    """
+    count = min(width, len(values))
+    edges = [place * len(values) // count for place in range(count + 1)] if count else [0]
+    parts = [values[edges[n] : edges[n + 1]] for n in range(count)]
+    # In units of the largest: sums and differences of the largest floats would be infinite.
+    unit = max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 1.0
+    means = [sum(value / unit for value in part) / len(part) for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_height(mean, low, high) for mean in means)
+
+
+def _height(mean: float, low: float, high: float) -> str:
+    if not math.isfinite(mean):
+        return _BROKEN
+    top = len(_HEIGHTS) - 1
+    return _HEIGHTS[round((mean - low) / (high - low) * top) if high > low else 0]
+
+
+BOTH, FIRST, SECOND = "●", "○", "×"
+LABEL = 9
+"""Columns of the axis's numbers."""
+
+
+def curve_lines(
+    first: Sequence[float], second: Sequence[float], width: int, height: int
+) -> list[str]:
+    """Return lines of characters: two curves of equally many points over the same axis.
+
+    Args:
+        first: values, left to right; at least one.
+        second: as many.
+        width: columns in all, with the numbers of the axis.
+        height: lines.
+    """
+    columns = max(1, min(width - LABEL, len(first)))
+    ours, theirs = _binned(first, columns), _binned(second, columns)
+    low, high = min(*ours, *theirs), max(*ours, *theirs)
+    span = (high - low) or 1.0
+
+    def row_of(value: float) -> int:
+        return round((high - value) / span * (height - 1))
+
+    lines = []
+    for row in range(height):
+        points = ""
+        for one, other in zip(ours, theirs, strict=True):
+            here = row_of(one) == row, row_of(other) == row
+            points += {(True, True): BOTH, (True, False): FIRST, (False, True): SECOND}.get(
+                here, " "
+            )
+        value = high - span * row / max(1, height - 1)
+        label = f"{value:.2g}" if row in (0, height - 1) else ""
+        lines.append(f"{label:>{LABEL - 1}} {points}".rstrip())
+    return lines
+
+
+def _binned(values: Sequence[float], columns: int) -> list[float]:
+    """Return the mean of each of so many parts."""
+    edges = [len(values) * column // columns for column in range(columns + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
+
+
+_MOST_CLASSES = 20
+_MOST_MISTAKES = 3
+
+
+def class_table(per_class: Mapping[str, float | None], confusion: list[list[int]]) -> list[str]:
+    """Return a line for each class, or none where there are more than 20.
+
+    Args:
+        per_class: accuracy of each class by its name, None where it has no samples.
+        confusion: counts; row by target, column by prediction, in the order of the names.
+    """
+    names = list(per_class)
+    if not names or len(names) > _MOST_CLASSES:
+        return []
+    width = max(len(name) for name in names)
+    lines = []
+    for (name, accuracy), row in zip(per_class.items(), confusion, strict=True):
+        shown = "no samples" if accuracy is None else f"{accuracy:.4f}"
+        counted = sorted(zip(row, names, strict=True), key=lambda one: -one[0])
+        mistakes = [f"{other} {count:,}" for count, other in counted if count and other != name]
+        taken = ", ".join(mistakes[:_MOST_MISTAKES])
+        lines.append(f"{name:<{width}}  {shown}{f'  taken for {taken}' if taken else ''}")
+    return lines

@@ -1,1 +1,0 @@
-"""What is shown to the user: progress, tables, words with numbers."""
