@@ -10,7 +10,7 @@ import pytest
 
 from samestep.cli import main
 from samestep.recipe import find_recipe
-from samestep.session.evaluation import evaluate_run
+from samestep.session.trained_model import evaluate_run
 from tests import tiny
 from tests.command_line import one_message
 

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+from samestep import UserError
 from samestep.commands.train import parse
 from samestep.run.index import read_index
 from tests.command_line import RECIPE, read_json, refusal, run
@@ -210,3 +212,16 @@ def test_what_a_kill_left_unannounced_goes_with_the_next_checkpoint(here, made):
     left = {path.name for path in folder.iterdir()}
     assert left >= {"checkpoint_epoch_1.pt", "checkpoint_best_of_mine.pt", "notes.txt"}
     assert "checkpoint_step_4.pt" not in left
+
+
+@pytest.mark.parametrize("target", [["run"], ["small.py", "--run-dir", "run"]])
+def test_the_same_batch_size_per_rank_goes_on_and_another_is_refused_by_name(
+    here, trained, made, target
+):
+    shutil.copy(trained.parent / "small.py", here)
+    size = tomllib.loads((made / "settings.toml").read_text())["batch_size"]
+    command = [*target, "--resume", "--epochs", "2", "--batch-size-per-rank"]
+    _, request = parse([*command, str(size)])
+    assert (request.settings.batch_size, request.settings.batch_size_per_rank) == (size, None)
+    with pytest.raises(UserError, match=rf"--batch-size-per-rank {size + 1}.* {size}\b"):
+        parse([*command, str(size + 1)])

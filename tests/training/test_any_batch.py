@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from samestep import read_records
-from samestep.session.evaluation import evaluate_run
+from samestep.session.trained_model import evaluate_run
 from tests import tiny
 from tests.faults import Fault
 

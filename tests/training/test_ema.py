@@ -11,9 +11,8 @@ from torch import nn
 
 from samestep import read_records
 from samestep.recipe import find_recipe
-from samestep.session.evaluation import evaluate_run
 from samestep.session.prediction import open_predictor
-from samestep.session.trained_model import open_checkpoint
+from samestep.session.trained_model import evaluate_run, open_checkpoint
 from samestep.training.optimizer import Average
 from tests import tiny
 from tests.command_line import read_json

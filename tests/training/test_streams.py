@@ -7,7 +7,7 @@ import pytest
 
 from samestep import read_records
 from samestep.errors import UserError
-from samestep.session.evaluation import evaluate_run
+from samestep.session.trained_model import evaluate_run
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
 from tests import streams, tiny

@@ -10,9 +10,8 @@ from samestep.api.arguments import AnyPath, one_line_errors, path_of
 from samestep.api.call import AnyRecipe, as_in_fresh_process, given_recipe
 from samestep.errors import UserError
 from samestep.ranks.world import Device
-from samestep.session.evaluation import evaluate_run
 from samestep.session.prediction import as_table, check_files, open_predictor, predict_files
-from samestep.session.trained_model import open_checkpoint
+from samestep.session.trained_model import evaluate_run, open_checkpoint
 
 
 @one_line_errors

@@ -15,7 +15,7 @@ from samestep.ranks.world import Device
 from samestep.recipe import find_recipe
 from samestep.reporting.words import class_table
 from samestep.run.directory import plain
-from samestep.session.evaluation import evaluate_run
+from samestep.session.trained_model import evaluate_run
 
 _EXAMPLES = (
     "evaluate runs/ID --checkpoint best",

@@ -71,9 +71,6 @@ def build(
         wrap_model: puts the model on all ranks.
         splits: the data, where it has been loaded already.
         tries: whether a few samples go through the model now; without, all metrics are taken.
-
-    Raises:
-        UserError: on every rank, for anything the user can mend.
     """
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
@@ -144,11 +141,7 @@ def _beginning(request: Request, work: Work, splits: Splits) -> State:
 
 
 def planned(request: Request, num_samples: int, world_size: int) -> Plan:
-    """Return what follows from a request on so many ranks.
-
-    Raises:
-        UserError: as `make_plan`.
-    """
+    """Return what follows from a request on so many ranks."""
     schedule = request.recipe.schedule
     return make_plan(request.settings, num_samples, world_size, schedule=schedule)
 
@@ -224,11 +217,7 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 
 def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:
-    """Set the number of threads of this rank, among those with the same cores; return it.
-
-    Raises:
-        UserError: these cores do not carry that many loader processes.
-    """
+    """Set the number of threads of this rank, among those with the same cores; return it."""
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
     settings = request.settings

@@ -33,11 +33,7 @@ Change = tuple[Any, Any]
 
 
 def parse_names(text: str | None, recipe: Recipe) -> tuple[str, ...]:
-    """Return the settings and options that `--allow-change` names.
-
-    Raises:
-        UserError: one of them does not exist, or can never change.
-    """
+    """Return the settings and options that `--allow-change` names."""
     names = tuple(
         word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")
     )
@@ -84,9 +80,6 @@ def check_changes(
 
     Returns:
         The changes that --allow-change names.
-
-    Raises:
-        UserError: there are others.
     """
     defaults = {**_plain(as_table(Settings())), **_option_defaults(recipe)}
     # A setting may be newer than the file.

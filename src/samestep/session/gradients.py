@@ -1,4 +1,4 @@
-"""Gradients of a loop of one's own, added up over all ranks."""
+"""Gradients of a user's own loop, added up over all ranks."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -22,11 +22,7 @@ _TOLD_APART = 1024
 
 
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
-    """Return what is to be trained of some modules, optimizers and parameters, each once.
-
-    Raises:
-        UserError: there is nothing to train in them, or something else is among them.
-    """
+    """Return what is to be trained of some modules, optimizers and parameters, each once."""
     found: dict[int, Tensor] = {}
     for one in trained:
         if isinstance(one, nn.Module):
@@ -59,10 +55,6 @@ def weight_of(
         terms: what its loss is a mean over, where that is not samples.
         loss: of this rank.
         world: this rank among the others.
-
-    Raises:
-        UserError: on every rank, where there are no terms on any. On a GPU the weight is NaN, as
-            asking it would make the host wait in each step.
     """
     if terms is None:
         return share
@@ -91,20 +83,12 @@ class Passes:
         self._count, self._usual, self._to_compare = 0, 0, _COMPARED
 
     def add(self, step: int) -> None:
-        """Count one more pass of a step; all ranks call it.
-
-        Raises:
-            UserError: on every rank, where another has none.
-        """
+        """Count one more pass of a step; all ranks call it."""
         self._count += 1
         self._compare(self._count, step)
 
     def end(self, step: int) -> None:
-        """End a step; all ranks call it.
-
-        Raises:
-            UserError: on every rank, where another goes backward once more.
-        """
+        """End a step; all ranks call it."""
         self._compare(0, step)
         self._to_compare -= 1
         if self._count != self._usual:
@@ -129,11 +113,7 @@ def _unequal(times: str) -> UserError:
 
 
 def check_loss(loss: Any) -> None:
-    """Check that backward can start from a loss.
-
-    Raises:
-        UserError: it is no scalar, or depends on nothing that is trained.
-    """
+    """Check that backward can start from a loss."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise UserError(
@@ -164,9 +144,6 @@ def backward(
 
     Returns:
         That sum, the same on every rank.
-
-    Raises:
-        UserError: a gradient is sparse, or another rank is in another step.
     """
     if not world.connected:
         _backward(loss, parameters, retain_graph=retain_graph)
@@ -214,11 +191,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _add_up(
     bucket: list[Tensor], world: World, weight: float | Tensor, more: Tensor, step: int
 ) -> Tensor:
-    """Overwrite gradients with their sums over all ranks, by one all-reduce; return that of more.
-
-    Raises:
-        UserError: on all ranks, where a gradient is sparse or another rank is in another step.
-    """
+    """Replace gradients by their sums over all ranks, in one all-reduce; return that of `more`."""
     grads = [p.grad for p in bucket]
     if any(g is not None and g.layout != torch.strided for g in grads):
         raise UserError(

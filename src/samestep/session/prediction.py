@@ -14,7 +14,7 @@ from samestep.execution.shown import RowsOfFiles, class_scores, fits, named, row
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
 from samestep.recipe import Recipe, is_cross_entropy
-from samestep.session.trained_model import Opened, open_checkpoint
+from samestep.session.trained_model import TrainedModel, open_checkpoint
 from samestep.training.apply import applied
 from samestep.training.device import choose_threads, switched
 from samestep.training.evaluation import as_evaluated, outputs_of
@@ -41,7 +41,7 @@ class Prediction:
 class Predictor:
     """A checkpoint ready to be asked."""
 
-    opened: Opened
+    opened: TrainedModel
     recipe: Recipe
     """Without random augmentation."""
     classes: tuple[str, ...]
@@ -51,9 +51,6 @@ class Predictor:
         """Return the outputs for samples as `read` gives them, and their targets or batch.
 
         The batch is put together as in an evaluation. Targets are None where there are none.
-
-        Raises:
-            UserError: the samples do not go together, or the model fails.
         """
         recipe, opened = self.recipe, self.opened
         without = [_is_pair(sample) and sample[1] is None for sample in samples]
@@ -86,9 +83,6 @@ def open_predictor(
         name: "best", "last", or a file name in its checkpoints/.
         device: where to compute.
         given: a recipe, instead of the one that the run names.
-
-    Raises:
-        UserError: there is no such run or checkpoint, or its recipe reads no files.
     """
     opened = open_checkpoint(path, name, device=device, recipe=given)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
@@ -109,9 +103,6 @@ def predict_files(predictor: Predictor, files: Sequence[Path], *, top: int) -> I
         predictor: what `open_predictor` returned.
         files: what to look at; `check_files` says first whether they are there.
         top: how many classes to name for each row.
-
-    Raises:
-        UserError: the model fails, or gives outputs that only the recipe could show.
     """
     waiting: list[_Row] = []
     for row in _rows(predictor, files):
@@ -204,11 +195,7 @@ def _said(predictor: Predictor, samples: Sequence[Any], top: int) -> list[dict[s
 
 
 def check_draws(predictor: Predictor) -> None:
-    """Check that the recipe can draw what is predicted.
-
-    Raises:
-        UserError: it does not say how.
-    """
+    """Check that the recipe can draw what is predicted."""
     if predictor.recipe.picture is None:
         raise UserError(
             f"--plot: recipe {predictor.recipe.name} does not say what to draw: give it "
@@ -217,11 +204,7 @@ def check_draws(predictor: Predictor) -> None:
 
 
 def draw(predictor: Predictor, file: Path, rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
-    """Draw what was predicted of a file into a figure of matplotlib.
-
-    Raises:
-        UserError: the recipe's `picture` fails.
-    """
+    """Draw what was predicted of a file into a figure of matplotlib."""
     paint = predictor.recipe.picture
     assert paint is not None
     try:
@@ -231,11 +214,7 @@ def draw(predictor: Predictor, file: Path, rows: Sequence[Mapping[str, Any]], fi
 
 
 def check_files(files: Sequence[Path]) -> None:
-    """Check that each is a file, before a model is loaded for them.
-
-    Raises:
-        UserError: one is missing, or a folder.
-    """
+    """Check that each is a file, before a model is loaded for them."""
     for file in files:
         if file.is_dir():
             raise UserError(f"{file} is a folder. Name the files in it: {file}/*")

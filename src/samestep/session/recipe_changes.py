@@ -59,11 +59,7 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
 
 
 def check_recipe_unchanged(run: Path, source: str) -> None:
-    """Check that the recipe that a run names is the one that it was trained with.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that the recipe that a run names is the one that it was trained with."""
     if changes := recipe_changes(run, source):
         raise UserError(
             f"{source} has changed since {run} began: {listed(changes, 5)}. Use the "
@@ -75,11 +71,7 @@ def check_recipe_unchanged(run: Path, source: str) -> None:
 def accepted_changes(
     run: Path | None, source: str, recipe: Recipe, allowed: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what differs in the recipe of a run that goes on.
-
-    Raises:
-        UserError: something does, and --allow-change does not name the recipe.
-    """
+    """Return what differs in the recipe of a run that goes on."""
     changes = recipe_changes(run, source, recipe) if run is not None else []
     if changes and "recipe" not in allowed:
         is_file = source.endswith(".py")

@@ -17,6 +17,7 @@ from samestep.recipe import Recipe, find_recipe, recipe_names
 from samestep.recipe_source import unread_options
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import best_file
+from samestep.run.records import first_start
 from samestep.session.changes import Change, parse_names, refused_change, with_sizes_of_run
 from samestep.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
 from samestep.session.recipe_pieces import Pieces, pieces_of
@@ -84,12 +85,9 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     """Return the draft for a recipe's name, a recipe file, or the directory of a run.
 
     Args:
-        target: one of these; None for the recipe that is given.
-        config: a TOML file above the recipe's defaults.
-        recipe: an object, instead of a target, or instead of what the run names.
-
-    Raises:
-        UserError: the target is none of these, or a TOML file has an unknown or ill-typed key.
+        target: one of these; None for the given recipe.
+        config: a TOML file that overrides the recipe's defaults.
+        recipe: an object, in place of a target, or of the recipe that the run names.
     """
     if target is None:
         assert recipe is not None
@@ -168,12 +166,7 @@ def _recipe_of_run(run: Path, source: str) -> Recipe:
 
 
 def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
-    """Return the recipe that a run keeps, where a call that goes on with the run names it.
-
-    Args:
-        target: the run, or what was trained in `run_dir`.
-        run_dir: the run, where the target is none.
-    """
+    """Return a run's own copy of its recipe: of the run `target`, or else of `run_dir`."""
     for run in (target, run_dir):
         if run and run not in recipe_names() and is_run(Path(str(run))):
             source = str(read_toml(Path(str(run)) / "settings.toml").get("recipe"))
@@ -182,11 +175,7 @@ def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return a TOML file's table, with its keys as field names.
-
-    Raises:
-        UserError: the file cannot be read, or is no TOML.
-    """
+    """Return a TOML file's table, with its keys as field names."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -202,11 +191,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def typed(
     table: dict[str, Any], recipe: Recipe, where: Path | str
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the settings and the recipe's options of a table, each of its declared type.
-
-    Raises:
-        UserError: a name is neither, or a value is of another type; `where` begins the message.
-    """
+    """Return the settings and the recipe's options of a table, each of its declared type."""
     types = _field_types(Settings)
     option_types = _field_types(recipe.options) if recipe.options else {}
     ours: dict[str, object] = {}
@@ -234,7 +219,7 @@ def typed(
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    """Return the values that a type is made of, where it is a `Literal`, or one beside None."""
+    """Return the values of a `Literal` type, or of `Literal | None`."""
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -261,25 +246,27 @@ def finish(
         start: the layers below the flags.
         settings: with the flags applied.
         options: the recipe's, with the flags applied.
-        given: the names that were flags.
+        given: the names of the flags.
         resume: whether to go on with the run.
-        allow_change: names of settings that may change then, with commas between them.
-
-    Raises:
-        UserError: a resumed run would become another training, or a tracker is unknown.
+        allow_change: settings that may change, with commas between them.
     """
     if allow_change is not None and not resume:
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
     allowed = parse_names(allow_change, start.recipe)
     own = {one.name for one in fields(Settings)}
     flags = {name: getattr(settings, name) for name in given if name in own}
-    merged = merge_layers(start.settings_layer, flags)
-    run_dir = str(merged.get("run_dir") or "")
+    run_dir = str(merge_layers(start.settings_layer, flags).get("run_dir") or "")
     if run_dir and start.folder != Path.cwd():
-        run_dir = merged["run_dir"] = str(start.folder / run_dir)
+        run_dir = str(start.folder / run_dir)
     run = start if resume and start.run is not None else None
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
         run = _repeated(start, run_dir)
+    if run is not None and flags.get("batch_size_per_rank") is not None:
+        _check_batch_per_rank(run, flags.pop("batch_size_per_rank"))
+    merged = merge_layers(start.settings_layer, flags)
+    if run_dir:
+        merged["run_dir"] = run_dir
+    if run is not None and run is not start:
         options = _inherited(run.options(), options, {*given, *start.options_layer})
         merged = merge_layers(run.settings_layer, merged)
         merged = with_sizes_of_run(merged, run.settings_layer, flags, earlier=run.earlier)
@@ -308,6 +295,16 @@ def finish(
     )
 
 
+def _check_batch_per_rank(run: Draft, now: int) -> None:
+    """Refuse a batch size per rank that is not the one that the run was begun with."""
+    assert run.run is not None
+    begun = first_start(run.run)
+    total, ranks = begun.get("global_batch_size", 0), begun.get("world_size", 1)
+    before = begun.get("batch_size_per_rank") or (total // ranks if total % ranks == 0 else None)
+    if before != now:
+        raise refused_change("batch_size_per_rank", (before, now), is_given=True)
+
+
 def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
     """Refuse an option that is given and that no function of the recipe reads."""
     if options is None:
@@ -323,11 +320,7 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
 
 
 def _repeated(start: Draft, run_dir: str) -> Draft:
-    """Return the draft of the run that a command goes on with in its --run-dir.
-
-    Raises:
-        UserError: it holds a run of another recipe.
-    """
+    """Return the draft of the run that a command goes on with in its --run-dir."""
     source = str(read_toml(Path(run_dir) / "settings.toml").get("recipe"))
     if _name_of(source) != start.recipe.name:
         raise UserError(
@@ -338,7 +331,7 @@ def _repeated(start: Draft, run_dir: str) -> Draft:
 
 
 def _inherited(old: Any, options: Any, given: set[str]) -> Any:
-    """Return the options of a repeated command: those of the run, where it gives no others."""
+    """Return the options of a repeated command: those that it does not give are the run's."""
     if options is None:
         return None
     kept = {f.name: getattr(old, f.name) for f in fields(old) if f.name not in given}

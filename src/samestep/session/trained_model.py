@@ -1,14 +1,19 @@
-"""Open a checkpoint of a run as a model: the one way from a run directory to weights."""
+"""A checkpoint of a run as a model, from the run's directory alone; and its evaluation."""
 
-from dataclasses import dataclass
+from collections.abc import Sized
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from samestep.ranks.world import Device, choose_device
-from samestep.recipe import Recipe
+from samestep.data.batches import open_split
+from samestep.data.recipe_splits import load_splits
+from samestep.errors import UserError
+from samestep.machine import usable_cores
+from samestep.ranks.world import Device, World, choose_device
+from samestep.recipe import Recipe, Splits
 from samestep.run import checkpoints
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import Entry, find_checkpoint
@@ -16,13 +21,16 @@ from samestep.session.recipe_changes import check_recipe_unchanged
 from samestep.session.request import draft, read_toml
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike
-from samestep.training.device import check_precision, data_dtype
-from samestep.training.prepare import hold_parameters, to_channels_last
-from samestep.training.snapshot import check_recipe, load_evaluated
+from samestep.training.apply import applied, terms_of
+from samestep.training.device import check_precision, choose_threads, data_dtype, switched
+from samestep.training.dry_run import fitting_metrics
+from samestep.training.evaluation import evaluate, evaluation_batch
+from samestep.training.prepare import hold_parameters, place_loss, to_channels_last
+from samestep.training.snapshot import check_classes, check_recipe, load_evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class TrainedModel:
     """A checkpoint as a model, and what the run says of it."""
 
     model: nn.Module
@@ -39,7 +47,7 @@ class Opened:
 
 def open_checkpoint(
     path: Path, name: str = "best", *, device: Device = "auto", recipe: Recipe | None = None
-) -> Opened:
+) -> TrainedModel:
     """Return a checkpoint of a run as a model.
 
     Args:
@@ -47,10 +55,6 @@ def open_checkpoint(
         name: "best", "last", or a file name in its checkpoints/.
         device: where to compute.
         recipe: instead of the one that the run names.
-
-    Raises:
-        UserError: there is no such run or checkpoint, it does not fit the recipe, or the file of
-            the recipe has changed since.
     """
     if not is_run(path):
         raise no_run(path)
@@ -71,7 +75,7 @@ def open_checkpoint(
     load_evaluated(model, content)
     if settings.channels_last:
         to_channels_last(model)
-    return Opened(
+    return TrainedModel(
         model=model,
         recipe=recipe,
         options=options,
@@ -81,3 +85,89 @@ def open_checkpoint(
         device=target,
         dtype=dtype,
     )
+
+
+def evaluate_run(
+    path: Path,
+    name: str = "best",
+    *,
+    split: Literal["train", "validation", "test"] = "test",
+    device: Device = "auto",
+    data_dir: str | None = None,
+    skip_bad: int | None = None,
+    given: Recipe | None = None,
+) -> dict[str, Any]:
+    """Return loss and metrics of a checkpoint over a split, in one process.
+
+    Where the data names its classes, also `per_class` and `confusion` as result.json has them.
+
+    Args:
+        path: the run's directory.
+        name: "best", "last", or a file name in its checkpoints/.
+        split: the part of the data.
+        device: where to evaluate.
+        data_dir: where the data is, for a recipe that has this option.
+        skip_bad: how many files of it may be unreadable, for a recipe that has this option.
+        given: a recipe, instead of the one that the run names.
+    """
+    opened = open_checkpoint(path, name, device=device, recipe=given)
+    recipe, settings, model = opened.recipe, opened.settings, opened.model
+    elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
+    options = recipe.complete_options(elsewhere)
+    recipe = recipe.with_options(options)
+    world = World(device=opened.device, virtual_ranks=settings.virtual_ranks or 0)
+    seed_alike(settings.seed)
+    splits = load_splits(recipe, options, world, wanted=(split,))
+    check_classes(opened.content, splits.classes)
+    data = _part(splits, split, recipe.name, data_dir)
+    torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
+    plain = replace(recipe, augment=None)
+    source = open_split(data, world, plain, settings, opened.dtype)
+    values = switched(settings, opened.device)(evaluate)(
+        applied(model, recipe),
+        source,
+        place_loss(recipe.loss, opened.device, opened.dtype),
+        fitting_metrics(recipe.metrics, source.peek(1).targets),
+        world=world,
+        batch_size=evaluation_batch(settings),
+        precision=settings.precision,
+        seed=settings.seed,
+        classes=recipe.counted_classes(splits),
+        terms=terms_of(recipe),
+    )
+    entry = opened.entry
+    return {
+        "recipe": recipe.name,
+        "split": split,
+        "checkpoint": entry.path,
+        "step": entry.step,
+        **values,
+        **({"notes": list(splits.notes)} if splits.notes else {}),
+    }
+
+
+def _part(splits: Splits, split: str, recipe: str, data_dir: str | None) -> Any:
+    """Return one of the splits, which has samples."""
+    data = getattr(splits, split)
+    if data is None:
+        raise UserError(f"Recipe {recipe} has no {split} data.")
+    if isinstance(data, Sized) and not len(data):
+        place = f" in {data_dir}" if data_dir is not None else ""
+        raise UserError(
+            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
+            "other data with --data-dir; where all of it is new, use --split test."
+        )
+    return data
+
+
+def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:
+    """Return the options for data in another place; what is read there is not made up."""
+    named = {name: value for name, value in given.items() if value is not None}
+    known = {field.name for field in fields(options)} if options is not None else set()
+    for name in named:
+        if name not in known:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag}: recipe {recipe} has no such option.")
+    if "data_dir" in named and "synthetic" in known:
+        named["synthetic"] = False
+    return replace(options, **named) if named else options

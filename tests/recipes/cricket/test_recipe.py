@@ -12,7 +12,7 @@ from samestep.recipe import find_recipe
 from samestep.recipes.cricket.measures import runs_errors
 from samestep.recipes.cricket.recipe import CricketOptions
 from samestep.recipes.cricket.synthetic import documents
-from samestep.session.evaluation import evaluate_run
+from samestep.session.trained_model import evaluate_run
 from tests.command_line import run
 from tests.cricket_files import ball, innings, match, write
 from tests.needs import needs
