@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.profiling.trace_events import phases_of
+from samestep.profiling.trace_digest import phases_of
 from tests import tiny
 from tests.command_line import end_with_first_failure, read_json, refusal, run, start
 from tests.profiling.planted import SITUATIONS

@@ -268,7 +268,7 @@ SITUATIONS = [
     Situation(
         "large batches put together in the training process",
         "input-bound",
-        "puts samples",
+        "collates samples",
         script=(("samples", "8192"), ("batch", "4096"), ("width", "16"), ("depth", "0")),
         slow=True,
     ),

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from samestep import UserError
-from samestep.profiling.apply_settings import apply_settings
+from samestep.profiling.sweep import apply_settings
 
 FILE = """\
 # my settings

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.profiling.hooks import Hooks
-from samestep.profiling.trace_events import COLLATE
+from samestep.profiling.trace_digest import COLLATE
 from samestep.training.phases import Phases
 
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))

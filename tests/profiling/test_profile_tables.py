@@ -1,6 +1,7 @@
 """A profile as people see it, from made-up numbers."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,7 @@ from rich.console import Console
 
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps, Operations
-from samestep.profiling.profile_result import Profile
-from samestep.profiling.profile_tables import show
+from samestep.profiling.profile_report import Profile, show
 
 RANK = MeasuredRank(phases={"forward": 0.02, "backward": 0.03, "other": 0.001, "evaluation": 0.0})
 MEASURED = MeasuredSteps(ranks=(RANK,), steps=284, samples=32, cores=2, script=True)
@@ -54,7 +54,7 @@ def test_the_idle_share_of_a_gpu_is_that_of_the_steps_measured_without_the_profi
     rank = replace(RANK, operations=Operations(matmul=1.0, gpu_busy=0.03))
     measured = replace(MEASURED, ranks=(rank,), wall=0.04, device="cuda")
     profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))
-    assert profile.as_table()["measured"]["gpu_idle"] == pytest.approx(0.25)
+    assert json.loads(profile.as_json())["measured"]["gpu_idle"] == pytest.approx(0.25)
     assert "25%" in shown(measured)["gpu"]
     assert replace(measured, wall=0.02).gpu_idle == 0
     assert "gpu" not in shown(MEASURED)

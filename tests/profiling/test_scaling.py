@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.profiling.scaling import analyse, find_warnings, interval, reasons, scaling_of
+from samestep.profiling.scaling import (
+    analyse,
+    find_warnings,
+    interval,
+    reasons,
+    report_lines,
+    scaling_of,
+)
 from samestep.profiling.scaling_study import Study
-from samestep.profiling.scaling_tables import as_json, lines
 from tests.profiling.made_studies import measured, measurement
 
 
@@ -123,10 +129,10 @@ def test_the_report_fits_a_terminal_and_names_the_cause():
     ]
     study = Study(setups=tuple(one.setup for one in found), left_out=("x is left out: because",))
     told = analyse("toy", study, found, ["weak", "strong"], 1.5, 3.0)
-    text = list(lines(told))
+    text = list(report_lines(told))
     assert max(map(len, text)) <= 80
     joined = " ".join(" ".join(text).split())
     assert re.search(r"At 2 ranks [^;]* 3\.100 ms [^;]* 2\.000 [^;]*: all_reduce \+1\.0", joined)
     assert re.search(r"At 2 ranks [^;]* 1\.600 ms [^;]* 1\.000 [^;]*\(that of 1 rank / 2\)", joined)
     assert "x is left out" in joined
-    assert '"speed_up": 1.29' in as_json(told)
+    assert '"speed_up": 1.29' in told.as_json()

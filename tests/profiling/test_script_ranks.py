@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from samestep import UserError
-from samestep.profiling.script_ranks import RankZeroEnded, ScriptRanks
+from samestep.profiling.script_profile import RankZeroEnded, ScriptRanks
 from samestep.ranks.launch import Launch
 from tests.processes import TIMEOUT_S, free_port
 

@@ -7,8 +7,7 @@ from itertools import count
 
 import pytest
 
-from samestep.profiling.stages import Stages
-from samestep.profiling.time_account import TimeAccount
+from samestep.profiling.stages import Stages, TimeAccount
 
 STEP_S, SLOW_DOWN = 0.125, 10
 

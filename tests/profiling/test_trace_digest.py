@@ -1,28 +1,32 @@
 """What a trace says of its steps, on traces made by hand: of a CPU and of a GPU."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.profiling.intervals import common, length, lengths_in, union, without
-from samestep.profiling.trace_digest import digest
-from samestep.profiling.trace_events import COLLATE, INDEX, own_times, phases_of, short_name
-from samestep.profiling.tracing import memory_timeline, peak_memory
+from samestep.profiling.trace_digest import (
+    COLLATE,
+    INDEX,
+    common,
+    digest,
+    length,
+    lengths_in,
+    memory_timeline,
+    own_times,
+    peak_memory,
+    phases_of,
+    short_name,
+    union,
+    without,
+)
 
 STEP_US = 1000
 
 
-def event(name, begin, duration, category="cpu_op", thread=1, **more):
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "ts": begin,
-        "dur": duration,
-        "pid": 1,
-        "tid": thread,
-        **more,
-    }
+def event(name, begin, duration, category="cpu_op", thread=1):
+    one = {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration}
+    return {**one, "pid": 1, "tid": thread}
 
 
 def mark(phase, moment):
@@ -124,50 +128,30 @@ def test_a_number_that_is_read_as_an_index_does_not_count():
     assert digest(trace(reads), 5).syncs == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("aten::addmm", "addmm"),
-        ("ampere_sgemm_128x64_nn", "ampere_sgemm_128x64_nn"),
-        (
-            (
-                "void at::native::vectorized_elementwise_kernel<4, "
-                "at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)"
-            ),
-            "CUDAFunctor_add",
-        ),
-        (
-            (
-                "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<"
-                "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>(int)>"
-            ),
-            "direct_copy_kernel_cuda",
-        ),
-        (
-            (
-                "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
-                "at::native::MeanOps<float, float, float, float>, unsigned int> >(int)"
-            ),
-            "MeanOps",
-        ),
-        (
-            "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>(Params)",
-            "cutlass_80_tensorop_s1688gemm_128x64_16…",
-        ),
-        (
-            "void at::native::(anonymous namespace)::softmax_warp_forward<float, float, 7>()",
-            "softmax_warp_forward",
-        ),
-        (
-            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8",
-            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_t…",
-        ),
-        ("<unknown>", "<unknown>"),
-    ],
-)
-def test_of_a_long_name_the_telling_part_stays(name, told):
-    assert short_name(name) == told
-    assert len(told) <= 40
+AT = "void at::native::"
+LONG = "cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4"
+NAMES = {
+    "aten::addmm": "addmm",
+    "ampere_sgemm_128x64_nn": "ampere_sgemm_128x64_nn",
+    f"{AT}vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, "
+    "3ul> >(int)": "CUDAFunctor_add",
+    f"{AT}elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_"
+    "kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>(int)>": "direct_copy_kernel_cuda",
+    f"{AT}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, "
+    "float, float>, unsigned int> >(int)": "MeanOps",
+    f"void cutlass::Kernel2<{LONG}>(Params)": "cutlass_80_tensorop_s1688gemm_128x64_16…",
+    f"{AT}(anonymous namespace)::softmax_warp_forward<float, float, 7>()": "softmax_warp_forward",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8": (
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_t…"
+    ),
+    "<unknown>": "<unknown>",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_a_long_name_the_telling_part_stays(name):
+    assert short_name(name) == NAMES[name]
+    assert len(NAMES[name]) <= 40
 
 
 def test_putting_samples_together_is_told_as_a_share_of_the_wait():
@@ -243,12 +227,7 @@ def test_an_empty_trace_says_nothing():
 
 def test_the_memory_timeline_names_the_phase_of_the_peak():
     def change(moment, size):
-        return {
-            "ph": "i",
-            "name": "[memory]",
-            "ts": moment,
-            "args": {"Bytes": size, "Device Type": 0},
-        }
+        return {"name": "[memory]", "ts": moment, "args": {"Bytes": size, "Device Type": 0}}
 
     rows = memory_timeline(
         [*trace([], steps=1), change(150, 1 << 20), change(500, 3 << 20), change(950, -(4 << 20))]
@@ -262,7 +241,7 @@ TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t:
 
 
 def points(spans):
-    return {moment for begin, end in spans for moment in range(begin, end)}
+    return {moment for begin, end in spans for moment in range(int(begin), int(end))}
 
 
 @given(TIMES, TIMES)
@@ -272,28 +251,18 @@ def test_intervals_are_sets_of_moments(one, other):
     assert length(first) == len(points(one))
     assert points(common(first, second)) == points(one) & points(other)
     assert points(without(first, second)) == points(one) - points(other)
-    assert points(without([(0, 60)], first)) == set(range(60)) - points(one)
+    assert points(without(union([(0, 60)]), first)) == set(range(60)) - points(one)
     shared = [len(points([window]) & points(other)) for window in first]
-    assert lengths_in(first, second) == shared
+    assert lengths_in(first, second).tolist() == shared
 
 
-class Counted(list):
-    """A list that counts how often it is looked at."""
-
-    looks = 0
-
-    def __getitem__(self, place):
-        self.looks += 1
-        return super().__getitem__(place)
-
-
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("of_each", [without, lengths_in])
-def test_the_trace_of_a_whole_epoch_is_looked_through_once(of_each):
-    """One that is looked through for every call in it seems to hang."""
-    spans = Counted((float(begin), begin + 0.5) for begin in range(1000))
-    windows = [(float(begin), begin + 1.0) for begin in range(1000)]
-    assert len(of_each(windows, spans)) == 1000
-    assert spans.looks < 10_000
+def test_the_trace_of_a_whole_epoch_does_not_seem_to_hang(of_each):
+    """A scan of all spans for every window would take minutes."""
+    begins = np.arange(100_000.0)
+    found = of_each(np.column_stack([begins, begins + 1]), np.column_stack([begins, begins + 0.5]))
+    assert len(found) == 100_000
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=12))

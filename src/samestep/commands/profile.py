@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import importlib.util
-import json
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -40,7 +39,7 @@ from samestep.run.directory import is_run, new_run_path
 from samestep.settings import Settings
 
 if TYPE_CHECKING:
-    from samestep.profiling.profile_result import Profile
+    from samestep.profiling.profile_report import Profile
     from samestep.profiling.script_profile import ScriptFailed
 
 # The profiler's own library writes to standard error when it starts and stops; set before torch is
@@ -134,7 +133,7 @@ def _profile(arguments: list[str], log: RankLog) -> int:
         return _script(arguments, log, module=True)
     if target.startswith("-"):
         raise UserError(f"Name what to profile before {target}: a recipe, a recipe file, a script.")
-    if target.endswith(".py") and not is_recipe_file(Path(target)):
+    if target.endswith(".py") and not _is_recipe_file(Path(target)):
         return _script(arguments, log, module=False)
     if "--" in flags:
         raise UserError(
@@ -143,12 +142,8 @@ def _profile(arguments: list[str], log: RankLog) -> int:
     return _recipe(arguments, log)
 
 
-def is_recipe_file(path: Path) -> bool:
-    """Whether a Python file ends up with a `recipe`, which tells a recipe from a script.
-
-    Raises:
-        UserError: there is no such file, or it is not Python.
-    """
+def _is_recipe_file(path: Path) -> bool:
+    """Whether a Python file ends up with a `recipe`, which tells a recipe from a script."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -183,7 +178,6 @@ def _check_extent(extent: _Extent) -> None:
 
 def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.commands.target import parse_target  # noqa: PLC0415 - imports torch
-    from samestep.profiling.apply_settings import check_place  # noqa: PLC0415 - as does the package
 
     about = "Profile {}: where the time of its steps goes."
     command, request = parse_target("profile", about, Command, arguments, *_EXAMPLES)
@@ -192,7 +186,11 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     batch_sizes = numbers("batch-sizes", command.batch_sizes)
     if command.apply and not (workers or batch_sizes):
         raise UserError("--apply writes what --workers or --batch-sizes finds: give one of them.")
-    place = check_place(command.config, request.recipe.name) if command.apply else None
+    place = None
+    if command.apply:
+        from samestep.profiling.sweep import file_to_apply  # noqa: PLC0415
+
+        place = file_to_apply(command.config, request.recipe.name)
     run_dir = request.settings.run_dir
     if run_dir is not None and is_run(Path(run_dir)):
         raise UserError(
@@ -212,12 +210,12 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     )
     if code is not None:
         return code
-    from samestep.profiling.recipe_profile import Wishes, profile_recipe  # noqa: PLC0415
+    from samestep.profiling.recipe_profile import Extent, profile_recipe  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world, settings.timeout_s)
-    wishes = Wishes(
+    extent = Extent(
         workers=workers,
         batch_sizes=batch_sizes,
         epoch=command.epoch,
@@ -225,7 +223,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
         num_steps=command.steps,
         begin=log.move_to,
     )
-    found = profile_recipe(request, world, wishes)
+    found = profile_recipe(request, world, extent)
     world.on_main(lambda: _save_and_show(found, as_json=command.json))
     if found.measured.stopped:
         code = _STOPPED
@@ -236,16 +234,16 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
 
 
 def _apply(path: Path, found: "Profile", source: str) -> int:
-    from samestep.profiling.apply_settings import apply_settings  # noqa: PLC0415
+    from samestep.profiling.sweep import apply_settings  # noqa: PLC0415
 
     values = {one.setting: one.best for one in found.sweeps if one.sure}
     unsure = [one.setting for one in found.sweeps if not one.sure]
     if values:
         apply_settings(path, values, source)
-        told = ", ".join(f"{key} = {value}" for key, value in values.items())
-        sys.stderr.write(f"{path}: {told}\n")
+        sys.stderr.write(f"{path}: {', '.join(f'{key} = {n}' for key, n in values.items())}\n")
     if unsure:
-        sys.stderr.write(f"{path}: {', '.join(unsure)} not written, for it is not sure.\n")
+        names = ", ".join(unsure)
+        sys.stderr.write(f"{path}: {names} not written: the measurements differ too much.\n")
     return 1 if unsure else 0
 
 
@@ -276,8 +274,7 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
             f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
             "of them with --out DIR, or let `samestep profile --nproc` start them."
         )
-    from samestep.profiling.script_profile import ScriptFailed, profile_script  # noqa: PLC0415
-    from samestep.profiling.script_ranks import ScriptRanks  # noqa: PLC0415
+    from samestep.profiling.script_profile import ScriptFailed, ScriptRanks, profile_script  # noqa: PLC0415
     from samestep.profiling.tracing import unwritable  # noqa: PLC0415
 
     try:
@@ -325,26 +322,25 @@ def _check_module(name: str) -> None:
 
 
 def _failed(failure: "ScriptFailed", script: Path, *, as_json: bool) -> int:
-    """Tell of a script that failed, below its own error; return its exit code."""
+    """Report a script that failed, below its own error; return its exit code."""
     if failure.__cause__ is not None and is_lost_peer(failure.__cause__):
-        raise failure.__cause__ from None  # by the failure of a rank that tells of it
-    if os.environ.get(PARENT):  # which tells of it once for all ranks
-        leave_for_parent(f"{failure.told(script)}\n{failure.text}".rstrip(), failure.code)
+        raise failure.__cause__ from None  # another rank reports the cause
+    if os.environ.get(PARENT):  # which reports it once for all ranks
+        leave_for_parent(f"{failure.summary(script)}\n{failure.text}".rstrip(), failure.code)
         return failure.code
     sys.stderr.write(failure.text)
     if failure.found is not None:
         _save_and_show(failure.found, as_json=as_json)
-    print_error(failure.told(script))
+    print_error(failure.summary(script))
     return failure.code
 
 
 def _save_and_show(found: "Profile", *, as_json: bool) -> None:
-    from samestep.profiling.profile_result import save_profile  # noqa: PLC0415
-    from samestep.profiling.profile_tables import show  # noqa: PLC0415
+    from samestep.profiling.profile_report import show  # noqa: PLC0415
 
-    save_profile(found)
+    found.save()
     if as_json:
-        sys.stdout.write(json.dumps(found.as_table(), indent=2) + "\n")
+        sys.stdout.write(found.as_json())
     else:
         show(found, Console(highlight=False))
     sys.stdout.flush()

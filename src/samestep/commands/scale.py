@@ -16,8 +16,7 @@ import tyro
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import parse_target
 from samestep.errors import AlreadyTold, UserError
-from samestep.profiling import scaling_tables as shown
-from samestep.profiling.scaling import analyse
+from samestep.profiling.scaling import analyse, report_lines
 from samestep.profiling.scaling_study import MeasurementTask, Mode, plan_study, run_study
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.ranks.process import STARTED_AT, TASK, run_as_rank
@@ -61,7 +60,7 @@ class _Settings(Settings):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb: on a rank, measure; else start ranks and tell what they found."""
+    """Run the verb: on a rank, measure; else start ranks and report their measurements."""
     run = _rank if TASK in os.environ else _scale
     return run_as_rank(lambda _log: run(arguments))
 
@@ -87,13 +86,13 @@ def _scale(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="samestep-scale-") as temporary:
         folder = _empty(Path(request.settings.run_dir or temporary))
         study = plan_study(request.settings, sizes, modes)
-        # What other work keeps busy; this process only waits meanwhile.
+        # Cores that other work keeps busy, since this process only waits.
         busy = psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
         study, found = run_study(
             study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch, tell=_tell
         )
-    told = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
-    text = shown.as_json(told) if command.json else "\n".join(shown.lines(told))
+    report = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
+    text = report.as_json() if command.json else "\n".join(report_lines(report))
     sys.stdout.write(text + "\n")
     return 0
 
@@ -132,16 +131,12 @@ def _parse(arguments: list[str]) -> tuple[Command, Request]:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks in a list like `1,2,4`, ascending.
-
-    Raises:
-        UserError: it is no such list, or has fewer than two.
-    """
+    """Return the numbers of ranks in a list like `1,2,4`, ascending; two at least."""
     sizes = numbers("nproc", text, most=_MOST_RANKS)
     if len(sizes) == 1:
         example = f"1,{text}" if sizes[0] > 1 else "1,2"
         raise UserError(
-            f"--nproc {text} is one size alone; to see how it scales, give two or more: {example}."
+            f"--nproc {text} is only one size; to see how it scales, give two or more: {example}."
         )
     return sizes
 

@@ -1,8 +1,8 @@
-"""Tell the phases of any training script's steps, from what it calls of PyTorch.
+"""Find the phases of any training script's steps from its calls into PyTorch.
 
-Nothing of the script is changed. While it runs, a few functions of PyTorch that its loop calls
-(the loader's `__iter__` and `__next__`, the call of a model, `backward`, `Optimizer.zero_grad` and
-`step`, `torch.save`, `train` and `eval` of a model) note the time, then do as ever.
+The script is not changed. While it runs, a few functions of PyTorch that its loop calls (the
+loader's `__iter__` and `__next__`, the call of a model, `backward`, `Optimizer.zero_grad` and
+`step`, `torch.save`, `train` and `eval` of a model) also note the time.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.profiling.trace_events import COLLATE
+from samestep.profiling.trace_digest import COLLATE
 from samestep.training.phases import Phases, make_phases
 from samestep.training.prepare import tell_end_of_autograd
 from samestep.training.side_effects import leaves_of
 
 _SURE = 3
-"""Updates without an optimizer, after which a script counts as one that makes its own."""
+"""After this many updates without an optimizer, a script counts as making its own."""
 _FEW, _VALUES = 8, 64
 
 
 class OwnUpdates:
-    """Whether weights change from one backward pass to the next, by a few values of a few of them.
+    """Notice that weights change between backward passes, by a few values of a few of them.
 
-    They are looked up in each loss anew: a script may make new ones instead of changing them.
+    They are found through each loss, since a script may replace weights instead of changing them.
     """
 
     def __init__(self) -> None:
@@ -52,43 +52,43 @@ class OwnUpdates:
 
 
 class Hooks:
-    """What one rank's script does, as far as PyTorch sees it."""
+    """One rank's script, as seen by its calls into PyTorch."""
 
     def __init__(self, phases: Phases, *, several: bool) -> None:
         self.phases = phases
         self.on_step: Callable[[int], None] = lambda _step: None
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.on_profiler: Callable[[], None] = lambda: None
-        """Told that a profiler is started."""
+        """Called when the script starts a profiler."""
         self.on_own_updates: Callable[[], None] = lambda: None
-        """Told that the script changes its weights itself."""
+        """Called when the script turns out to change its weights itself."""
         self.trained: list[Tensor] = []
-        """The weights: those of the optimizer, or of the loss where there is none."""
+        """The weights of the optimizer; without one, of the loss."""
         self._own_updates: OwnUpdates | None = OwnUpdates()
-        """None as soon as an optimizer has begun a step."""
+        """None once an optimizer has begun a step."""
         self.steps = 0
         self.optimizer: Optimizer | None = None
-        """The one whose steps count: the first that took one."""
+        """The first that took a step: its steps count."""
         self.loader: DataLoader[Any] | None = None
-        """The one that the training reads from."""
+        """The loader that the training reads from."""
         self.batches = 0
         """Batches that the training has read."""
         self._several = several
         self.epochs = 0
-        """Epochs that have begun: the times that the training began to read from its loader."""
+        """How often the training began to read from its loader."""
         self._epoch_step = 0
         self._latest: DataLoader[Any] | None = None
         self._evaluating = False
         self._eval_mode = False
         self._depth = 0
         self._between = False
-        """Whether an optimizer has stepped and nothing of the next step has been seen yet."""
+        """Whether an optimizer has stepped and the next step has not begun."""
         self._has_gradients = False
         """Whether a backward has run since the last optimizer step."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Note the time in PyTorch's functions, inside."""
+        """Note the time in PyTorch's functions while inside."""
         with contextlib.ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
@@ -111,11 +111,11 @@ class Hooks:
             yield
 
     def _noted_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call of a model that ends what lies between two steps."""
+        """Return `Module.__call__` that also ends the time between two steps."""
 
         @functools.wraps(original)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # A graph that is being compiled must hold nothing of this.
+            # This must not become part of a compiled graph.
             if torch.compiler.is_compiling():
                 return original(module, *args, **kwargs)
             if self._between and torch.is_grad_enabled() and not self._eval_mode:
@@ -166,14 +166,14 @@ class Hooks:
             self.on_step(self.steps)
 
     def _begin(self, trained: list[Tensor]) -> None:
-        """Take note of the weights, and of the device whose clock counts."""
+        """Note the weights, and the device whose clock counts."""
         self.trained = trained
         if trained[0].device.type == "cuda":
             self.phases = make_phases(trained[0].device)
             self.phases.begin()
 
     def _count_own_update(self, updates: OwnUpdates, loss: Tensor) -> None:
-        """Count a step where the script has changed its weights without an optimizer."""
+        """Count a step if the script has changed its weights without an optimizer."""
         before = updates.count
         updates.count_before(loss)
         if updates.count == before or updates.count < _SURE:
@@ -200,7 +200,7 @@ class Hooks:
         return iterator
 
     def _is_for_training(self, loader: Any) -> bool:
-        """Whether it is what the training reads from, or another that a new epoch has made."""
+        """Whether the training reads from it, or a new epoch has made it anew."""
         if self.loader is None or not torch.is_grad_enabled():
             return False
         return loader is self.loader or (not self._evaluating and _alike(loader, self.loader))
@@ -217,7 +217,7 @@ class Hooks:
         try:
             batch = original(iterator)
         finally:
-            # The first batch of new workers comes when they have started.
+            # The first batch of new workers includes their start.
             self._lap_or_evaluation("workers" if starts else "data")
         if not self._evaluating:
             self._between = False
@@ -232,7 +232,7 @@ class Hooks:
     def _around_backward(
         self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._depth:  # a checkpointed block computes its part again
+        if self._depth:  # a checkpointed block recomputes its part
             return original(tensors, *args, **kwargs)
         self.phases.lap("forward")
         self._evaluating = self._eval_mode = False  # also where a frozen part stays in eval()
@@ -254,7 +254,7 @@ class Hooks:
         finally:
             self._depth -= 1
             self.phases.lap(ends)
-            # Without an optimizer the update follows, and nothing tells its end but the next call.
+            # Without an optimizer the update follows, and ends with the next call.
             self._between = self._own_updates is not None and bool(self.trained)
 
     def _around_zero_grad(
@@ -287,7 +287,7 @@ class Hooks:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two loaders read the same data, by what can be seen of them."""
+    """Whether two loaders seem to read the same data."""
 
     def seen(loader: Any) -> tuple[Any, ...]:
         data = loader.dataset

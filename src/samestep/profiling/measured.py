@@ -12,25 +12,24 @@ class Operations:
     """What the operations of the traced steps were, as shares of what a step computes."""
 
     launch: float = 0.0
-    """No operation did any work: Python, and what it costs to start one."""
+    """Overhead: Python and starting operations, while none works."""
     matmul: float = 0.0
-    """Matrix products, convolutions, attention: they are limited by arithmetic."""
+    """Matrix products, convolutions, attention: limited by arithmetic."""
     memory: float = 0.0
-    """All others: they are limited by moving numbers to and from memory."""
+    """All others: limited by moving numbers to and from memory."""
     sync: float = 0.0
-    """The host stood still until the device had caught up, and the device then idled."""
+    """The host waited for the device, which then idled."""
     count: float = 0.0
     """Operations per step."""
     gpu_busy: float | None = None
     """Seconds per step in which a GPU ran at least one kernel; None if no GPU was traced."""
     syncs: float = 0.0
-    """Times per step that the host asked for a number: `.item()`, `float(tensor)`, `.cpu()`."""
+    """Times per step that the host read a number: `.item()`, `float(tensor)`, `.cpu()`."""
     collate: float = 0.0
-    """Share of the wait for data in which samples were put together to a batch."""
+    """Share of the wait for data in which samples were collated."""
     top_matmul: tuple[tuple[str, float], ...] = ()
-    """The operations limited by arithmetic that took most, each with its share."""
+    """The longest operations limited by arithmetic, each with its share."""
     top_memory: tuple[tuple[str, float], ...] = ()
-    """The same of those limited by moving numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +39,12 @@ class MeasuredRank:
     phases: Mapping[str, float]
     operations: Operations | None = None
     starved: float = 0.0
-    """Seconds per step in which one of its threads wanted a core and had none: the one that waited
-    longest."""
+    """Seconds per step that its most delayed thread waited for a core."""
     wanted_cores: float = 0.0
-    """Cores that its threads and loader processes wanted on average."""
+    """Cores that its threads and loader processes used or waited for, on average."""
     memory: tuple[float, str] | None = None
-    """The most MiB that PyTorch held in a traced step beyond what it holds between two, and the
-    phase in which it did."""
+    """The most MiB that PyTorch held in a traced step beyond what it holds between steps, and the
+    phase of that moment."""
 
     @property
     def busy(self) -> float:
@@ -66,13 +64,12 @@ class MeasuredSteps:
     ranks: tuple[MeasuredRank, ...]
     steps: int
     wall: float = 0.0
-    """Seconds per step by the clock alone, what the phases have to add up to."""
+    """Seconds per step by the clock, to which the phases add up."""
     samples: float = 0.0
-    """Samples per step over all ranks; 0 if not known."""
+    """Samples per step over all ranks; 0 if unknown."""
     evaluation: float = 0.0
     """Seconds per step, if evaluations are shared out over the steps between them."""
     checkpoint: float = 0.0
-    """The same of checkpoints."""
     worker_start: float = 0.0
     """Part of the wait for data in which loader processes were being started."""
     device: str = "cpu"
@@ -80,24 +77,24 @@ class MeasuredSteps:
     """Cores that these ranks may use on their node."""
     local_ranks: int = 1
     threads: int = 1
-    """CPU threads of a rank."""
+    """CPU threads per rank."""
     workers: int = 0
-    """Loader processes of a rank."""
+    """Loader processes per rank."""
     iterable: bool = False
-    """Whether the data is an IterableDataset, which each worker reads as it says itself."""
+    """Whether the data is an IterableDataset, which each worker reads by itself."""
     in_memory: bool = False
     """Whether the data is held in memory, so that no worker could read it."""
     gradient_bytes: int = 0
-    """Bytes that a rank's gradients have."""
+    """Per rank."""
     script: bool = False
-    """Whether it was a script of the user's, not a recipe."""
+    """Whether it was a user's script, not a recipe."""
     profiled_itself: bool = False
-    """Whether the script had a profiler of its own on in some steps, which are in no number."""
+    """Whether the script ran a profiler of its own in some steps, which are left out."""
     compiled: bool = False
     stopped: bool = False
     """Whether a signal ended it before all was measured."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Steps between two evaluations and two checkpoints, as the settings have it."""
+    """Steps between two evaluations and two checkpoints, by the settings."""
 
     @property
     def slowest(self) -> int:
@@ -112,7 +109,7 @@ class MeasuredSteps:
 
     @property
     def typical(self) -> MeasuredRank:
-        """A rank like most: the one whose work is nearest to the median, not the slowest."""
+        """The rank nearest to the median, without the slowest."""
         others = self._others or list(self.ranks)
         middle = median(rank.busy for rank in others)
         return min(others, key=lambda rank: abs(rank.busy - middle))
@@ -123,15 +120,15 @@ class MeasuredSteps:
 
     @property
     def traced(self) -> Operations:
-        """What the operations of that rank were; all shares are 0 if no step was traced."""
+        """The typical rank's operations; all shares are 0 if no step was traced."""
         return self.typical.operations or Operations()
 
     @property
     def gpu_idle(self) -> float | None:
-        """Share of a step in which that rank's GPU ran no kernel; None without a GPU.
+        """Share of a step in which the typical rank's GPU ran no kernel; None without a GPU.
 
-        Kernels take as long with the profiler as without it, but it slows the host down. So the
-        steps are those measured without it, and only the kernels' time is from the trace.
+        The profiler slows down the host, not the kernels. So the steps are those measured without
+        it, and only the kernels' time is from the trace.
         """
         busy = self.traced.gpu_busy
         if busy is None or not self.wall:
@@ -140,5 +137,5 @@ class MeasuredSteps:
 
     @property
     def wanted_cores(self) -> float:
-        """Cores that the ranks of the node wanted on average."""
+        """Cores that the ranks of the node used or waited for, on average."""
         return self.local_ranks * max(rank.wanted_cores for rank in self.ranks)

@@ -1,7 +1,8 @@
 """Profile a recipe: its own loop, its own settings, some steps of them."""
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,32 +12,39 @@ from typing import Any
 import torch
 
 from samestep.data.batches import open_split
+from samestep.data.blocks import Batch
 from samestep.data.memory_source import MemorySource
+from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
-from samestep.profiling.costs import checkpoint_seconds, evaluation_seconds, every
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
-from samestep.profiling.profile_result import Profile, Sweep
-from samestep.profiling.stages import Stages
+from samestep.profiling.profile_report import Profile, Sweep
+from samestep.profiling.stages import MeasuredSpan, Stages, TimeAccount
 from samestep.profiling.sweep import sweep, variant
-from samestep.profiling.time_account import MeasuredSpan, TimeAccount
+from samestep.profiling.tracing import unwritable
 from samestep.ranks.world import World
 from samestep.reporting.words import count
+from samestep.run import checkpoints
 from samestep.run.directory import Run, new_run_path
 from samestep.session.build import Built, build
 from samestep.session.request import Request
 from samestep.session.training_run import choose_path, completed, describe
 from samestep.training.device import data_dtype, switched
-from samestep.training.loop import rehearse
+from samestep.training.evaluation import evaluation_batch
+from samestep.training.loop import evaluate_work, rehearse
 from samestep.training.plan import ENDLESS
+from samestep.training.snapshot import capture
 from samestep.training.stopping import ReceivedSignal, Watch, catch_signals
 from samestep.training.work import State, Work, epoch_is_full
 
+_LONGEST_EVALUATION_S = 2.0
+_CHECKPOINT = "profile.pt"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What a profile of a recipe is to find out, beside the verdict."""
+class Extent:
+    """How much of a recipe to profile, and which settings to try."""
 
     workers: tuple[int, ...] = ()
     batch_sizes: tuple[int, ...] = ()
@@ -45,25 +53,21 @@ class Wishes:
     num_steps: int | None = None
     """Steps to measure, in place of the seconds."""
     begin: Callable[[Path], None] = lambda _path: None
-    """Called on every rank with the directory once it is there."""
+    """Called on every rank with the run directory once it exists."""
 
 
-def profile_recipe(request: Request, world: World, wishes: Wishes) -> Profile:
-    """Measure some steps of a recipe on this world, and judge them.
-
-    Raises:
-        UserError: a wish cannot be met, or a file not be written.
-    """
+def profile_recipe(request: Request, world: World, extent: Extent) -> Profile:
+    """Measure some steps of a recipe on this world, and judge them."""
     if request.settings.engine != "native":
         raise UserError(
             "samestep profile RECIPE measures samestep's own loop: leave --engine out. Any script "
             "can be profiled too, one with Lightning's Trainer as well: samestep profile SCRIPT.py"
         )
     with switched(request.settings, world.device):
-        return _profile(request, world, wishes)
+        return _profile(request, world, extent)
 
 
-def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
+def _profile(request: Request, world: World, extent: Extent) -> Profile:
     settings = request.settings
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, max_steps=ENDLESS)
@@ -75,14 +79,14 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
     request = completed(request, world)
     built = build(request, world)
     work = built.work
-    if wishes.workers and isinstance(work.train, MemorySource):
+    if extent.workers and isinstance(work.train, MemorySource):
         raise UserError(
             f"--workers: {request.recipe.name} holds its data in memory, so no worker reads it. "
             "Leave --workers out.",
             on_all_ranks=True,
         )
     samples = work.train.num_samples  # 0 of a stream
-    for size in wishes.batch_sizes:
+    for size in extent.batch_sizes:
         if samples and size > samples:
             raise UserError(
                 f"--batch-sizes: {size:,} samples per step are more than the {samples:,} training "
@@ -101,14 +105,14 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
             describe(run, request, built)
 
     world.on_main(begin)
-    world.on_every(lambda: wishes.begin(path))
+    world.on_every(lambda: extent.begin(path))
     with catch_signals() as received:
 
         def stop() -> bool:
             return bool(world.broadcast(received.signum if world.is_main else 0))
 
-        measured = measure(work, built.state, path, wishes, received)
-        sweeps = _sweep(request, built, path, wishes, stop)
+        measured = measure(work, built.state, path, extent, received)
+        sweeps = _sweep(request, built, path, extent, stop)
         measured = replace(measured, stopped=measured.stopped or stop())
     work.train.close()
     return Profile(
@@ -123,23 +127,23 @@ def _profile(request: Request, world: World, wishes: Wishes) -> Profile:
 
 
 def measure(
-    work: Work, state: State, path: Path, wishes: Wishes, received: ReceivedSignal
+    work: Work, state: State, path: Path, extent: Extent, received: ReceivedSignal
 ) -> MeasuredSteps:
     """Measure some steps without the profiler and trace some with it, on every rank."""
     world = work.world
-    span, mine, stopped = _run_stages(work, state, path, wishes, received)
+    span, mine, stopped = _run_stages(work, state, path, extent, received)
     cores = usable_cores()
-    between = every(work)
+    between = _steps_between(work)
     return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
         samples=work.plan.global_batch_size,
-        # After a stop signal there may be no time for them.
-        evaluation=0.0 if stopped else evaluation_seconds(work) / between["evaluation"],
+        # After a stop signal there may be no time left.
+        evaluation=0.0 if stopped else _evaluation_seconds(work) / between["evaluation"],
         checkpoint=0.0
         if stopped
-        else checkpoint_seconds(work, state, path) / between["checkpoint"],
+        else _checkpoint_seconds(work, state, path) / between["checkpoint"],
         device=world.device.type,
         cores=len(cores),
         local_ranks=world.gather((world.node, cores)).count((world.node, cores)),
@@ -154,23 +158,19 @@ def measure(
 
 
 def _run_stages(
-    work: Work, state: State, path: Path, wishes: Wishes, received: ReceivedSignal
+    work: Work, state: State, path: Path, extent: Extent, received: ReceivedSignal
 ) -> tuple[MeasuredSpan, MeasuredRank, bool]:
     """Train through warm-up, measured and traced steps; keep the trace.
 
-    Returns:
-        What was measured, also of this rank, and whether a stop signal ended it early.
-
-    Raises:
-        UserError: the stop signal came before there was anything to tell.
+    Returns the measured steps, this rank with its trace, and whether a stop signal ended it early.
     """
     world = work.world
     stages = Stages(
         TimeAccount(lambda: work.phases),
         agree=lambda function: world.broadcast(function() if world.is_main else 0),
-        seconds=wishes.seconds,
-        num_steps=wishes.num_steps,
-        epoch=wishes.epoch,
+        seconds=extent.seconds,
+        num_steps=extent.num_steps,
+        epoch=extent.epoch,
         stop=lambda: received.signum != 0,
     )
     stages.epoch_begins(state.position.epoch + 1)
@@ -185,7 +185,7 @@ def _run_stages(
     span, tracer = stages.span, stages.tracer
     if span is None:
         raise UserError(
-            f"A stop signal came after {count(state.position.step, 'step')}: too few to tell "
+            f"A stop signal came after {count(state.position.step, 'step')}: too few to measure "
             "anything.",
             on_all_ranks=True,
         )
@@ -197,9 +197,9 @@ def _run_stages(
 
 
 def _sweep(
-    request: Request, built: Built, path: Path, wishes: Wishes, stop: Callable[[], bool]
+    request: Request, built: Built, path: Path, extent: Extent, stop: Callable[[], bool]
 ) -> tuple[Sweep, ...]:
-    """Measure the wished workers, then the wished batch sizes with the best of them."""
+    """Try numbers of workers, then batch sizes with the best of them."""
     work, best = built.work, built.work.settings
 
     def candidate(setting: str, value: int) -> tuple[Work, State]:
@@ -210,16 +210,76 @@ def _sweep(
         dtype = data_dtype(settings.precision)
         source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)
         one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
-        if settings.num_workers != best.num_workers:  # that has its trace already
-            _run_stages(one, state, path, Wishes(seconds=0.2), ReceivedSignal())
+        if settings.num_workers != best.num_workers:  # which is traced already
+            _run_stages(one, state, path, Extent(seconds=0.2), ReceivedSignal())
         return one, state
 
-    # More workers than cores are worth a try: some only wait for a disk.
+    # More workers than cores are worth trying: some only wait for a disk.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     sweeps: list[Sweep] = []
-    for setting, values in (("num_workers", wishes.workers), ("batch_size", wishes.batch_sizes)):
+    for setting, values in (("num_workers", extent.workers), ("batch_size", extent.batch_sizes)):
         if values and not stop():
             sweeps.append(sweep(work.world, setting, values, partial(candidate, setting), stop))
             chosen: dict[str, Any] = {setting: sweeps[-1].best}
             best = replace(best, **chosen)
     return tuple(sweeps)
+
+
+def _steps_between(work: Work) -> dict[str, int]:
+    """Return how many steps lie between two evaluations, and between two checkpoints."""
+    settings, epoch = work.settings, work.plan.steps_per_epoch
+    evaluation = settings.eval_every_epochs * epoch
+    saving = settings.checkpoint_every_epochs * epoch
+    return {
+        "evaluation": min(evaluation, settings.eval_every_steps or evaluation),
+        "checkpoint": min(saving, settings.checkpoint_every_steps or saving),
+    }
+
+
+def _evaluation_seconds(work: Work) -> float:
+    """Return the seconds of an evaluation, extrapolated from a part of a long one."""
+    if work.validation is None:
+        return 0.0
+    share = -(-work.validation.num_samples // work.world.world_size)
+    part = _PartialSource(work.validation)
+    evaluate_work(replace(work, forward=None), part)  # without compiling, which happens once
+    if work.world.device.type == "cuda":  # the host was ahead; now it has read the sums
+        part.seconds = time.perf_counter() - part.began
+    batches = -(-share // evaluation_batch(work.settings, work.plan.micro_batch_size))
+    return max(work.world.gather(part.seconds / max(1, part.batches) * batches))
+
+
+class _PartialSource:
+    """A source whose evaluation ends early and counts its batches."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.began = self.seconds = 0.0
+        self.batches = 0
+
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        """Yield batches until the time is up."""
+        self.began = time.perf_counter()
+        for batch in self._source.evaluation(batch_size):
+            yield batch
+            self.batches += 1
+            self.seconds = time.perf_counter() - self.began
+            if self.seconds > _LONGEST_EVALUATION_S:
+                return
+
+
+def _checkpoint_seconds(work: Work, state: State, path: Path) -> float:
+    """Return the seconds of a checkpoint, written where the run's would be, and removed."""
+    folder = path / "checkpoints"
+
+    def write() -> None:
+        try:
+            checkpoints.save(folder, _CHECKPOINT, content)
+        except UserError as error:
+            raise unwritable(folder / _CHECKPOINT, error.__cause__) from error
+        (folder / _CHECKPOINT).unlink()
+
+    began = time.perf_counter()
+    content = capture(work, state, "profile")
+    work.world.on_main(write)
+    return time.perf_counter() - began

@@ -1,8 +1,9 @@
-"""Speed-up, efficiency and what is lost to whom, from the measurements."""
+"""Speed-up, efficiency and losses by phase, from the measurements of a study."""
 
+import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from samestep.profiling.scaling_study import (
     MeasuredSetup,
@@ -13,18 +14,18 @@ from samestep.profiling.scaling_study import (
     Study,
     samples_per_s,
 )
-from samestep.reporting.words import count
+from samestep.reporting.words import count, wrapped
 from samestep.reporting.words import ranks as ranks_in_words
 
 DRAWS = 1000
 BUSY = 0.3
-"""Cores that other work keeps busy, from which on it counts."""
+"""From this many cores on, other work that keeps them busy counts."""
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingResult:
-    """One setup beside the smallest number of ranks."""
+    """One setup relative to the smallest number of ranks."""
 
     setup: Setup
     samples_per_s: float
@@ -38,7 +39,7 @@ class ScalingResult:
     phases_ms_per_step: dict[str, float]
     """On rank 0."""
     lost_ms_per_step: dict[str, float]
-    """What each phase takes above the ideal; the sum is the step's own."""
+    """What each phase takes above the ideal."""
     rounds: int
     segments: int
 
@@ -55,16 +56,28 @@ class ScalingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingReport:
-    """All that is said of a study."""
+    """The results of a study."""
 
     recipe: str
-    results: dict[Mode, list[ScalingResult]]
-    """Of each mode that was asked for, by the number of ranks; the base first."""
-    crowded: dict[int, bool]
-    """Whether so many ranks share cores, with each other or with other work."""
-    warnings: list[str]
     seconds: float
-    """Of each measurement, as asked for."""
+    """Requested per measurement."""
+    results: dict[Mode, list[ScalingResult]]
+    """By the number of ranks; the base first."""
+    warnings: list[str]
+    crowded: dict[int, bool]
+    """Whether this many ranks share cores, with each other or with other work."""
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object."""
+        modes: dict[str, list[object]] = {}
+        for mode, results in self.results.items():
+            modes[mode] = []
+            for table in map(asdict, results):
+                setup = table.pop("setup")
+                del setup["mode"]
+                modes[mode].append({**setup, **table})
+        plain = {"recipe": self.recipe, "seconds": self.seconds, "modes": modes}
+        return json.dumps({**plain, "warnings": self.warnings}, indent=2)
 
 
 def analyse(
@@ -75,9 +88,9 @@ def analyse(
     seconds: float,
     busy: float,
 ) -> ScalingReport:
-    """Return speed-ups, efficiencies and losses of every setup, and what to beware of.
+    """Return speed-ups, efficiencies, losses and warnings of every setup.
 
-    `busy` is how many cores other work kept busy when it began.
+    `busy` is how many cores other work kept busy when the study began.
     """
     by_setup = {one.setup: one for one in found}
     base = by_setup[study.base]
@@ -91,13 +104,13 @@ def analyse(
 
 
 def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingResult:
-    """Hold a setup against the smallest number of ranks.
+    """Compare a setup with the smallest number of ranks.
 
-    Ideal is, when scaling weakly, the step of the smallest number of ranks; when scaling strongly,
-    that step divided by how many times more ranks share its batch.
+    In weak scaling, the ideal step is that of the smallest number of ranks; in strong scaling, that
+    step divided by how many times more ranks share its batch.
     """
     times = one.setup.ranks / base.setup.ranks
-    phases, reference = per_step(one), per_step(base)
+    phases, reference = _per_step(one), _per_step(base)
     ideal = 1.0 if mode == "weak" else 1 / times
     speed = samples_per_s(one.segments)
     speed_up = speed / samples_per_s(base.segments)
@@ -120,20 +133,19 @@ def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingRe
     )
 
 
-def per_step(one: MeasuredSetup) -> dict[str, float]:
-    """Return the milliseconds of a step in each phase, over all rounds."""
-    segments = one.segments
-    steps = sum(segment.steps for segment in segments)
-    names = dict.fromkeys(name for segment in segments for name in segment.phases)
-    return {n: 1000 * sum(s.phases.get(n, 0.0) for s in segments) / steps for n in names}
+def _per_step(one: MeasuredSetup) -> dict[str, float]:
+    """Return the milliseconds per step in each phase, over all rounds."""
+    steps = sum(segment.steps for segment in one.segments)
+    names = dict.fromkeys(name for segment in one.segments for name in segment.phases)
+    return {n: 1000 * sum(s.phases.get(n, 0.0) for s in one.segments) / steps for n in names}
 
 
 def interval(one: Sequence[Measurement], base: Sequence[Measurement]) -> Interval:
     """Return a 95 % interval of the speed-up.
 
     A bootstrap in two stages (Davison & Hinkley 1997, "Bootstrap methods and their application",
-    section 3.8): rounds are drawn with replacement, the same for both so that what slowed a whole
-    round cancels, then segments within each. With few rounds it is rather too narrow.
+    section 3.8): draw rounds with replacement, the same for both so that what slowed a whole round
+    cancels, then segments within each. With few rounds the interval is rather too narrow.
     """
     # Seeded, so that the same measurements always give the same interval.
     generator = random.Random(0)  # noqa: S311 - no secret
@@ -151,18 +163,18 @@ def interval(one: Sequence[Measurement], base: Sequence[Measurement]) -> Interva
 
 
 def find_warnings(found: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str]:
-    """Return what of this machine keeps more ranks from being more hardware."""
-    said = []
+    """Return why more ranks on this machine are not more hardware."""
+    warnings = []
     crowded = [one for one in found if is_crowded(one)]
     if crowded:
         ranks = sorted({one.setup.ranks for one in crowded})
         cores = crowded[0].rounds[0].cores
-        said.append(
+        warnings.append(
             f"{ranks_in_words(ranks)} share {count(cores, 'usable core')}: they take "
             "turns, so this measures the machine's limit and not how the training scales."
         )
     if busy > BUSY:
-        said.append(
+        warnings.append(
             f"Other work kept {busy:.1f} cores busy when this began: the numbers are of what it "
             "left over. Measure again on a quiet machine."
         )
@@ -170,19 +182,26 @@ def find_warnings(found: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str
     fewer = sorted({o.setup.ranks for o in found if o.rounds[0].threads < base.threads})
     if base.device == "cpu" and fewer:
         first = found[0].setup.ranks
-        said.append(
+        warnings.append(
             f"{count(first, 'rank')} computed on {base.threads} threads each and "
             f"{ranks_in_words(fewer)} on fewer: the smallest number already uses several cores. "
             "--threads 1 compares core by core."
         )
     shared = sorted({o.setup.ranks for o in found if o.rounds[0].sharing_gpu})
     if shared:
-        said.append(f"Of {ranks_in_words(shared)}, some share a GPU: they take turns on it.")
-    return said
+        warnings.append(f"Of {ranks_in_words(shared)}, some share a GPU: they take turns on it.")
+    return warnings
+
+
+def is_crowded(one: MeasuredSetup, busy: float = 0.0) -> bool:
+    """Whether the ranks of a setup share cores, with each other or with other work."""
+    first = one.rounds[0]
+    wanted = one.setup.ranks * first.threads + (busy if busy > BUSY else 0.0)
+    return first.device == "cpu" and wanted > first.cores
 
 
 def reasons(one: ScalingResult, *, crowded: bool) -> list[tuple[str, float, str]]:
-    """Return what most of a loss goes to: (phases, milliseconds of a step, what that means)."""
+    """Return the largest parts of a loss: (phases, milliseconds per step, meaning)."""
     lost = one.lost_ms
     if lost <= 0:
         return []
@@ -197,18 +216,90 @@ def reasons(one: ScalingResult, *, crowded: bool) -> list[tuple[str, float, str]
         "all_reduce": f"sending gradients, and waiting for {last}",
         "data": "every rank reads, and a step waits for it",
         "to_device": "ranks share the way to the device",
-        "other": "what lies between the steps' work",
+        "other": "the time between the steps' work",
     }
     groups: dict[str, dict[str, float]] = {}
     for name, ms in one.lost_ms_per_step.items():
         groups.setdefault(meaning.get(name, compute), {})[name] = ms
-    found = [(", ".join(parts), sum(parts.values()), what) for what, parts in groups.items()]
+    found = [(", ".join(parts), sum(parts.values()), text) for text, parts in groups.items()]
     found.sort(key=lambda part: -part[1])
     return [part for part in found if part[1] >= 0.05 * lost][:3]
 
 
-def is_crowded(one: MeasuredSetup, busy: float = 0.0) -> bool:
-    """Whether the ranks of a setup share cores, with each other or with other work."""
-    first = one.rounds[0]
-    wanted = one.setup.ranks * first.threads + (busy if busy > BUSY else 0.0)
-    return first.device == "cpu" and wanted > first.cores
+def report_lines(report: ScalingReport) -> Iterator[str]:
+    """Yield the lines of the report for the terminal."""
+    for mode, results in report.results.items():
+        if len(results) > 1:  # else a warning says why there is nothing to compare
+            yield from _speed_ups(mode, results)
+            yield from _phases(results)
+            yield from _explanation(mode, results, report.crowded)
+    for warning in report.warnings:
+        yield from wrapped(f"warning: {warning}", "  ")
+    first = next(iter(report.results.values()))[0]
+    yield from wrapped(
+        f"{count(first.rounds, 'round')}, numbers of ranks in turn, {report.seconds:g} s each "
+        "after warming up; training steps alone. In brackets 95 % intervals: a bootstrap over "
+        "rounds, then over the segments of a round.",
+        "",
+    )
+
+
+def _speed_ups(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
+    setup = results[0].setup
+    if mode == "weak":
+        each = setup.global_batch_size // setup.ranks
+        yield f"weak scaling: {each:,} samples per rank, so that more ranks do more work per step"
+    else:
+        yield f"strong scaling: {setup.global_batch_size:,} samples per step, shared by the ranks"
+    heads = (("ranks", 7), ("batch", 8), ("samples/s", 12), ("ms per step", 12), ("speed-up", 19))
+    yield "".join(f"{head:>{width}}" for head, width in (*heads, ("efficiency", 19)))
+    for one in results:
+        speed_up, efficiency = "1", "100 %"
+        if one is not results[0]:
+            low, high = one.speed_up_interval
+            speed_up = f"{one.speed_up:.2f} [{low:.2f}–{high:.2f}]"
+            low, high = (100 * share for share in one.efficiency_interval)
+            efficiency = f"{100 * one.efficiency:.0f} % [{low:.0f}–{high:.0f}]"
+        yield (
+            f"{one.setup.ranks:>7}{one.setup.global_batch_size:>8,}{one.samples_per_s:>12,.0f}"
+            f"{one.step_ms:>12.3f}{speed_up:>19}{efficiency:>19}"
+        )
+
+
+def _phases(results: list[ScalingResult]) -> Iterator[str]:
+    """Yield where a step's time goes, and how much of it is above the ideal."""
+
+    def row(name: str, values: list[float], losses: list[float]) -> str:
+        cells = [f"{v:>10.3f}" for v in values] + [f"{v:>+11.3f}" for v in losses]
+        return f"  {name:<12}{''.join(cells)}"
+
+    more = results[1:]
+    head = "".join(f"{one.setup.ranks:>10}" for one in results)
+    lost = "".join(f"{f'lost, {one.setup.ranks}':>11}" for one in more)
+    yield ""
+    yield f"{'ms per step':<14}{head}{lost}"
+    for name in dict.fromkeys(name for one in results for name in one.phases_ms_per_step):
+        values = [one.phases_ms_per_step.get(name, 0.0) for one in results]
+        yield row(name, values, [one.lost_ms_per_step.get(name, 0.0) for one in more])
+    yield row("together", [one.step_ms for one in results], [one.lost_ms for one in more])
+
+
+def _explanation(
+    mode: Mode, results: list[ScalingResult], crowded: dict[int, bool]
+) -> Iterator[str]:
+    yield ""
+    for one in results[1:]:
+        ranks, least = one.setup.ranks, results[0].setup.ranks
+        parts = reasons(one, crowded=crowded.get(ranks, False))
+        if not parts:
+            yield from wrapped(f"At {ranks} ranks nothing is lost.", "  ")
+            continue
+        of_least = f" (that of {count(least, 'rank')} / {ranks / least:g})"
+        text = "; ".join(f"{name} {ms:+.3f} ({meaning})" for name, ms, meaning in parts)
+        yield from wrapped(
+            f"At {ranks} ranks a step takes {one.step_ms:.3f} ms where "
+            f"{one.step_ms - one.lost_ms:.3f} would be ideal{of_least * (mode == 'strong')}: "
+            f"{text}.",
+            "  ",
+        )
+    yield ""

@@ -1,4 +1,4 @@
-"""One measurement, on every rank: a run's own loop, timed; no evaluations, no checkpoints."""
+"""One measurement, on every rank: the training loop, timed, without evaluations or checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,13 +34,11 @@ def measure(
     seconds: float,
     started_at: float,
 ) -> int:
-    """Train for some seconds and leave a `Measurement` in the run's directory.
+    """Train for some seconds, write a `Measurement` into the run's directory.
 
-    The request's batch sizes and its end are replaced; `sizes` are the global batch size, the
-    micro-batch size and the run's directory. `seconds` are measured after warming up.
-
-    Returns:
-        The signal that stopped it, or 0.
+    `sizes` are the global batch size, the micro-batch size and the run's directory; they replace
+    the request's own. `seconds` are measured after warming up. Returns the signal that stopped it,
+    or 0.
     """
     global_batch, micro_batch, path = sizes
     stopwatch = _Stopwatch(received, seconds)
@@ -59,7 +57,7 @@ def measure(
         replace(request, recipe=recipe, settings=settings),
         world,
         received=received,
-        show=lambda _record: None,  # rank 0 speaks through what it leaves
+        show=lambda _record: None,  # rank 0 writes a file instead
         begin=lambda _path: None,
         started_at=started_at,
         engine=Engine(wrap=NATIVE.wrap, drive=stopwatch.drive),
@@ -82,7 +80,7 @@ def measure(
 
 
 def _training_part(data: Any) -> Any:
-    """Return what loads the training set of a recipe alone: nothing is evaluated here."""
+    """Return a loader of only the training set of a recipe."""
 
     def load(options: Any = None) -> Splits:
         splits: Splits = with_options("data", data, options)()
@@ -92,7 +90,7 @@ def _training_part(data: Any) -> Any:
 
 
 class _Stopwatch:
-    """Drive a training until enough is measured; cut what is measured into segments."""
+    """Drive a training until enough is measured, in segments."""
 
     def __init__(self, received: ReceivedSignal, seconds: float) -> None:
         self._received, self._seconds = received, seconds
@@ -100,7 +98,7 @@ class _Stopwatch:
         self.num_samples = 0
         """Of the training set."""
         self._cut: tuple[int, int, dict[str, float]] | None = None
-        """Steps, samples and seconds where the running segment began."""
+        """Steps, samples and seconds at the begin of the running segment."""
 
     def drive(self, task: Task) -> None:
         work, state = task.work, task.state
@@ -116,7 +114,7 @@ class _Stopwatch:
             ends = agreed.signum or agreed.wished
             if ends or epoch_is_full(work, state):
                 meter.settle()
-                task.emit(epoch_record(work, state))  # so that other tools can read a kept run
+                task.emit(epoch_record(work, state))  # which tools that read a kept run need
             if ends:
                 state.signum = agreed.signum
                 break

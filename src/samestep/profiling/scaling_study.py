@@ -30,16 +30,16 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All setups to measure. The smallest number of ranks is what the others are held against."""
+    """All setups to measure; the others are compared with the smallest number of ranks."""
 
     setups: tuple[Setup, ...]
-    """Of the smallest number of ranks there is one, which serves both modes."""
+    """The first has the smallest number of ranks, and serves both modes."""
     left_out: tuple[str, ...] = ()
-    """What cannot be measured, and why; a sentence each."""
+    """Sentences on what cannot be measured, and why."""
 
     @property
     def base(self) -> Setup:
-        """What the others are held against."""
+        """The smallest number of ranks."""
         return self.setups[0]
 
     def of(self, mode: Mode) -> list[Setup]:
@@ -48,36 +48,36 @@ class Study:
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a measurement: some steps in a row."""
+    """Consecutive steps of a measurement."""
 
     steps: int
     samples: int
     phases: dict[str, float]
-    """Seconds in each phase, on rank 0; together they are the segment's seconds."""
+    """Seconds in each phase, on rank 0."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The seconds of all phases."""
         return sum(self.phases.values())
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """What one setup did in one round."""
+    """One setup in one round."""
 
     segments: list[Segment]
     device: str
     threads: int
     """CPU threads per rank."""
     cores: int
-    """Cores that the ranks of rank 0's node may use, all together."""
+    """Cores that the ranks of rank 0's node may use together."""
     num_samples: int
     """Of the training set."""
     sharing_gpu: int = 0
-    """Ranks that have a GPU with another one."""
+    """Number of ranks that share a GPU."""
 
 
 class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks that are started are to measure: setups of their number, one after the other."""
+    """What started ranks measure: all setups of their number, one after the other."""
 
     setups: list[tuple[int, int, str]]
     """(global batch size, micro-batch size, run directory) of each."""
@@ -98,7 +98,7 @@ class MeasuredSetup:
 
 
 def samples_per_s(segments: Sequence[Segment]) -> float:
-    """Return all samples of some segments by all their seconds."""
+    """Return the samples per second over some segments."""
     return sum(s.samples for s in segments) / sum(s.seconds for s in segments)
 
 
@@ -107,9 +107,6 @@ def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) 
 
     Weak scaling keeps the batch of a rank and strong scaling the global batch, both as the settings
     make them on the smallest number of ranks.
-
-    Raises:
-        UserError: the settings give no batch size, or nothing is left to measure.
     """
     base = _setup(settings, modes[0], sizes[0])
     setups, left_out = [base], []
@@ -152,22 +149,17 @@ def run_study(
     launch: Callable[[int, MeasurementTask], None],
     tell: Callable[[str], None],
 ) -> tuple[Study, list[MeasuredSetup]]:
-    """Measure every setup once a round, so that what else the machine does meets all of them.
+    """Measure every setup once per round, so that other work on the machine affects all of them.
 
-    `launch` starts so many ranks, which do the task, and returns when they have ended.
-
-    Returns:
-        The study without what the training set is too small for, and what was measured.
-
-    Raises:
-        UserError: the training set is too small for all but the smallest number of ranks.
+    `launch` starts this many ranks, which do the task, and returns when they have ended. Returns
+    the study without the setups that the training set is too small for, and the measurements.
     """
     found: dict[Setup, list[Measurement]] = {setup: [] for setup in study.setups}
     for number in range(1, rounds + 1):
         for ranks in sorted({setup.ranks for setup in study.setups}):
             setups = [setup for setup in study.setups if setup.ranks == ranks]
             if not setups:
-                continue  # left out, now that the size of the training set is known
+                continue  # the training set is too small
             runs = {s: folder / f"{s.mode}-{ranks}-round-{number}" for s in setups}
             sizes = [(s.global_batch_size, s.micro_batch_size, str(run)) for s, run in runs.items()]
             launch(ranks, MeasurementTask(seconds=seconds, setups=sizes))
@@ -183,7 +175,7 @@ def run_study(
 
 
 def _without_too_large(study: Study, num_samples: int) -> Study:
-    """Leave out the setups whose steps the training set does not fill: they would take less."""
+    """Leave out the setups whose steps need more samples than the training set has."""
     if num_samples == 0:  # of a stream
         return study
     too_large = [setup for setup in study.setups if setup.global_batch_size > num_samples]
@@ -199,5 +191,5 @@ def _without_too_large(study: Study, num_samples: int) -> Study:
 
 
 def read_measurement(run: Path) -> Measurement:
-    """Return what rank 0 has left in the directory of a run."""
+    """Return what rank 0 wrote into the directory of a run."""
     return msgspec.json.decode((run / FILE).read_bytes(), type=Measurement)

@@ -1,4 +1,4 @@
-"""Profile any training script: run it as Python would, look at some of its steps, then end it."""
+"""Profile any training script: run it as Python would, measure some of its steps, then end it."""
 
 import contextlib
 import os
@@ -6,9 +6,10 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,13 +23,16 @@ from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
-from samestep.profiling.profile_result import Profile
-from samestep.profiling.script_ranks import RankZeroEnded, ScriptRanks
-from samestep.profiling.stages import Stages
-from samestep.profiling.time_account import MeasuredSpan, TimeAccount
+from samestep.profiling.profile_report import Profile
+from samestep.profiling.stages import MeasuredSpan, Stages, TimeAccount
+from samestep.ranks.launch import Launch
 from samestep.ranks.startup import resume_collections
+from samestep.ranks.world import Store, StoreTimeout, open_store
 from samestep.reporting.words import count
 from samestep.training.phases import Phases
+
+_TIMEOUT_S = 120.0
+_ENDED = "ended after "
 
 
 class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
@@ -44,8 +48,8 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
         self.found: Profile | None = None
         """What was measured until then, if that was enough."""
 
-    def told(self, script: Path) -> str:
-        """Return the one line to show below the script's own error."""
+    def summary(self, script: Path) -> str:
+        """Return the line to show below the script's own error."""
         how = f"ended with exit code {self.code}"
         if isinstance(self.__cause__, _Done):
             how = "was ended by SIGTERM"
@@ -58,12 +62,99 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
 
 
 class _Done(BaseException):
-    """The profile has all that it needs: raised in the script, which cannot be ended otherwise."""
+    """Raised in the script to end it: the profile is complete."""
+
+
+class RankZeroEnded(BaseException):
+    """Rank 0 has ended after this many steps; raised in the script on the other ranks.
+
+    A BaseException, so that the script's own `except Exception` does not swallow it.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.steps = steps
+
+
+class ScriptRanks:
+    """One rank of those that profile the same script: they agree through a store of their own.
+
+    Whether and how the script itself connects its ranks is up to the script.
+    """
+
+    def __init__(self, launch: Launch, within_s: float = _TIMEOUT_S) -> None:
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self.local_world_size = launch.local_world_size
+        self._launch, self._within_s = launch, within_s
+        self._answers = 0
+        self._store: Store | None = None
+
+    def join(self) -> None:
+        """Wait until all ranks are here."""
+        if self.world_size == 1:
+            return
+        try:
+            self._store = open_store(self._launch, self._within_s)
+        except RuntimeError as error:
+            raise self._waited("for rank 0 to listen") from error
+        self._put(f"here-{self.rank}", "")
+        for rank in range(self.world_size):
+            self._get(f"here-{rank}", f"for rank {rank} to start")
+
+    def agree(self, function: Callable[[], int]) -> int:
+        """Return a function's value on rank 0; all ranks call this equally often, in order.
+
+        Raises RankZeroEnded once rank 0 has ended.
+        """
+        if self.world_size == 1:
+            return function()
+        self._answers += 1
+        key = f"answer-{self._answers}"
+        if self.rank == 0:
+            answer = function()
+            self._put(key, str(int(answer)))
+            return answer
+        said = self._get(key, "for rank 0 to take as many optimizer steps as this rank")
+        if said.startswith(_ENDED):
+            raise RankZeroEnded(int(said.removeprefix(_ENDED)))
+        return int(said)
+
+    def end(self, steps: int) -> None:
+        """Tell the other ranks, as the next answer, that rank 0 has ended after this many steps."""
+        if self.world_size > 1 and self.rank == 0:
+            self._put(f"answer-{self._answers + 1}", f"{_ENDED}{steps}")
+
+    def gather(self, found: str) -> list[str]:
+        """Return what each rank found, in rank order, on rank 0; on other ranks an empty list."""
+        if self.rank != 0:
+            self._put(f"found-{self.rank}", found)
+            return []
+        others = range(1, self.world_size)
+        return [found, *(self._get(f"found-{r}", f"for the profile of rank {r}") for r in others)]
+
+    def _put(self, key: str, value: str) -> None:
+        assert self._store is not None
+        self._store.set(f"profile/{key}", value)
+
+    def _get(self, key: str, what: str) -> str:
+        assert self._store is not None
+        try:
+            self._store.wait([f"profile/{key}"], timedelta(seconds=self._within_s))
+        except StoreTimeout as error:
+            raise self._waited(what) from error
+        return self._store.get(f"profile/{key}").decode()
+
+    def _waited(self, what: str) -> UserError:
+        return UserError(
+            f"Rank {self.rank} waited {self._within_s:.0f} s {what}, at "
+            f"{self._launch.master_addr}:{self._launch.master_port}. Start all "
+            f"{self.world_size} ranks at once, and let all take equally many optimizer steps."
+        )
 
 
 @dataclass(frozen=True)
 class _RankFound:
-    """What rank 0 has to know of a rank."""
+    """What a rank sends to rank 0."""
 
     rank: MeasuredRank
     worker_start: float
@@ -83,16 +174,14 @@ def profile_script(
     quiet: bool = False,
     module: bool = False,
 ) -> Profile | None:
-    """Run a script until some of its steps are measured and traced; return what rank 0 has to show.
+    """Run a script until some of its steps are measured and traced; return the profile on rank 0.
 
-    `script` is a Python file; with `module` a module's name, to be run as `python -m` does. At
-    least `seconds` are measured, or `num_steps`; traced is `epoch`, counted from 1, or by default
-    a few steps. The traces go to `out`; with `quiet` what the script prints goes to standard error.
-    SIGTERM ends the script; what was measured until then is found.
+    `script` is a Python file, or with `module` the name of a module to run as `python -m` does. At
+    least `seconds` are measured, or `num_steps`. `epoch`, counted from 1, is traced, or by default
+    a few steps. The traces go to `out`; with `quiet` the script's output goes to standard error.
+    SIGTERM ends the script; what was measured until then counts.
 
-    Raises:
-        ScriptFailed: the script failed by itself, or was ended by SIGTERM as a single rank.
-        UserError: it took too few steps, or other ranks took more; a file could not be written.
+    Raises ScriptFailed if the script fails, or if SIGTERM ends a single rank.
     """
     ranks.join()
     hooks = Hooks(Phases(), several=ranks.world_size > 1)
@@ -103,13 +192,13 @@ def profile_script(
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
-    hooks.on_own_updates = lambda: _tell_of_own_updates(script, ranks.rank)
+    hooks.on_own_updates = lambda: _warn_of_own_updates(script, ranks.rank)
     failure = profile = None
     try:
         with (
             hooks.installed(),
             _to_stderr() if quiet else contextlib.nullcontext(),
-            _noting_sigterm(received, alone=ranks.world_size == 1),
+            _catching_sigterm(received, alone=ranks.world_size == 1),
         ):
             _run(script, arguments, module=module)
         if received and ranks.world_size == 1:
@@ -133,7 +222,7 @@ def profile_script(
     return profile
 
 
-def _tell_of_own_updates(script: Path, rank: int) -> None:
+def _warn_of_own_updates(script: Path, rank: int) -> None:
     if rank == 0:
         sys.stderr.write(
             f"samestep: {script} changes its weights without a torch.optim optimizer: each change "
@@ -155,8 +244,8 @@ def _stop_if(done: bool) -> None:
 
 
 @contextmanager
-def _noting_sigterm(received: list[int], *, alone: bool) -> Iterator[None]:
-    """Note a first SIGTERM; it ends the script of a single rank at once, several agree on it."""
+def _catching_sigterm(received: list[int], *, alone: bool) -> Iterator[None]:
+    """Note the first SIGTERM: a single rank's script ends at once, several ranks agree on it."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)
@@ -172,11 +261,11 @@ def _noting_sigterm(received: list[int], *, alone: bool) -> Iterator[None]:
 
 
 def _run(script: Path, arguments: list[str], *, module: bool) -> None:
-    """Run a script as `python script.py …` or `python -m module …` does, until all is seen."""
+    """Run a script as `python script.py …` or `python -m module …` does, until `_Done`."""
     before, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(Path.cwd() if module else script.parent.resolve()))
-    resume_collections()  # its collections are part of what is measured
+    resume_collections()  # garbage collection is measured too
     try:
         if module:
             runpy.run_module(str(script), run_name="__main__", alter_sys=True)
@@ -210,7 +299,7 @@ def _as_python_prints(error: Exception, script: Path) -> str:
 
 @contextmanager
 def _to_stderr() -> Iterator[None]:
-    """Let what is printed inside, also by code in C, go to standard error."""
+    """Send what is printed inside, also by C code, to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -255,7 +344,7 @@ def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
 def _rank_found(
     stages: Stages, span: MeasuredSpan, hooks: Hooks, out: Path, rank: int
 ) -> _RankFound:
-    """Write this rank's trace; return what rank 0 has to know of this rank."""
+    """Write this rank's trace; return what to send to rank 0."""
     found, trace = span.rank, None
     if stages.tracer is not None and stages.tracer.steps:
         name = f"rank{rank}_workers_{hooks.loader.num_workers if hooks.loader is not None else 0}"

@@ -1,20 +1,26 @@
 """The stages of a profile: warm-up, measured steps without the profiler, traced steps, the end.
 
 `Stages` is told of every step and every epoch of a training, and answers whether the profile has
-all that it needs. It neither trains nor stops anything.
+all that it needs. It neither trains nor stops anything. `TimeAccount` adds up the time that counts.
 
-If a whole epoch has to be measured and takes longer than there is time for, some of its steps are
-traced meanwhile and left out of what is measured. All ranks change stage after the same step: rank
-0 decides, at steps that every rank knows beforehand.
+If a whole epoch has to be measured and takes too long, some of its steps are traced meanwhile and
+left out of what is measured. All ranks change stage after the same step: rank 0 decides, at steps
+that every rank knows beforehand.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 from torch import autograd
 
-from samestep.profiling.time_account import MeasuredSpan, TimeAccount
+from samestep.profiling.measured import MeasuredRank
 from samestep.profiling.tracing import Tracer
 from samestep.training.phases import Phases
 
@@ -25,6 +31,128 @@ _LEAST_STEPS = 8
 _LONGEST_S = 20.0
 """How long a profile waits for a whole epoch with what lies between it and the next."""
 
+Clocks = dict[tuple[int, int], tuple[float, float]]
+"""(process, thread) → seconds it has run, seconds it has waited for a core."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All clocks of this rank at one moment."""
+
+    step: int
+    at: float
+    phases: Mapping[str, float]
+    """Seconds in each phase since the training began."""
+    cores: Clocks
+    counts: bool
+    """Whether the time after it counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSpan:
+    """The steps that count, and the time that they took."""
+
+    steps: int
+    seconds: float
+    rank: MeasuredRank
+
+
+class TimeAccount:
+    """Readings in order; the time after each of them counts, or is left out."""
+
+    def __init__(
+        self,
+        phases: Callable[[], Phases],
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        cores: Callable[[], Clocks] | None = None,
+    ) -> None:
+        self.phases = phases
+        """Returns the lap timer; a script's changes once its device is known."""
+        self.now = now
+        self._cores = cores or core_clocks
+        self.readings: list[Reading] = []
+        self.epochs: list[int] = []
+        """Which readings were taken where an epoch began."""
+
+    def passed(self, step: int) -> tuple[int, float]:
+        """Return the steps and the seconds since the first reading."""
+        return step - self.readings[0].step, self.now() - self.readings[0].at
+
+    def restart(self, step: int) -> None:
+        """Forget all readings, and count from here on."""
+        self.readings.clear()
+        self.mark(step, counts=True)
+
+    def mark(self, step: int, *, counts: bool) -> None:
+        """Count from here on, or leave out what follows."""
+        self.readings.append(self._read(step, counts=counts))
+
+    def span(self, step: int, *, whole_epochs: bool) -> MeasuredSpan | None:
+        """Add up what counts; return None if that is less than two steps.
+
+        With `whole_epochs`, count only from the first beginning of an epoch to the last.
+        """
+        readings = [*self.readings, self._read(step, counts=False)]
+        if whole_epochs and len(self.epochs) > 1:
+            readings = readings[self.epochs[0] : self.epochs[-1] + 1]
+        pieces = [(a, b) for a, b in pairwise(readings) if a.counts]
+        steps = sum(b.step - a.step for a, b in pieces)
+        if steps < 2:
+            return None
+        seconds = sum(b.at - a.at for a, b in pieces)
+        names = {name: None for _, b in pieces for name in b.phases}
+        wanted, waited = _cores_between([(a.cores, b.cores) for a, b in pieces], seconds)
+        phases = {
+            name: sum(b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for a, b in pieces) / steps
+            for name in names
+        }
+        rank = MeasuredRank(phases=phases, starved=waited / steps, wanted_cores=wanted)
+        return MeasuredSpan(steps=steps, seconds=seconds, rank=rank)
+
+    def _read(self, step: int, *, counts: bool) -> Reading:
+        phases = self.phases()
+        phases.lap("other")
+        return Reading(step, self.now(), phases.running(), self._cores(), counts)
+
+
+def core_clocks() -> Clocks:
+    """Return the clocks of all threads of this process and its children; empty except on Linux."""
+    clocks: Clocks = {}
+    own = os.getpid()
+    children = (word for _, words in _of_threads(own, "children") for word in words)
+    for pid in (own, *children):
+        for thread, numbers in _of_threads(pid, "schedstat"):
+            if len(numbers) == 3:
+                clocks[pid, thread] = (numbers[0] / 1e9, numbers[1] / 1e9)
+    return clocks
+
+
+def _of_threads(pid: int, name: str) -> Iterator[tuple[int, list[int]]]:
+    """Yield each thread of a process with the numbers in its file of that name."""
+    for file in Path(f"/proc/{pid}/task").glob(f"*/{name}"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            yield int(file.parent.name), [int(word) for word in file.read_text().split()]
+
+
+def _cores_between(pairs: Sequence[tuple[Clocks, Clocks]], seconds: float) -> tuple[float, float]:
+    """Return what lies between pairs of readings, which are `seconds` apart in all.
+
+    That is the average number of cores that threads used or waited for, and the seconds that this
+    process's most delayed thread waited for a core.
+    """
+    own = os.getpid()
+    busy = waited = 0.0
+    for before, after in pairs:
+        longest = 0.0
+        for thread, (ran_s, waited_s) in after.items():
+            ran_before, waited_before = before.get(thread, (0.0, 0.0))
+            busy += ran_s - ran_before + waited_s - waited_before
+            if thread[0] == own:
+                longest = max(longest, waited_s - waited_before)
+        waited += longest
+    return busy / seconds if seconds > 0 else 0.0, waited
+
 
 def profiler_runs() -> bool:
     """Whether any profiler of PyTorch's is on in this process."""
@@ -32,7 +160,7 @@ def profiler_runs() -> bool:
 
 
 class Stages:
-    """Where the profile of this rank stands."""
+    """The stage of this rank's profile."""
 
     def __init__(
         self,
@@ -49,14 +177,13 @@ class Stages:
     ) -> None:
         """Begin to warm up.
 
-        `agree` calls a function on rank 0, and returns its value on every rank. At least `seconds`
-        are measured, or `num_steps` if they are given; `wants_epochs` says whether to measure a
-        whole epoch, with what lies between it and the next. Traced is `epoch`, counted from 1, or
-        by default a few steps. `stop` says whether to make do with what there is.
+        `agree` calls a function on rank 0 and returns its value on every rank. At least `seconds`
+        are measured, or `num_steps` if given; `wants_epochs` says whether to measure a whole epoch,
+        with what lies between it and the next. `epoch`, counted from 1, is traced, or by default a
+        few steps. `stop` says whether to end with what there is.
         """
         self.stage: Literal["warm-up", "measure", "trace", "done"] = "warm-up"
         self.span: MeasuredSpan | None = None
-        """What was measured."""
         self.tracer: Tracer | None = None
         self.stopped = False
         """Whether the training ended before all was measured and traced."""
@@ -71,15 +198,15 @@ class Stages:
         self._next_decision = _FIRST_DECISION
         self._trace_until = 0
         self._paused = False
-        """Whether a profiler is on, or starting, that is not the tracer's."""
+        """Whether a profiler other than the tracer is on, or starting."""
 
     @property
     def done(self) -> bool:
-        """Whether the training is needed no more."""
+        """Whether the profile is complete."""
         return self.stage == "done"
 
     def at(self, step: int) -> bool:
-        """Take note that so many steps have been taken; return whether the profile is done."""
+        """Note the number of steps taken; return whether the profile is done."""
         taken, self._step = step - self._step, step
         self._resume()
         if step and not self._account.readings:
@@ -98,7 +225,7 @@ class Stages:
         return self.done
 
     def epoch_begins(self, number: int) -> bool:
-        """Take note that an epoch begins, counted from 1; return whether the profile is done."""
+        """Note that an epoch begins, counted from 1; return whether the profile is done."""
         self._resume()
         if self.stage == "measure" and not self._paused:
             self._account.epochs.append(len(self._account.readings))
@@ -113,7 +240,7 @@ class Stages:
         return self.done
 
     def script_profiles(self) -> None:
-        """Take note that the script starts a profiler of its own: there can be only one."""
+        """Note that the script starts a profiler of its own: there can be only one."""
         if self._paused or self.done:
             return
         self.profiled_itself = self._paused = True
@@ -121,10 +248,10 @@ class Stages:
             self.tracer.stop()
         if self.stage != "trace" or self._epoch is not None:
             self._mark()
-            self._account.epochs.clear()  # none that has begun until now is a whole one
+            self._account.epochs.clear()  # the epoch so far is no whole one
 
     def end(self) -> None:
-        """Make do with what there is: the training has ended by itself, or has to end."""
+        """End with what there is: the training has ended by itself, or has to."""
         self.stopped = True
         if self.stage == "trace":
             self._end_trace()
@@ -137,15 +264,15 @@ class Stages:
             self._mark()
 
     def _mark(self) -> None:
-        """Count from here on, unless steps are slowed down by a profiler.
+        """Count from here on, unless a profiler slows the steps down.
 
-        Of an epoch that is to be traced the steps count: there may be no others.
+        The steps of an epoch that is to be traced do count: there may be no others.
         """
         traces = self.stage == "trace" and self._epoch is None
         self._account.mark(self._step, counts=not (self._paused or traces))
 
     def _decide_after_the_last_step(self) -> None:
-        """Decide no later than when as many steps are measured as are wished for."""
+        """Decide no later than after the last of `num_steps`."""
         if self._num_steps is not None and self.stage == "measure":
             last = self._account.readings[0].step + self._num_steps
             if last > self._step:
@@ -187,7 +314,7 @@ class Stages:
         elif self.stage == "measure":
             self._measure()
         is_warm, self.stage = self.stage == "measure", "trace"
-        # What starts now is not the script's own profiler, and how long it takes is not measured.
+        # This is not the script's own profiler, and its start is not measured.
         self._paused = True
         self._mark()
         self.tracer = self._new_tracer(self._account.phases())
@@ -203,7 +330,7 @@ class Stages:
         return min(_MOST_TRACED, max(_LEAST_TRACED, math.ceil(_TRACE_S * steps / seconds)))
 
     def _end_trace(self) -> None:
-        """End the trace; go on measuring if that had been interrupted."""
+        """End the trace; continue to measure if the trace had interrupted that."""
         assert self.tracer is not None
         self._account.mark(self._step, counts=False)
         self.tracer.stop()
@@ -219,6 +346,6 @@ class Stages:
         self.stage = "done"
 
     def _measure(self) -> None:
-        """Add up what counts: whole epochs if there are any, else all since the warm-up."""
+        """Add up what counts: whole epochs, if any, else all since the warm-up."""
         whole = self._wants_epochs() and self._num_steps is None
         self.span = self._account.span(self._step, whole_epochs=whole)

@@ -1,15 +1,20 @@
-"""Try values of one setting in turns, and stop where more does not help beyond noise."""
+"""Try values of one setting in turns, stop where more does not help, write the best to a file."""
 
+import re
 import time
-from collections.abc import Callable, Generator, Sequence
+import tomllib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from samestep.data.source import Source
-from samestep.profiling.profile_result import Row, Sweep
+from samestep.errors import UserError
+from samestep.profiling.profile_report import Sweep, SweepRow
+from samestep.profiling.tracing import write_whole
 from samestep.ranks.world import World
-from samestep.settings import Settings
+from samestep.settings import Settings, own_names
 from samestep.training.compiled import make_step, what_compiles
 from samestep.training.loop import rehearse
 from samestep.training.phases import make_phases
@@ -18,38 +23,37 @@ from samestep.training.work import State, StepsTaken, Work
 
 ROUNDS, MOST_ROUNDS = 3, 7
 _WIDE = 0.15
-"""Rounds are added while their ratios differ by more than this: something else uses the machine."""
+"""More rounds follow while their ratios differ by more than this: something else is running."""
 TURN_S = 0.5
 NOISE = 0.03
 """A value helps if it is faster in most rounds, and by more than this in the fastest."""
 _PATIENCE = 2
-"""So many values in a row that do not help end the sweep: one worker alone is often slower than
-none, and two are not."""
+"""The sweep ends after this many values in a row that do not help: one worker is often slower than
+none, while two are faster."""
 _UNSURE = 0.5
-"""Rounds that differ by more than this, relative to the value, and of which some say that it is the
-slower one, say nothing."""
+"""Rounds that differ by more than this, and of which some found the value slower, are not sure."""
 
 
 @dataclass
 class Candidate:
-    """A training with one value of the setting, which goes on a little whenever it is its turn."""
+    """A training with one value of the setting, which continues a little in each of its turns."""
 
     value: int
     work: Work
     state: State
     steps: Generator[StepsTaken]
     prefetched: int
-    """Steps that the loader has ready after a pause: they are not measured."""
+    """Steps that the loader has ready after a pause, which are not measured."""
     each: int = 1
     """Calls of the step in a turn."""
     turns: list["Turn"] = field(default_factory=list)
     ratios: list[float] = field(default_factory=lambda: [1.0])
-    """In each round, how many times as many samples a second as the best before it."""
+    """Per round, samples per second relative to the best value before it."""
     helps: bool = True
 
     @property
     def fastest(self) -> "Turn":
-        """The turn that was disturbed least: whatever else runs only adds to the time."""
+        """The least disturbed turn: whatever else runs only adds to the time."""
         return max(self.turns, key=lambda turn: turn.samples_per_s)
 
 
@@ -57,11 +61,11 @@ class Turn(NamedTuple):
     """What was measured in one turn."""
 
     seconds: float
-    """A step."""
+    """Per step."""
     samples_per_s: float
-    """Over all ranks, as counted: an epoch's last batch may be smaller."""
+    """Counted over all ranks: an epoch's last batch may be smaller."""
     data: float
-    """Seconds a step that it waited for data."""
+    """Seconds per step of waiting for data."""
 
 
 def sweep(
@@ -73,9 +77,8 @@ def sweep(
 ) -> Sweep:
     """Try values in ascending order, each in turns with the best so far; return what to use.
 
-    All ranks try the same values, and rank 0's clock counts. `make` returns the work with a value,
-    with a source of its own, and where it stands. `stop` says on all ranks alike whether to leave
-    the rest.
+    All ranks try the same values, and rank 0's clock counts. `make` returns the work with a value
+    and its own source, and its state. `stop` says on all ranks alike whether to skip the rest.
     """
     ordered = sorted(set(values))
     best = first = _open(ordered[0], *make(ordered[0]))
@@ -93,7 +96,7 @@ def sweep(
         _close(other)
     _close(best)
     rows = tuple(
-        Row(
+        SweepRow(
             value=one.value,
             **one.fastest._asdict(),
             ratio=one.fastest.samples_per_s / first.fastest.samples_per_s,
@@ -111,7 +114,7 @@ def sweep(
 
 
 def _compare(world: World, best: Candidate, candidate: Candidate) -> None:
-    """Let both take turns until their ratio is known, or as often as is worth while."""
+    """Let both take turns until their ratio is known, at most `MOST_ROUNDS` times."""
     ratios = candidate.ratios = []
     before = len(best.turns)
     while len(ratios) < ROUNDS or (_spread(ratios) > _WIDE and len(ratios) < MOST_ROUNDS):
@@ -126,7 +129,7 @@ def _spread(ratios: Sequence[float]) -> float:
     return (max(ratios) - min(ratios)) / median(ratios)
 
 
-def _why(skipped: Sequence[int], rows: Sequence[Row], *, sure: bool) -> str:
+def _why(skipped: Sequence[int], rows: Sequence[SweepRow], *, sure: bool) -> str:
     if not sure:
         return (
             "The rounds differ too much to be sure: something else uses the machine. Measure "
@@ -135,12 +138,12 @@ def _why(skipped: Sequence[int], rows: Sequence[Row], *, sure: bool) -> str:
     if skipped:
         return f"Not tried: {', '.join(map(str, skipped))}. More had stopped to help."
     if len(rows) > 1 and rows[-1].helps:
-        return "The largest value was the fastest: a still larger one may be, too."
+        return "The largest value was the fastest: an even larger one may be faster still."
     return ""
 
 
 def variant(work: Work, settings: Settings, source: Source) -> Work:
-    """Return endless work with other settings: the same model, on a source of its own."""
+    """Return endless work with other settings: the same model, on its own source."""
     world, learner = work.world, work.learner
     schedule = work.plan.schedule
     plan = make_plan(settings, source.num_samples, world.world_size, schedule=schedule)
@@ -155,14 +158,14 @@ def variant(work: Work, settings: Settings, source: Source) -> Work:
 
 
 def _open(value: int, work: Work, state: State) -> Candidate:
-    """Make a candidate, and let it train for a moment: workers start, and its speed shows."""
+    """Make a candidate and train it for a moment, to start its workers and see its speed."""
     world, workers = work.world, work.settings.num_workers
     prefetched = 2 * workers + 2 if workers else 1
     candidate = Candidate(value, work, state, rehearse(work, state), prefetched)
-    _go_on(candidate, prefetched + 2)
+    _train_for(candidate, prefetched + 2)
     began, calls = time.perf_counter(), 0
     while world.broadcast(time.perf_counter() - began < TURN_S):
-        _go_on(candidate, 1)
+        _train_for(candidate, 1)
         calls += 1
     # In a turn the host waits for the device once, at its end.
     each = (time.perf_counter() - began) / max(1, calls)
@@ -170,8 +173,8 @@ def _open(value: int, work: Work, state: State) -> Candidate:
     return candidate
 
 
-def _go_on(candidate: Candidate, calls: int) -> None:
-    """Train for so many calls of the step, and wait until the device has done them."""
+def _train_for(candidate: Candidate, calls: int) -> None:
+    """Call the step this often, and wait until the device is done."""
     for _ in range(calls):
         taken = next(candidate.steps)
     float(taken.result.losses[-1])
@@ -182,11 +185,11 @@ def _take_turns(world: World, *candidates: Candidate) -> None:
     for candidate in candidates:
         phases, position = candidate.work.phases, candidate.state.position
         phases.begin()
-        _go_on(candidate, 1 + candidate.prefetched)
+        _train_for(candidate, 1 + candidate.prefetched)
         before, trained = position.step, position.samples
         waited = phases.running().get("data", 0.0)
         began = time.perf_counter()
-        _go_on(candidate, candidate.each)
+        _train_for(candidate, candidate.each)
         seconds = time.perf_counter() - began
         steps, samples = position.step - before, position.samples - trained
         data = phases.running().get("data", 0.0) - waited
@@ -197,3 +200,43 @@ def _take_turns(world: World, *candidates: Candidate) -> None:
 def _close(candidate: Candidate) -> None:
     candidate.steps.close()
     candidate.work.train.close()
+
+
+def file_to_apply(config: Path | None, recipe: str) -> Path:
+    """Return the file for `apply_settings`: that of --config, or a new one named by the recipe."""
+    path = config or Path(f"{recipe}.toml")
+    if config is None and path.exists():
+        raise UserError(
+            f"{path} exists already: name it with --config to have it changed.", on_all_ranks=True
+        )
+    return path
+
+
+def apply_settings(path: Path, values: Mapping[str, int], recipe: str) -> None:
+    """Set some top-level keys of a TOML file; a new file also names its recipe.
+
+    Comments, order and all other keys stay.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else f'recipe = "{recipe}"\n'
+    try:
+        before = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}. Nothing was changed.") from error
+    written = {own: key for key in before for own in own_names({key.replace("-", "_"): 0}, path)}
+    changes = {written.get(key, key): value for key, value in values.items()}
+    table = re.search(r"\s*^[ \t]*\[", text, re.MULTILINE)
+    end = table.start() if table else len(text.rstrip())
+    top, tables = text[:end], text[end:]
+    for key, value in changes.items():
+        line = re.compile(rf"^([ \t]*{re.escape(key)}[ \t]*=[ \t]*)[^\s#]+", re.MULTILINE)
+        top, count = line.subn(rf"\g<1>{value}", top)
+        if not count:
+            top += f"\n{key} = {value}"
+    try:
+        after = tomllib.loads(top + tables)
+    except tomllib.TOMLDecodeError:
+        after = {}
+    if after != before | changes:  # a quoted key, say, or a value over several lines
+        wanted = ", ".join(f"{key} = {value}" for key, value in changes.items())
+        raise UserError(f"{path} is written in a form that --apply cannot change. Set: {wanted}.")
+    write_whole(path, (top + tables).encode())

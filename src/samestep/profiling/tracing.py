@@ -1,4 +1,4 @@
-"""Trace some steps with torch.profiler, and keep the trace as one whole file a rank."""
+"""Trace some steps with torch.profiler, and keep the trace as one file per rank."""
 
 import gzip
 import json
@@ -14,13 +14,20 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from samestep.errors import UserError
 from samestep.profiling.measured import Operations
-from samestep.profiling.trace_digest import digest
-from samestep.profiling.trace_events import FLOOR, INDEX, MARK, phases_of
+from samestep.profiling.trace_digest import (
+    FLOOR,
+    INDEX,
+    MARK,
+    digest,
+    memory_timeline,
+    peak_memory,
+    phases_of,
+)
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
 _MANY_STEPS = 200
-"""To read the trace of so many takes seconds in which nothing else is to be seen."""
+"""Reading a trace of this many steps takes seconds, which the user is told."""
 
 
 class Tracer:
@@ -31,8 +38,7 @@ class Tracer:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # Not with acc_events: PyTorch would make Python objects of all events, for longer than all
-        # the rest takes.
+        # Not with acc_events: making Python objects of all events takes longer than all the rest.
         self._profile = profile(activities=activities, profile_memory=True)
         self.steps = 0
         """Steps traced so far."""
@@ -41,7 +47,7 @@ class Tracer:
     def start(self) -> None:
         """Begin to trace, and to mark the end of each phase in the trace."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()  # what was started before is in no traced step
+            torch.cuda.synchronize()  # earlier work does not belong to a traced step
         self._profile.start()
         with record_function(FLOOR):
             one = torch.ones(())
@@ -61,8 +67,8 @@ class Tracer:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        # The name that readers of PyTorch's traces look for; the profiler writes it by itself only
-        # where it is given a schedule.
+        # Readers of PyTorch's traces look for this name; the profiler itself writes it only with a
+        # schedule.
         self._step = record_function(f"ProfilerStep#{self.steps}")
         self._step.__enter__()  # type: ignore[no-untyped-call]
 
@@ -76,22 +82,15 @@ class Tracer:
             self._running = False
 
     def keep(self, folder: Path, name: str) -> tuple[Operations, tuple[float, str] | None]:
-        """Write the trace and the memory's timeline into a folder; return what they say.
-
-        The trace is compressed, and has its phases as a row of their own.
-
-        Raises:
-            UserError: one of them could not be written; no part of it is left.
-        """
+        """Write the trace, compressed, and the memory's timeline; return what they say."""
         if self.steps >= _MANY_STEPS:
             sys.stderr.write(f"Reading the trace of {self.steps:,} steps.\n")
         trace = self._exported()
         events: list[dict[str, Any]] = trace["traceEvents"]
-        # With a process group the profiler says it; readers that compare ranks ask for it.
+        # Tools that compare ranks ask for it; the profiler writes it only with a process group.
         trace.setdefault("distributedInfo", {"rank": 0})
         trace["traceEvents"] = [*events, *_phase_row(events)]
-        text = json.dumps(trace).encode()
-        content = gzip.compress(text, compresslevel=3, mtime=0)
+        content = gzip.compress(json.dumps(trace).encode(), compresslevel=3, mtime=0)
         write_whole(folder / f"trace_{name}.json.gz", content)
         rows = memory_timeline(events)
         lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
@@ -103,7 +102,7 @@ class Tracer:
             raw = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(raw))
             try:
-                # The profiler writes what fits on a full disk, and does not say so.
+                # On a full disk, the profiler writes a part and raises nothing.
                 return json.loads(raw.read_text(encoding="utf-8", errors="replace"))
             except (OSError, ValueError) as error:
                 raise UserError(
@@ -119,7 +118,7 @@ def _mark(phase: str) -> None:
 
 
 def _mark_indexing() -> Callable[[], None]:
-    """Mark where a tensor on the CPU is an index, until what is returned is called."""
+    """Mark each use of a CPU tensor as an index; return a function that ends this."""
     original: Callable[..., Any] = Tensor.__getitem__
 
     def getitem(tensor: Tensor, key: Any) -> Any:
@@ -131,7 +130,7 @@ def _mark_indexing() -> Callable[[], None]:
     Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
 
     def end() -> None:
-        del Tensor.__getitem__  # the one that it inherits is there again
+        del Tensor.__getitem__  # uncovers the inherited one
 
     return end
 
@@ -145,12 +144,25 @@ def _is_index(key: Any) -> bool:
     return isinstance(key, Tensor) and key.dim() == 0 and key.device.type == "cpu"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of a profile, whole or not at all.
+def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the phases as ranges on a row of their own, above all others in a viewer."""
+    first = next((e for e in events if str(e.get("name", "")).startswith(MARK)), None)
+    if first is None:
+        return []
+    row = {"pid": first["pid"], "tid": 0}
+    base = {**row, "ph": "M", "ts": first["ts"]}
+    return [
+        {**base, "name": "thread_name", "args": {"name": "phases of a step (samestep)"}},
+        {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
+        *(
+            {**row, "ph": "X", "cat": "phase", "name": phase, "ts": begin, "dur": end - begin}
+            for phase, (begin, end) in phases_of(events)
+        ),
+    ]
 
-    Raises:
-        UserError: it could not be written.
-    """
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of a profile, whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(content))
@@ -159,56 +171,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def unwritable(path: Path, cause: BaseException | None) -> UserError:
-    """Return the message for a file of a profile that could not be written."""
+    """Return the error for a file of a profile that could not be written."""
     reason = getattr(cause, "strerror", None) or cause
     return UserError(
         f"{path} could not be written: {reason}. Nothing of it is left; free some space or choose "
         "another directory with --run-dir (for a script: --out)."
     )
-
-
-def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the phases as ranges on a row of their own, above all others in a viewer."""
-    first = next((e for e in events if str(e.get("name", "")).startswith(MARK)), None)
-    if first is None:
-        return []
-    row = {"pid": first["pid"], "tid": 0}
-    base = {**row, "ph": "M", "ts": first["ts"]}
-    named = [
-        {**base, "name": "thread_name", "args": {"name": "phases of a step (samestep)"}},
-        {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
-    ]
-    one = {**row, "ph": "X", "cat": "phase"}
-    ranges = ({**one, "name": p, "ts": a, "dur": b - a} for p, (a, b) in phases_of(events))
-    return [*named, *ranges]
-
-
-def memory_timeline(events: list[dict[str, Any]]) -> list[tuple[float, str, float]]:
-    """Return (ms since the trace began, phase, MiB) for each change of the allocated memory.
-
-    The bytes are PyTorch's allocator's: on the GPU if there is one in the trace, else the CPU's.
-    """
-    changes = [e for e in events if e.get("name") == "[memory]"]
-    on_device = [e for e in changes if e["args"].get("Device Type", 0) == 1]
-    phases = phases_of(events)
-    if not phases:
-        return []
-    begin, rows, place = phases[0][1][0], [], 0
-    held = 0.0
-    for event in sorted(on_device or changes, key=lambda e: e["ts"]):
-        # "Total Allocated" is the device's; the CPU's allocator keeps no such account.
-        total = event["args"].get("Total Allocated", 0) if on_device else None
-        held = float(total) if total is not None else held + event["args"]["Bytes"]
-        while place < len(phases) - 1 and event["ts"] >= phases[place][1][1]:
-            place += 1
-        if event["ts"] >= begin:
-            rows.append(((event["ts"] - begin) / 1000, phases[place][0], held / 2**20))
-    return rows
-
-
-def peak_memory(rows: list[tuple[float, str, float]]) -> tuple[float, str] | None:
-    """Return the most MiB beyond what is held between the steps, and the phase it is held in."""
-    if not rows:
-        return None
-    _, phase, most = max(rows, key=lambda row: row[2])
-    return most - min(mib for _, _, mib in rows), phase

@@ -1,21 +1,24 @@
-"""A profile as text: the table of phases, the verdict, what was tried. It fits 80 columns."""
+"""A finished profile: as plain data, as profile.json, and as text that fits 80 columns."""
 
+import dataclasses
+import json
 import textwrap
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from samestep.profiling.advice import milliseconds
-from samestep.profiling.bottleneck import Bottleneck
+from samestep.profiling.bottleneck import Bottleneck, milliseconds
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
-from samestep.profiling.profile_result import Profile, Sweep
+from samestep.profiling.tracing import write_whole
 from samestep.reporting.words import count
 
 _ALL = 0.999
 _NARROW = 76
 _MOST_COLUMNS = 4
-"""Ranks that have a column of their own; of more the least, the typical and the most are shown."""
+"""Up to this many ranks have a column each; of more, the typical and the slowest are shown."""
 PHASE_NAMES = {
     "data": "waiting for data",
     "to_device": "to the device",
@@ -30,19 +33,76 @@ PHASE_NAMES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepRow:
+    """One value that was tried."""
+
+    value: int
+    seconds: float
+    """Per step, in the fastest round: whatever else runs only adds to it."""
+    samples_per_s: float
+    ratio: float
+    """Samples per second, relative to the first value."""
+    low: float
+    high: float
+    """The smallest and the largest of the rounds' ratios to the best value before it."""
+    data: float
+    """Seconds per step of waiting for data."""
+    helps: bool
+    """Whether it was faster than the best value before it, beyond noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Values of one setting that were tried in turns."""
+
+    setting: str
+    rows: tuple[SweepRow, ...]
+    best: int
+    """The value to use."""
+    skipped: tuple[int, ...] = ()
+    """Values that were not tried, since larger ones had stopped to help."""
+    why: str = ""
+    """Why the sweep ended."""
+    sure: bool = True
+    """Whether the rounds agree well enough to rely on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All that a profile found."""
+
+    name: str
+    path: Path
+    measured: MeasuredSteps
+    verdict: Bottleneck
+    sweeps: tuple[Sweep, ...] = ()
+    traces: tuple[str, ...] = ()
+    precision: str = ""
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object."""
+        table = dataclasses.asdict(self)
+        table["path"] = str(self.path)
+        table["verdict"]["share"] = self.verdict.share
+        table["measured"]["gpu_idle"] = self.measured.gpu_idle
+        return json.dumps(table, indent=2) + "\n"
+
+    def save(self) -> None:
+        """Write profile.json beside the traces."""
+        write_whole(self.path / "profile.json", self.as_json().encode())
+
+
 def show(profile: Profile, console: Console) -> None:
     """Print a profile."""
     measured = profile.measured
     console.print(f"[bold]{escape(profile.name)}[/]")
     _line(console, "where", _where(measured, profile.precision))
-    console.print()
-    console.print(_phases(measured, profile.verdict))
-    console.print()
+    console.print("", _phases(measured, profile.verdict), "", sep="\n")
     for name, text in _verdict(profile):
         _line(console, name, text)
     for one in profile.sweeps:
-        console.print()
-        console.print(_sweep(one, narrow=console.width < _NARROW))
+        console.print("", sweep_table(one, narrow=console.width < _NARROW), sep="\n")
         if one.why:
             _line(console, "", one.why)
         console.print(f"[bold]use[/]      --{one.setting.replace('_', '-')} {one.best}")
@@ -85,7 +145,7 @@ def _phases(measured: MeasuredSteps, verdict: Bottleneck) -> Table:
     for phase, name in PHASE_NAMES.items():
         values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0) for rank in columns.values()]
         if phase in shared and not any(values):
-            # What falls due more rarely than that has its costs all the same.
+            # It may happen more rarely, and still have a cost.
             if measured.script or measured.stopped:
                 table.add_row(name, f"not seen in {measured.steps:,} steps")
         elif any(values) or any(phase in rank.phases for rank in columns.values()):
@@ -97,15 +157,13 @@ def _phases(measured: MeasuredSteps, verdict: Bottleneck) -> Table:
 
 
 def _columns(measured: MeasuredSteps) -> dict[str, MeasuredRank]:
-    ranks = measured.ranks
+    ranks, slowest = measured.ranks, measured.slowest
+    if len(ranks) == 1:
+        return {"": ranks[0]}
     if len(ranks) <= _MOST_COLUMNS:
-        names = [f"rank {number}" for number in range(len(ranks))] if len(ranks) > 1 else [""]
-        return dict(zip(names, ranks, strict=True))
-    slowest = measured.slowest
-    return {
-        f"rank {ranks.index(measured.typical)}": measured.typical,
-        f"rank {slowest} (slowest)": ranks[slowest],
-    }
+        return {f"rank {number}": rank for number, rank in enumerate(ranks)}
+    typical = measured.typical
+    return {f"rank {ranks.index(typical)}": typical, f"rank {slowest} (slowest)": ranks[slowest]}
 
 
 def _number(seconds: float) -> str:
@@ -114,18 +172,26 @@ def _number(seconds: float) -> str:
 
 def _verdict(profile: Profile) -> list[tuple[str, str]]:
     verdict, measured = profile.verdict, profile.measured
+    ceiling = (
+        f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
+        f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} per step."
+    )
+    if verdict.share > _ALL:
+        ceiling = "The whole step is that: there is nothing else."
+    elif verdict.kind == "untraced":
+        ceiling = "Only a trace tells how much of that could be gone."
     lines = [
         ("verdict", f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}"),
-        ("ceiling", _ceiling(verdict)),
+        ("ceiling", ceiling),
         ("change", verdict.change),
     ]
     if measured.samples:
         samples = _speed(measured.samples / verdict.step)
-        said = f"{_speed(1 / verdict.step)} steps per second, {samples} samples per second"
+        text = f"{_speed(1 / verdict.step)} steps per second, {samples} samples per second"
         parts = {part.kind for part in verdict.parts if part.seconds}
         between = [f"{name}s" for name in ("evaluation", "checkpoint") if f"{name}-bound" in parts]
         end = f", with {' and '.join(between)}." if between else "."
-        lines.append(("speed", f"{said}{end}"))
+        lines.append(("speed", f"{text}{end}"))
     if measured.gpu_idle is not None:
         busy = measured.traced.gpu_busy or 0.0
         times = f"its kernels run {milliseconds(busy)} of {milliseconds(measured.wall)}"
@@ -142,21 +208,11 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _ceiling(verdict: Bottleneck) -> str:
-    if verdict.share > _ALL:
-        return "There is nothing else: all of the step is that."
-    if verdict.kind == "untraced":
-        return "How much of that could be gone only a trace tells."
-    return (
-        f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
-        f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} per step."
-    )
-
-
-def _sweep(one: Sweep, *, narrow: bool) -> Table:
+def sweep_table(one: Sweep, *, narrow: bool) -> Table:
+    """Return the values that were tried as a table; `narrow` breaks its headings."""
     flag = f"--{one.setting.replace('_', '-')}"
     headings = ("ms per step", "of it waiting", "samples/s", "ratio", "to best before")
-    # Left to itself, a narrow table would cut numbers rather than take lines for its headings.
+    # By itself, rich would cut numbers in a narrow table.
     shown = (" \n".join(heading.rsplit(" ", 1)) for heading in headings) if narrow else headings
     table = _table(flag, *shown)
     for row in one.rows:
