@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep import read_records
-from tests import command_line
+from samestep.cli import main
 from tests.session.same import account, assert_same
 from tests.session.scripts import EXAMPLES, Strike, run
 
@@ -26,6 +26,16 @@ def alone(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> Path:
+    """The folder of the run of two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    printed = run(SCRIPT, "run", world_size=2, folder=folder).output()
+    assert len(re.findall("^epoch", printed, re.MULTILINE)) == 5  # rank 0 alone prints
+    assert "epoch 5" in (folder / "run" / "rank-1.log").read_text()
+    return folder / "run"
+
+
 def test_it_takes_at_most_ten_lines_more_than_the_plain_loop():
     def lines(path: Path) -> list[str]:
         text = path.read_text().split('"""\n', maxsplit=1)[1]  # without the docstring
@@ -35,13 +45,8 @@ def test_it_takes_at_most_ten_lines_more_than_the_plain_loop():
     assert 5 < len(differ) <= 10, "\n".join(differ)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_with_unequal_shares_train_as_one_process(alone, tmp_path, world_size):
-    ranks = run(SCRIPT, "run", world_size=world_size, folder=tmp_path)
-    assert_same(tmp_path / "run", alone)
-    epochs = [line for line in ranks.output().splitlines() if line.startswith("epoch")]
-    assert len(epochs) == 5  # rank 0 alone prints
-    assert "epoch 5" in (tmp_path / "run" / "rank-1.log").read_text()
+def test_ranks_with_unequal_shares_train_as_one_process(alone, on_two):
+    assert_same(on_two, alone)
 
 
 def test_a_run_that_was_stopped_goes_on_on_another_number_of_ranks(alone, tmp_path):
@@ -59,12 +64,9 @@ def test_it_starts_anew_in_every_directory_and_does_nothing_where_the_run_is_fin
     assert (alone / "events.jsonl").read_bytes() == records
 
 
-def test_compare_reads_two_such_runs(alone, tmp_path):
-    run(SCRIPT, "run", world_size=2, folder=tmp_path)
-    done = command_line.run(
-        "compare", str(alone), str(tmp_path / "run"), "--json", folder=tmp_path / "compare"
-    )
-    found = json.loads(done.printed(0))
+def test_compare_reads_two_such_runs(alone, on_two, capsys):
+    assert main(["compare", str(alone), str(on_two), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["same_training"][0]["verdict"] in ("equal", "rounding")
 
 
