@@ -39,36 +39,20 @@ def alone(request, tmp_path_factory):
     return recipe, flags, folder / "run"
 
 
-@pytest.mark.parametrize(("world_size", "micro"), [(3, False), (2, True)])
-def test_it_is_the_same_training_on_several_ranks_and_with_micro_steps(
-    alone, tmp_path, world_size, micro
-):
+def test_micro_steps_on_three_ranks_gone_on_with_on_one_are_the_same_training(alone, tmp_path):
+    """Stopped in the middle of an epoch."""
     recipe, flags, reference = alone
-    size = read_start(reference)["global_batch_size"]
-    run, more = tmp_path / "run", ("--micro-batch-size", str(size // 8)) if micro else ()
-    tiny.train(recipe, *flags, "--run-dir", str(run), *more, world_size=world_size, folder=tmp_path)
+    run, size = tmp_path / "run", read_start(reference)["global_batch_size"]
+    flags = (*flags, "--run-dir", str(run), "--micro-batch-size", str(size // 8))
+    stop = Fault("after a step", 4, signal.SIGTERM, rank=None)
+    ranks = tiny.start(recipe, *flags, faults=(stop,), world_size=3, folder=tmp_path)
+    assert ranks.wait() == [128 + signal.SIGTERM] * 3, ranks.output()
+    tiny.resume(run, folder=tmp_path)
     tiny.assert_same_training(run, reference, 1e-9)
-
-
-def stopped_and_resumed(recipe, flags, folder, *, first: int, then: int, after: int):
-    """Train so many steps on `first` ranks, and the rest on `then` ranks."""
-    run = folder / "run"
-    stop = Fault("after a step", after, signal.SIGTERM, rank=None)
-    flags = (*flags, "--run-dir", str(run))
-    ranks = tiny.start(recipe, *flags, faults=(stop,), world_size=first, folder=folder)
-    assert ranks.wait() == [128 + signal.SIGTERM] * first, ranks.output()
-    tiny.resume(run, world_size=then, folder=folder)
-    return run
 
 
 def read_start(run: Path):
     return next(record for record in read_records(run) if record["event"] == "start")
-
-
-def test_it_goes_on_on_another_number_of_ranks_from_the_middle_of_an_epoch(alone, tmp_path):
-    recipe, flags, reference = alone
-    run = stopped_and_resumed(recipe, flags, tmp_path, first=2, then=1, after=4)
-    tiny.assert_same_training(run, reference, 1e-9)
 
 
 def test_an_evaluation_of_the_run_measures_what_the_training_did(alone):

@@ -103,13 +103,13 @@ def _train_all(folder, cases):
     from torch._dynamo.utils import counters
 
     from samestep.cli import main
-    from samestep.training import compiled, device
+    from samestep.training import compiled, step_graph
 
-    is_small = device.is_small
+    is_small = step_graph.is_small
     drawn, graphs = _steps_with_dropout(), {}
     for number, (name, case) in enumerate(cases.items()):
         compiled._STEPS_PER_GRAPH = case.steps_per_graph
-        for module in (compiled, device):
+        for module in (compiled, step_graph):
             module.is_small = is_small if case.small else lambda _: False
         flags = case.flags.split()
         target = str(folder / case.recipe)

@@ -33,7 +33,7 @@ from tests.tiny import (
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
 WRITING = [
     "before the checkpoint",
-    *(f"within the checkpoint: {num_bytes}" for num_bytes in (0, 4096, 12_000)),
+    *(f"within the checkpoint: {num_bytes}" for num_bytes in (0, 12_000)),
     "before the checkpoint's sync",
     "after the checkpoint's sync",
     "before the checkpoint's name",
@@ -83,7 +83,7 @@ def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
     uninterrupted, recipe, tmp_path, place, point
 ):
     draw = random.Random(f"{SEED}-{point}")
-    world_size = 1 + place % 3
+    world_size = 1 + place % 2
     fault = a_fault(point, draw.randint(1, 12))
     print(f"seed {SEED}: {fault} at world size {world_size}")
     run = tmp_path / "run"
@@ -95,7 +95,7 @@ def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
     if "within" in point or "sync" in point or "before the checkpoint's name" in point:
         torn = list((run / "checkpoints").glob(".*.tmp"))
         assert len(torn) == ("record" not in point)  # it struck where it should
-    assert_resumes(run, tmp_path, OTHER_WORLD[world_size])
+    assert_resumes(run, tmp_path, 3 - world_size)
     assert_same_training(run, uninterrupted)
 
 
@@ -118,13 +118,12 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_those_that_are_kept(
     assert_same_training(run, uninterrupted)
 
 
-@pytest.mark.parametrize("first_world", [1, 2, 3])
 def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
-    uninterrupted, recipe, tmp_path, first_world
+    uninterrupted, recipe, tmp_path
 ):
     """The kill comes from outside, whatever the ranks are doing just then."""
-    draw = random.Random(f"{SEED}-{first_world}")
-    run, world_size = tmp_path / "run", first_world
+    draw = random.Random(SEED)
+    run, world_size = tmp_path / "run", 3
     set_pace(recipe, 0.01)
     target, flags = recipe, ("--run-dir", str(run))
     for _ in range(3):
@@ -147,7 +146,7 @@ def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe
     """One run directory, one command that is repeated, and a fault in each attempt."""
     draw = random.Random(SEED)
     run, world_sizes = tmp_path / "run", itertools.cycle([1, 2, 3])
-    for world_size in itertools.islice(world_sizes, 9):
+    for world_size in itertools.islice(world_sizes, 6):
         point = draw.choice(["after a step", "before an evaluation", *WRITING])
         nth = {"after a step": draw.randint(1, 6), "before an evaluation": 1}.get(
             point, draw.randint(1, 2)

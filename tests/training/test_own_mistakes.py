@@ -143,10 +143,8 @@ def test_a_mistake_is_told_before_anything_is_trained(refused, tmp_path, wrong, 
 
 
 # One of each place where ranks find it.
-TOGETHER = ("terms of each sample", "no terms", "terms that are not a number")
-TOGETHER += ("an optimizer of half the model", "a schedule below 0")
-TOGETHER += ("a metric object of a vector", "a metric object without a state")
-TOGETHER += ("a dropped sample", "a sample that comes twice", "a batch without tensors")
+TOGETHER = ("terms of each sample", "an optimizer of half the model", "a schedule below 0")
+TOGETHER += ("a metric object without a state", "a dropped sample")
 
 
 @pytest.mark.parametrize("name", TOGETHER)

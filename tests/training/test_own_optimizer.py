@@ -109,7 +109,7 @@ def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
     step = make_step(compiles, learner, settings, world, plan, 1, make_phases(CPU))
     assert isinstance(step, ModelStep) is (why is not None)
     if why is not None:
-        assert why in step.why
+        assert why in step.what
 
 
 # --- trained ---

@@ -54,8 +54,7 @@ def assert_stopped(run: Path, signum: int, printed: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "signum", "rank"),
-    [(1, TERM, 0), (1, USR1, 0), (1, HUP, 0), (2, TERM, 1), (2, USR1, None), (2, INT, 0)],
+    ("world_size", "signum", "rank"), [(1, TERM, 0), (1, HUP, 0), (2, TERM, 1), (2, USR1, None)]
 )
 def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit(
     uninterrupted, uninterrupted_on_two, recipe, tmp_path, world_size, signum, rank
@@ -83,9 +82,7 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit
 @pytest.mark.parametrize(
     ("point", "world_size"),
     [
-        ("before an evaluation", 1),
         ("before an evaluation", 2),
-        ("before the checkpoint", 2),
         ("after the checkpoint's name", 1),
         ("within the index", 2),
         ("within the record", 1),
@@ -124,11 +121,13 @@ EVALUATIONS = {
     [*((when, 1) for when in EVALUATIONS), ("at the end of an epoch", 2), ("of the test set", 2)],
 )
 def test_a_signal_leaves_an_evaluation_which_the_resumed_run_does(
-    recipe, tmp_path, when, world_size
+    uninterrupted, uninterrupted_on_two, recipe, tmp_path, when, world_size
 ):
     number, flags = EVALUATIONS[when]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    train(recipe, "--run-dir", str(whole), *flags, world_size=world_size, folder=tmp_path)
+    whole, run = uninterrupted if world_size == 1 else uninterrupted_on_two, tmp_path / "run"
+    if flags:
+        whole = tmp_path / "whole"
+        train(recipe, "--run-dir", str(whole), *flags, world_size=world_size, folder=tmp_path)
     fault = Fault("before an evaluation", number, signum=TERM)
     arguments = ("--run-dir", str(run), *flags)
     ranks = start(recipe, *arguments, faults=(fault,), world_size=world_size, folder=tmp_path)
@@ -191,17 +190,8 @@ def start_command(recipe: Path, run: Path) -> subprocess.Popen[str]:
     """Start `python -m samestep train RECIPE --nproc 2` as a user does, and let it take steps."""
     parent = subprocess.Popen(
         [
-            sys.executable,
-            "-m",
-            "samestep",
-            "train",
-            str(recipe),
-            "--run-dir",
-            str(run),
-            "--nproc",
-            "2",
-            "--max-steps",
-            "2000",
+            *(sys.executable, "-m", "samestep", "train", str(recipe), "--run-dir", str(run)),
+            *("--nproc", "2", "--max-steps", "2000"),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

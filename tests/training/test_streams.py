@@ -40,23 +40,15 @@ def alone(request, tmp_path_factory):
 WORKERS = ("--num-workers", "2", "--batch-size", "12", "--micro-batch-size", "2")
 
 
-def test_it_is_the_same_training_on_several_ranks_and_with_workers(alone, tmp_path):
-    recipe, flags, reference = alone
-    run = tmp_path / "run"
-    flags = ("--run-dir", str(run), *flags, *WORKERS)
-    tiny.train(recipe, *flags, world_size=3, folder=tmp_path)
-    tiny.assert_same_training(run, reference, 1e-9)
-
-
-def test_it_goes_on_on_another_number_of_ranks(alone, tmp_path):
+def test_three_ranks_with_workers_killed_and_gone_on_with_on_one_are_the_same(alone, tmp_path):
     recipe, flags, reference = alone
     run = tmp_path / "run"
     kill = Fault("after a step", 18, signal.SIGKILL, rank=None)
-    flags = ("--run-dir", str(run), "--checkpoint-every-steps", "4", "--num-workers", "1", *flags)
-    ranks = tiny.start(recipe, *flags, faults=(kill,), world_size=2, folder=tmp_path)
-    assert ranks.wait() == [-signal.SIGKILL] * 2, ranks.output()
+    flags = ("--run-dir", str(run), "--checkpoint-every-steps", "4", *flags, *WORKERS)
+    ranks = tiny.start(recipe, *flags, faults=(kill,), world_size=3, folder=tmp_path)
+    assert ranks.wait() == [-signal.SIGKILL] * 3, ranks.output()
     assert tiny.last_state(run)["position"]["step"] == 16
-    tiny.resume(run, world_size=1, folder=tmp_path)
+    tiny.resume(run, folder=tmp_path)
     tiny.assert_same_training(run, reference, 1e-9)
 
 

@@ -165,13 +165,13 @@ def assert_every_bit(run, reference):
 # How the 5 parts lie on each number of ranks is the same for all; 3 ranks hold 2, 2 and 1 of them,
 # and 4 ranks add up across ranks what one rank adds up in place.
 ALL = (1, 2, 3, 4)
-RANKS = {"mlp": ALL, "micro-steps, clipping": ALL, "gradients in several parts": (1, 4)}
+RANKS = {"mlp": ALL, "micro-steps, clipping": (1, 3), "gradients in several parts": (1, 4)}
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, name):
     alone = tmp_path / "on-1"
-    for ranks in RANKS.get(name, (1, 3)):
+    for ranks in RANKS.get(name, (1, 2)):
         run = tmp_path / f"on-{ranks}"
         flags = [*FLAGS[name], "--run-dir", str(run)]
         tiny.train(recipe, *flags, world_size=ranks, folder=tmp_path)
@@ -225,9 +225,7 @@ def test_the_scaler_of_fp16_skips_the_same_steps_on_any_number_of_ranks(tmp_path
     assert_every_bit(tmp_path / "on-3", tmp_path / "on-1")
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "saved", "step"), [(1, 4, 1, 3), (4, 2, 2, 5), (3, 1, 3, 6)]
-)
+@pytest.mark.parametrize(("before", "after", "saved", "step"), [(1, 4, 1, 3), (3, 2, 2, 5)])
 def test_killed_within_an_epoch_or_after_it_it_goes_on_with_the_same_bits_on_other_ranks(
     tmp_path, recipe, before, after, saved, step
 ):

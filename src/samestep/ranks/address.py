@@ -19,7 +19,7 @@ def resolve(name: str) -> str:
 
 
 def resolve_master(name: str) -> str:
-    """Return the address of the host on which rank 0 listens."""
+    """Return the address of the host on which rank 0 listens; retry for some seconds."""
     for left in reversed(range(_TRIES)):
         try:
             return _first_address(name)
@@ -40,7 +40,7 @@ def is_loopback(address: str) -> bool:
 
 
 def address_towards(address: str) -> str:
-    """Return which of our addresses the kernel would send from; nothing is sent."""
+    """Return our address that the kernel would send from; nothing is sent."""
     with udp_socket(address) as probe:
         try:
             probe.connect((address, 9))
@@ -50,7 +50,7 @@ def address_towards(address: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with an address; empty if none has it."""
+    """Return the name of the interface with an address; '' if none has it."""
     import psutil  # noqa: PLC0415 - one node needs no interface
 
     if is_loopback(address):
@@ -65,14 +65,10 @@ def interface_of(address: str) -> str:
 
 
 def interface_towards(master: str, own: str) -> str:
-    """Return the interface to name to Gloo; empty where its own choice will do.
+    """Return the interface to name to Gloo; '' where its own choice will do.
 
-    Gloo tells the other hosts the address of this host's own name, which on Debian is 127.0.1.1.
-    The interface that reaches rank 0's host is one that the others can reach.
-
-    Args:
-        master: the address on which rank 0 listens.
-        own: the address of this host's own name; empty if it has none.
+    Gloo tells other hosts the address of this host's `own` name, which on Debian is 127.0.1.1. The
+    interface that reaches the master, rank 0's host, is one that other hosts can reach.
     """
     if own and not is_loopback(own):
         return ""
@@ -82,7 +78,7 @@ def interface_towards(master: str, own: str) -> str:
 
 
 def check_gloo_interfaces(names: str) -> None:
-    """Check that each interface that GLOO_SOCKET_IFNAME names is here: Gloo says less of it."""
+    """Check that each interface in GLOO_SOCKET_IFNAME exists, in the forms that Gloo knows."""
     import psutil  # noqa: PLC0415 - one rank needs no interface
 
     if names[0] in "^=":
@@ -99,7 +95,7 @@ def check_gloo_interfaces(names: str) -> None:
 
 
 def udp_socket(address: str) -> socket.socket:
-    """Return a socket of an address's family, which sends nothing by being connected."""
+    """Return a socket of an address's family; connecting it sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.socket(family, socket.SOCK_DGRAM)
 

@@ -85,7 +85,7 @@ def binds_gpus(environment: Environment) -> bool:
 
 
 def expand_node_list(node_list: str) -> list[str]:
-    """Write out Slurm's short form of host names: `gpu[01-02],login` is gpu01, gpu02, login."""
+    """Expand Slurm's short form of host names: `gpu[01-02],login` is gpu01, gpu02, login."""
     malformed = UserError(
         f"The Slurm node list {node_list!r} cannot be read; "
         "it should look like gpu[001-003,7],login."
@@ -173,7 +173,7 @@ def _slurm(environment: Environment) -> Launch | None:
 
 
 def _shell_in_allocation(environment: Environment) -> str | None:
-    """Say which shell this is, if it has an allocation's variables without being a rank."""
+    """Return which shell this is, if it has an allocation's variables and is no rank."""
     if _first(environment, STEP_ID) is None:
         return "the sbatch script" if environment.get("SLURM_PROCID") else "a shell"
     step = _number(environment, *STEP_ID)
@@ -189,7 +189,7 @@ def _shell_in_allocation(environment: Environment) -> str | None:
 
 
 def _tasks_on_node(environment: Environment, node: int) -> int:
-    """Find a node's count in Slurm's short form: `4(x2),3` is 4, 4, 3."""
+    """Return a node's count in Slurm's short form: `4(x2),3` is 4, 4, 3."""
     name, value = _required(environment, TASKS_PER_NODE)
     if not re.fullmatch(f"{TASKS_ON_NODES}(,{TASKS_ON_NODES})*", value):
         raise UserError(f"{name}={value} cannot be read; it should look like 4(x2),3.")

@@ -24,9 +24,9 @@ NumRanks = int | Literal["auto"]
 
 
 def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: bool = False) -> int:
-    """Return how many ranks `--nproc` is to start.
+    """Return how many ranks `--nproc` starts.
 
-    "auto" is a rank for each GPU; without one, a rank for each core, as memory allows.
+    "auto" is one per GPU; without a GPU, one per core, as memory allows.
     """
     if wanted == "auto":
         return _gpus(device) or max(1, min(cores(), _that_fit(RANK_BYTES)))
@@ -35,7 +35,7 @@ def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: boo
 
 
 def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--nproc") -> None:
-    """Check that this machine carries so many ranks."""
+    """Check that this machine carries this many ranks."""
     if number < 1:
         raise UserError(f"{flag} is {number}; it must be 1 or more.")
     if not oversubscribe:
@@ -58,7 +58,6 @@ def cores() -> int:
 
 
 def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
-    """Check a number of processes against their most per core, and against memory."""
     if number > most:
         raise UserError(
             f"{what}: more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} "
@@ -95,12 +94,7 @@ def start_nproc(
 ) -> int | None:
     """Start the ranks of `--nproc`; return their exit code, or None in a process that is to work.
 
-    Args:
-        nproc: how many, or "auto" for as many as this machine has GPUs, else cores.
-        arguments: of `samestep`, on each of them.
-        task: what else they are to know; they find it as `TASK`.
-        device: where they compute.
-        oversubscribe: whether the user insists on more than the machine carries.
+    The ranks run `samestep` with these arguments and find `task` in `TASK`.
     """
     if nproc == 1 or os.environ.get(PARENT):
         return None
@@ -117,12 +111,7 @@ def start_nproc(
 
 
 def refuse_inside_launcher(what: str, instead: str) -> None:
-    """Refuse to start ranks where a launcher has started this process among others.
-
-    Args:
-        what: what was to start them, as the message's subject.
-        instead: what to do.
-    """
+    """Refuse to start ranks where a launcher has started this process among others."""
     launch = detect_launch(os.environ)
     if launch.world_size > 1:
         raise UserError(

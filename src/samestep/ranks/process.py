@@ -34,10 +34,10 @@ from samestep.ranks.startup import PARENT, unheeded_signal
 
 
 class RankLog:
-    """Where one rank's output goes.
+    """Where one rank's output goes: rank 0's to the screen, others' to their log in the run.
 
-    Redirected at the level of file descriptors, so that output of libraries in C is caught too.
-    Until the run directory is known, it is kept in a temporary file.
+    File descriptors are redirected, which also catches output of libraries in C. Until the run
+    directory is known, the output goes to a temporary file.
     """
 
     def __init__(self, rank: int) -> None:
@@ -68,7 +68,7 @@ class RankLog:
         self._early = None
 
     def give_back(self) -> None:
-        """Print again where this process printed before; nothing follows of this rank."""
+        """Print to the usual place again; this rank prints nothing after."""
         if not self._usual:
             return
         self._flush()
@@ -106,7 +106,7 @@ GRACE_S = 5.0
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank as the environment gives it, before anything is checked; 0 if alone."""
+    """Return the rank in the environment, before anything is checked; 0 if alone."""
     try:
         return detect_launch(environment).rank
     except UserError:
@@ -114,9 +114,9 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def report(error: BaseException, log: RankLog | None = None) -> int:
-    """Tell of an error that ends this process, and return its exit code.
+    """Report an error that ends this process, and return its exit code.
 
-    This rank's log gets the traceback, unless the error is a `UserError` that nothing caused.
+    This rank's log gets the traceback, unless the error is a `UserError` without a cause.
     """
     error = device_error(error) or file_error(error) or error
     rank, path = (log.rank, log.path) if log else (0, None)
@@ -172,7 +172,7 @@ def print_error(message: str, descriptor: int = 2) -> None:
 
 
 def _describe(error: BaseException, log: Path | None) -> str:
-    """Say where an unforeseen error arose: the user's own lines, the innermost first."""
+    """Describe an unforeseen error: the user's own lines, the innermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)] or frames[-1:]
     lines = [f"  at {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(own)]
@@ -182,7 +182,7 @@ def _describe(error: BaseException, log: Path | None) -> str:
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether an error is what a rank meets when another one is gone."""
+    """Whether a rank gets this error when another one is gone."""
     if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
         return True
     return type(error).__name__.startswith("Dist")
@@ -198,14 +198,9 @@ def leave_for_parent(message: str, code: int) -> None:
 
 
 def run_as_rank(verb: Callable[[RankLog], int]) -> int:
-    """Run a verb, tell of its failure once for all ranks, and return the exit code.
+    """Run a verb with this rank's log, report its failure once for all ranks; return the exit code.
 
-    Args:
-        verb: given where this rank's output goes, it returns the exit code.
-
-    Raises:
-        BrokenPipeError: the reader of the output has left, as `head` does.
-        AlreadyTold: of the parsing of flags, after rank 0 has had time to tell.
+    A `BrokenPipeError` passes, and so does `AlreadyTold`, once rank 0 had time to report.
     """
     log = RankLog(rank_of())
     try:

@@ -46,7 +46,7 @@ end_leftovers(int(parent), int(session))
 
 @dataclass(frozen=True)
 class Ended:
-    """How ranks ended: an exit code, and what to tell the user of a failure, if anything."""
+    """How ranks ended: the exit code, and a message about a failure, if any."""
 
     code: int
     message: str = ""
@@ -61,11 +61,11 @@ def start_ranks(num_ranks: int, arguments: list[str], task: str = "") -> int:
 
 
 def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
-    """Run `samestep` with these arguments on each of some new ranks, which find a task as `TASK`.
+    """Run `samestep` with these arguments on new ranks, which find `task` in `TASK`.
 
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C or SIGTERM kills them.
-    If a rank fails, the agent ends the others. Unless all ends well, nothing is left of what the
-    ranks have started. Signals and variables are then as they were before.
+    If a rank fails, the agent ends the others. Unless all ends well, nothing that the ranks started
+    survives. Signals and variables are then as before.
     """
     if unheeded_signal():
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to be told
@@ -102,7 +102,7 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
 
 
 def _interrupter() -> Callable[[int, FrameType | None], None]:
-    """Return what handles a stop: the agent passes the first on and waits; the second kills.
+    """Return the handler of a stop: the agent passes the first on and waits; the second kills.
 
     SIGTERM may come twice within a moment: from a scheduler, and from a script that passes it on.
     """
@@ -122,7 +122,7 @@ def _interrupter() -> Callable[[int, FrameType | None], None]:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Have a process that ends all that the ranks have started, should this one be killed."""
+    """Start a process that ends all that the ranks started, should this one be killed."""
     place, own = str(Path(samestep.__file__).parent.parent), str(os.getpid())
     guard = subprocess.Popen(
         [sys.executable, "-P", "-c", _GUARD, place, own, str(os.getsid(0))],
@@ -163,7 +163,7 @@ def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
 
 
 def _first_failure(error: ChildFailedError) -> Ended:
-    """Return the first failure, as a user is told of it."""
+    """Return the first failure, as the user reads it."""
     # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
     rank, failure = min(
         error.failures.items(),

@@ -32,10 +32,7 @@ _DURING_START = (10_000, 1_000, 1_000)  # not never: a command that joins no oth
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this rank when the parent that started it is killed (Linux only).
-
-    Otherwise killing the command would leave ranks that go on training unseen.
-    """
+    """Let the kernel end this rank when its parent is killed (Linux only)."""
     parent = os.environ.get(PARENT)
     if not parent or sys.platform != "linux" or _IS_RANK in os.environ:
         return  # what a rank starts is no rank
@@ -50,8 +47,8 @@ def die_with_parent() -> None:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a training with a checkpoint.
 
-    Schedulers send SIGUSR1 ahead of the time limit. SIGHUP, of a terminal that closes, is not
-    among them where it is ignored, as under `nohup`.
+    Schedulers send SIGUSR1 ahead of the time limit. SIGHUP, of a closing terminal, is left out
+    where it is ignored, as under `nohup`.
     """
     names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
     found = [getattr(signal, name) for name in names if hasattr(signal, name)]
@@ -59,7 +56,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class _Forking(threading.local):
-    """What this thread has to undo once it has forked, and what its forks are for."""
+    """What this thread undoes after a fork, and what its forks are for."""
 
     mask: set[signal.Signals] | None = None
     serves = False
@@ -88,7 +85,7 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Let SIGTERM end this child, as `multiprocessing` expects; other stops are the parent's.
+    """Let SIGTERM end this child, as `multiprocessing` expects; leave other stops to the parent.
 
     A child that inherits a handler that only notes the signal lives on, and `Pool` waits for it.
     """
@@ -110,7 +107,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def forking_servants() -> Iterator[None]:
-    """Let what this thread forks meanwhile serve on while the ranks stop, as loader workers do."""
+    """Let what this thread forks keep working while the ranks stop, as loader workers do."""
     _forking.serves = True
     try:
         yield
@@ -121,8 +118,8 @@ def forking_servants() -> Iterator[None]:
 def end_leftovers(parent: int, session: int | None = None) -> None:
     """SIGKILL all ranks of a parent and what they have started, until nothing is left.
 
-    They have its variable, also where their own parent is gone. What is in the parent's session
-    was started beside the ranks, not by them.
+    They inherit its variable, even if their own parent is gone. Processes in the parent's session
+    were started beside the ranks, not by them.
     """
     import psutil  # noqa: PLC0415 - a rank that starts does not need it
 
@@ -142,24 +139,24 @@ def end_leftovers(parent: int, session: int | None = None) -> None:
 
 
 def hold_warning() -> None:
-    """Keep SIGUSR1 for the training, where there is such a signal."""
+    """Hold SIGUSR1 for the training, where there is such a signal."""
     if hasattr(signal, "SIGUSR1"):
         with contextlib.suppress(ValueError):  # not the main thread: nothing is ours to hold
             signal.signal(signal.SIGUSR1, lambda signum, _frame: _held.append(signum))
 
 
 def leave_unheeded(signum: int) -> None:
-    """Keep a signal that a training got and could no longer act on."""
+    """Keep a signal that a training could no longer act on."""
     _held.append(signum)
 
 
 def forget_signals() -> None:
-    """Forget what came before: a process that trains again and again begins anew each time."""
+    """Forget earlier signals: each training of a process begins anew."""
     _held.clear()
 
 
 def unheeded_signal() -> int:
-    """Return the newest signal that came and that nothing has acted on, or 0."""
+    """Return the newest signal that nothing has acted on, or 0."""
     return _held[-1] if _held else 0
 
 
@@ -180,9 +177,9 @@ THREADS_WISHED = "SAMESTEP_OMP_NUM_THREADS"
 
 
 def threads_wished(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of threads that the user asked for by OMP_NUM_THREADS, if any.
+    """Return the number of threads that the user set in OMP_NUM_THREADS, if any.
 
-    torchrun sets it to 1 where it starts several ranks, so a 1 is no wish there.
+    torchrun sets it to 1 where it starts several ranks: that 1 is not the user's.
     """
     value = environment.get(THREADS_WISHED, environment.get("OMP_NUM_THREADS", ""))
     first = value.split(",")[0].strip()

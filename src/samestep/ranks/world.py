@@ -35,11 +35,10 @@ FEWER_RANKS = (
 def one_gpu_each(
     launch: Launch, environment: Mapping[str, str], *, oversubscribe: bool = False
 ) -> bool:
-    """Return whether a rank that sees one GPU has it for itself, as far as its variables tell.
+    """Return whether the one GPU that a rank sees is its own, as far as variables say.
 
-    Slurm says so. Under other launchers CUDA_VISIBLE_DEVICES may have been set for each rank, or
-    once for all of them: `check_gpus` asks the ranks. Ranks that samestep starts itself all see
-    what it sees.
+    Slurm says so. Under other launchers CUDA_VISIBLE_DEVICES may be set per rank or once for all:
+    `check_gpus` compares. Ranks that samestep starts all see what it sees.
     """
     if launch.launcher == "srun" and binds_gpus(environment):
         return True
@@ -53,13 +52,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def check_gpus(launch: Launch, uuid: str, store: Any) -> None:
-    """Check that no two ranks compute on one GPU. All ranks call it, before they join.
-
-    Args:
-        launch: this rank's place among the others.
-        uuid: of this rank's GPU.
-        store: what `open_store` returned.
-    """
+    """Check that no two ranks compute on one GPU. All ranks call it, before they join."""
     size = launch.world_size
     store.set(f"gpu/{launch.rank}", f"{uuid} of node {launch.node} ({socket.gethostname()})")
     told = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
@@ -129,8 +122,8 @@ class World(Launch):
     def reduce(self, values: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Return the sum (or maximum) of a tensor over all ranks, on every rank; input unchanged.
 
-        A tensor on the CPU is reduced by Gloo also where NCCL connects the devices, so agreeing
-        on a number never waits for the device.
+        Gloo reduces tensors on the CPU, even where NCCL connects the devices, so agreeing on a
+        number never waits for the device.
         """
         if not self.connected:
             return values
@@ -139,7 +132,7 @@ class World(Launch):
         return values
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank; the value is pickled between our own processes."""
+        """Return rank 0's value on every rank; it is pickled between our own processes."""
         if not self.connected:
             return value
         box: list[Any] = [value]
@@ -168,10 +161,8 @@ class World(Launch):
     def all_to_all_into(self, received: Tensor, sent: Tensor, counts: Sequence[int]) -> None:
         """Send each rank its shard of this rank's rows; take the same shard of everybody's rows.
 
-        Args:
-            received: (sum of counts, shard), in rank order.
-            sent: (world size, rows of this rank, shard).
-            counts: the rows of each rank.
+        Shapes: received (sum of counts, shard), in rank order; sent (world size, rows of this rank,
+        shard); counts has the rows of each rank.
         """
         dist.all_to_all_single(
             received,
@@ -196,8 +187,8 @@ class World(Launch):
     def on_main(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 and return its value, or raise its `UserError`, on every rank.
 
-        A mistake that only rank 0 can see (a full disk, a directory it may not write) thereby
-        ends all ranks in the same way instead of leaving the others in a collective.
+        A mistake that only rank 0 sees, such as a full disk, thereby ends all ranks alike instead
+        of leaving the others in a collective.
         """
         value, failure = _try(function) if self.is_main else (None, None)
         value, message = self.broadcast((value, None if failure is None else str(failure)))
@@ -228,7 +219,7 @@ def _try(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Let code that asks for its rank hear 0, and for the number of ranks 1, meanwhile."""
+    """Let code that asks for its rank get 0, and for the number of ranks 1, within this."""
     told = {"get_rank": 0, "get_world_size": 1, "is_initialized": False}
     asked = [(m, name) for m in (dist, dist.distributed_c10d) for name in told]
     kept = [getattr(module, name) for module, name in asked]
@@ -257,9 +248,9 @@ def choose_device(
 ) -> torch.device:
     """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU.
 
-    "auto" takes the best device. `cuda`, the number of CUDA devices, and `mps`, whether Apple's GPU
-    is here, are asked of torch if not given. `one_each`: if a rank sees one GPU, it is its own.
-    `oversubscribe`: ranks beyond the number of GPUs share them in turn.
+    "auto" takes the best one. `cuda` (the number of devices) and `mps` come from torch if not
+    given. `one_each`: the one GPU that a rank sees is its own. `oversubscribe`: ranks beyond the
+    number of GPUs share them in turn.
     """
     if cuda is None:
         cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -304,13 +295,9 @@ def find_world(
     *,
     oversubscribe: bool = False,
 ) -> World:
-    """Return the world that the environment describes, not joined yet.
+    """Return the world that the launcher's variables describe, not joined yet.
 
-    Args:
-        device: the device wanted; "auto" takes the best one here.
-        backend: what connects the ranks; "auto" chooses by platform and device.
-        environment: the launcher's variables.
-        oversubscribe: whether several ranks may share a GPU.
+    `oversubscribe`: several ranks may share a GPU.
     """
     launch = detect_launch(environment)
     one_each = one_gpu_each(launch, environment, oversubscribe=oversubscribe)
@@ -339,12 +326,10 @@ def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def open_store(launch: Launch, timeout_s: float) -> Store:
-    """Return the key-value store behind the master address, which rank 0, or an agent, serves.
+    """Return the key-value store at the master address, which rank 0, or an agent, serves.
 
-    With it ranks can talk before they join, and find out who is missing.
-
-    Raises:
-        RuntimeError: it could not be served, or not be reached in time.
+    Ranks can use it before they join, and find out who is missing. It raises a RuntimeError if it
+    could not be served, or not be reached in time.
     """
     store = TCPStore(
         launch.master_addr,
@@ -362,10 +347,10 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
 
 
 def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> None:
-    """Connect this rank with the others; at world size 1 there is nothing to do.
+    """Connect this rank with the others; alone there is nothing to do.
 
-    A collective waits `timeout_s` seconds for the slowest rank. `store` is what `open_store`
-    returned, if this rank has already opened it.
+    A collective waits `timeout_s` seconds for the slowest rank. `store` is the one that
+    `open_store` returned, if already open.
     """
     resume_collections()  # all that is imported for good is here by now
     if world.device.type == "cuda":
@@ -419,8 +404,8 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
 def leave(world: World) -> None:
     """Disconnect after success. Free the wrapped model first; a failed rank must not call this.
 
-    Without the barrier a rank can exit while others still talk to it; a failed rank that waits
-    here would hold up the others for ever.
+    Without the barrier a rank can exit while others still talk to it; a failed rank that waits here
+    would hold up the others for ever.
     """
     if world.connected:
         gc.collect()  # a DDP model is part of a cycle, and must go before the group does
@@ -434,10 +419,10 @@ def in_process_group() -> bool:
 
 
 def abandon(code: int) -> None:
-    """End this process at once, after a failure, if it is connected to others; else do nothing.
+    """End this process at once, after a failure, if it is connected to others.
 
-    The usual end of Python meets the group's threads still waiting for the others, and aborted 2 of
-    30 failed ranks with a message from C++ and the wrong exit code.
+    Python's usual end meets the group's threads still waiting for the others, and aborted 2 of 30
+    failed ranks with a message from C++ and the wrong exit code.
     """
     if in_process_group():
         sys.stdout.flush()
@@ -447,10 +432,7 @@ def abandon(code: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ImaginedWorld(World):
-    """A world in which every other rank would say what this one says.
-
-    What is built with it takes the sizes and shares of the whole world, and needs one process.
-    """
+    """A stand-in world of any size in one process, for `explain`: all ranks say the same."""
 
     @property
     def connected(self) -> bool:
@@ -458,6 +440,6 @@ class ImaginedWorld(World):
         return False
 
     def gather(self, value: T) -> list[T]:
-        """Return this rank's value for every rank, each one of its own, as if it had been sent."""
+        """Return this rank's value for every rank, each its own copy, as if it had been sent."""
         sent = pickle.dumps(value)
         return [value, *(pickle.loads(sent) for _ in range(1, self.world_size))]  # noqa: S301

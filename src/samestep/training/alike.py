@@ -33,7 +33,6 @@ def arithmetic(device: torch.device) -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Return the model of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
@@ -59,7 +58,7 @@ def seed_torch(drawn: int, device: torch.device) -> None:
 
 
 def seed_alike(seed: int) -> None:
-    """Seed every global generator the same on all ranks: for making the data and the model."""
+    """Seed every global generator alike on all ranks, to make the data and the model."""
     torch.manual_seed(seed)
     _seed_others(seed)
 
@@ -70,10 +69,7 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def seed_update(seed: int, step: int, device: torch.device, nth: int = 0) -> None:
-    """Seed every generator alike on all ranks, for what changes the weights in a step.
-
-    `nth` tells apart several updates of one step.
-    """
+    """Seed every generator alike on all ranks for the `nth` update of a step."""
     drawn = mix(seed, 1, step, 0, nth)  # five parts: no forward of a rank is seeded alike
     seed_reading(drawn)
     if device.type != "cpu":
@@ -94,20 +90,15 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_checked(before: int, after: int) -> bool:
-    """Whether ranks compare their weights after these steps: at the 1st, 2nd, 4th, 8th of a run."""
+    """Whether ranks compare their weights after these steps: the 1st, 2nd, 4th, 8th … of a run."""
     return before.bit_length() < after.bit_length()
 
 
 def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: str) -> None:
-    """Check that all ranks have the same weights, by one number for each.
+    """Check by one number per weight that all ranks have the same weights.
 
-    Where ranks round differently there is nothing to compare.
-
-    Args:
-        named: the weights; the same names on every rank.
-        world: this rank among the others.
-        step: steps taken so far.
-        added: what may be wrong with a gradient that differs, for the message.
+    There is nothing to compare where ranks round differently. `added` says, for the message, what
+    may be wrong with a gradient that differs.
     """
     if not (world.connected and named):
         return
@@ -167,10 +158,7 @@ def random_numbers(seed: int) -> Iterator[None]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of the host's generators.
-
-    Those of devices are not kept: every step, and every batch of an evaluation, seeds its own.
-    """
+    """Return the states of the host's generators; each step and evaluation seeds the device's."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()

@@ -34,12 +34,9 @@ def applied(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def call(module: nn.Module, inputs: Any, model: nn.Module | None = None) -> Any:
-    """Return a module's outputs; a dict of inputs becomes the keyword arguments that it names.
+    """Return a module's outputs; a dict of inputs becomes keyword arguments if `model` names them.
 
-    Args:
-        module: what computes.
-        inputs: a tensor, or a tree of them.
-        model: what it computes, where it is wrapped: compiled, or put on all ranks.
+    `model` is the plain model where `module` is a compiled or wrapped one.
     """
     if isinstance(inputs, dict) and takes_keywords(model or module, inputs):
         return module(**inputs)
@@ -80,10 +77,9 @@ def terms_of(recipe: Recipe) -> Terms | None:
 
 
 def check_terms(found: Any, count: object) -> Any:
-    """Return a number of terms, once it is known to be one.
+    """Check that a number of terms is one, and return it.
 
-    A tensor on a device is not read here: that would make the host wait. What is wrong with it
-    shows in the loss.
+    A tensor on a device is not read: the host would wait for it. If it is wrong, the loss shows it.
     """
     if isinstance(found, Tensor) and found.numel() == 1 and found.device.type != "cpu":
         return found.detach().reshape(())
@@ -102,14 +98,14 @@ def check_terms(found: Any, count: object) -> Any:
 
 
 def describe_terms(found: Any) -> str:
-    """Return what was returned instead of a number, for a message."""
+    """Describe, for a message, what was returned instead of a number."""
     if isinstance(found, Tensor):
         return str(found.item()) if found.numel() == 1 else f"a tensor {tuple(found.shape)}"
     return f"a {type(found).__name__}"
 
 
 def as_scalar(terms: Any, like: Tensor) -> Tensor:
-    """Return a number of terms as a scalar beside a tensor, without waiting for its device."""
+    """Return a number of terms as a scalar beside `like`, without waiting for the device."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(terms, Tensor):
         return terms.to(dtype)

@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 class StepBuffers:
     """What the virtual ranks of this rank do to a model's buffers, as a vector to add up.
 
-    The first step finds out which buffers forwards change; only those travel from then on.
+    The first step finds out which buffers forward changes; later steps exchange only those.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -55,14 +55,14 @@ class StepBuffers:
 
     @property
     def size(self) -> int:
-        """The numbers that `moved` returns in the coming step."""
+        """How many numbers `moved` returns in the coming step."""
         if not self._all:
             return 0
         flags = 0 if self._known else len(self._all)
         return flags + sum(place.tensor.numel() for place in self._floats) + self._num_bytes
 
     def begin(self) -> None:
-        """Keep what the buffers are before a step."""
+        """Remember the buffers as they are before a step."""
         if not self._all:
             return
         floats, others = _now(self._floats), _now(self._others)
@@ -73,11 +73,10 @@ class StepBuffers:
 
     @torch.no_grad()
     def moved(self, part: int) -> list[Tensor]:
-        """Return what a virtual rank did, and undo it.
+        """Return what a virtual rank did to the buffers, and undo it.
 
-        Returns:
-            Nothing or vectors: in the first step whether each buffer was changed; by what the
-            floating-point ones moved; the bytes of the others, of virtual rank 0 alone.
+        In the first step, whether each buffer was changed; then by how much the floating-point ones
+        moved; then the bytes of the others, from virtual rank 0 alone.
         """
         if not self._all:
             return []
@@ -103,7 +102,7 @@ class StepBuffers:
 
     @torch.no_grad()
     def settle(self, total: Tensor, present: int) -> None:
-        """Give the buffers what all virtual ranks that have samples made of them."""
+        """Set the buffers to the result of all virtual ranks that have samples."""
         if not self._all:
             return
         changed: list[bool] = []
@@ -126,7 +125,7 @@ class StepBuffers:
             self._watch([p for p, moves in zip(self._all, changed, strict=True) if moves])
 
     def _check_finite(self, moved: Tensor) -> None:
-        """Check that no buffer moves away from an infinity: the mean of that is no number."""
+        """An infinite buffer that moves has no mean move."""
         gone_in = self._before.isinf() & ~moved.isnan()  # infinities that stay move by NaN
         sizes = [place.tensor.numel() for place in self._floats]
         for place, gone in zip(self._floats, torch.split(gone_in, sizes), strict=True):
@@ -144,7 +143,7 @@ class StepBuffers:
         return torch.cat(flat).to(self._dtype)
 
     def _bytes(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the bytes of tensors as numbers of a type that holds each of them exactly."""
+        """Return the bytes of tensors as numbers of a type that holds each exactly."""
         found = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         return torch.cat(found).to(self._dtype) if found else self._no_bytes
 
@@ -169,7 +168,7 @@ class StepBuffers:
 
 @torch.no_grad()
 def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Return what brings a model's buffers back to what they are now."""
+    """Return a function that restores a model's buffers to their current values."""
     places = _places(model)
     kept = [place.tensor.clone() for place in places]
 
@@ -206,11 +205,7 @@ def _cut(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class WriteCheck:
-    """The parameters of a model, and what its loss holds: a step's forwards leave them alone.
-
-    Args:
-        learner: the model and its loss.
-    """
+    """Check that forward writes neither the model's parameters nor tensors of its loss."""
 
     def __init__(self, learner: Learner) -> None:
         self._named: dict[str, Tensor] = {
@@ -226,13 +221,13 @@ class WriteCheck:
         self._kept: list[Tensor] = []
 
     def begin(self) -> None:
-        """Keep what they are before a step."""
+        """Remember them as they are before a step."""
         self._marks = self._mark()
         if self._first:  # what is written by way of `.data` leaves no mark
             self._kept = [tensor.detach().clone() for tensor in self._tensors]
 
     def check(self) -> None:
-        """Check, after a virtual rank, that they are what they were."""
+        """Check after a virtual rank that none was written."""
         marks = self._mark()
         if marks == self._marks and not self._first:
             return

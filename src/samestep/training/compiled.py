@@ -7,7 +7,7 @@ backward, clipping and update together, for several steps at once, removes what 
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -25,10 +25,10 @@ from samestep.training.device import is_small
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.phases import Phases
 from samestep.training.plan import Plan
-from samestep.training.step import EagerStep, Learner, StepResult, Weight
+from samestep.training.step import EagerStep, Learner, StepResult
 from samestep.training.step_graph import StepGraph, why_only_eager
 from samestep.training.virtual_step import VirtualStep
-from samestep.training.work import Work
+from samestep.training.work import Step, Work
 
 # Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
 # time to compile grows with their number.
@@ -41,12 +41,7 @@ Compiles = Literal["nothing", "model", "step"]
 def what_compiles(
     settings: Settings, world: World, model: nn.Module, *, own: Sequence[str]
 ) -> Compiles:
-    """Return what `--compile` can compile here: whole steps where one process does all of them.
-
-    Ranks reduce gradients between backward and update, the scaler of fp16 decides on the host
-    whether to update, and of the recipe only model and loss can be in the graph, nothing else of
-    its `own`: else it is the model alone.
-    """
+    """Return what `--compile` compiles: whole steps in one process, else the model."""
     if settings.compile == "off":
         return "nothing"
     if world.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
@@ -63,7 +58,7 @@ def what_compiles(
 def _why_the_model_alone(
     settings: Settings, world: World, model: nn.Module, own: Sequence[str]
 ) -> str:
-    """Return why whole steps cannot be compiled, as far as it shows without a batch."""
+    """Return why whole steps cannot be compiled, as far as it shows without a batch, or ''."""
     if own:
         parts = ", ".join(own)
         return "the data is a stream" if "stream" in own else f"the recipe has its own {parts}"
@@ -87,64 +82,50 @@ def make_step(
     plan: Plan,
     steps_per_block: int,
     phases: Phases,
-) -> EagerStep:
+) -> Step:
     """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
-    if settings.virtual_ranks is not None:
-        if compiles == "nothing":
-            return VirtualStep(learner, settings, world, plan.micro_batch_size, phases)
-        return VirtualModelStep(learner, settings, world, plan, phases)
     if compiles == "step":
         return WholeStep(learner, settings, world, plan, steps_per_block, phases)
+    is_virtual = settings.virtual_ranks is not None
+    kind = VirtualStep if is_virtual else EagerStep
+    step = kind(learner, settings, world, plan.micro_batch_size, phases)
     if compiles == "nothing":
-        return EagerStep(learner, settings, world, plan.micro_batch_size, phases)
-    step = ModelStep(learner, settings, world, plan, phases)
-    step.why = _why_the_model_alone(settings, world, learner.model, learner.own)
-    return step
+        return step
+    why = "" if is_virtual else _why_the_model_alone(settings, world, learner.model, learner.own)
+    return ModelStep(step, settings, plan, phases, why)
 
 
-class ModelStep(EagerStep):
-    """Steps of a model whose forward and backward are compiled; the rest is as it was.
+class ModelStep:
+    """Steps of any kind with the model's forward and backward compiled.
 
     Micro-steps of a size that no full batch has run uncompiled rather than compile another graph.
     """
 
-    why = ""
-    """Why whole steps are not compiled, where they could have been."""
-    _what = "the model's forward and backward; optimizer and all-reduce are not compiled"
-    _to_compile = True
+    steps_per_call = 1
 
     def __init__(
-        self, learner: Learner, settings: Settings, world: World, plan: Plan, phases: Phases
+        self, step: EagerStep, settings: Settings, plan: Plan, phases: Phases, why: str
     ) -> None:
-        super().__init__(learner, settings, world, plan.micro_batch_size, phases)
-        self._compiled_sizes = plan.full_micro_steps(settings)
+        """Take steps whose wrapped model is compiled; `why` says why whole steps are not."""
+        step.compiled_sizes = plan.full_micro_steps(settings)
+        self._step, self._phases, self._to_compile = step, phases, True
+        added = "all-reduce" if settings.virtual_ranks is None else "tree of sums"
+        self.what = f"the model's forward and backward; optimizer and {added} are not compiled"
+        if why:
+            self.what += f"; whole steps are not, since {why}"
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take one step."""
+        """Take one step; the first is timed, since it compiles."""
         if not self._to_compile:
-            return super().__call__(block, step, lrs, want_norm=want_norm)
-        self._to_compile = False
-        what = self._what
-        if self.why:
-            what += f"; whole steps are not, since {self.why}"
-        take = super().__call__
-        return _timed(what, self._phases, lambda: take(block, step, lrs, want_norm=want_norm))
-
-    def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
-        if part.rows in self._compiled_sizes:
-            return super()._micro_step(part, weight, terms)
-        with torch.compiler.set_stance("force_eager"):
-            return super()._micro_step(part, weight, terms)
-
-
-class VirtualModelStep(ModelStep, VirtualStep):
-    """Steps of virtual ranks, with the model's forward and backward compiled."""
-
-    _what = "the model's forward and backward; optimizer and tree of sums are not compiled"
+            return self._step(block, step, lrs, want_norm=want_norm)
+        self._to_compile, before = False, time.perf_counter()
+        with self._phases.left_out(), explained():
+            result = self._step(block, step, lrs, want_norm=want_norm)
+        return replace(result, notes=(_note(self.what, 0, time.perf_counter() - before),))
 
 
 class WholeStep(EagerStep):
-    """Compile whole steps; an incomplete batch, and what is left of a group, run eagerly."""
+    """Steps compiled as a whole; incomplete batches and rests of a group run eagerly."""
 
     def __init__(
         self,
@@ -199,13 +180,13 @@ class WholeStep(EagerStep):
         return replace(result, notes=(note,))
 
     def _goes_on(self, block: Block, step: int) -> bool:
-        """Whether these steps follow those of the last graph, and nothing ran between them."""
+        """Whether these steps follow the last graph's, with nothing in between."""
         every = self._settings.eval_every_steps
         evaluated = block.first_step == 0 or (every and step % every == 0)
         return self._learner.alone and step == self._next and not evaluated
 
     def _why_not(self, block: Block, step: int) -> str:
-        """Return why whole steps cannot be compiled, or nothing."""
+        """Try a step; return why whole steps cannot be compiled, or ''."""
         inputs, targets = (narrow(t, 0, self._batch_size) for t in (block.inputs, block.targets))
         self._seed(step)
         try:
@@ -216,29 +197,17 @@ class WholeStep(EagerStep):
         return why
 
     def _compile_model(self, why: str) -> None:
-        """Let the model alone be compiled from now on."""
+        """From now on compile only the model."""
         compiled = cast("nn.Module", torch.compile(self._learner.model, dynamic=False))
-        self._compiled_model = ModelStep(
-            replace(self._learner, wrapped=compiled),
-            self._settings,
-            self._world,
-            self._plan,
-            self._phases,
-        )
-        self._compiled_model.why = why
+        learner = replace(self._learner, wrapped=compiled)
+        size, phases = self._plan.micro_batch_size, self._phases
+        step = EagerStep(learner, self._settings, self._world, size, phases)
+        self._compiled_model = ModelStep(step, self._settings, self._plan, phases, why)
         self._phases.whole = self._was_whole
 
 
-def _timed(what: str, phases: Phases, take: Callable[[], StepResult]) -> StepResult:
-    """Return the first step of a compiled model, with a note on how long that took."""
-    before = time.perf_counter()
-    with phases.left_out(), explained():
-        result = take()
-    return replace(result, notes=(_note(what, 0, time.perf_counter() - before),))
-
-
 def _one_by_one(
-    take: EagerStep, block: Block, step: int, lrs: list[float], *, want_norm: bool
+    take: Step, block: Block, step: int, lrs: list[float], *, want_norm: bool
 ) -> StepResult:
     """Take the steps of a block one after the other."""
     results = [
@@ -255,10 +224,9 @@ def _one_by_one(
 
 
 def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:
-    """Return how many steps there are in a row, at most, with nothing due between them.
+    """Return how many steps a graph takes at once: a power of two, as a block has.
 
-    A larger group would never be full, and every step would run eagerly. A power of two, as the
-    steps of a block are.
+    A group longer than the stretch between two evaluations or checkpoints would never be full.
     """
     full_steps = plan.num_samples // plan.global_batch_size
     dues = (settings.eval_every_steps, settings.checkpoint_every_steps)
@@ -268,7 +236,7 @@ def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> in
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn what the compiler cannot do into a `UserError`; errors of the model itself pass."""
+    """Turn the compiler's own failures into a `UserError`; errors of the model pass."""
     try:
         yield
     except Exception as error:
@@ -298,7 +266,7 @@ _LEAST_BATCHES = 10_000
 
 
 class FullBatches:
-    """A model compiled for batches of one size; the last one of an evaluation runs as it is."""
+    """A model compiled for one batch size; the shorter last batch runs uncompiled."""
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:
         self._model, self._batch_size = model, batch_size
@@ -326,15 +294,8 @@ def compiled_forward(
 ) -> FullBatches | None:
     """Return what evaluations call in the model's place, or None where compiling does not pay.
 
-    It is decided by the plan, not by the clock, so that a run repeats itself. On the CPU a forward
-    gains little, and compiling takes the longest.
-
-    Args:
-        model: the unwrapped model.
-        settings: of the run.
-        world: this rank among the others.
-        plan: how long the run is.
-        num_samples: validation samples.
+    The plan decides, not the clock, so that a run repeats itself. On the CPU a forward gains
+    little, and compiling takes longest.
     """
     if settings.compile == "off" or world.device.type != "cuda":
         return None

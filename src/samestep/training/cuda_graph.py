@@ -29,10 +29,10 @@ class _Recording:
 
 
 class Replayed:
-    """A function whose kernels are captured at its first call and replayed at the later ones.
+    """A function whose kernels are captured at its first call and replayed at later ones.
 
-    The first call runs the function, which also compiles and warms up what it needs; capturing
-    runs nothing. So each call changes the kept tensors exactly once.
+    The first call runs the function, which also compiles and warms up; capturing runs nothing. So
+    each call changes the kept tensors exactly once.
     """
 
     def __init__(
@@ -40,9 +40,7 @@ class Replayed:
     ) -> None:
         """Take a function of (kept, fed): tensors that it changes in place, and a tree of others.
 
-        Args:
-            function: it must not make the host wait for the device.
-            capture: a stand-in for CUDA's capturing.
+        It must not make the host wait for the device. `capture` replaces CUDA's capturing in tests.
         """
         self._function, self._capture = function, capture or capture_on_cuda
         self._recording: _Recording | None = None
@@ -50,7 +48,7 @@ class Replayed:
         """Why nothing is captured, once that has failed."""
 
     def __call__(self, kept: Kept, fed: Any) -> Any:
-        """Return what the function does; the next call does not overwrite it."""
+        """Return the function's result, in memory that the next call does not overwrite."""
         if self.why_not:
             return self._function(kept, fed)
         if self._recording is None or self._recording.addresses != _addresses(kept):
@@ -82,7 +80,7 @@ class Replayed:
 
 
 def replayed_on(device: torch.device, function: Callable[[Kept, Any], Any]) -> Replayed | None:
-    """Return a function replayed as a CUDA graph, or None where the device knows no graphs."""
+    """Return a function replayed as a CUDA graph, or None where the device has no graphs."""
     return Replayed(function) if device.type == "cuda" else None
 
 
@@ -95,7 +93,7 @@ def _forms(leaves: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the first error: ending a broken capture raises another one."""
+    """Return the first line of the first error: ending a broken capture raises another."""
     while error.__context__ is not None:
         error = error.__context__
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -103,9 +101,9 @@ def _reason(error: BaseException) -> str:
 
 
 def capture_on_cuda(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Capture what a function launches; afterwards the device is usable, also if that fails.
+    """Capture what a function launches; the device stays usable if that fails.
 
-    Other threads (of a loader, say) go on allocating meanwhile, so theirs is not watched.
+    Other threads, such as a loader's, allocate meanwhile: theirs is not watched.
     """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     captured = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
@@ -120,9 +118,9 @@ def capture_on_cuda(function: Callable[[], Any]) -> tuple[Any, Callable[[], None
 
 
 def _clean_up(pool: tuple[int, int]) -> None:
-    """Undo what a failed capture leaves behind in PyTorch: it may be nothing, or both of these.
+    """Undo what a failed capture may leave in PyTorch.
 
-    The allocator would defer freeing memory, and the generator refuse to draw.
+    The allocator would defer freeing memory, and the generator would refuse to draw.
     """
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):

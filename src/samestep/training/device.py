@@ -43,11 +43,10 @@ def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractC
 
 @contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Compute as if no `torch.autocast` were open around this; afterwards all are again.
+    """Suspend any `torch.autocast` that is open around this.
 
-    `torch.autocast(enabled=False)` would not do: PyTorch forgets the weights that it has cast only
-    when the outermost context ends, so the contexts of single steps within it would go on with the
-    weights of the first one.
+    `torch.autocast(enabled=False)` is not enough: PyTorch forgets the weights it has cast only when
+    the outermost context ends, so each step inside it would reuse the first step's weights.
     """
     kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
     cached = torch.is_autocast_cache_enabled()
@@ -91,10 +90,9 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def switched(settings: Settings, device: torch.device) -> Iterator[None]:
-    """Compute as the settings say within this context; what they leave open stays PyTorch's.
+    """Compute as the settings say within this context; keep PyTorch's choice elsewhere.
 
-    It has to be entered before the first matrix product on the device: cuBLAS reads its variable
-    once.
+    Enter it before the first matrix product on the device: cuBLAS reads its variable once.
     """
     with ExitStack() as stack:
         if settings.matmul_precision is not None:
@@ -109,7 +107,7 @@ def switched(settings: Settings, device: torch.device) -> Iterator[None]:
 
 
 def kernels_of(device: torch.device) -> dict[str, Any]:
-    """Return which kernels a CUDA device computes with, for the records; nothing for others."""
+    """Return which kernels a CUDA device uses, for the records; nothing for other devices."""
     if device.type != "cuda":
         return {}
     # The newer names can always be read; the older ones raise where somebody has set a newer one.
@@ -125,10 +123,10 @@ def kernels_of(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def _float32_products(precision: MatmulPrecision) -> Iterator[None]:
-    """Set the precision within float32 products, and that of convolutions alike.
+    """Set the precision within float32 products and convolutions.
 
-    By the older of PyTorch's two interfaces, which sets the newer one too: `torch.compile` reads
-    the older one, and that raises where only the newer one was set.
+    This uses the older of PyTorch's two interfaces, which also sets the newer one: `torch.compile`
+    reads the older one, which raises where only the newer one was set.
     """
     try:
         with _no_deprecation():
@@ -176,7 +174,7 @@ def _cudnn(*, benchmark: bool, deterministic: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Use deterministic operations alone; one that has no such form raises a RuntimeError."""
+    """Allow only deterministic operations; others raise a RuntimeError."""
     kept = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     adds = device.type == "cuda" and _WORKSPACE not in os.environ
@@ -194,9 +192,9 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
-    """Leave new memory as it is: deterministic mode fills it with NaN, a twentieth of a step.
+    """Do not fill new memory with NaN, as deterministic mode does: that takes 5% of a step.
 
-    A model that reads what it has never written shows in the digests of the weights.
+    A model that reads memory it never wrote shows in the digests of the weights.
     """
     mode: Any = torch.utils.deterministic
     kept = mode.fill_uninitialized_memory
@@ -212,11 +210,11 @@ _SMALL_PARAMETERS = 1_000_000
 
 
 def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours: int) -> int:
-    """Return the threads of one rank: those wanted, else those of OMP_NUM_THREADS, else a guess.
+    """Return how many threads a rank uses: those wanted, else OMP_NUM_THREADS, else a guess.
 
-    A small model without convolutions computes on one thread: it is as fast, and a busy neighbour
-    on the machine then slows it little, where two threads that wait for each other slow down
-    many times over. Others share their cores evenly with the ranks that have the same ones.
+    A small model without convolutions gets one thread: that is as fast, and a busy neighbour then
+    costs little, where two threads that wait for each other slow down many times over. Other models
+    share their cores evenly with the ranks beside them.
     """
     wanted = wanted or threads_wished()
     if wanted is not None:
@@ -225,7 +223,7 @@ def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours:
 
 
 def is_small(model: nn.Module) -> bool:
-    """Whether a model's operations are so short that what lies between them counts more."""
+    """Whether a model's operations are so short that the overhead between them dominates."""
     parameters = list(model.parameters())
     convolves = any(parameter.dim() > 2 for parameter in parameters)
     return not convolves and sum(p.numel() for p in parameters) < _SMALL_PARAMETERS
@@ -239,10 +237,7 @@ _NEVER = 2**31 - 1
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the most memory that this process has had: on a GPU its tensors, else all of it.
-
-    None where the system does not tell, as on Windows.
-    """
+    """Return this process's peak memory: on a GPU its tensors, else all. None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -254,11 +249,10 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let glibc serve tensors of up to 32 MiB from memory that it has, on the CPU.
+    """Let glibc reuse freed memory for tensors of up to 32 MiB (CPU only).
 
-    A step frees its activations and the next asks for as many again. Left alone, glibc gives them
-    back meanwhile, and the system hands out every page anew: a tenth of the time of a ResNet-18's
-    step (docs/log.md). The price is that the process stays as large as it ever was.
+    Otherwise glibc returns freed activations to the system, which maps every page again at the next
+    step: 10% of a ResNet-18's step (docs/log.md). The price: the process never shrinks.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return

@@ -37,23 +37,10 @@ def dry_run(
     world: World,
     evaluated: Source | None,
 ) -> Metrics:
-    """Evaluate a few samples with copies of model, loss and metrics that share the weights.
+    """Try a few samples on copies of model, loss and metrics; return the metrics that fit.
 
-    Where nothing is evaluated they are of the training set; what fails then is told by the first
-    step, before it changes anything, unless there are metrics.
-
-    Args:
-        model: as it was built, not wrapped.
-        loss: the recipe's, where the model is.
-        recipe: for its metrics, and for where it is written.
-        splits: the data; a test will count its classes, if they have names.
-        train: the training set.
-        precision: of the forward pass.
-        world: this rank among the others.
-        evaluated: what will be evaluated, if anything is.
-
-    Returns:
-        The metrics that these targets have: the default accuracy needs classes.
+    Where nothing is evaluated (`evaluated` is None) the samples are of the training set, and
+    without metrics the first step reports what fails, before it changes anything.
     """
     made_by(recipe.model)(check_extra_state)(model)
     told_later = evaluated is None and not recipe.metrics
@@ -87,14 +74,14 @@ def dry_run(
 
 
 def fitting_metrics(metrics: Metrics, targets: Any) -> Metrics:
-    """Return the metrics without the default accuracy where targets are no classes but floats."""
+    """Drop the default accuracy where targets are floats, not classes."""
     if not (isinstance(targets, Tensor) and targets.is_floating_point()):
         return metrics
     return {name: metric for name, metric in metrics.items() if metric is not accuracy}
 
 
 def check_extra_state(model: nn.Module) -> None:
-    """Check that a checkpoint can hold what a module's `get_extra_state` returns."""
+    """Check that a checkpoint can hold what `get_extra_state` of a module returns."""
     state = model.state_dict()
     for name in state:
         if not name.endswith("_extra_state"):
@@ -108,7 +95,7 @@ def check_extra_state(model: nn.Module) -> None:
 
 
 def _check_labels(name: str, source: Source, outputs: Any, loss: object) -> None:
-    """Check all classes of data in memory: a wrong one may come late, and unclear on a GPU."""
+    """Check all targets in memory: a wrong one may come late, and unclear on a GPU."""
     if not (loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss):
         return
     ignored = getattr(loss, "ignore_index", -100)
@@ -133,8 +120,8 @@ def _check_pairs(
 ) -> None:
     """Check that a loss compares each output with its own target, where their shapes differ.
 
-    Of outputs (batch, 1) and targets (batch,) a difference is (batch, batch): every output with
-    every target. Such a loss does not change when the targets change places.
+    Outputs (batch, 1) minus targets (batch,) is (batch, batch): every output with every target.
+    Such a loss stays the same when the targets are permuted.
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         return

@@ -25,27 +25,27 @@ from samestep.training.tree import sum_over_parts
 
 
 def evaluation_batch(settings: Settings, micro_batch_size: int | None = None) -> int:
-    """Return the samples per rank and forward of an evaluation: what fits in training, fits."""
+    """Return the samples per rank and forward of an evaluation: at least a micro-batch fits."""
     most = micro_batch_size or settings.micro_batch_size or settings.batch_size
     return settings.eval_batch_size or most or 1
 
 
 class EvaluationError(UserError):
-    """What a recipe gets wrong in an evaluation: the training itself is as good as it was."""
+    """A mistake of the recipe in an evaluation; the training so far is sound."""
 
 
 class Evaluable(Protocol):
-    """Data of which every rank can read its share once."""
+    """Data of which every rank reads its share once."""
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once."""
 
 
 class Interruptible:
-    """Data to evaluate, of which a rank leaves out what is left once it got a stop signal.
+    """Data to evaluate, of which a rank skips the rest once it got a stop signal.
 
-    Ranks do not meet within an evaluation. Launchers tell all of them, so all leave it soon; if one
-    alone was told, it waits for the others.
+    Ranks do not meet within an evaluation. Launchers signal all of them, so all leave it soon; if
+    one alone got the signal, it waits for the others.
     """
 
     def __init__(self, source: Evaluable, agreement: Agreement) -> None:
@@ -53,7 +53,7 @@ class Interruptible:
         self._left_for = 0
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
-        """Yield batches until there are no more, or this rank is told to stop."""
+        """Yield batches until the end, or until this rank has to stop."""
         for number, batch in enumerate(self._source.evaluation(batch_size)):
             if number and self._agreement.signum:
                 self._left_for = self._agreement.signum
@@ -61,7 +61,7 @@ class Interruptible:
             yield batch
 
     def agreed(self) -> int:
-        """Return the signal for which any rank has left something out, or 0; all ranks call it."""
+        """Return the signal for which any rank has skipped something, or 0; all ranks call it."""
         return self._agreement.on(self._left_for)
 
 
@@ -81,23 +81,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
 
-    Args:
-        model: what takes the inputs, not wrapped: ranks may hold unequal shares, so no collective
-            runs in it.
-        source: the data; each rank evaluates its own share of it.
-        loss: (outputs, targets) → mean over the batch.
-        metrics: name → (outputs, targets) → (batch,).
-        world: this rank among the others.
-        batch_size: samples per rank and forward pass.
-        precision: of the forward pass.
-        seed: of what the model draws; each evaluation draws the same.
-        classes: names of the classes, if what is taken for which is to be counted too.
-        terms: counts what the loss of a batch is a mean over, if not samples.
-        forward: what is called in the model's place: the same, compiled.
-
-    Returns:
-        `loss`, each metric by its name, and `samples`; with classes also `per_class` and
-        `confusion`, as `Confusion.result` has them.
+    The model is not wrapped: ranks may hold unequal shares, so no collective runs in it. `forward`
+    replaces it, such as the same model compiled. Each evaluation draws the same random numbers,
+    from `seed`. With `classes` the result also has `per_class` and `confusion`. On every rank, a
+    mistake of the recipe on any of them raises an `EvaluationError`.
     """
     totals = Totals(loss, metrics, world, classes, terms)
     # A forward may write buffers, and ranks compute another number of them.
@@ -125,7 +112,7 @@ def evaluate(
 
 
 def _draw_as(drawn: int, world: World) -> None:
-    """Seed what a forward draws from: of virtual ranks Python and NumPy, too, as in their steps."""
+    """Seed what a forward draws from; for virtual ranks also Python's and NumPy's generators."""
     if world.virtual_ranks:
         seed_reading(drawn)
     seed_torch(drawn, world.device)
@@ -133,7 +120,7 @@ def _draw_as(drawn: int, world: World) -> None:
 
 @contextmanager
 def as_evaluated(model: nn.Module, seed: int) -> Iterator[None]:
-    """Put a model in eval mode without gradients; random numbers go on afterwards as if never."""
+    """Put a model in eval mode without gradients; afterwards restore mode and generators."""
     was_training = model.training
     model.eval()
     try:
@@ -150,7 +137,7 @@ def outputs_of(
     device: torch.device,
     *makers: object,
 ) -> Any:
-    """Return a model's outputs; `makers` are the functions that build it, for a message."""
+    """Return a model's outputs; a failure names `makers`, the functions that build it."""
     try:
         with autocast(precision, device):
             return call(model, inputs) if isinstance(model, nn.Module) else model(inputs)
@@ -204,7 +191,7 @@ class Totals:
         sums[-1] += count
 
     def means(self) -> dict[str, Any]:
-        """Return what `evaluate` does, over all ranks; every rank calls it."""
+        """Return what `evaluate` returns, over all ranks; every rank calls it."""
         loss, *totals, terms, samples = sum_over_parts(self._sums, self._world).tolist()
         means = {"loss": loss / terms}
         means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}

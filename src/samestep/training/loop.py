@@ -44,7 +44,7 @@ from samestep.training.work import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunControl:
-    """What a training has that a rehearsal does not."""
+    """What a run has beside its steps: stop signals, a checkpoint timer, and saving."""
 
     agreement: Agreement
     """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
@@ -54,7 +54,7 @@ class RunControl:
 
 
 def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> Iterable[Record]:
-    """Do what falls due within an epoch: agreed stops, evaluations and checkpoints by step."""
+    """Do what is due within an epoch: agreed stops, evaluations and checkpoints by step."""
     step = state.position.step
     agreed = control.agreement.after(step)
     evaluates, saves = due_within_epoch(work.settings, step)
@@ -90,7 +90,7 @@ def _pause(
 
 
 def catch_up(work: Work, state: State, control: RunControl) -> Iterator[Record]:
-    """Evaluate where the attempt before was stopped within an evaluation, and save."""
+    """Evaluate and save where the attempt before was stopped within an evaluation."""
     position = state.position
     if not position.evaluation_due or work.validation is None:
         return
@@ -104,7 +104,7 @@ def catch_up(work: Work, state: State, control: RunControl) -> Iterator[Record]:
 
 
 def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Record]:
-    """Sum up the epoch, evaluate and save as the settings say; all three at the very end."""
+    """Record the epoch, evaluate and save as the settings say; at the very end do all three."""
     position, last = state.position, is_done(work, state)
     epoch = epoch_record(work, state)
     due = due_after_epoch(work.settings, position.epoch + 1, position.step, last=last)
@@ -124,10 +124,10 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
 def _evaluate(
     work: Work, state: State, control: RunControl, source: Source, *before: Record
 ) -> Generator[Record, None, float | None]:
-    """Yield the record of an evaluation, after those before it; return the monitored metric.
+    """Yield the records `before` and an evaluation's own; return the monitored metric.
 
-    If it fails, or a signal stops it, what has been trained is saved. A run that goes on from there
-    evaluates, and yields all of these records then.
+    If the evaluation fails or a signal stops it, save what is trained. A resumed run evaluates
+    first and yields all of these records then.
     """
     part, position = Interruptible(source, control.agreement), state.position
     started = time.perf_counter()
@@ -154,7 +154,7 @@ def _stop(state: State, signum: int) -> None:
 
 
 def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, float]:
-    """Evaluate where the training stands; return the record and the monitored metric."""
+    """Evaluate at this point of the training; return the record and the monitored metric."""
     started = time.perf_counter()
     return judge(work, state, _measure(work, source), time.perf_counter() - started)
 
@@ -165,7 +165,7 @@ def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
 
 
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what `evaluate` does, with the model and the settings of a training."""
+    """Evaluate the model of a training, with its settings and averaged weights."""
     average = work.learner.average
     weights = contextlib.nullcontext() if average is None else average.in_place()
     with weights, made_by(*work.learner.makers):
@@ -187,7 +187,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
 def judge(
     work: Work, state: State, values: dict[str, float], seconds: float
 ) -> tuple[Record, float]:
-    """Take note of a validation's values; return their record and the monitored metric."""
+    """Note a validation's values; return their record and the monitored metric."""
     if not math.isfinite(values["loss"]):
         raise _diverged(work, state, "The validation loss is NaN or infinite")
     epoch, metric = state.position.epoch + 1, values[state.watch.metric]
@@ -211,7 +211,7 @@ def stop_early(work: Work, state: State) -> None:
 
 
 def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> Record:
-    """Save where the training stands; return the record of it."""
+    """Save the training as it stands; return the `checkpoint` record."""
     check_weights(work, state)
     control.minutes.restart()
     return control.save(metric)
@@ -225,7 +225,7 @@ def checkpoint_name(position: Position) -> str:
 
 
 def check_weights(work: Work, state: State) -> None:
-    """Check that what is to be saved is finite."""
+    """Check that all weights are finite: a gradient can overflow though its loss was finite."""
     checks = [p.detach().isfinite().all() for p in work.learner.model.parameters()]
     if checks and not bool(torch.stack(checks).all()):
         raise _diverged(work, state, "A weight is NaN or infinite")
@@ -240,12 +240,10 @@ def _diverged(work: Work, state: State, what: str) -> UserError:
 
 
 def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
-    """Train until the plan is done or a reason to stop is agreed; yield what happened.
+    """Train until the plan is done or all ranks agree to stop; yield records.
 
-    Yields:
-        Records named `step`, `compile`, `epoch`, `evaluation` and `checkpoint`, as events.jsonl
-        keeps them, and `progress`, which only moves a progress bar. Afterwards
-        `state.stop_reason` says why it ended.
+    They are `step`, `compile`, `epoch`, `evaluation` and `checkpoint`, as in events.jsonl, and
+    `progress`, which only moves a progress bar. `state.stop_reason` then says why it ended.
     """
     work.learner.model.train()
     meter = Meter(work, state)
@@ -267,10 +265,9 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
 
 
 def rehearse(work: Work, state: State) -> Generator[StepsTaken]:
-    """Take the steps of a training, epoch after epoch, and yield after each; do nothing else.
+    """Take the steps of a training, epoch after epoch, without evaluating, saving or stopping.
 
-    Nothing is evaluated, saved or agreed on. To stop, leave the iteration: on several ranks all
-    have to do so after the same step.
+    Break out once you have enough steps; on several ranks all must do so after the same step.
     """
     work.learner.model.train()
     while _goes_on(work, state):
@@ -307,7 +304,7 @@ def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
 
 
 def _blocks(work: Work, state: State) -> Iterator[Block]:
-    """Yield blocks as long as the step takes at once, cut where something falls due.
+    """Yield as many steps at once as the step takes, cut where something is due.
 
     The cuts depend on the position alone, so a resumed run groups its steps as if never stopped.
     """

@@ -18,7 +18,7 @@ _PROGRESS_EVERY_S = 0.2
 
 
 class Clock:
-    """Count the seconds of training steps, without the evaluations and checkpoints between."""
+    """Count the seconds of training steps, without evaluations and checkpoints."""
 
     def __init__(self, position: Position) -> None:
         self._before, self._since = position.seconds, time.perf_counter()
@@ -30,11 +30,11 @@ class Clock:
         return self._before + time.perf_counter() - self._since
 
     def resume(self, position: Position) -> None:
-        """Go on after a pause that began when the position was brought up to date."""
+        """Continue after a pause that began when the position was brought up to date."""
         self._before, self._since = position.seconds, time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count these seconds: they were spent in compiling."""
+        """Do not count these seconds, spent compiling."""
         self._since += seconds
 
     def rate(self, position: Position) -> Record:
@@ -68,7 +68,7 @@ REMEDIES = "Try a smaller --lr, --warmup-steps, --clip-norm 1, or a wider --prec
 
 
 class Window:
-    """Losses of steps not read yet. Ranks read at the same steps, since reading is a collective."""
+    """Losses that the host has not read yet; reading is a collective, at the same steps."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -79,7 +79,7 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether it is time to read, lest the window grow without end."""
+        """Whether it is time to read, so that the window stays small."""
         return len(self._sizes) >= _LONGEST
 
     def add(
@@ -96,15 +96,9 @@ class Window:
         self._terms.extend(terms or ())
 
     def read(self, wanted: Sequence[int], lr: float, sums: Sums) -> tuple[list[float], Sums]:
-        """Empty the window.
+        """Empty the window; return the mean loss of each wanted step, and the updated sums.
 
-        Args:
-            wanted: steps in the window, counted from 1.
-            lr: the current learning rate, for the message.
-            sums: of the losses and of what they are means over, before the window.
-
-        Returns:
-            The mean loss of each wanted step over its global batch, and the sums with the window's.
+        Steps are counted from 1. A NaN or infinite loss on any rank raises on all of them.
         """
         if not self._sizes:
             return [], sums
@@ -138,10 +132,7 @@ class Window:
 
 
 class Meter:
-    """Count steps, and bring the state up to date wherever something else comes between them.
-
-    It is the one place that reads the window, the clock and the phases of a training.
-    """
+    """Count steps, and update the state before anything else happens between them."""
 
     def __init__(self, work: Work, state: State) -> None:
         self._work, self._state = work, state
@@ -187,7 +178,7 @@ class Meter:
         return records
 
     def settle(self) -> None:
-        """Bring the state up to date with what the steps gathered; all ranks call it."""
+        """Update the state from the steps since; all ranks call it. Only finite losses pass."""
         work, position = self._work, self._state.position
         self._read([], learning_rate(work.plan, work.settings, position.step - 1))
         self._state.measured.settle()
@@ -196,7 +187,7 @@ class Meter:
         position.phases = work.phases.total()
 
     def resume(self) -> None:
-        """Go on after a pause that began with `settle`: what came between is no training."""
+        """Continue after a pause that began with `settle`, and do not count the pause."""
         self._clock.resume(self._state.position)
         self._work.phases.begin()
 
@@ -206,7 +197,7 @@ class Meter:
 
 
 def epoch_record(work: Work, state: State) -> Record:
-    """Return the `epoch` record of what is trained of the running epoch; all ranks call it."""
+    """Return the `epoch` record of the running epoch so far; all ranks call it."""
     plan, position = work.plan, state.position
     samples = min(position.step_in_epoch * plan.global_batch_size, plan.num_samples)
     if plan.is_stream:

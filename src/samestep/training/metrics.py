@@ -34,7 +34,7 @@ def functions_of(metrics: Mapping[str, Any]) -> dict[str, Callable[[Any, Any], A
 
 
 def check_object(name: str, metric: Any) -> None:
-    """Check that ranks can put together what a metric object gathers."""
+    """Check that ranks can combine the state of a metric object."""
     if not getattr(metric, "_reductions", None):
         raise UserError(
             f"The recipe's metric {name!r} is a {type(metric).__name__} without a state that ranks "
@@ -56,7 +56,7 @@ def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any,
 
 
 def told(what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-    """Return what a recipe's function makes of outputs and targets."""
+    """Call a recipe's function with outputs and targets; a failure names the recipe."""
     try:
         return function(outputs, targets)
     except Exception as error:
@@ -66,9 +66,9 @@ def told(what: str, function: Callable[..., Any], outputs: Any, targets: Any) ->
 
 
 def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) -> str:
-    """Return what to do where a library's loss or metric fails for a common reason; else nothing.
+    """Return what to do where a library's loss or metric fails for a common reason, else ''.
 
-    A function of the user's own takes what they like, and their line says what it made of it.
+    Not for a user's own function: its failing line says enough.
     """
     remedy = ""
     if defined_at(function) or isinstance(targets, dict):
@@ -125,7 +125,7 @@ class Objects:
             told(f"metric {name!r}", metric.update, outputs, targets)
 
     def states(self) -> list[States]:
-        """Return what this rank's have gathered, on the CPU; nothing of those without samples."""
+        """Return the states of this rank's metrics that have samples, on the CPU."""
         own = {
             name: {state: _on(getattr(metric, state), "cpu") for state in metric._reductions}  # noqa: SLF001
             for name, metric in self._metrics.items()
@@ -134,7 +134,7 @@ class Objects:
         return [*self._earlier, own] if own else self._earlier
 
     def load(self, found: Sequence[States]) -> None:
-        """Take what `states` gave, on one rank or on several, in place of what is here."""
+        """Replace the state by what `states` returned, on one rank or on several."""
         self.reset()
         if len(found) == 1:
             self._put_together(found)
@@ -146,7 +146,7 @@ class Objects:
             _merge(metric, [states[name] for states in found if name in states])
 
     def next_part(self) -> None:
-        """Keep what was gathered apart from what comes: another part of the data begins."""
+        """Keep the state so far apart: another part of the data begins."""
         self._earlier = self.states()
         for metric in self._metrics.values():
             metric.reset()
@@ -154,12 +154,9 @@ class Objects:
     def values(
         self, world: World, without: Container[str] = (), states: Sequence[States] | None = None
     ) -> dict[str, float]:
-        """Return each metric over all samples of all ranks, `without` some; every rank calls it.
+        """Return each metric over all samples of all ranks; every rank calls it.
 
-        Args:
-            world: this rank among the others.
-            without: metrics to leave out.
-            states: what this rank has gathered, where it is more than is here.
+        `without` names metrics to leave out; `states` replaces this rank's own.
         """
         if not self._metrics:
             return {}
@@ -170,7 +167,7 @@ class Objects:
         return {name: _number(name, metric) for name, metric in wanted.items()}
 
     def check(self) -> None:
-        """Check that each computes a single number, where it can compute of what it has."""
+        """Check that each metric computes a single number, where it can compute yet."""
         for name, metric in self._metrics.items():
             value: Any = 0.0
             with contextlib.suppress(Exception):  # of a few samples, perhaps all of one class
@@ -179,10 +176,7 @@ class Objects:
 
 
 def _merge(metric: Any, ranks: Iterable[dict[str, Any]]) -> None:
-    """Put the states of ranks together as torchmetrics does: stack or flatten, then reduce.
-
-    Of a single one there is nothing to reduce.
-    """
+    """Combine the states of ranks as torchmetrics does: stack or flatten, then reduce."""
     metric.reset()
     found = list(ranks)
     for name, reduction in metric._reductions.items() if found else ():  # noqa: SLF001
@@ -236,7 +230,7 @@ _MOST_BYTES = 16 << 20
 
 
 class StepOutputs(NamedTuple):
-    """What a forward of the training gave."""
+    """The outputs and targets of one forward in training."""
 
     outputs: Any
     """Detached."""
@@ -247,14 +241,10 @@ class StepOutputs(NamedTuple):
 
 
 class EpochMetrics:
-    """Metrics of what this rank has trained in the running epoch, of each of its parts by itself.
+    """Metrics of what this rank has trained in the running epoch, one set per part.
 
-    Args:
-        metrics: of the recipe.
-        device: where the outputs are.
-        parts: virtual ranks of this rank; by default what it trains is one part.
-        by_step: whether an object takes in each step by itself, so that its bits do not depend on
-            when the sums are brought up to date.
+    `parts` are this rank's virtual ranks. With `by_step` an object takes in each step by itself, so
+    that its bits do not depend on when the sums are updated.
     """
 
     def __init__(
@@ -277,21 +267,21 @@ class EpochMetrics:
             part.reset()
 
     def add(self, seen: Sequence[StepOutputs]) -> None:
-        """Keep outputs; look at those that have gathered once they are many."""
+        """Keep outputs; measure them once there are many."""
         alone = len(self._parts) == 1
         for one in seen:
             self._parts[0 if alone else one.part - self._first].add(one)
 
     def settle(self) -> None:
-        """Bring the sums up to date; the host waits for the device."""
+        """Update the sums; the host waits for the device."""
         for part in self._parts:
             part.settle()
 
     def means(self, world: World, expected: int) -> dict[str, float]:
-        """Return each metric over the samples of all ranks, after `settle`; every rank calls it.
+        """Return each metric over all ranks' samples, after `settle`; every rank calls it.
 
-        None where some of the expected samples were not measured, as of an epoch that an earlier
-        version began, or before the recipe had the metric.
+        Nothing if some of the expected samples were not measured: the epoch began in an earlier
+        version, or before the recipe had the metric.
         """
         if not self:
             return {}
@@ -314,14 +304,12 @@ class EpochMetrics:
         return [part.state() for part in self._parts]
 
     def load(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """Go on from what was measured: of each part here, what one or several others were."""
+        """Continue from what a checkpoint has: for each part here, that of one or more parts."""
         for place, part in enumerate(self._parts):
             part.load(parts[place] if place < len(parts) else ())
 
 
 class _PartMetrics:
-    """Metrics of one part."""
-
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, *, by_step: bool) -> None:
         self.functions = functions_of(metrics)
         # Apple's GPU has no float64.
@@ -345,7 +333,7 @@ class _PartMetrics:
         self.objects.reset()
 
     def add(self, one: StepOutputs) -> None:
-        """Keep outputs; look at those that have gathered once they are many."""
+        """Keep outputs; measure them once there are many, or their form changes."""
         self._samples += one.samples
         if len(self._seen) == self._most or (self._seen and not _alike(one, self._seen[0])):
             self._look()
@@ -356,7 +344,7 @@ class _PartMetrics:
         self._seen.append(one)
 
     def _look(self) -> None:
-        """Measure what has gathered: batches of one form."""
+        """Measure the kept outputs, batches of one form."""
         seen, self._seen = self._seen, []
         if not seen:
             return
@@ -374,7 +362,7 @@ class _PartMetrics:
                 self._unread.append(rows.view(len(values), len(seen), samples).sum(dim=2).T)
 
     def settle(self) -> None:
-        """Bring the sums up to date; the host waits for the device."""
+        """Update the sums; the host waits for the device."""
         self._look()
         if self._unread:
             for row in torch.cat(self._unread).tolist():
@@ -398,7 +386,7 @@ class _PartMetrics:
         return {name: value for name, value in found.items() if name not in self.late}
 
     def load(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """Go on from what some ranks have measured."""
+        """Continue from what some ranks have measured."""
         self.reset()
         if not ranks:
             return
@@ -413,7 +401,7 @@ class _PartMetrics:
 
 
 def _alike(one: StepOutputs, other: StepOutputs) -> bool:
-    """Whether two batches can be put together."""
+    """Whether two batches can be concatenated."""
     outputs, targets, samples, _part = one
     return (
         samples == other.samples
@@ -428,7 +416,7 @@ def _alike(one: StepOutputs, other: StepOutputs) -> bool:
 
 
 class Confusion:
-    """Count targets against predictions, batch by batch, and add the counts up over the ranks."""
+    """Count targets against predictions, batch by batch, exactly on any number of ranks."""
 
     def __init__(self, classes: Sequence[str], device: torch.device) -> None:
         self._classes = classes
@@ -437,12 +425,7 @@ class Confusion:
         self._counts = torch.zeros(num * num + 1, dtype=torch.int64, device=device)
 
     def add(self, outputs: Any, targets: Any) -> None:
-        """Count one batch.
-
-        Args:
-            outputs: (batch, classes); the largest is the prediction.
-            targets: (batch,), places in the classes.
-        """
+        """Count one batch: outputs (batch, classes), the largest predicts; targets (batch,)."""
         num = len(self._classes)
         fits = isinstance(outputs, Tensor) and outputs.shape[1:] == (num,)
         if not fits or not isinstance(targets, Tensor) or targets.dim() != 1:
@@ -460,11 +443,10 @@ class Confusion:
         self._counts.index_add_(0, cells, torch.ones_like(cells))
 
     def result(self, world: World) -> dict[str, Any]:
-        """Return what all ranks counted together, for a result.
+        """Return the counts of all ranks.
 
-        Returns:
-            `per_class`, the accuracy of each class by its name (None where it has no samples);
-            and `confusion`, rows of counts: row by target, column by prediction.
+        `per_class` is the accuracy of each class (None without samples); `confusion` has a row of
+        counts per target and a column per prediction.
         """
         num = len(self._classes)
         counts = world.reduce(self._counts.cpu())

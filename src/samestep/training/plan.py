@@ -21,15 +21,12 @@ class Due(NamedTuple):
 
 
 def due_within_epoch(settings: Settings, step: int) -> Due:
-    """Return what falls due after a step, counted from 1, that does not end its epoch."""
+    """Return what is due after a step, counted from 1, that does not end its epoch."""
     return Due(_due(settings.eval_every_steps, step), _due(settings.checkpoint_every_steps, step))
 
 
 def due_after_epoch(settings: Settings, epoch: int, step: int, *, last: bool) -> Due:
-    """Return what falls due after an epoch, counted from 1, that ends with a step.
-
-    `last`: whether the training ends there.
-    """
+    """Return what is due after an epoch, counted from 1; `last` if the training ends there."""
     within = due_within_epoch(settings, step)
     return Due(
         last or _due(settings.eval_every_epochs, epoch) or within.evaluates,
@@ -38,14 +35,14 @@ def due_after_epoch(settings: Settings, epoch: int, step: int, *, last: bool) ->
 
 
 def steps_between_records(total_steps: int) -> int:
-    """Return how many steps lie between two `step` records by default."""
+    """Return the default number of steps between two `step` records."""
     return next((steps for steps in (50, 20, 10, 5, 2) if total_steps >= 200 * steps), 1)
 
 
 def is_recorded(step: int, log_every: int | None) -> bool:
     """Whether a step, counted from 1, has a record of its own.
 
-    None is the default of a stream whose length nobody knows: at each step, as if it ended there.
+    Without `log_every`, for a stream of unknown length, as if the stream ended at each step.
     """
     return step % (log_every or steps_between_records(step)) == 0
 
@@ -106,7 +103,7 @@ class Plan:
         return frozenset(rows for cut in cuts for _, rows, _ in cut)
 
     def record(self) -> dict[str, Any]:
-        """Return the plan as records hold it: what nobody knows is None."""
+        """Return the plan as records hold it; what is unknown is None."""
         known = asdict(replace(self, schedule=None))
         del known["schedule"]
         if self.virtual_ranks is None:
@@ -134,7 +131,7 @@ def make_plan(
 ) -> Plan:
     """Derive a run's numbers from its settings; a stream has 0 samples.
 
-    The global batch is the same on any number of ranks. Their shares differ by one sample at most.
+    The global batch is the same on any number of ranks, whose shares differ by one sample at most.
     """
     check_virtual(settings, num_samples, world_size)
     if 0 < num_samples < world_size:
@@ -177,7 +174,7 @@ def make_plan(
 
 
 def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None:
-    """Check that there are virtual ranks for all ranks, and samples for all virtual ranks."""
+    """Check that there are enough virtual ranks for all ranks, and samples for both."""
     virtual = settings.virtual_ranks
     if virtual is None:
         return
@@ -202,7 +199,7 @@ def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None
 def _checked(
     schedule: Callable[[int, int], float] | None, settings: Settings, total: int
 ) -> Callable[[int, int], float] | None:
-    """Return a recipe's schedule, once its first, middle and last factor are numbers."""
+    """Try a recipe's schedule at the first, middle and last step."""
     if schedule is None:
         return None
     if settings.schedule != "constant":
@@ -216,7 +213,7 @@ def _checked(
 
 
 def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> float:
-    """Return a schedule's factor."""
+    """Return a schedule's factor, once it is a number of 0 or more."""
     try:
         found = schedule(step, total)
     except Exception as error:
@@ -264,7 +261,7 @@ def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
 def _check_stream(
     settings: Settings, world_size: int, schedule: Callable[[int, int], float] | None
 ) -> None:
-    """Check that the settings need no length of the training set."""
+    """Check that no setting needs the length of a stream, or excludes streams."""
     if settings.engine != "native":
         raise UserError(
             f"--engine {settings.engine} takes no stream: it asks for the length of an epoch. "
@@ -285,10 +282,7 @@ def _check_stream(
 
 
 def _batch_sizes(settings: Settings, parts: int, ranks: str) -> tuple[int, int, int]:
-    """Return global batch, micro-batch and the number of micro-steps.
-
-    `parts` is the number of `ranks`, a word for messages, that share a global batch.
-    """
+    """Return global batch, micro-batch and micro-steps; `ranks` is the word for messages."""
     total, asked = settings.batch_size, settings.accumulate
     if settings.batch_size_per_rank is not None:
         if total is not None:
@@ -317,7 +311,7 @@ def _batch_sizes(settings: Settings, parts: int, ranks: str) -> tuple[int, int, 
 
 
 def plan_notes(plan: Plan, settings: Settings) -> list[str]:
-    """Say what is odd about the samples of a step, the ranks' shares of them, and the length."""
+    """Return notes on odd shares of a step, or a warm-up that outlasts the run."""
     notes = []
     if settings.warmup_steps >= plan.total_steps:
         notes.append(

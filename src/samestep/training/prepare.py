@@ -22,7 +22,7 @@ from samestep.settings import Settings
 
 
 def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dtype) -> nn.Module:
-    """Return a newly built model on its device, and as these settings want it to compute."""
+    """Put a newly built model on its device, and apply the settings of how it computes."""
     check_dense(model, "The recipe's model has")
     model.to(device=world.device, dtype=dtype)
     hold_parameters(model, settings)
@@ -38,7 +38,7 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
 
 
 def check_dense(model: nn.Module, owner: str) -> None:
-    """Check that ranks can exchange all of a model, and checkpoints hold it."""
+    """Check that no tensor is sparse: ranks cannot exchange those. `owner` begins the message."""
     for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
         if tensor.layout != torch.strided:
             raise UserError(
@@ -52,10 +52,9 @@ Loss = TypeVar("Loss", bound=Callable[..., Any])
 
 
 def place_loss(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
-    """Return a loss whose tensors, such as class weights, are where and what the model's are.
+    """Return a loss with its tensors, such as class weights, on the model's device and type.
 
-    A loss that is a module is copied, so that the recipe's own stays as it is; a function holds
-    nothing that could be moved.
+    A loss that is a module is copied, so that the recipe's own stays as it is.
     """
     if not isinstance(loss, nn.Module):
         return loss
@@ -63,10 +62,10 @@ def place_loss(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
 
 
 def hold_parameters(model: nn.Module, settings: Settings) -> None:
-    """Convert the parameters to the type of the settings, if they name one of its own.
+    """Convert the parameters to `--param-dtype`, if given.
 
-    Batch normalisation stays as it is: its running statistics move by less than bfloat16 can tell,
-    and their kernels want the weights in the same type.
+    Not those of batch normalisation: its statistics move by less than bfloat16 resolves, and its
+    kernels want the weights in the same type.
     """
     if settings.param_dtype != "bf16":
         return
@@ -82,18 +81,14 @@ def hold_parameters(model: nn.Module, settings: Settings) -> None:
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Lay the weights of convolutions out channel by channel within a pixel, and so their maps.
-
-    Convolutions follow the layout of their weights, whatever layout their input has.
-    """
+    """Lay out convolution weights channels-last; their inputs and outputs follow."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def match_layouts(optimizer: torch.optim.Optimizer) -> None:
-    """Lay each parameter's optimizer state out as the parameter is.
+    """Lay out each parameter's optimizer state as the parameter is.
 
-    Fused kernels take them as plain vectors, so a state that was saved in another layout than the
-    parameter has now would be applied to the wrong weights.
+    Fused kernels treat both as plain vectors, so another layout would mix up the weights.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -127,7 +122,7 @@ def _refuse_synchronised(model: nn.Module) -> None:
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
-    """Let marked blocks keep their inputs alone, and compute the rest again in the backward."""
+    """Recompute activations of marked blocks in the backward: less memory, more time."""
     if settings.compile == "on":
         raise UserError(
             "--checkpoint-activations does not go with --compile on: a compiled graph chooses for "
@@ -154,7 +149,6 @@ def _again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 def _contexts(
     module: nn.Module,
 ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return the contexts of the first and of the second computation."""
     return contextlib.nullcontext(), _unmoved_statistics(module)
 
 
@@ -191,7 +185,7 @@ Wrap = Callable[[nn.Module, World, Settings, nn.Parameter | None], nn.Module]
 
 
 def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Parameter | None:
-    """Return a weight, 0 for ever, whose gradient ranks add up with the model's; none alone."""
+    """Return a weight, always 0, whose gradient ranks add up with the model's; None if alone."""
     if world.world_size == 1 or settings.allows_unused or settings.virtual_ranks is not None:
         return None  # DDP then follows the forward, in which it does not appear
     like = next(p for p in model.parameters() if p.requires_grad)
@@ -202,14 +196,7 @@ def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Param
 def wrap(
     model: nn.Module, world: World, settings: Settings, counter: nn.Parameter | None = None
 ) -> nn.Module:
-    """Return the model that averages its gradients over all ranks; alone, the model itself.
-
-    Args:
-        model: what to put on all ranks.
-        world: this rank among the others.
-        settings: what to tell DDP of the model.
-        counter: a weight of no effect whose gradient is to be averaged, too.
-    """
+    """Wrap a model so that it averages its gradients, and the counter's, over all ranks."""
     if not world.connected:
         return model
     if settings.virtual_ranks is not None:
@@ -245,18 +232,17 @@ def _start_alike(model: nn.Module, world: World) -> None:
 def share_buffers(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers, as DDP does before each forward.
 
-    BatchNorm's statistics are those of each rank's samples; without this an evaluation would be of
-    as many models as there are ranks.
+    BatchNorm's statistics are of each rank's own samples, so evaluations would differ by rank.
     """
     for buffer in model.buffers():
         world.take_from_main(buffer)
 
 
 def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
-    """Have `tell` called within loss.backward(), once all gradients are computed and sent off.
+    """Call `tell` within loss.backward(), once all gradients are computed and sent off.
 
-    The engine calls back in the order in which it was asked to. DDP asks, to wait for its
-    all-reduces, when the last gradient is there; this asks when backward begins.
+    The engine calls back in the order of requests. DDP requests its wait for all-reduces when the
+    last gradient is there; this requests when backward begins.
     """
     engine = Variable._execution_engine  # noqa: SLF001 - PyTorch's own DDP has no other way
 
@@ -267,7 +253,7 @@ def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
 
 
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a micro-step that is not the last of its step: gradients add up."""
+    """Return the context of a micro-step before the last: gradients add up locally."""
     if isinstance(wrapped, DistributedDataParallel):
         return wrapped.no_sync()
     return contextlib.nullcontext()

@@ -48,10 +48,7 @@ _OF_A_SCHEDULE = ("step", "_opt_called", "_step_count")
 
 
 def model_prints(model: nn.Module, loss: object = None) -> Prints:
-    """Return the fingerprints of what a model's modules keep beside parameters and buffers.
-
-    Those of a loss, too, if it is a module.
-    """
+    """Fingerprint what a model's modules, and a loss's, keep beside parameters and buffers."""
     found: Prints = {}
     for owner, root in (("the model's", model), ("the loss's", loss)):
         for name, part in root.named_modules() if isinstance(root, nn.Module) else ():
@@ -63,7 +60,7 @@ def model_prints(model: nn.Module, loss: object = None) -> Prints:
 
 
 def closure_prints(loss: object) -> Prints:
-    """Return the fingerprints of what a function has in its closure, or a callable object keeps."""
+    """Fingerprint what a function has in its closure, or a callable object in its attributes."""
     while isinstance(loss, functools.partial | MethodType):
         loss = loss.func if isinstance(loss, functools.partial) else loss.__self__
     if isinstance(loss, nn.Module):
@@ -73,7 +70,7 @@ def closure_prints(loss: object) -> Prints:
 
 
 def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
-    """Return the fingerprints of what an optimizer keeps outside its `state`."""
+    """Fingerprint what an optimizer keeps outside its `state`."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     held += [t for state in optimizer.state.values() for t in state.values()]
     known = [id(t) for t in held if isinstance(t, Tensor)]
@@ -96,7 +93,7 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def differing(before: Prints, after: Prints) -> list[str]:
-    """Return the places that two fingerprints differ in, in their order."""
+    """Return the places at which two fingerprints differ, in order."""
     return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
@@ -186,14 +183,14 @@ def _parts(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
 
 
 def _some(values: Iterable[Any], size: int) -> Iterator[Any]:
-    """Yield a container's entries, of a long one those at both ends."""
+    """Yield a container's entries; of a long one, only those at both ends."""
     for place, value in enumerate(islice(values, size)):
         if min(place, size - 1 - place) < _MOST:
             yield value
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """Return what a function has from where it was made, by name."""
+    """Return a function's closure variables by name."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not made yet
@@ -210,7 +207,7 @@ ALL_KINDS = frozenset(KINDS)
 
 @dataclass
 class RandomDraws:
-    """What forward and loss drew from."""
+    """The generators that forward and loss drew from."""
 
     draws: dict[str, str] = field(default_factory=dict)
     """Random operation of torch → the user's line that called it, or nothing."""
@@ -235,7 +232,7 @@ def place_of(frame: FrameType) -> str:
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Note every random operation, and give each a constant result if it is to be held still."""
+    """Note every random operation; with `hold`, give each a constant result."""
 
     def __init__(self, seen: RandomDraws, *, hold: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -265,7 +262,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws_nothing(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether a random operation is told to change nothing, as by an evaluation."""
+    """Whether a random operation is told to change nothing, as in an evaluation."""
     if given.get("train") is False or given.get("training") is False:
         return True
     fraction = given.get("dropout_p", given.get("dropout"))
@@ -273,7 +270,7 @@ def _draws_nothing(name: str, given: Mapping[str, Any]) -> bool:
 
 
 def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
-    """Return what a random operation would, with every number the same."""
+    """Return a random operation's result with every number the same."""
     if name == "native_dropout":
         kept: Tensor = given["input"]
         return kept / (1 - given["p"]), torch.ones_like(kept, dtype=torch.bool)
@@ -294,7 +291,7 @@ def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
 def watched(
     function: Callable[..., Any], seen: RandomDraws, held: frozenset[Kind] = frozenset()
 ) -> Callable[..., Any]:
-    """Return a forward or a loss that notes what it draws from, and holds some of it still."""
+    """Return a forward or a loss that notes what it draws, with some of it held constant."""
 
     @functools.wraps(function)  # with its arguments' names
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -306,7 +303,7 @@ def watched(
 
 @contextlib.contextmanager
 def outside(seen: RandomDraws, *, hold: bool) -> Iterator[None]:
-    """Note whether Python's or NumPy's generator is used; held, both begin at the same place."""
+    """Note whether Python's or NumPy's generator is used; `hold` seeds both first."""
     saved = random.getstate(), np.random.get_state()  # noqa: NPY002 - as recipes draw
     if hold:
         random.seed(0)
@@ -337,10 +334,7 @@ Frame = tuple[str, int]
 def refused_operation(model: nn.Module, error: Exception, again: Callable[[], Any]) -> str:
     """Return " in the module NAME (CLASS) at FILE:LINE", as far as it can be found.
 
-    Args:
-        model: the model.
-        error: what a forward or a backward of it raised.
-        again: does the same once more.
+    `error` was raised by a forward or backward of the model; `again` repeats it.
     """
     frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
     names = _modules_at(model, frames)
@@ -352,7 +346,7 @@ def refused_operation(model: nn.Module, error: Exception, again: Callable[[], An
 
 
 def _modules_at(model: nn.Module, frames: Sequence[Frame]) -> str:
-    """Return the innermost modules in whose forward the frames are: up (Upsample)."""
+    """Return the innermost modules whose forward contains one of the frames: up (Upsample)."""
     found: dict[type, list[str]] = {}
     for name, module in model.named_modules():
         found.setdefault(type(module), []).append(name or "itself")

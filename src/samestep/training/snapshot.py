@@ -23,7 +23,7 @@ from samestep.training.work import Position, State, Sums, Work
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
-    """Return what a checkpoint holds. All ranks call it; each adds what only it knows."""
+    """Return what a checkpoint holds. All ranks call it; each adds its own part."""
     check_alike(work, state.position.step)
     scaler = work.learner.scaler
     plan, average = work.plan, work.learner.average
@@ -70,7 +70,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
 
 
 def check_alike(work: Work, step: int) -> None:
-    """Check that all ranks have the same weights; with virtual ranks, buffers too."""
+    """Check that all ranks have the same weights; with virtual ranks, also buffers."""
     model = work.learner.model
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     if work.settings.virtual_ranks is not None:
@@ -80,14 +80,14 @@ def check_alike(work: Work, step: int) -> None:
 
 
 def _order_of_stream(work: Work) -> dict[str, int]:
-    """Return what the order of a stream depends on beside that of other data."""
+    """Return what else the order of a stream depends on."""
     if not isinstance(work.train, StreamSource):
         return {}
     return {"shuffle_buffer": work.settings.shuffle_buffer, "num_shards": work.train.num_shards}
 
 
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
-    """Bring a new training to where a checkpoint stands, on this number of ranks."""
+    """Restore a checkpoint into a new training, on any number of ranks."""
     check_recipe(saved, recipe)
     check_classes(saved, work.classes)
     order, plan = saved["order"], work.plan
@@ -134,17 +134,14 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
 
 
 def _marks(work: Work, position: Position) -> dict[int, Mark]:
-    """Return where this rank's part of a stream goes on."""
+    """Return where this rank's part of a stream continues."""
     if not isinstance(work.train, StreamSource):
         return {}
     return work.train.marks_at(position.epoch, position.step_in_epoch)
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of a model's floating-point state, in the order of its `state_dict`.
-
-    Of each weight and floating-point buffer: its name, type and shape, and its bytes.
-    """
+    """Return the SHA-256 of a model's floating-point state: names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -155,13 +152,13 @@ def weights_sha256(model: torch.nn.Module) -> str:
 
 
 def check_recipe(state: dict[str, Any], recipe: str) -> None:
-    """Check that a checkpoint is of a recipe."""
+    """Check that a checkpoint is of this recipe."""
     if state["recipe"] != recipe:
         raise UserError(f"The checkpoint is of recipe {state['recipe']!r}, not of {recipe!r}.")
 
 
 def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
-    """Check that a checkpoint's outputs mean the classes that the data has now."""
+    """Check that the data has the checkpoint's classes, in the same order."""
     saved = state.get("classes") or []
     if saved == [str(place) for place in range(len(saved))]:
         return  # plain numbers name nothing: earlier versions had them for Fashion-MNIST, too
@@ -197,10 +194,10 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def load_evaluated(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load what a checkpoint's evaluation was of: the averaged weights, where it has them."""
+    """Load the weights that a checkpoint's evaluation used: the averaged ones, if any."""
     load_model(model, {**state, "model": {**state["model"], **state.get("ema", {})}})
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
-    """Return a tensor's shape; None for what a module's `get_extra_state` returned."""
+    """Return a tensor's shape; None for the result of `get_extra_state`."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None

@@ -30,7 +30,7 @@ Weights = list[tuple[Weight, Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """What a step changes: the model, the same as wrapped for all ranks, the optimizer."""
+    """What a step trains: the model, wrapped for all ranks, its loss and the optimizer."""
 
     model: nn.Module
     applied: nn.Module
@@ -59,7 +59,7 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What consecutive steps gave, left on the device: reading it would make the host wait."""
+    """The result of consecutive steps, left on the device so that the host need not wait."""
 
     losses: Sequence[Tensor]
     """This rank's part of each step's mean loss; over all ranks they add up to it."""
@@ -74,7 +74,7 @@ class StepResult:
 
 
 def check_used(model: nn.Module) -> None:
-    """Check, after the first backward, that DDP will not wait for a gradient that never comes."""
+    """Check, after the first backward, that each parameter has a gradient: DDP waits for it."""
     named = model.named_parameters()
     unused = [name for name, p in named if p.requires_grad and p.grad is None]
     if unused:
@@ -86,7 +86,7 @@ def check_used(model: nn.Module) -> None:
 
 
 def check_loss(value: Any, loss: object) -> None:
-    """Check what a recipe's loss returned."""
+    """Check that a recipe's loss returned a floating-point scalar."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
     raise UserError(
@@ -107,9 +107,11 @@ def check_trainable(value: Any, loss: object) -> None:
 
 
 class EagerStep:
-    """Run steps one by one with PyTorch's own autograd."""
+    """Take steps one by one with PyTorch's own autograd."""
 
     steps_per_call: int = 1
+    compiled_sizes: frozenset[int] | None = None
+    """Rows of the micro-steps that run compiled, if the model is compiled for some."""
 
     def __init__(
         self,
@@ -140,14 +142,7 @@ class EagerStep:
         self._parameters = [p for p in learner.model.parameters() if p.requires_grad]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take the one step of this block.
-
-        Args:
-            block: the samples of this rank.
-            step: steps taken before this one in the run.
-            lrs: the learning rate of the step.
-            want_norm: whether the gradient norm is needed also where nothing is clipped.
-        """
+        """Take the one step of this block, as `Step` says."""
         learner, scaler = self._learner, self._learner.scaler
         self._seed(step)
         for parameter in self._parameters:
@@ -176,9 +171,8 @@ class EagerStep:
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up the gradients of this rank's micro-steps.
 
-        Returns:
-            This rank's part of the mean loss, and the terms of the step over all ranks, if the mean
-            is over terms.
+        Return this rank's part of the mean loss, and, if the mean is over terms, their number over
+        all ranks.
         """
         world_size = self._world.world_size
         total: Tensor | None = None
@@ -223,7 +217,12 @@ class EagerStep:
 
     def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
         learner, inputs, targets = self._learner, part.inputs, part.targets
-        loss = self._loss_of(inputs, targets) if self._agreed else self._first_loss(inputs, targets)
+        compute = self._loss_of if self._agreed else self._first_loss
+        if self.compiled_sizes is None or part.rows in self.compiled_sizes:
+            loss = compute(inputs, targets)
+        else:
+            with torch.compiler.set_stance("force_eager"):
+                loss = compute(inputs, targets)
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = loss * weight
         if learner.measured and part.weight:
@@ -247,10 +246,10 @@ class EagerStep:
         return loss.detach()
 
     def _weights_of(self, parts: Sequence[Block]) -> Weights:
-        """Weigh each micro-step's loss, and give its terms where ranks count them.
+        """Return each micro-step's weight, and its terms where ranks count them.
 
-        Over terms, ranks know their sum only after the backward: until then each term weighs
-        1 / global batch, and `_over_terms` mends that.
+        Ranks know the sum of the terms only after the backward: until then each term weighs 1 /
+        global batch, and `_over_terms` corrects that.
         """
         world_size, count = self._world.world_size, self._learner.terms
         if count is None:
@@ -266,13 +265,13 @@ class EagerStep:
         return [(mine / self._terms, None) for mine in found]
 
     def _first_weights(self, parts: Sequence[Block]) -> Weights:
-        """Return the weights of the first step, once every rank has terms."""
+        """Return the weights of the first step; a mistake in any rank's terms raises on all."""
         if self._learner.terms is None:
             return self._weights_of(parts)
         return self._world.on_every(lambda: self._weights_of(parts))
 
     def _over_terms(self, total: Tensor, global_size: int) -> tuple[Tensor, Tensor]:
-        """Divide by the terms of all ranks, which the gradients' all-reduce has brought."""
+        """Divide by the terms of all ranks, which came with the gradients' all-reduce."""
         counter = self._learner.counter
         if self._world.world_size == 1:
             return total, self._terms
@@ -297,7 +296,7 @@ class EagerStep:
         return loss
 
     def _first_loss(self, inputs: Any, targets: Any) -> Tensor:
-        """Return the loss of the first batch, once every rank has one that it can train on."""
+        """Return the loss of the first batch; a mistake on any rank raises on all of them."""
 
         def checked() -> Tensor:
             try:
@@ -313,7 +312,7 @@ class EagerStep:
         return loss
 
     def _tell(self, error: Exception, inputs: Any, targets: Any) -> NoReturn:
-        """Raise what the user is told of an error in a micro-step."""
+        """Raise what the user reads of an error in a micro-step."""
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise error
         when = f"at step {self._step + 1}" if self._agreed else "on the first batch"
@@ -354,5 +353,5 @@ class EagerStep:
         seed_torch(mix_next(self._rank_seed, step), self._world.device)
 
     def _seed_update(self) -> None:
-        """Seed what the optimizer draws: the same numbers on all ranks."""
+        """Seed what the optimizer draws: the same on all ranks."""
         seed_update(self._settings.seed, self._step, self._world.device)

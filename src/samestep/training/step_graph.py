@@ -29,10 +29,9 @@ Results = tuple[Tensor, ...]
 class StepGraph:
     """Steps as one compiled function of weights, optimizer state, buffers and samples.
 
-    Small weights are packed into one vector, and so is each kind of optimizer state, inside the
-    function: an update is then one loop. Large ones would be copied for it at every call, so they
-    stay as they are. Model and optimizer stay the ordinary objects and are up to date after every
-    call.
+    Inside it small weights are packed into one vector, and so is each kind of optimizer state: an
+    update is then one loop. Large ones stay as they are, since packing would copy them at every
+    call. Model and optimizer stay ordinary objects and are up to date after every call.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class StepGraph:
         micro_batch_size: int,
         step: int,
     ) -> None:
-        """Prepare the steps after `step` steps of the run, with what the optimizer has by then."""
+        """Prepare the steps that follow `step` steps of the run."""
         self._micro_batch_size = micro_batch_size
         self._model, self._optimizer = learner.model, learner.optimizer
         self._loss, self._settings, self._device = learner.loss, settings, device
@@ -83,16 +82,10 @@ class StepGraph:
     def run(
         self, inputs: Any, targets: Any, lrs: list[float], step: int, *, unchanged: bool = False
     ) -> StepResult:
-        """Take as many steps as there are learning rates.
+        """Take as many steps as there are learning rates; inputs and targets (steps, samples, …).
 
-        Args:
-            inputs: (steps, samples, …).
-            targets: (steps, samples, …).
-            lrs: of each step.
-            step: steps taken before these in the run.
-            unchanged: no other code of the user has run since the last call, so model and loss
-                are unchanged. Then only the samples are checked, not the compiler's guards,
-                which take 0.1 ms.
+        `unchanged`: no other user code has run since the last call, so model and loss are
+        unchanged. Then only the samples are checked, not the compiler's guards, which take 0.1 ms.
         """
         like = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in tree_leaves((inputs, targets))]
         unchanged, self._guarded = unchanged and like == self._guarded, like
@@ -113,7 +106,7 @@ class StepGraph:
         return StepResult(losses.unbind(), norms, seen=seen)
 
     def how(self) -> str:
-        """Return how the device runs it, once it has run; nothing on the CPU."""
+        """Return how the device runs it, once it has run; '' on the CPU."""
         if self._replayed is None:
             return ""
         why_not = self._replayed.why_not
@@ -152,8 +145,8 @@ class StepGraph:
     def _rates(self, taken: int, lrs: list[float]) -> Tensor:
         """Return what varies by step (steps, 3): lr / (1 - β₁ᵗ), √(1 - β₂ᵗ), lr.
 
-        As a tensor, so that a schedule does not compile anew; from here, since the compiler
-        would put the powers into the innermost loop.
+        A tensor, so that a schedule does not recompile; computed here, since the compiler would put
+        the powers into the innermost loop.
         """
         first, second = self._betas
         rows = []
@@ -291,7 +284,11 @@ def dropped(
     training: bool = True,
     inplace: bool = False,  # noqa: ARG001
 ) -> Tensor:
-    """Return what `torch.nn.functional.dropout` does, never in place."""
+    """`torch.nn.functional.dropout`, never in place, with a mask that is compared with `rand`.
+
+    On the CPU, PyTorch 2.13's compiler may put the product with a `bernoulli` mask before the mask
+    is drawn, as in PyTorch's own dropout under `torch.func`. Every value is then dropped.
+    """
     if not training or p == 0:
         return input
     if p == 1:
@@ -306,7 +303,7 @@ def not_dropped(
     training: bool = True,  # noqa: ARG001
     inplace: bool = False,  # noqa: ARG001
 ) -> Tensor:
-    """Return the input: so what else draws random numbers shows."""
+    """Return the input: so other random draws show."""
     return input
 
 
@@ -321,14 +318,13 @@ def dropout_by(function: Dropout) -> Iterator[None]:
 
 
 def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Precision) -> str:
-    """Return what a forward and backward do that a graph of whole steps cannot, or nothing.
+    """Return what a forward and backward do that a graph of whole steps cannot, or ''.
 
-    The graph gives every weight a gradient, also one that the loss does not depend on, which an
-    optimizer with weight decay or momentum then changes. It keeps what is written into a buffer,
-    not what is put in its place. And on the CPU, PyTorch's compiler may use what is drawn before it
-    is drawn (`dropped`), unless it is an ordinary dropout.
+    The graph gives every weight a gradient, also one that the loss does not depend on, which weight
+    decay or momentum then changes. It keeps what is written into a buffer, not a tensor put in its
+    place. On the CPU it may use random numbers before they are drawn (`dropped`).
 
-    They are tried on a copy of the model that shares its weights, so nothing changes.
+    The model is tried as a copy that shares its weights, so nothing changes.
     """
     if isinstance(inputs, dict) and takes_keywords(learner.model, inputs):
         return "the model takes keyword arguments"
@@ -360,12 +356,12 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
 
 
 def _prints(model: nn.Module, loss: object) -> Prints:
-    """Return the fingerprints of what model and loss keep and no graph would: counters, lists."""
+    """Fingerprint what model and loss keep and no graph would: counters, lists."""
     return model_prints(model, loss) | closure_prints(loss)
 
 
 def _held(model: nn.Module) -> dict[str, object]:
-    """Return what modules hold beside weights: buffers and attributes of their own."""
+    """Return what modules hold beside weights: buffers and attributes."""
     held: dict[str, object] = dict(model.named_buffers())
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""

@@ -42,7 +42,7 @@ def end_process() -> None:
 def catch_signals(again: Again = end_process) -> Iterator[ReceivedSignal]:
     """Turn the stop signals into a request; a second SIGINT ends at once.
 
-    Signals reach a process's main thread alone: in another one there is nothing to catch.
+    Only a process's main thread gets signals: elsewhere there is nothing to catch.
     """
     received = ReceivedSignal(unheeded_signal())
     if threading.current_thread() is not threading.main_thread():
@@ -69,7 +69,7 @@ def catch_signals(again: Again = end_process) -> Iterator[ReceivedSignal]:
 
 
 def _leave_terminal() -> None:
-    """Print nowhere from now on: whatever is written to a terminal that has closed fails."""
+    """Redirect output to nowhere: writing to a closed terminal fails."""
     with Path(os.devnull).open("w") as nowhere:
         for descriptor in (1, 2):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
@@ -86,7 +86,7 @@ class Agreed:
 
 
 class SaveTimer:
-    """Whether so many minutes have passed, by this process's clock; never for None."""
+    """Whether this many minutes have passed by this process's clock; never for None."""
 
     def __init__(self, minutes: float | None) -> None:
         self._seconds = math.inf if minutes is None else minutes * 60
@@ -104,8 +104,8 @@ class SaveTimer:
 class Agreement:
     """Let all ranks act on what one of them knows: a signal it got, or a wish of rank 0.
 
-    Alone, it costs a comparison a step. Together, ranks meet about twice a second, at a step that
-    they agreed on the time before; the reduction runs on the CPU and never waits for the device.
+    Alone, it costs a comparison per step. Together, ranks meet about twice a second, at a step
+    agreed on the time before; the reduction runs on the CPU and never waits for the device.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Watch:
         return value < than - by if self.mode == "min" else value > than + by
 
     def after(self, value: float, epoch: int, min_delta: float) -> "Watch":
-        """Return the watch after one more evaluation; NaN and infinity are no improvement."""
+        """Return the watch after another evaluation; NaN and infinity are no improvement."""
         if not math.isfinite(value):
             return replace(self, evaluations_since=self.evaluations_since + 1)
         watch = self

@@ -32,8 +32,7 @@ class Root(NamedTuple, Generic[T]):
 class TreeSum(Generic[T]):
     """Add values part by part, as a binary counter counts: few partial sums live at a time.
 
-    Args:
-        add: returns the sum of two; it may reuse the first.
+    `add` returns the sum of two and may reuse the first.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
@@ -49,7 +48,7 @@ class TreeSum(Generic[T]):
         self.roots.append(Root(level, number, value))
 
     def left_of(self, part: int) -> T | None:
-        """Give the part to the left back, if this is its right neighbour and it is the last."""
+        """Pop the part to the left, if this is its right neighbour and it came last."""
         if part % 2 and self.roots and self.roots[-1][:2] == (0, part - 1):
             return self.roots.pop().value
         return None
@@ -109,13 +108,7 @@ class _Bucket:
 
 
 class TreeReduce:
-    """Sums over all ranks of tensors that are alike each time.
-
-    Args:
-        world: this rank among the others.
-        like: tensors of the same shapes, strides and types, without memory (on "meta").
-        bucket_mb: MiB that are exchanged at once.
-    """
+    """Sum tensors over all ranks; `like` has their shapes, strides and types, on "meta"."""
 
     def __init__(self, world: World, like: Sequence[Tensor], bucket_mb: int | None) -> None:
         self._world, self._like = world, like
@@ -126,9 +119,7 @@ class TreeReduce:
     def __call__(self, own: Sequence[Root[Tensors]], present: int) -> Tensors:
         """Return the sums over parts 0 … `present` - 1, the same on every rank.
 
-        Args:
-            own: the subtrees that this rank has summed; their tensors are given up.
-            present: the number of parts that have samples; the last ones may have none.
+        `own` are the subtrees that this rank has summed; their tensors are consumed.
         """
         world = self._world
         if world.world_size == 1:
@@ -151,38 +142,44 @@ class TreeReduce:
         sums: Tensors,
     ) -> None:
         """Fill the tensors of a bucket with the sums."""
-        size, like = self._world.world_size, self._like[bucket.places.start : bucket.places.stop]
-        counts, width = [len(rank) for rank in roots], size * bucket.shard
-        most = max(counts)
+        size, places = self._world.world_size, bucket.places
+        most = max(len(rank) for rank in roots)
+        width, like = size * bucket.shard, self._like[places.start : places.stop]
         is_small = size * most * width * sums[0].element_size() <= _SMALL_BYTES
         rows = self._room("sent", sums[0], most if is_small else max(1, len(own)), width)
-        views = [_views(row, bucket, like) for row in rows]
-        for view, root in zip(views, own, strict=False):
-            places = bucket.places
-            torch._foreach_copy_(view, root.value[places.start : places.stop])
+        for row, root in zip(rows, own, strict=False):
+            torch._foreach_copy_(_views(row, bucket, like), root.value[places.start : places.stop])
             if root is not own[0]:
                 root.value[places.start : places.stop] = [_NOTHING] * len(places)
-        if is_small:
-            into = self._room("received", sums[0], size * most, width)
-            self._world.all_gather_into(into, rows)
-            starts = range(0, size * most, most)
-            taken = [
-                into[s + k] for s, count in zip(starts, counts, strict=True) for k in range(count)
-            ]
-        else:
-            into = self._room("received", sums[0], sum(counts), bucket.shard)
-            sent = rows[: len(own)].view(len(own), size, bucket.shard)
-            self._world.all_to_all_into(into, sent.transpose(0, 1).contiguous(), counts)
-            taken = list(into)
-        tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        in_order = [root for rank in roots for root in rank]
-        for row, (level, number, _) in zip(taken, in_order, strict=True):
-            tree.push(row, number, level)
-        if is_small:
-            views[0] = _views(tree.total(), bucket, like)
-        else:
-            self._world.all_gather_into(rows[0], tree.total())  # what was sent is not needed now
-        torch._foreach_copy_(sums, views[0])
+        exchange = self._exchange_once if is_small else self._exchange_shards
+        total = exchange(rows, [len(rank) for rank in roots], [r for rank in roots for r in rank])
+        torch._foreach_copy_(sums, _views(total, bucket, like))
+
+    def _exchange_once(
+        self, rows: Tensor, counts: Sequence[int], roots: Sequence[Root[None]]
+    ) -> Tensor:
+        """Give every rank all rows of all ranks, padded to equally many; return their sum."""
+        most, width = rows.shape
+        received = self._room("received", rows, len(counts) * most, width)
+        self._world.all_gather_into(received, rows)
+        taken = [received[r * most + k] for r, count in enumerate(counts) for k in range(count)]
+        return _add_roots(taken, roots)
+
+    def _exchange_shards(
+        self, rows: Tensor, counts: Sequence[int], roots: Sequence[Root[None]]
+    ) -> Tensor:
+        """Give every rank one shard of all rows, gather the shards' sums; return their sum."""
+        world = self._world
+        size, shard, number = (
+            world.world_size,
+            rows.shape[1] // world.world_size,
+            counts[world.rank],
+        )
+        received = self._room("received", rows, sum(counts), shard)
+        sent = rows[:number].view(number, size, shard).transpose(0, 1).contiguous()
+        world.all_to_all_into(received, sent, counts)
+        world.all_gather_into(rows[0], _add_roots(list(received), roots))  # it is sent already
+        return rows[0]
 
     def _room(self, name: str, like: Tensor, rows: int, columns: int) -> Tensor:
         """Return memory for the exchange, kept from step to step.
@@ -195,6 +192,14 @@ class TreeReduce:
             if room.nbytes <= 4 * self._bucket_bytes:  # a tensor larger than a bucket is alone
                 self._rooms[name, like.dtype] = room
         return room[: rows * columns].view(rows, columns)
+
+
+def _add_roots(rows: Sequence[Tensor], roots: Sequence[Root[None]]) -> Tensor:
+    """Add up rows, which are the sums of these subtrees, along the tree."""
+    tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
+    for row, (level, number, _) in zip(rows, roots, strict=True):
+        tree.push(row, number, level)
+    return tree.total()
 
 
 def _buckets(like: Sequence[Tensor], world_size: int, most_bytes: int) -> list[_Bucket]:
@@ -229,15 +234,7 @@ def _empty_like(like: Tensor, device: torch.device) -> Tensor:
 
 
 def sum_over_parts(rows: Tensor, world: World) -> Tensor:
-    """Return the sums over all parts, on every rank; every rank calls it.
-
-    Args:
-        rows: (parts of this rank, values).
-        world: this rank among the others.
-
-    Returns:
-        (values,). Of virtual ranks they are added up along the tree.
-    """
+    """Return the sums (values,) of all ranks' rows (parts, values); every rank calls it."""
     if not world.virtual_ranks:
         return world.reduce(rows.sum(dim=0))
     held = held_parts(world)

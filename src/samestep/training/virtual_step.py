@@ -43,11 +43,12 @@ _OR = "or, if no weight depends on it, add --no-self-check"
 
 
 class SelfCheck:
-    """Check what the first step of a process computes, and how its optimizer goes on.
+    """Check a process's first step, and how its optimizer goes on if it is the user's `own`.
 
-    Args:
-        learner: what is trained.
-        own: whether the optimizer is one of the user's.
+    A rank's first share is computed a second time, after the others, with the same samples,
+    weights, buffers and random numbers, and as if there were no other ranks. It has to give the
+    same bits and leave the same state behind. Otherwise something counts the shares that a rank
+    computes, or depends on the ranks or the clock.
     """
 
     def __init__(self, learner: Learner, *, own: bool) -> None:
@@ -58,14 +59,14 @@ class SelfCheck:
         self._updates: list[Prints] = []
 
     def keep(self, part: int, micro_steps: Sequence[Block]) -> None:
-        """Keep the samples of the first share before it is computed: forward may write to them."""
+        """Keep the samples of the first share before forward may write to them."""
         if self._kept is None:
             held = copy.deepcopy([(m.inputs, m.targets) for m in micro_steps])
             both = zip(micro_steps, held, strict=True)
             self._kept = part, tuple(replace(m, inputs=i, targets=t) for m, (i, t) in both)
 
     def take(self, share: Tensors) -> None:
-        """Take what the first share gave, before anything is added to it."""
+        """Take the result of the first share, before anything is added to it."""
         if self._bits is None:
             self._bits, self._prints = bits_of(share), self._print()
 
@@ -105,11 +106,7 @@ class SelfCheck:
         self._kept, self._prints = None, ({}, {})
 
     def after_update(self) -> bool:
-        """Compare what the optimizer keeps after the first update and after the second.
-
-        Returns:
-            Whether there is nothing more to check.
-        """
+        """Compare the optimizer's state after updates 1 and 2; return whether all is checked."""
         if not self._own:
             return True
         self._updates.append(optimizer_prints(self._learner.optimizer))
@@ -130,7 +127,7 @@ class SelfCheck:
 
 
 class VirtualStep(EagerStep):
-    """Run steps one by one, each of its virtual ranks with PyTorch's own autograd."""
+    """Take steps one by one, each virtual rank with PyTorch's own autograd."""
 
     def __init__(
         self,
@@ -163,9 +160,8 @@ class VirtualStep(EagerStep):
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up the gradients of all virtual ranks.
 
-        Returns:
-            The mean loss on rank 0, and 0 on the others; the terms of the step over all virtual
-            ranks, if the mean is over terms.
+        Return the mean loss on rank 0, and 0 on the others; and, if the mean is over terms, their
+        number over all virtual ranks.
         """
         present = min(self._world.num_parts, block.global_size)
         self._buffers.begin()
@@ -197,19 +193,19 @@ class VirtualStep(EagerStep):
         return loss if self._world.is_main else torch.zeros_like(loss), terms
 
     def _repeat(self, checks: SelfCheck) -> None:
-        """Compute the first share of this rank again, once all ranks have theirs."""
+        """Compute this rank's first share again, once all ranks have theirs."""
         self._repeats, seen = False, len(self._seen)
         self._world.on_every(lambda: checks.repeat(self._share))
         del self._seen[seen:]
 
     def _agree_without(self) -> None:
-        """Take part in what ranks agree on in their first step, without a sample of it."""
+        """Join what ranks agree on in their first step, without samples of it."""
         for _ in range(1 if self._learner.terms is None else 2):
             self._world.on_every(lambda: None)
         self._agreed = True
 
     def _add_share(self, left: Tensors, part: int, micro_steps: Sequence[Block]) -> Tensors:
-        """Return the sum of the virtual rank to the left and this one, which autograd adds up.
+        """Return the sum of the virtual rank to the left and this one, added up by autograd.
 
         It adds in place, as `add_tensors` does, while the gradient is in the processor's cache.
         """
@@ -234,15 +230,15 @@ class VirtualStep(EagerStep):
     def _may_add_in_place(self) -> bool:
         """Whether autograd may add up two virtual ranks.
 
-        It may not where somebody asks what each of them gave, nor where a backward adds to a
-        gradient several times, as with reentrant checkpoints: (left + a) + b is not left + (a + b).
+        Not where something reads each one's gradient, nor where a backward adds to a gradient
+        several times, as reentrant checkpoints do: (left + a) + b is not left + (a + b).
         """
         if self._to_check or not self._adds_once or self._settings.allows_unused:
             return False
         return not any(p._post_accumulate_grad_hooks for p in self._parameters)  # noqa: SLF001
 
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
-        """Return the gradients of a virtual rank, and the numbers that travel with them."""
+        """Return a virtual rank's gradients, and the numbers that travel with them."""
         self._draw_as(part)
         weights = (self._weights_of if self._agreed else self._first_weights)(micro_steps)
         losses = []
@@ -289,7 +285,7 @@ class VirtualStep(EagerStep):
         self._draw_as(self._world.num_parts)
 
     def _draw_as(self, part: int) -> None:
-        """Seed every generator for a virtual rank of this step, or for what follows them all."""
+        """Seed every generator for a virtual rank of this step, or for the update after them."""
         drawn = mix(self._settings.seed, self._step, part)
         seed_reading(drawn)  # also Python's generator and NumPy's, for models that ask them
         if self._world.device.type != "cpu":
@@ -318,7 +314,7 @@ class VirtualStep(EagerStep):
         return gradient
 
     def _weights_of(self, parts: Sequence[Block]) -> Weights:
-        """Weigh each micro-step's loss by its part of the global batch, whoever computes it."""
+        """Return each micro-step's weight: its part of the global batch."""
         size, count = parts[0].global_size, self._learner.terms
         if count is None:
             return [(p.rows / size, None) for p in parts]
@@ -343,11 +339,7 @@ class VirtualStep(EagerStep):
     def _settle(
         self, gradients: Tensors, numbers: Tensor, size: int, present: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Give parameters and buffers what all virtual ranks made of them.
-
-        Returns:
-            The mean loss of the step, and its terms if it is a mean over terms.
-        """
+        """Set gradients and buffers to the sums; return the mean loss, and its terms if any."""
         loss, terms = numbers[0] if numbers.dim() else numbers, None
         start = 1
         if self._learner.terms is not None:

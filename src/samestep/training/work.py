@@ -20,7 +20,7 @@ from samestep.training.stopping import Watch
 
 @dataclass(kw_only=True)
 class Position:
-    """Where the training stands: saved in each checkpoint, and resuming goes on from it."""
+    """Where the training stands: saved in each checkpoint, and resumed from."""
 
     step: int = 0
     """Optimizer steps taken."""
@@ -58,19 +58,16 @@ class Step(Protocol):
     steps_per_call: int
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take the steps of a block.
+        """Take the steps of a block, this rank's samples, after `step` steps of the run.
 
-        Args:
-            block: the samples of this rank.
-            step: steps taken before these in the run.
-            lrs: the learning rate of each step.
-            want_norm: whether the gradient norm is needed also where nothing is clipped.
+        `lrs` has the learning rate of each; `want_norm` asks for the gradient norm even if nothing
+        is clipped.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained and how; nothing in here changes but the weights."""
+    """What is trained and how; only the weights change."""
 
     settings: Settings
     plan: Plan
@@ -88,13 +85,13 @@ class Work:
     """What evaluations call in the model's place: the model, compiled for them."""
 
     def close(self) -> None:
-        """End what reads the data."""
+        """Close what reads the data."""
         for source in (self.train, self.validation):
             if source is not None:
                 source.close()
 
     def endless(self) -> "Work":
-        """Return the same work without an end: for `rehearse`."""
+        """Return the same work without an end, for `rehearse`."""
         plan = replace(self.plan, total_steps=ENDLESS)
         return replace(self, plan=replace(plan, epochs=0) if plan.is_stream else plan)
 
@@ -146,7 +143,7 @@ def is_done(work: Work, state: State) -> bool:
 
 
 def close_epoch(work: Work, state: State) -> None:
-    """Count an epoch that is trained and evaluated; the next one begins."""
+    """Count an epoch that is trained and evaluated; begin the next."""
     position = state.position
     position.epoch, position.step_in_epoch = position.epoch + 1, 0
     position.stream_ended, position.samples_before = False, position.samples
