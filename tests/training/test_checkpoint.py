@@ -395,7 +395,7 @@ def test_checkpoints_come_by_steps_by_epochs_and_by_minutes_and_at_the_end(tmp_p
 def test_the_minutes_to_a_checkpoint_count_from_the_one_before(monkeypatch):
     clock = itertools.count(0.0, 25.0)  # each look at the clock is 25 seconds after the last
     monkeypatch.setattr(stopping, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    minutes = stopping.Minutes(1.0)
+    minutes = stopping.SaveTimer(1.0)
     due = []
     for _ in range(7):
         due.append(minutes.passed())
