@@ -53,7 +53,7 @@ def test_verify_points_to_loss_terms_where_a_mean_over_words_lacks_them(tmp_path
     recipe.write_text(text.replace("    loss_terms=", "    # loss_terms="))
     found = verified(recipe, *SMALL["padded_text"], folder=tmp_path / "ranks")
     assert not found.same
-    assert differing(found)["2 ranks"] == loss.CAUSE
+    assert differing(found)["2 ranks"] == loss.NOT_A_MEAN
     assert "loss_terms" in check(found, "loss").cause.advice
 
 

@@ -11,7 +11,7 @@ from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.session.request import Request
 from samestep.verification.evidence import Check, Evidence
-from samestep.verification.in_parent import Verification, gather, judge_evidence
+from samestep.verification.verify_recipe import Verification, gather, judge_evidence
 from tests.processes import start_ranks
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from samestep.commands.verify import parse
@@ -12,21 +13,26 @@ from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.verification.all_rows import judge, plan_trainings
 from samestep.verification.evidence import Check, Evidence
-from samestep.verification.exchange import RankReport, RecipeFacts, encoded
-from samestep.verification.few_samples import cut_down, num_samples
+from samestep.verification.few_samples import choose_training_size, cut_down, num_samples
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.rows.processes import Computed, Kept
-from samestep.verification.short_trainings import plan_starts
+from samestep.verification.rows.loss import LossOfParts
+from samestep.verification.rows.model import KeptCall, ProcessOutputs
+from samestep.verification.short_trainings import RankReport, RecipeFacts, plan_starts
 from samestep.verification.trace import Trace
-from samestep.verification.training_size import choose_training_size
 
 
-def computed(**changes: Any) -> Computed:
+def kept_call(name: str, given: list[float], made: list[float]) -> KeptCall:
+    """Return a call of a module with one input and one output."""
+    return KeptCall(name, [np.array(given)], [np.array(made)])
+
+
+def computed(**changes: Any) -> ProcessOutputs:
     """Return what each process makes of its model and of some samples, or something else."""
-    calls = [Kept("first", [[1.0, 2.0]], [[3.0]]), Kept("", [[1.0, 2.0]], [[4.0]])]
-    calls.append(Kept("the loss", [[4.0]], [[0.5]]))
-    known = {"model": "Net", "weights": {"first.weight": [5.0, 3.0, 4.0]}, "samples": ["a", "b"]}
-    return Computed(**{**known, "calls": calls, **changes})
+    calls = [kept_call("first", [1.0, 2.0], [3.0]), kept_call("", [1.0, 2.0], [4.0])]
+    calls.append(kept_call("the loss", [4.0], [0.5]))
+    weights = {"first.weight": np.array([5.0, 3.0, 4.0])}
+    known = {"model": "Net", "weights": weights, "samples": ["a", "b"]}
+    return ProcessOutputs(**{**known, "calls": calls, **changes})
 
 
 def trace(facts: RecipeFacts, rank: int = 0, world_size: int = 1) -> Trace:
@@ -38,7 +44,7 @@ def trace(facts: RecipeFacts, rank: int = 0, world_size: int = 1) -> Trace:
         rows = size.rest if step == size.uneven_step else size.global_batch
         return [f"{step}.{row}" for row in share(range(rows), rank, world_size)]
 
-    values = {"first.weight": torch.tensor([5.0, 3.0, 4.0], dtype=torch.float64)}
+    values = {"first.weight": np.array([5.0, 3.0, 4.0])}
     evaluation = {"loss": 0.7, "accuracy": 0.5}
     return Trace(
         losses={step: 1 / step for step in steps},
@@ -71,21 +77,21 @@ def with_facts(evidence: Evidence, *, present: frozenset = frozenset(), **found:
         present: the kinds of draws that the recipe has.
         found: row, with `_` for a space → what its experiment found.
     """
-    kept = {name.replace("_", " "): encoded(value) for name, value in found.items()}
+    kept = {name.replace("_", " "): value for name, value in found.items()}
     facts = replace(
-        evidence.facts, present=present, found={"loss": encoded((0.0, 0.0, False)), **kept}
+        evidence.facts,
+        present=present,
+        found={"loss": LossOfParts(0.0, 0.0, adds_up=False), **kept},
     )
     traces, reports = {}, {}
     for start in evidence.starts:
         ranks = range(start.world_size)
         for training in plan_trainings(start, facts, evidence.chosen):
             traces[start.place, training.name] = [trace(facts, r, start.world_size) for r in ranks]
-        on_ranks = {"order": encoded(["a", "b"]), "metrics": encoded({})}
-        on_ranks["processes"] = encoded(computed())
+        on_ranks = {"order": ["a", "b"], "metrics": {}}
+        on_ranks["processes"] = computed()
         reports[start.place] = [RankReport(num_samples=60, found=dict(on_ranks)) for _ in ranks]
-    reports[evidence.starts[-1].place][0].found["one device"] = encoded(
-        {"loss": 0.7, "accuracy": 0.5}
-    )
+    reports[evidence.starts[-1].place][0].found["one device"] = {"loss": 0.7, "accuracy": 0.5}
     return replace(evidence, facts=facts, traces=traces, reports=reports)
 
 

@@ -1,43 +1,34 @@
 """The rows of the table on made-up evidence: what they call the same, and the cause they name."""
 
 import copy
-import importlib
 import math
-import pkgutil
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from samestep.verification import rows
-from samestep.verification.all_rows import ROWS, UNKNOWN, plan_trainings
-from samestep.verification.evidence import OWN_PRECISION
-from samestep.verification.exchange import RankFailure, encoded
-from samestep.verification.module_outputs import ModuleCall, first_at_fault
-from samestep.verification.rows import (
-    accumulation,
-    augmentation,
-    batchnorm,
-    dropout,
-    last_batch,
-    loss,
-    metrics,
-    one_writer,
-    processes,
-    sample_order,
-    samples_apart,
-    state,
-    unused_parameters,
+from samestep.verification.all_rows import UNKNOWN, plan_trainings
+from samestep.verification.module_outputs import ModuleCall, ModuleDifference, first_at_fault
+from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
+from samestep.verification.rows.data import Changes
+from samestep.verification.rows.loss import LossOfParts
+from samestep.verification.rows.model import BatchInfluence
+from samestep.verification.rows.one_writer import RecipeOutput
+from samestep.verification.rows.state import Hidden, OutsideState
+from samestep.verification.short_trainings import (
+    MAIN,
+    NUDGED,
+    OWN_PRECISION,
+    RankFailure,
+    plan_starts,
 )
-from samestep.verification.rows.processes import Kept
-from samestep.verification.short_trainings import MAIN, NUDGED, plan_starts
-from tests.verification.made_up import causes, checks, computed, undisturbed
+from tests.verification.made_up import causes, checks, computed, kept_call, undisturbed
 
-SUM = (0.5, 0.25, True)
-MODULE = ("1", 0.5)
-COMPANY = (MODULE, [])
-OUTSIDE = {"generators": [], "own_generators": [], "remembers": None}
+SUM = LossOfParts(0.5, 0.25, adds_up=True)
+MODULE = ModuleDifference("1", 0.5)
+OUTSIDE = OutsideState(generators=[], own_generators=[], remembers=None)
 
 
 def losses_apart(evidence, training=MAIN, place=1):
@@ -62,7 +53,7 @@ def on_rank(evidence, row, *found, place=1):
     """Let the ranks of a start, the first ones first, find something else."""
     reports = copy.deepcopy(evidence.reports)
     for report, value in zip(reports[place], found, strict=False):
-        report.found[row] = encoded(value)
+        report.found[row] = value
     return replace(evidence, reports=reports)
 
 
@@ -86,14 +77,6 @@ def test_an_undisturbed_training_is_the_same_in_every_row():
     assert found["stop and resume"].compared.endswith(": ranks 1→2, 2→3, 3→1")
 
 
-def test_every_file_of_a_row_is_in_the_table_with_a_name_of_its_own():
-    names = [f"{rows.__name__}.{found.name}" for found in pkgutil.iter_modules(rows.__path__)]
-    modules = [importlib.import_module(name) for name in names]
-    defined = {module.ROW.name for module in modules if hasattr(module, "ROW")}
-    assert len(defined) == len(modules) - 1, "left_free alone is shared by rows, and is none"
-    assert sorted(row.name for row in ROWS) == sorted(defined)
-
-
 @pytest.mark.parametrize(("moves", "allowed"), [(1e-9, 1e-5), (1e-5, 3e-4), (0.1, 1e-2)])
 def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(moves, allowed):
     evidence = undisturbed()
@@ -111,7 +94,7 @@ def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(m
     ("hidden", "cause", "status"),
     [
         ({"optimizer": ["the optimizer's moved"]}, state.OPTIMIZER, "note"),
-        ({"kept": ["the model's calls"]}, state.CAUSE, "note"),
+        ({"kept": ["the model's calls"]}, state.OUTSIDE_MODULE, "note"),
         ({"learned": ["the loss's scale"]}, state.LEARNED, "note"),
         ({"draws": ["torch (a.py:3)"]}, state.DRAWS, "same"),
         ({"asks": {"time.time()": "a.py:3"}}, UNKNOWN, "same"),
@@ -120,21 +103,21 @@ def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(m
 def test_what_is_hidden_explains_what_nothing_else_does_and_is_no_difference_itself(
     hidden, cause, status
 ):
-    evidence = undisturbed(state=OUTSIDE | {"hidden": hidden})
+    evidence = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)))
     assert causes(evidence) == {}
     assert checks(evidence)["state"].status == status
     assert causes(losses_apart(evidence, "resumed")) == {"stop and resume": cause}
-    known = undisturbed(state=OUTSIDE | {"hidden": hidden}, loss=SUM)
-    assert causes(losses_apart(known))["2 ranks"] == loss.CAUSE
+    known = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)), loss=SUM)
+    assert causes(losses_apart(known))["2 ranks"] == loss.NOT_A_MEAN
 
 
 def test_all_ranks_of_a_size_may_differ_from_one_process():
-    times_two = [*computed().calls[:2], Kept("the loss", [[4.0]], [[1.0]])]
-    asks = {"asks": {"get_world_size()": "a.py:3"}}
-    evidence = undisturbed(state=OUTSIDE | {"hidden": asks})
+    times_two = [*computed().calls[:2], kept_call("the loss", [4.0], [1.0])]
+    asks = Hidden(asks={"get_world_size()": "a.py:3"})
+    evidence = undisturbed(state=replace(OUTSIDE, hidden=asks))
     evidence = on_rank(evidence, "processes", *[computed(calls=times_two)] * 2)
     quick = replace(evidence, reports={k: v for k, v in evidence.reports.items() if k < 2})
-    assert causes(quick) == {"processes": processes.RANK}
+    assert causes(quick) == {"processes": model.BY_RANK}
     assert "get_world_size() in a.py:3" in checks(quick)["processes"].cause.why
 
 
@@ -148,13 +131,13 @@ def test_one_size_alone_skips_what_needs_several_ranks():
 @pytest.mark.parametrize(
     ("row", "found", "cause"),
     [
-        ("augmentation", ("augment", False), augmentation.CAUSE),
-        ("loss", SUM, loss.CAUSE),
-        ("loss", (0.0, 0.5, False), last_batch.CAUSE),
-        ("state", OUTSIDE | {"remembers": MODULE}, state.CAUSE),
-        ("state", OUTSIDE | {"loss": 0.25}, state.IN_LOSS),
-        ("samples apart", COMPANY, samples_apart.CAUSE),
-        ("samples apart", (None, ["mean"]), samples_apart.BUFFERS),
+        ("augmentation", Changes("augment", batchwise=False), data.UNKEYED),
+        ("loss", SUM, loss.NOT_A_MEAN),
+        ("loss", LossOfParts(0.0, 0.5, adds_up=False), loss.UNEVEN_BATCH),
+        ("state", replace(OUTSIDE, remembers=MODULE), state.OUTSIDE_MODULE),
+        ("state", replace(OUTSIDE, loss=0.25), state.IN_LOSS),
+        ("samples apart", BatchInfluence(MODULE), model.MIXED),
+        ("samples apart", BatchInfluence(None, ["mean"]), model.BUFFERS),
         ("metrics", {}, UNKNOWN),
     ],
 )
@@ -166,8 +149,8 @@ def test_a_difference_of_training_has_the_cause_that_the_experiments_found(row, 
 
 
 def test_a_cause_without_a_difference_is_named_by_its_own_row_alone():
-    assert causes(undisturbed(loss=SUM)) == {"loss": loss.CAUSE}
-    assert causes(undisturbed(parameters=["spare.bias"])) == {"parameters": unused_parameters.CAUSE}
+    assert causes(undisturbed(loss=SUM)) == {"loss": loss.NOT_A_MEAN}
+    assert causes(undisturbed(parameters=["spare.bias"])) == {"parameters": model.UNUSED}
 
 
 def test_parameters_may_be_unused_where_the_ranks_are_told_so():
@@ -177,8 +160,10 @@ def test_parameters_may_be_unused_where_the_ranks_are_told_so():
 
 
 def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
-    found = undisturbed(state=OUTSIDE | {"remembers": MODULE}, samples_apart=COMPANY)
-    assert causes(found) == {"state": state.CAUSE}
+    found = undisturbed(
+        state=replace(OUTSIDE, remembers=MODULE), samples_apart=BatchInfluence(MODULE)
+    )
+    assert causes(found) == {"state": state.OUTSIDE_MODULE}
 
 
 @pytest.mark.parametrize(
@@ -198,9 +183,9 @@ def test_each_short_training_decides_its_own_row(training, row):
 @pytest.mark.parametrize(
     ("kind", "row", "found", "cause"),
     [
-        ("batchnorm", "BatchNorm", ["1"], batchnorm.CAUSE),
-        ("dropout", "dropout", {"rand": "model.py:3"}, dropout.CAUSE),
-        ("state", "state", OUTSIDE | {"generators": ["Python's random"]}, state.CAUSE),
+        ("batchnorm", "BatchNorm", ["1"], trainings.BATCHNORM_CAUSE),
+        ("dropout", "dropout", {"rand": "model.py:3"}, trainings.DROPOUT_CAUSE),
+        ("state", "state", replace(OUTSIDE, generators=["Python's random"]), state.OUTSIDE_MODULE),
     ],
 )
 def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row, found, cause):
@@ -217,9 +202,9 @@ def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row,
 
 
 def test_a_generator_of_ones_own_is_no_matter_of_what_is_accepted():
-    found = undisturbed(state=OUTSIDE | {"own_generators": ["model.py:3"]})
+    found = undisturbed(state=replace(OUTSIDE, own_generators=["model.py:3"]))
     found = replace(found, accepts=frozenset({"dropout", "batchnorm"}))
-    assert causes(found) == {"state": state.CAUSE}
+    assert causes(found) == {"state": state.OUTSIDE_MODULE}
     assert "model.py:3" in checks(found)["state"].cause.why
 
 
@@ -244,21 +229,21 @@ def test_ranks_that_end_with_other_weights_differ_even_where_losses_decide():
 
 def test_other_samples_in_the_same_places_are_an_order():
     evidence = losses_apart(undisturbed())
-    both = dict.fromkeys(("2 ranks", "order"), sample_order.CAUSE.name)
+    both = dict.fromkeys(("2 ranks", "order"), data.OTHER_ORDER.name)
     assert causes(on_rank(evidence, "order", ["b", "a"])) == both
 
 
 def test_other_values_on_every_rank_but_the_first_are_data_that_reads_the_rank():
     evidence = on_rank(undisturbed(), "order", ["a", "b"], ["c", "d"])
-    assert causes(evidence) == {"order": sample_order.RANK}
+    assert causes(evidence) == {"order": data.BY_RANK}
     assert "rank 1 of 2" in checks(evidence)["order"].cause.why
 
 
 def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
-    moved = undisturbed(samples_apart=(None, [], ["first.weight_u"]))
+    moved = undisturbed(samples_apart=BatchInfluence(None, [], ["first.weight_u"]))
     assert causes(moved) == {}
     evidence = losses_apart(moved, "accumulated")
-    assert causes(evidence) == {"accumulation": accumulation.MOVED}
+    assert causes(evidence) == {"accumulation": trainings.MOVED_BUFFER}
     assert "first.weight_u" in checks(evidence)["accumulation"].cause.why
     both = losses_apart(evidence)
     assert causes(both) == dict.fromkeys(("2 ranks", "accumulation"), UNKNOWN)
@@ -295,7 +280,7 @@ def test_a_metric_that_differs_is_told_from_a_loss_that_does(across):
     if across:
         assert causes(differs) == {"metrics": UNKNOWN}
         differs = on_rank(differs, "metrics", {"accuracy": 0.25})
-    assert causes(differs) == {"metrics": metrics.CAUSE}
+    assert causes(differs) == {"metrics": metrics.AVERAGED}
 
 
 def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself():
@@ -307,7 +292,7 @@ def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself(
 
 def test_a_metric_over_the_batch_differs_though_the_model_gives_all_samples_one_class():
     """F1 is 0 on every rank as long as no sample is predicted to be positive."""
-    assert causes(undisturbed(metrics={"f1": 0.25})) == {"metrics": metrics.CAUSE}
+    assert causes(undisturbed(metrics={"f1": 0.25})) == {"metrics": metrics.AVERAGED}
     found = replace(undisturbed(metrics={"f1": 0.25}), tolerance=0.1)
     assert checks(found)["metrics"].status == "note"
 
@@ -322,17 +307,17 @@ def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_sam
 
 
 def test_initial_weights_of_another_process_are_named_with_their_parameter_and_rank():
-    other = computed(weights={"first.weight": [5.0, 4.0, 3.0]})
+    other = computed(weights={"first.weight": np.array([5.0, 4.0, 3.0])})
     evidence = on_rank(undisturbed(), "processes", computed(), other)
-    assert causes(evidence) == {"processes": processes.WEIGHTS}
+    assert causes(evidence) == {"processes": model.INITIAL_WEIGHTS}
     why = checks(evidence)["processes"].cause.why
     assert "first.weight" in why
     assert "rank 1 of 2" in why
-    assert causes(losses_apart(evidence))["2 ranks"] == processes.WEIGHTS
+    assert causes(losses_apart(evidence))["2 ranks"] == model.INITIAL_WEIGHTS
 
 
-FORWARD = [Kept("first", [[1.0, 2.0]], [[3.0]]), Kept("", [[1.0, 2.0]], [[4.5]])]
-LOSS = [*computed().calls[:2], Kept("the loss", [[4.0]], [[0.7]])]
+FORWARD = [kept_call("first", [1.0, 2.0], [3.0]), kept_call("", [1.0, 2.0], [4.5])]
+LOSS = [*computed().calls[:2], kept_call("the loss", [4.0], [0.7])]
 
 
 @pytest.mark.parametrize(("calls", "named"), [(FORWARD, "Net"), (LOSS, "the loss")])
@@ -340,12 +325,12 @@ def test_what_a_rank_computes_otherwise_is_named_with_the_module(calls, named):
     evidence = on_rank(
         undisturbed(), "processes", computed(), computed(calls=[*calls, LOSS[2]][:3])
     )
-    assert causes(evidence) == {"processes": processes.RANK}
+    assert causes(evidence) == {"processes": model.BY_RANK}
     why = checks(evidence)["processes"].cause.why
     assert why.startswith(f"{named} gives rank 1 of 2 ")
     other_samples = computed(calls=[*calls, LOSS[2]][:3], samples=["c", "d"])
     assert causes(on_rank(undisturbed(), "processes", computed(), other_samples)) == {}
-    remembers = undisturbed(state=OUTSIDE | {"remembers": MODULE})
+    remembers = undisturbed(state=replace(OUTSIDE, remembers=MODULE))
     changed = on_rank(remembers, "processes", computed(), computed(calls=calls))
     assert set(causes(changed)) == {"state"}
 
@@ -367,7 +352,7 @@ def test_a_module_that_is_given_something_else_is_not_blamed_for_what_it_makes_o
 
 
 def test_a_loss_with_a_state_is_not_called_one_that_is_no_mean():
-    found = undisturbed(state=OUTSIDE | {"loss": 0.25}, loss=SUM)
+    found = undisturbed(state=replace(OUTSIDE, loss=0.25), loss=SUM)
     assert causes(found) == {"state": state.IN_LOSS}
     assert checks(found)["loss"].status == "skipped"
 
@@ -377,7 +362,7 @@ def test_lengths_that_differ_are_named_with_the_lengths_and_their_ranks():
     reports = copy.deepcopy(evidence.reports)
     reports[1][1].num_samples = 59
     found = checks(replace(evidence, reports=reports))["order"]
-    assert found.cause.name == sample_order.LENGTHS
+    assert found.cause.name == data.LENGTHS
     assert re.findall(r"rank \d of \d holds \d+", found.cause.why) == [
         "rank 0 of 2 holds 60",
         "rank 1 of 2 holds 59",
@@ -415,13 +400,13 @@ def test_a_checkpoint_that_one_device_evaluates_otherwise_is_a_difference():
 
 
 def test_a_file_of_two_ranks_is_a_difference_and_what_they_print_a_note():
-    outputs = [{"printed": {"a.py:1": "hello"}, "written": {f"/x/{k}": "a.py:2"}} for k in "ab"]
-    found = checks(on_rank(undisturbed(), one_writer.NAME, *outputs))["one writer"]
+    outputs = [RecipeOutput({"a.py:1": "hello"}, {f"/x/{k}": "a.py:2"}) for k in "ab"]
+    found = checks(on_rank(undisturbed(), one_writer.ONE_WRITER.name, *outputs))["one writer"]
     assert found.status == "note"
     assert "a.py:1" in found.cause.why
     assert "'hello'" in found.cause.why
     files = {"/x/a": "a.py:2", "/x/b": "a.py:3"}
-    both = on_rank(undisturbed(), one_writer.NAME, *[{"printed": {}, "written": files}] * 2)
+    both = on_rank(undisturbed(), one_writer.ONE_WRITER.name, *[RecipeOutput(written=files)] * 2)
     assert causes(both) == {"one writer": "every rank writes"}
     why = checks(both)["one writer"].cause.why
     assert "a.py:2 writes /x/a and 1 more file " in why
@@ -430,7 +415,7 @@ def test_a_file_of_two_ranks_is_a_difference_and_what_they_print_a_note():
 @pytest.mark.parametrize(
     ("message", "cause"),
     [
-        ("finished reduction in the prior iteration", unused_parameters.CAUSE),
+        ("finished reduction in the prior iteration", model.UNUSED),
         ("The ranks loaded data of different sizes", "order"),
         ("RuntimeError: it broke", None),
     ],
@@ -445,9 +430,9 @@ def test_a_failure_in_the_uneven_step_is_the_last_batchs_unless_the_message_says
     evidence = undisturbed()
     step = evidence.facts.size.uneven_step
     found = checks(failing(evidence, MAIN, step=step))["2 ranks"]
-    assert (found.first_step, found.cause.name) == (step, last_batch.CAUSE)
+    assert (found.first_step, found.cause.name) == (step, loss.UNEVEN_BATCH)
     said = failing(evidence, MAIN, step=step, message="find_unused_parameters=True")
-    assert checks(said)["2 ranks"].cause.name == unused_parameters.CAUSE
+    assert checks(said)["2 ranks"].cause.name == model.UNUSED
 
 
 def test_without_the_training_of_one_process_there_is_one_row():
@@ -475,7 +460,10 @@ def test_the_last_batch_fails_alone_or_with_one_sample_alone(fails, status):
 
 
 def test_a_loss_that_is_bent_in_full_batches_says_nothing_of_the_last_one():
-    assert checks(undisturbed(loss=(0.5, 0.5, False)))["last batch"].status == "skipped"
+    assert (
+        checks(undisturbed(loss=LossOfParts(0.5, 0.5, adds_up=False)))["last batch"].status
+        == "skipped"
+    )
 
 
 def test_the_decisive_training_comes_first_and_a_closing_start_only_resumes():

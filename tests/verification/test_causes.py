@@ -5,20 +5,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UserError
-from samestep.verification.rows import (
-    augmentation,
-    batchnorm,
-    dropout,
-    last_batch,
-    loss,
-    metrics,
-    one_writer,
-    processes,
-    sample_order,
-    samples_apart,
-    state,
-    unused_parameters,
-)
+from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
 from tests.verification import planted
 from tests.verification.forked import check, differing, gathered, verified
 
@@ -27,25 +14,25 @@ TRAINING = ("2 ranks", "fp32", "accumulation", "stop and resume")
 # process finds out about a recipe is in test_experiments.py, and how rows are judged in
 # test_all_rows.py.
 ROWS = {
-    "AUGMENT": dict.fromkeys((*TRAINING, "augmentation"), augmentation.CAUSE),
-    "F1": {"metrics": metrics.CAUSE},
-    "OTHER_WEIGHTS": dict.fromkeys((*TRAINING, "processes", "metrics"), processes.WEIGHTS),
+    "AUGMENT": dict.fromkeys((*TRAINING, "augmentation"), data.UNKEYED),
+    "F1": {"metrics": metrics.AVERAGED},
+    "OTHER_WEIGHTS": dict.fromkeys((*TRAINING, "processes", "metrics"), model.INITIAL_WEIGHTS),
     "RANK_IN_FORWARD": dict.fromkeys(
         ("2 ranks", "fp32", "accumulation", "stop and resume", "processes", "metrics"),
-        processes.RANK,
+        model.BY_RANK,
     ),
     "STATE_IN_LOSS": dict.fromkeys((*TRAINING, "state", "metrics"), state.IN_LOSS),
     "EMA": dict.fromkeys(
-        ("2 ranks", "accumulation", "stop and resume", "samples apart"), samples_apart.BUFFERS
+        ("2 ranks", "accumulation", "stop and resume", "samples apart"), model.BUFFERS
     ),
-    "METRIC_OVER_RANKS": {"metrics": metrics.CAUSE},
-    "ORDER": dict.fromkeys((*TRAINING, "order"), sample_order.CAUSE.name),
-    "UNUSED": {"parameters": unused_parameters.CAUSE},
-    "PYTHONS_RANDOM": {"state": state.CAUSE},
+    "METRIC_OVER_RANKS": {"metrics": metrics.AVERAGED},
+    "ORDER": dict.fromkeys((*TRAINING, "order"), data.OTHER_ORDER.name),
+    "UNUSED": {"parameters": model.UNUSED},
+    "PYTHONS_RANDOM": {"state": state.OUTSIDE_MODULE},
     "COUNTER": dict.fromkeys(
-        ("accumulation", "stop and resume", "state", "one device"), state.CAUSE
+        ("accumulation", "stop and resume", "state", "one device"), state.OUTSIDE_MODULE
     ),
-    "MIXES": dict.fromkeys((*TRAINING, "samples apart", "metrics"), samples_apart.CAUSE),
+    "MIXES": dict.fromkeys((*TRAINING, "samples apart", "metrics"), model.MIXED),
     "WRITES_OF_ITS_OWN": {},
 }
 
@@ -62,7 +49,7 @@ def test_what_is_planted_is_found_and_named_and_nothing_else(name, tmp_path, mon
 def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
     recipe = planted.write(tmp_path, planted.FIXED_SHAPE, name="p_fixed.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8)
-    assert differing(report) == {"one process": last_batch.CAUSE}
+    assert differing(report) == {"one process": loss.UNEVEN_BATCH}
     (found,) = report.checks
     assert found.first_step == report.facts.size.uneven_step
     assert planted.line_of(recipe, "reshape") in found.cause.why
@@ -71,14 +58,14 @@ def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
 def test_a_loss_that_is_bent_for_few_samples_is_the_last_uneven_batchs(tmp_path):
     recipe = planted.write(tmp_path, planted.LAST_BENT, name="p_bent.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8)
-    assert differing(report) == dict.fromkeys((*TRAINING, "last batch"), last_batch.CAUSE)
+    assert differing(report) == dict.fromkeys((*TRAINING, "last batch"), loss.UNEVEN_BATCH)
     assert check(report, "2 ranks").first_step == report.facts.size.uneven_step
 
 
 def test_parameters_that_only_some_steps_use_are_named_where_ranks_fail(tmp_path):
     recipe = planted.write(tmp_path, planted.UNUSED_AT_TIMES, name="p_times.py")
     found = check(verified(recipe, folder=tmp_path / "ranks"), "2 ranks")
-    assert found.cause.name == unused_parameters.CAUSE
+    assert found.cause.name == model.UNUSED
     assert found.failure is not None
 
 
@@ -98,15 +85,18 @@ def test_a_weighted_loss_is_the_same_training_over_its_terms(tmp_path):
 def test_ranks_that_hold_other_numbers_of_samples_are_told_of(tmp_path):
     recipe = planted.write(tmp_path, planted.SIZES, name="p_sizes.py")
     report = verified(recipe, folder=tmp_path / "ranks")
-    assert check(report, "order").cause.name == sample_order.LENGTHS
-    assert check(report, "2 ranks").cause.name == sample_order.LENGTHS
+    assert check(report, "order").cause.name == data.LENGTHS
+    assert check(report, "2 ranks").cause.name == data.LENGTHS
     assert "rank 1 of 2 holds 59" in check(report, "2 ranks").cause.why
 
 
 def test_draws_and_batch_norm_are_found_apart_and_may_be_accepted(tmp_path):
     recipe = planted.write(tmp_path, planted.BOTH, name="p_both.py")
     left = gathered(recipe, folder=tmp_path / "ranks")
-    assert differing(left.judged()) == {"BatchNorm": batchnorm.CAUSE, "dropout": dropout.CAUSE}
+    assert differing(left.judged()) == {
+        "BatchNorm": trainings.BATCHNORM_CAUSE,
+        "dropout": trainings.DROPOUT_CAUSE,
+    }
     report = left.judged(accept=("batchnorm", "dropout"))
     assert report.same
     for name in ("BatchNorm", "dropout"):
@@ -120,7 +110,7 @@ def test_a_recipe_accepts_by_itself_and_hides_no_other_cause(tmp_path):
     recipe = planted.write(tmp_path, text, name="p_accepts.py")
     report = verified(recipe, folder=tmp_path / "ranks")
     assert check(report, "dropout").status == "accepted"
-    assert differing(report) == dict.fromkeys((*TRAINING, "loss", "metrics"), loss.CAUSE)
+    assert differing(report) == dict.fromkeys((*TRAINING, "loss", "metrics"), loss.NOT_A_MEAN)
     for row in report.checks:
         if row.status == "same" and row.difference is not None:
             assert row.difference <= row.tolerance, row.name
@@ -135,7 +125,7 @@ def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):
     assert (found.first_step, found.first_parameter) == (1, "line.weight")
     assert found.difference > found.tolerance
     strict = left.judged(tolerance=1e-6)
-    assert differing(strict) == {"dropout": dropout.CAUSE}
+    assert differing(strict) == {"dropout": trainings.DROPOUT_CAUSE}
     report = left.judged(tolerance=0.9)
     assert report.same
     assert check(report, "dropout").tolerance == 0.9
@@ -145,9 +135,12 @@ def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):
 def test_a_generator_of_ones_own_is_told_with_its_line_whatever_is_accepted(tmp_path):
     recipe = planted.write(tmp_path, planted.OWN_GENERATOR, name="p_generator.py")
     left = gathered(recipe, folder=tmp_path / "ranks")
-    assert differing(left.judged()) == {"dropout": dropout.CAUSE, "state": state.CAUSE}
+    assert differing(left.judged()) == {
+        "dropout": trainings.DROPOUT_CAUSE,
+        "state": state.OUTSIDE_MODULE,
+    }
     report = left.judged(accept=("dropout",))
-    assert differing(report) == {"state": state.CAUSE}
+    assert differing(report) == {"state": state.OUTSIDE_MODULE}
     assert planted.line_of(recipe, "generator=g,") in check(report, "state").cause.why
 
 
@@ -158,10 +151,10 @@ def test_files_that_every_rank_writes_and_what_they_print_are_told_with_their_li
     monkeypatch.chdir(disk)
     recipe = planted.write(disk, both, name="p_writes.py")
     report = verified(recipe, folder=disk / "ranks-writing")
-    assert differing(report) == {one_writer.NAME: "every rank writes"}
+    assert differing(report) == {one_writer.ONE_WRITER.name: "every rank writes"}
     recipe = planted.write(disk, planted.PRINTS, name="p_prints.py")
     report = verified(recipe, folder=disk / "ranks")
-    found = check(report, one_writer.NAME)
+    found = check(report, one_writer.ONE_WRITER.name)
     assert (report.same, found.status) == (True, "note")
     assert planted.line_of(recipe, "print(") in found.cause.why
     assert "'reading data'" in found.cause.why
@@ -170,7 +163,7 @@ def test_files_that_every_rank_writes_and_what_they_print_are_told_with_their_li
 def test_without_float64_what_rounding_does_is_measured_and_noise_of_a_thousandth_is_seen(tmp_path):
     recipe = planted.write(tmp_path, planted.SINGLE, name="p_single.py")
     report = verified(recipe, folder=tmp_path / "ranks")
-    assert differing(report) == {"dropout": dropout.CAUSE}
+    assert differing(report) == {"dropout": trainings.DROPOUT_CAUSE}
     assert report.facts.exact == "fp32"
     assert "TypeError" in report.facts.inexact
     noise, measure = check(report, "dropout"), check(report, "rounding")
@@ -228,6 +221,6 @@ def test_nothing_is_left_behind_by_a_training_that_is_the_same(tmp_path, monkeyp
     recipe = planted.write(tmp_path, planted.OWN_FORWARD, name="p_left.py")
     report = verified(recipe, folder=tmp_path / "ranks")
     assert differing(report) == {}
-    assert check(report, one_writer.NAME).status == "same"
+    assert check(report, one_writer.ONE_WRITER.name).status == "same"
     assert not list(home.iterdir())
     assert not list(Path().iterdir())

@@ -2,20 +2,19 @@
 
 import math
 
+import numpy as np
 import pytest
-import torch
 
 from samestep.verification.difference import difference, evaluations_apart, relative, worst
-from samestep.verification.trace import Trace
+from samestep.verification.trace import Trace, Values
 
 
-def values(*numbers: float) -> torch.Tensor:
+def values(*numbers: float) -> Values:
     """Return a norm and its values, as a trace keeps them."""
-    tensor = torch.tensor(numbers, dtype=torch.float64)
-    return torch.cat([tensor.norm().reshape(1), tensor])
+    return np.array([np.linalg.norm(numbers), *numbers])
 
 
-def trace(steps: int = 3, **more: torch.Tensor) -> Trace:
+def trace(steps: int = 3, **more: Values) -> Trace:
     gradients = {"first": values(1.0, -2.0), "second": values(0.5), **more}
     return Trace(
         losses={step: 1.0 / step for step in range(1, steps + 1)},

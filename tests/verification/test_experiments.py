@@ -8,20 +8,9 @@ import torch
 
 from samestep.errors import UserError
 from samestep.verification.all_rows import look
-from samestep.verification.exchange import decoded
-from samestep.verification.hidden import find_hidden
 from samestep.verification.recipe_under_test import exact_precision
-from samestep.verification.rows import (
-    augmentation,
-    batchnorm,
-    dropout,
-    last_batch,
-    loss,
-    metrics,
-    samples_apart,
-    state,
-    unused_parameters,
-)
+from samestep.verification.rows import data, loss, metrics, model, state, trainings
+from samestep.verification.rows.state import find_hidden
 from tests.verification import planted
 from tests.verification.made_up import causes, recipe_under_test, undisturbed, with_facts
 
@@ -31,37 +20,37 @@ FOUND = {
     "DROPOUT": ({"dropout"}, {}),
     "FUNCTIONAL": ({"dropout"}, {}),
     "BOTH": ({"batchnorm", "dropout"}, {}),
-    "AUGMENT": (set(), {"augmentation": augmentation.CAUSE}),
-    "AUGMENT_WHOLE_BATCH": (set(), {"augmentation": augmentation.CAUSE}),
-    "TRANSFORM": (set(), {"augmentation": augmentation.CAUSE}),
-    "DATASET": (set(), {"augmentation": augmentation.CAUSE}),
-    "LOSS_SUM": (set(), {"loss": loss.CAUSE}),
-    "LOSS_WEIGHTED": (set(), {"loss": loss.CAUSE}),
+    "AUGMENT": (set(), {"augmentation": data.UNKEYED}),
+    "AUGMENT_WHOLE_BATCH": (set(), {"augmentation": data.UNKEYED}),
+    "TRANSFORM": (set(), {"augmentation": data.UNKEYED}),
+    "DATASET": (set(), {"augmentation": data.UNKEYED}),
+    "LOSS_SUM": (set(), {"loss": loss.NOT_A_MEAN}),
+    "LOSS_WEIGHTED": (set(), {"loss": loss.NOT_A_MEAN}),
     "LOSS_OF_TERMS": (set(), {}),
     "OTHER_TERMS": (set(), {"loss": loss.OF_TERMS}),
-    "LAST_BENT": (set(), {"last batch": last_batch.CAUSE}),
+    "LAST_BENT": (set(), {"last batch": loss.UNEVEN_BATCH}),
     "CONTRAST": (set(), {"loss": loss.OF_BATCH}),
-    "CARRIED": (set(), {"state": state.CAUSE}),
-    "BANK": (set(), {"state": state.CAUSE}),
-    "RUNNING_MEAN": (set(), {"state": state.CAUSE}),
-    "NUMPY_GENERATOR": (set(), {"state": state.CAUSE}),
+    "CARRIED": (set(), {"state": state.OUTSIDE_MODULE}),
+    "BANK": (set(), {"state": state.OUTSIDE_MODULE}),
+    "RUNNING_MEAN": (set(), {"state": state.OUTSIDE_MODULE}),
+    "NUMPY_GENERATOR": (set(), {"state": state.OUTSIDE_MODULE}),
     "CLOCK": (set(), {"state": state.CLOCK}),
     "KEEPS_A_MAP": (set(), {}),
     "FLOATS": (set(), {}),
     "SPARSE": (set(), {}),
     "SPECTRAL": (set(), {}),
-    "METRIC_OF_BATCH": (set(), {"metrics": metrics.CAUSE}),
-    "F1": (set(), {"metrics": metrics.CAUSE}),
-    "WHITENING": (set(), {"samples apart": samples_apart.CAUSE}),
-    "EMA": (set(), {"samples apart": samples_apart.BUFFERS}),
+    "METRIC_OF_BATCH": (set(), {"metrics": metrics.AVERAGED}),
+    "F1": (set(), {"metrics": metrics.AVERAGED}),
+    "WHITENING": (set(), {"samples apart": model.MIXED}),
+    "EMA": (set(), {"samples apart": model.BUFFERS}),
     "STATE_IN_LOSS": (set(), {"state": state.IN_LOSS}),
-    "UNUSED": (set(), {"parameters": unused_parameters.CAUSE}),
+    "UNUSED": (set(), {"parameters": model.UNUSED}),
     "PYTHONS_RANDOM": ({"state"}, {}),
     "NUMPYS_RANDOM": ({"state"}, {}),
-    "OWN_GENERATOR": ({"dropout"}, {"state": state.CAUSE}),
+    "OWN_GENERATOR": ({"dropout"}, {"state": state.OUTSIDE_MODULE}),
     "SEEDED_ANEW": ({"dropout"}, {}),
-    "COUNTER": (set(), {"state": state.CAUSE}),
-    "MIXES": (set(), {"samples apart": samples_apart.CAUSE}),
+    "COUNTER": (set(), {"state": state.OUTSIDE_MODULE}),
+    "MIXES": (set(), {"samples apart": model.MIXED}),
     "OWN_FORWARD": (set(), {}),
     "": (set(), {}),
 }
@@ -92,13 +81,13 @@ def test_the_experiments_find_what_is_planted_and_nothing_else(name, tmp_path):
     ],
 )
 def test_the_part_that_changes_a_sample_is_told_apart(name, part, batchwise, tmp_path):
-    found = decoded(looked_at(tmp_path, name).found, augmentation.NAME, augmentation.Changes)
+    found = looked_at(tmp_path, name).found[data.AUGMENTATION.name]
     assert found == (part, batchwise)
 
 
 def test_a_sum_of_losses_is_told_from_a_weighted_mean(tmp_path):
     for name, adds_up in (("LOSS_SUM", True), ("LOSS_WEIGHTED", False)):
-        found = decoded(looked_at(tmp_path, name).found, loss.NAME, loss.LossOfParts)
+        found = looked_at(tmp_path, name).found[loss.LOSS.name]
         assert found.full > 1e-3
         assert found.adds_up is adds_up
 
@@ -106,7 +95,7 @@ def test_a_sum_of_losses_is_told_from_a_weighted_mean(tmp_path):
 def test_a_batch_size_that_is_built_in_fails_with_the_incomplete_batch_and_with_one(tmp_path):
     tested = recipe_under_test(planted.write(tmp_path, planted.FIXED_SHAPE))
     few = replace(tested, size=replace(tested.size, global_batch=8, rest=5))
-    found = decoded(look(few, undisturbed().facts).found, last_batch.NAME, dict[int, str])
+    found = look(few, undisturbed().facts).found[loss.LAST_BATCH.name]
     assert set(found) == {5, 1}
     assert found[5].startswith("RuntimeError: ")
 
@@ -114,35 +103,31 @@ def test_a_batch_size_that_is_built_in_fails_with_the_incomplete_batch_and_with_
 def test_the_line_that_draws_and_the_module_are_named(tmp_path):
     facts = looked_at(tmp_path, "FUNCTIONAL")
     line = planted.line_of(tmp_path / "planted.py", "functional.dropout")
-    assert list(decoded(facts.found, dropout.NAME, dict[str, str]).values()) == [line]
+    assert list(facts.found[trainings.DROPOUT.name].values()) == [line]
     facts = looked_at(tmp_path, "OWN_GENERATOR")
     line = planted.line_of(tmp_path / "planted.py", "generator=g,")
-    assert decoded(facts.found, state.NAME, state.OutsideState).own_generators == [line]
+    assert facts.found[state.STATE.name].own_generators == [line]
     facts = looked_at(tmp_path, "MIXES")
-    found = decoded(facts.found, samples_apart.NAME, samples_apart.Company)
+    found = facts.found[model.SAMPLES_APART.name]
     assert (found.module.module, found.buffers) == ("1", [])
-    found = decoded(
-        looked_at(tmp_path, "WHITENING").found, samples_apart.NAME, samples_apart.Company
-    )
+    found = looked_at(tmp_path, "WHITENING").found[model.SAMPLES_APART.name]
     assert (found.module.module, found.module.before) == ("Whitened", "out")
-    found = decoded(looked_at(tmp_path, "EMA").found, samples_apart.NAME, samples_apart.Company)
+    found = looked_at(tmp_path, "EMA").found[model.SAMPLES_APART.name]
     assert found.buffers == ["mean"]
-    found = decoded(
-        looked_at(tmp_path, "SPECTRAL").found, samples_apart.NAME, samples_apart.Company
-    )
+    found = looked_at(tmp_path, "SPECTRAL").found[model.SAMPLES_APART.name]
     assert found.moved == ["0.weight_u", "0.weight_v"]
     facts = looked_at(tmp_path, "COUNTER")
-    assert decoded(facts.found, state.NAME, state.OutsideState).remembers.module == "Counts"
+    assert facts.found[state.STATE.name].remembers.module == "Counts"
     facts = looked_at(tmp_path, "BATCHNORM")
-    assert decoded(facts.found, batchnorm.NAME, list[str]) == ["1"]
+    assert facts.found[trainings.BATCHNORM.name] == ["1"]
     facts = looked_at(tmp_path, "UNUSED")
-    assert unused_parameters.unused_parameters(facts) == ["spare.weight", "spare.bias"]
+    assert model.unused_parameters(facts) == ["spare.weight", "spare.bias"]
 
 
 def test_a_metric_that_is_made_over_the_batch_is_measured(tmp_path):
-    found = decoded(looked_at(tmp_path, "METRIC_OF_BATCH").found, metrics.NAME, dict[str, float])
+    found = looked_at(tmp_path, "METRIC_OF_BATCH").found[metrics.METRICS.name]
     assert found["spread"] > 1e-6
-    found = decoded(looked_at(tmp_path, "").found, metrics.NAME, dict[str, float])
+    found = looked_at(tmp_path, "").found[metrics.METRICS.name]
     assert set(found.values()) == {0.0}
 
 

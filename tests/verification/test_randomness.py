@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.training.side_effects import KINDS, RandomDraws, watched
-from samestep.verification.randomness import hold_model
+from samestep.verification.recipe_under_test import hold_model
 
 ALL = frozenset(KINDS)
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

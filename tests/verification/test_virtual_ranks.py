@@ -11,8 +11,8 @@ from samestep.commands.verify import _verify
 from samestep.errors import UserError
 from samestep.verification.all_rows import UNKNOWN
 from samestep.verification.evidence import EQUAL
-from samestep.verification.result_output import as_table
-from samestep.verification.rows import augmentation, processes, state
+from samestep.verification.result_table import as_table
+from samestep.verification.rows import data, model, state
 from tests.verification import planted
 from tests.verification.forked import check, differing, verified
 from tests.verification.made_up import causes, checks, undisturbed
@@ -79,9 +79,9 @@ def test_sums_in_the_order_of_arrival_differ_in_the_last_bit(tmp_path):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("RANK_IN_FORWARD", processes.RANK),
-        ("COUNTER", state.CAUSE),
-        ("AUGMENT", augmentation.CAUSE),
+        ("RANK_IN_FORWARD", model.BY_RANK),
+        ("COUNTER", state.OUTSIDE_MODULE),
+        ("AUGMENT", data.UNKEYED),
     ],
 )
 def test_what_depends_on_the_rank_fails_with_its_cause(name, cause, tmp_path):

@@ -20,8 +20,8 @@ from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.start import Ended, run_ranks
 from samestep.recipe import Recipe
-from samestep.verification.result_output import as_table
-from samestep.verification.verifying import MOST_RANKS, Wanted, verify_request
+from samestep.verification.result_table import as_table
+from samestep.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe
 
 
 @with_settings
@@ -62,7 +62,7 @@ def verify(
     if "nproc" in given:
         raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")
     call = call_of(what, recipe, keywords=given, config=config)
-    wanted = Wanted(
+    options = VerifyOptions(
         sizes=None if world_sizes is None else _sizes(world_sizes),
         quick=quick,
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
@@ -77,7 +77,7 @@ def verify(
             send(SentCall(call=replace(call, keywords={**given, "device": device})), file)
             return run_ranks(number, ["verify", CALL_FILE, str(file)], str(path))
 
-        return as_table(verify_request(request, wanted, launch, given=given.keys()))
+        return as_table(verify_recipe(request, options, launch, given=given.keys()))
 
 
 def _sizes(given: Sequence[int] | int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +23,11 @@ from samestep.ranks.process import TASK, rank_of, run_as_rank
 from samestep.ranks.start import Ended, run_ranks
 from samestep.ranks.world import find_world, join, leave
 from samestep.session.request import Request
-from samestep.verification.exchange import StartInstructions, read_left
 from samestep.verification.on_rank import run_start
-from samestep.verification.result_output import as_table, show
+from samestep.verification.result_table import as_table, show
 from samestep.verification.rows.one_writer import watch_output
-from samestep.verification.verifying import MOST_RANKS, NO_EFFECT, Wanted, verify_request
+from samestep.verification.short_trainings import StartInstructions
+from samestep.verification.verify_recipe import MOST_RANKS, NO_EFFECT, VerifyOptions, verify_recipe
 
 _EXAMPLES = ("verify spiral", "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json")
 _ABOUT = (
@@ -76,7 +77,7 @@ def _verify(arguments: list[str]) -> int:
     given = names_given(own_flags(arguments))
     check_positive(tolerance=command.tolerance)
     named = "world_sizes" in given
-    wanted = Wanted(
+    options = VerifyOptions(
         sizes=numbers("world-sizes", command.world_sizes, most=MOST_RANKS) if named else None,
         quick=command.quick,
         accept=tuple(word.strip() for word in command.accept.split(",") if word.strip()),
@@ -87,7 +88,7 @@ def _verify(arguments: list[str]) -> int:
         return run_ranks(num_ranks, ["verify", *arguments, "--device", device], str(path))
 
     with _progress() as tell:
-        found = verify_request(request, wanted, launch, given=given, tell=tell)
+        found = verify_recipe(request, options, launch, given=given, tell=tell)
     if command.json:
         print(json.dumps(as_table(found), indent=2))  # noqa: T201
     else:
@@ -119,8 +120,8 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _rank(path: Path, arguments: list[str]) -> int:
     """Run as one rank of a start; nothing of it reaches the screen."""
-    folder, instructions = path.parent, read_left(path, StartInstructions)
-    assert instructions is not None
+    instructions: StartInstructions = pickle.loads(path.read_bytes())  # noqa: S301 - our own
+    folder = instructions.folder
     log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"
     with log.open("ab") as file:
         for descriptor in (1, 2):
@@ -136,7 +137,7 @@ def _rank(path: Path, arguments: list[str]) -> int:
     settings = request.settings
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world, _TIMEOUT_S)
-    run_start(request, instructions, folder, world, output)
+    run_start(request, instructions, world, output)
     leave(world)
     sys.stdout.flush()
     # All is written; to take PyTorch's modules apart would cost every rank another second.

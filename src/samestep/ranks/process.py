@@ -8,6 +8,7 @@ only if nobody has ended it by then.
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from samestep.errors import (
     LOST_PEER,
@@ -98,6 +99,27 @@ FAILURE = ".failure-rank-{rank}.json"
 
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
+
+
+def hand_back(value: Any) -> None:
+    """Give the process that started this rank a value, which stays if the rank fails later."""
+    with _values_file(Path(os.environ[TASK]), rank_of()).open("ab") as file:
+        pickle.dump(value, file)
+
+
+def handed_back(task: Path, rank: int) -> list[Any]:
+    """Return what a rank has handed back for a task, without a value that its end cut short."""
+    values: list[Any] = []
+    path = _values_file(task, rank)
+    if path.is_file():
+        with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                values.append(pickle.load(file))  # noqa: S301 - written by our own ranks
+    return values
+
+
+def _values_file(task: Path, rank: int) -> Path:
+    return task.with_name(f"{task.name}-rank-{rank}")
 
 
 # A rank other than 0 gives rank 0 this long to say the same, and the launcher to end them all. On a

@@ -1,28 +1,36 @@
-"""What the starts left, and the parts of a row: how it looks, answers and explains."""
+"""What the starts handed back, and what a row of the table is made of."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, cast
 
 from samestep.ranks.world import World
 from samestep.recipe import Accepted
 from samestep.reporting.words import ranks
 from samestep.settings import Precision
+from samestep.training.side_effects import Kind
 from samestep.verification.difference import LEAST, ROUNDING, TrainingDifference, difference, worst
-from samestep.verification.exchange import RankFailure, RankReport, RecipeFacts, Start, decoded
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.short_trainings import MAIN, NUDGED, ShortTraining
+from samestep.verification.short_trainings import (
+    MAIN,
+    NUDGED,
+    OWN_PRECISION,
+    RankFailure,
+    RankReport,
+    RecipeFacts,
+    ShortTraining,
+    Start,
+    left_free,
+)
 from samestep.verification.trace import Trace
 
 T = TypeVar("T")
 Status = Literal["same", "accepted", "note", "skipped", "different"]
-OWN_PRECISION = "precision"
-"""The short training in the precision of the user's settings."""
-NOT_REACHED = "the ranks did not come so far"
+NOT_REACHED = "the ranks did not get that far"
 LEFT_OUT = "left out by --quick"
 EQUAL = "equal to the last bit"
 _TIMES = 30
-"""So many times what one rounding of the weights moves still counts as rounding."""
+"""The tolerance of losses, in multiples of what one rounding of the weights changes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,6 @@ class Cause:
     why: str = ""
     """What in this recipe is the cause, and how that was found."""
     advice: str = ""
-    """What to do about it."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +63,22 @@ class Check:
     failure: RankFailure | None = None
     """How the short training failed, if it did."""
     name: str = ""
-    """The row's, unless a row of several checks names each."""
+    """Set where one row gives several checks."""
 
     @property
     def passed(self) -> bool:
-        """Whether this is no reason to call the training different."""
+        """Whether the training can still be called the same."""
         return self.status != "different"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that the starts left, read back."""
+    """All that the starts handed back."""
 
     facts: RecipeFacts
     starts: Sequence[Start]
     traces: Mapping[tuple[int, str], list[Trace]]
-    """(start, short training) → the trace of each rank; absent where one has none."""
+    """(start, short training) → the trace of each rank; absent if a rank has none."""
     reports: Mapping[int, list[RankReport]]
     """Start → the report of each of its ranks."""
     ended: Mapping[int, str]
@@ -82,13 +89,12 @@ class Evidence:
     tolerance: float | None = None
     """The user's own, for losses."""
     quick: bool = False
-    """Whether the rows were left out that `--quick` leaves out."""
     allows_unused: bool = False
     """Whether steps may leave parameters unused."""
 
     @property
     def reference(self) -> Trace:
-        """The training of one process: only the first row is judged without it."""
+        """The training of one process; only the first row is judged without it."""
         return self.traces[0, MAIN][0]
 
     @property
@@ -98,7 +104,7 @@ class Evidence:
 
     @property
     def bits(self) -> bool:
-        """Whether everything has to be equal to the last bit, by virtual ranks."""
+        """Whether everything must be equal to the last bit, by virtual ranks."""
         return self.facts.virtual_ranks is not None
 
     @property
@@ -120,14 +126,18 @@ class Evidence:
         """Return rank 0's trace of a short training, if there is one."""
         return next(iter(self.traces.get((place, training), [])), None)
 
-    def found(self, row: str, kind: type[T]) -> T | None:
-        """Return what a row's experiment found in the first process, if it found anything."""
-        return decoded(self.facts.found, row, kind)
+    def found(self, row: str, kind: type[T]) -> T | None:  # noqa: ARG002 - for type checkers
+        """Return what a row's experiment found in the first process, if anything."""
+        return cast("T | None", self.facts.found.get(row))
 
-    def found_on_ranks(self, row: str, kind: type[T]) -> list[T]:
-        """Return what a row's experiment found, for every rank of every start that found any."""
-        found = [decoded(r.found, row, kind) for ranks in self.reports.values() for r in ranks]
-        return [one for one in found if one is not None]
+    def found_on_ranks(self, row: str, kind: type[T]) -> list[tuple[str, T]]:  # noqa: ARG002
+        """Return each process as "rank 1 of 2", with what a row's experiment found there."""
+        return [
+            (f"rank {rank} of {start.world_size}", cast("T", report.found[row]))
+            for start in self.starts
+            for rank, report in enumerate(self.reports.get(start.place, ()))
+            if row in report.found
+        ]
 
     def tolerance_of(self, training: str) -> float:
         """Return the tolerance of a short training's comparison."""
@@ -142,7 +152,7 @@ class Evidence:
     def compare(
         self, trace: Trace, training: str = MAIN, *, reference: Trace | None = None
     ) -> TrainingDifference:
-        """Compare a training with one process, by all that was kept or by the losses alone."""
+        """Compare a training with one process, by everything that was kept or by losses alone."""
         tolerance, losses_only = self.tolerance_of(training), self.losses_only(training)
         return difference(reference or self.reference, trace, tolerance, losses_only=losses_only)
 
@@ -167,8 +177,8 @@ class Evidence:
         """Return the failures of a short training or of a start, causes before their effects."""
         found = [
             failure
-            for start, ranks in self.reports.items()
-            for report in ranks
+            for start, reports in self.reports.items()
+            for report in reports
             for failure in report.failures
             if training in ("", failure.training) and place in (None, start)
         ]
@@ -181,7 +191,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """A row of the table, with all that belongs to it. Each is defined in a file of its own."""
+    """A row of the table: what is run for it, and how it is judged and explained."""
 
     name: str
     answer: Callable[[Evidence], Check | list[Check]]
@@ -199,7 +209,7 @@ class TableRow:
     suspect: Callable[[Evidence], Cause | None] | None = None
     """Returns what may be the cause of a difference that no row explains."""
     with_virtual_ranks: bool = True
-    """False if what it is about makes no difference with virtual ranks, whose shares are fixed."""
+    """False if what it checks makes no difference with virtual ranks, whose shares are fixed."""
     explain_failure: Callable[[Evidence, RankFailure], Cause | None] | None = None
     """Returns this row's cause if a failure shows it."""
 
@@ -226,7 +236,7 @@ def cause_check(
     first_parameter: str | None = None,
 ) -> Check:
     """Return the check of a row whose experiment found its cause, or found none."""
-    # Where losses decide, by the user's tolerance, a cause is no more than a note.
+    # Where losses decide, by the user's tolerance, a cause is only a note.
     found: Status = "different" if evidence.tolerance is None else "note"
     status = found if cause else "same"
     tolerance = None if difference is None else evidence.exact
@@ -249,9 +259,9 @@ def training_check(
     found: Mapping[Start, TrainingDifference] | None = None,
     sizes: str = "",
 ) -> Check:
-    """Return the check of a short training, by the difference that each start had that ran it.
+    """Return the check of a short training, by the difference of each start that ran it.
 
-    Without these it is compared with one process; `sizes` are the numbers of ranks in words.
+    By default each is compared with one process. `sizes` are the numbers of ranks in words.
     """
     failures = evidence.failures(training=training)
     if failures:
@@ -262,6 +272,23 @@ def training_check(
     sizes = sizes or ranks(start.world_size for start in found)
     tolerance = evidence.tolerance_of(training)
     return measured(f"{compared}: {sizes}", worst(found.values()), tolerance)
+
+
+def left_free_check(evidence: Evidence, kind: Kind, compared: str, cause: Cause) -> Check:
+    """Return the check of the training that leaves one kind of random behaviour as it is."""
+    name = left_free(kind).name
+    one, many = evidence.trace(0, name), evidence.trace(1, name)
+    if one is None or many is None:
+        return Check("skipped", f"{compared}; {evidence.not_compared() or NOT_REACHED}")
+    check = measured(
+        f"{compared}, on {evidence.starts[1].world_size} ranks",
+        evidence.compare(many, name, reference=one),
+        evidence.tolerance_of(MAIN),
+        cause,
+    )
+    if check.passed or kind == "state" or kind not in evidence.accepts:
+        return check
+    return replace(check, status="accepted", cause=replace(cause, advice=""))
 
 
 def _failed(compared: str, failures: Sequence[RankFailure]) -> Check:

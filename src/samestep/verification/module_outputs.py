@@ -19,7 +19,7 @@ class ModuleDifference(NamedTuple):
     difference: float
     """Relative to the largest output."""
     before: str = ""
-    """The module within it that is given something else already: what differs is made before it."""
+    """The first module within it whose inputs differ: the difference is made before that one."""
 
     @property
     def place(self) -> str:
@@ -28,10 +28,10 @@ class ModuleDifference(NamedTuple):
 
 
 class ModuleCall(NamedTuple):
-    """What a module was given in a forward pass, and what it returned."""
+    """The inputs and outputs of a module in a forward pass."""
 
     name: str
-    """Nothing for the model itself."""
+    """Empty for the model itself."""
     inputs: list[Tensor]
     outputs: list[Tensor]
 
@@ -45,7 +45,7 @@ def first_difference(
 ) -> ModuleDifference | None:
     """Return the first module with another output, if the model's own output differs at all.
 
-    Two inputs' first few rows are compared, or all; `restore` is called before each pass.
+    The first few rows of two inputs are compared, or all; `restore` is called before each pass.
     """
     try:
         passes = []
@@ -66,7 +66,7 @@ def first_at_fault(
     A module whose inputs differ already only passes on what a module around it has made.
 
     Raises:
-        ValueError: the two have other numbers of calls.
+        ValueError: the two have different numbers of calls.
     """
     pairs = list(zip(one, other, strict=True))
     if not pairs or _apart(pairs[-1][0].outputs, pairs[-1][1].outputs) <= rounding:
@@ -87,9 +87,9 @@ def first_at_fault(
 def module_calls(
     tested: RecipeUnderTest, model: nn.Module, inputs: Any, rows: int | None = None
 ) -> list[ModuleCall]:
-    """Return each module's inputs and outputs in the order in which they returned, the model last.
+    """Return the calls of all modules in the order in which they returned, the model's last.
 
-    With `rows`, of each tensor the first rows are taken.
+    With `rows`, only the first rows of each tensor are kept.
     """
     found: list[ModuleCall] = []
     given: list[list[Tensor]] = []

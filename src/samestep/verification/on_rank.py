@@ -1,9 +1,8 @@
-"""What each rank of a start does: the short trainings one by one, each kept in a file."""
+"""What each rank of a start does: the short trainings one by one, each handed back when done."""
 
 import time
 import traceback
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from samestep.data.recipe_splits import load_splits
 from samestep.data.stream_lanes import is_stream
 from samestep.errors import LOST_PEER, UserError, caused, is_users
+from samestep.ranks.process import hand_back
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.recipe_source import with_options
@@ -25,106 +25,108 @@ from samestep.training.plan import check_virtual
 from samestep.training.side_effects import ALL_KINDS, Kind, RandomDraws, watched
 from samestep.training.stopping import ReceivedSignal
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
-from samestep.verification.exchange import (
-    RankFailure,
-    RankReport,
-    RecipeFacts,
-    StartInstructions,
-    encoded,
-    folder_of,
-    read_left,
-    run_of,
-    write_left,
-)
 from samestep.verification.few_samples import (
+    choose_training_size,
     cut_down,
     evaluated_split,
     num_samples,
     without_streams,
 )
-from samestep.verification.randomness import hold_model, nudge
-from samestep.verification.recipe_under_test import RecipeUnderTest, exact_precision, few_inputs
-from samestep.verification.record import keep_record, recording
-from samestep.verification.rows import one_device, one_writer
-from samestep.verification.rows.unused_parameters import unused_parameters
-from samestep.verification.short_trainings import MAIN, ShortTraining, settings_of
-from samestep.verification.trace import Trace
-from samestep.verification.training_size import choose_training_size
+from samestep.verification.recipe_under_test import (
+    RecipeUnderTest,
+    exact_precision,
+    hold_model,
+    nudge,
+)
+from samestep.verification.rows.metrics import ONE_DEVICE, evaluate_checkpoint
+from samestep.verification.rows.model import unused_parameters
+from samestep.verification.rows.one_writer import ONE_WRITER, RecipeOutput
+from samestep.verification.short_trainings import (
+    MAIN,
+    RankFailure,
+    RankReport,
+    RecipeFacts,
+    ShortTraining,
+    StartInstructions,
+    run_of,
+    settings_of,
+)
+from samestep.verification.trace import Trace, recording
 
 _HEAVY = 1_000_000
-"""Parameters of a model so large that a minute needs fewer steps."""
+"""A model of more parameters gets fewer steps, so that a verification stays within a minute."""
 
 
 def run_start(
-    request: Request,
-    instructions: StartInstructions,
-    folder: Path,
-    world: World,
-    output: one_writer.RecipeOutput,
+    request: Request, instructions: StartInstructions, world: World, output: RecipeOutput
 ) -> None:
     """Run all short trainings of a start on this rank, which has joined the others.
 
-    Raises:
-        Exception: whatever a short training failed with; it is in the rank's report.
+    It hands back each trace, the facts if this is the first start, and at last a report, also of
+    the error that it raises.
     """
-    start = _Start(request, instructions, folder, world)
-    start.own.mkdir(parents=True, exist_ok=True)
+    start = _Start(request, instructions, world)
     try:
         with switched(request.settings, world.device):
             start.run()
     finally:
-        start.report.found[one_writer.NAME] = encoded(output)
-        write_left(start.own / "report", start.report)
+        start.report.found[ONE_WRITER.name] = output
+        hand_back(start.report)
 
 
 class _Start:
     """The short trainings of one start on one rank, and the data that they share."""
 
-    def __init__(
-        self, request: Request, instructions: StartInstructions, folder: Path, world: World
-    ) -> None:
-        self._request, self._instructions, self._folder = request, instructions, folder
-        self._world, self._start = world, instructions.start
+    _recipe: Recipe
+    _facts: RecipeFacts
+    _few: Splits
+
+    def __init__(self, request: Request, instructions: StartInstructions, world: World) -> None:
+        self._instructions, self._start = instructions, instructions.start
+        self._request, self._world = request, world
         self.report = RankReport()
-        self.own = folder_of(folder, self._start.place, world.rank)
 
     def run(self) -> None:
         """Look at the recipe if this is the first start, then run what is planned."""
         request, chosen = self._request, self._request.settings.precision
         options = self._world.on_main(lambda: request.recipe.complete_options(request.options))
-        self._recipe: Recipe = replace(request.recipe.with_options(options), complete=None)
-        # What is to be named here must not end the training.
+        self._recipe = replace(request.recipe.with_options(options), complete=None)
+        # The self-check would end the training with what is to be named here.
         settings = replace(request.settings, self_check=False)
         self._request = replace(request, options=options, settings=settings, resume=True)
         seed_alike(request.settings.seed)
         # A run prepares all of its data; here a few samples are used.
         splits = load_splits(self._recipe, options, self._world, prepare=False)
         self._hold_bits_still(splits)
-        self._splits = without_streams(splits, request.settings.seed)
-        self.report.num_samples = num_samples(self._splits.train)
-        first = self._start.place == 0
-        found = None if first else read_left(self._folder / "facts", RecipeFacts)
-        self._use(found or self._size())
-        problem = self._choose(chosen) if first else ""
-        # Before anything else has been tried: the other processes do the same.
+        splits = without_streams(splits, request.settings.seed)
+        self.report.num_samples = num_samples(splits.train)
+        facts = self._instructions.facts or self._size(splits)
+        self._facts = facts
+        self._few = cut_down(splits, facts.size.num_samples, facts.size.num_evaluated)
+        problem = ""
+        if first := self._start.place == 0:
+            exact, why, problem = exact_precision(self._tested(), chosen)
+            self._facts = replace(facts, exact=exact, inexact=why)
+        # Before anything else is tried: the other processes do the same.
         self.report.found |= look_on_rank(self._tested(), self._world)
         if first:
-            self._look(problem)
+            if not problem:
+                self._facts = look(self._tested(), self._facts)
+            hand_back(self._facts)
         quick = self._instructions.quick
         for training in plan_trainings(self._start, self._facts, chosen, quick=quick):
-            trace = Trace()
+            trace = Trace(training=training.name)
             try:
                 self._take(training, trace)
             except Exception as error:
-                self.report.failures.append(_failure(training, trace, error))
+                self.report.failures.append(_failure(trace, error))
                 if self._world.world_size > 1 or training.name == MAIN:
                     raise
             else:
-                torch.save(vars(trace), self.own / f"{training.name}.pt")
+                hand_back(trace)
         if self._start.closing:
-            run = run_of(self._folder, self._start.place - 1, MAIN)
-            loaded = one_device.evaluate_checkpoint(self._tested(), run)
-            self.report.found[one_device.NAME] = encoded(loaded)
+            run = run_of(self._instructions.folder, self._start.place - 1, MAIN)
+            self.report.found[ONE_DEVICE.name] = evaluate_checkpoint(self._tested(), run)
 
     def _hold_bits_still(self, splits: Splits) -> None:
         """Compute with virtual ranks' number of threads; refuse data that they cannot share."""
@@ -134,23 +136,18 @@ class _Start:
             check_virtual(settings, num, self._world.world_size)
             torch.set_num_threads(settings.threads or 1)
 
-    def _use(self, facts: RecipeFacts) -> None:
-        self._facts = facts
-        self._few = cut_down(self._splits, facts.size.num_samples, facts.size.num_evaluated)
-
-    def _size(self) -> RecipeFacts:
-        """Return how much of the data is trained and evaluated."""
-        name, total = evaluated_split(self._splits), self.report.num_samples
-        settings, lightning = self._request.settings, self._instructions.lightning
+    def _size(self, splits: Splits) -> RecipeFacts:
+        """Choose how much of the data is trained and evaluated."""
+        name, settings = evaluated_split(splits), self._request.settings
         seed_alike(settings.seed)
         try:
             model = self._recipe.build_model(self._request.options)
             heavy = sum(p.numel() for p in model.parameters()) > _HEAVY
-        except UserError:  # the run will tell of it
+        except UserError:  # the first short training reports it
             heavy = False
         size = choose_training_size(
-            total,
-            num_samples(getattr(self._splits, name)),
+            self.report.num_samples,
+            num_samples(getattr(splits, name)),
             self._instructions.sizes,
             batch=self._instructions.batch,
             virtual=settings.virtual_ranks,
@@ -158,24 +155,12 @@ class _Start:
             heavy=heavy,
         )
         return RecipeFacts(
-            num_samples=total,
+            num_samples=self.report.num_samples,
             size=size,
             evaluates=name,
-            lightning=lightning,
+            lightning=self._instructions.lightning,
             virtual_ranks=settings.virtual_ranks,
         )
-
-    def _choose(self, chosen: Precision) -> str:
-        """Choose the precision to compare in; return why none will do, if that is so."""
-        exact, why, problem = exact_precision(self._tested(), chosen)
-        self._facts = replace(self._facts, exact=exact, inexact=why)
-        return problem
-
-    def _look(self, problem: str) -> None:
-        """Find out what one process can tell, and leave it for the others."""
-        if not problem:
-            self._facts = look(self._tested(), self._facts)
-        write_left(self._folder / "facts", self._facts)
 
     def _tested(self, precision: Precision | None = None) -> RecipeUnderTest:
         return RecipeUnderTest(
@@ -192,7 +177,7 @@ class _Start:
         if training.resumes:
             place, name = place - 1, MAIN
         held = None if self._facts.virtual_ranks else ALL_KINDS - training.free
-        run = run_of(self._folder, place, name)
+        run = run_of(self._instructions.folder, place, name)
         settings = settings_of(
             training, self._request.settings, self._facts, self._world.world_size, run
         )
@@ -205,7 +190,7 @@ class _Start:
 
             def calibrate() -> Any:
                 tested = self._tested(settings.precision)
-                return tested.forward(model, few_inputs(tested, tested.batch()))
+                return tested.calibrate(model, tested.batch())
 
             # A checkpoint brings the statistics that it was trained with.
             hold_model(model, RandomDraws(), held, None if training.resumes else calibrate)
@@ -218,7 +203,7 @@ class _Start:
             replace(self._request, recipe=recipe, settings=settings),
             self._world,
             received=ReceivedSignal(),
-            show=partial(keep_record, trace),
+            show=trace.keep,
             begin=lambda _path: None,
             started_at=time.time(),
             engine=recording(training, self._facts.size.stop, trace, prepare),
@@ -229,7 +214,7 @@ class _Start:
     ) -> Recipe:
         """Return the recipe with its few samples, and without parameters that nothing uses.
 
-        Nothing of it is held still, or looked into, where `held` is None.
+        Nothing of it is held still, or looked into, if `held` is None.
         """
         few = self._few if evaluates else replace(self._few, validation=None)
         recipe, allowed = self._recipe, self._request.settings.allows_unused
@@ -250,21 +235,18 @@ class _Start:
         return replace(recipe, model=model, data=lambda *_: few, loss=loss, forward=forward)
 
 
-def _first_sentence(text: str) -> str:
-    """Return the first line of a message, without the dispatcher's list of what it could do."""
-    return text.partition("\n")[0].partition(" This could be because the operator")[0]
-
-
-def _failure(training: ShortTraining, trace: Trace, error: Exception) -> RankFailure:
+def _failure(trace: Trace, error: Exception) -> RankFailure:
     if trace.begun > 1:  # what fails now and not at once depends on the batch
         error = caused(error)
     mistake = isinstance(error, UserError)
     text = str(error).strip()
     if not mistake:
+        # Without the dispatcher's list of what it could do.
+        first = text.partition("\n")[0].partition(" This could be because the operator")[0]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        text = f"{type(error).__name__}: {_first_sentence(text)}{where}"
+        text = f"{type(error).__name__}: {first}{where}"
     lost = not mistake and bool(LOST_PEER.search(str(error)))
     return RankFailure(
-        training=training.name, step=trace.begun, message=text, mistake=mistake, lost_peer=lost
+        training=trace.training, step=trace.begun, message=text, mistake=mistake, lost_peer=lost
     )

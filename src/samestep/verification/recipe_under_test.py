@@ -1,16 +1,24 @@
-"""A recipe with its few samples, on one device: what the experiments ask."""
+"""A recipe with its few samples on one device, for experiments, with or without random behaviour.
 
-from collections.abc import Callable
+Held still, batch normalisation and random draws give every sample the same result on any rank. A
+difference that is left then has another cause.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from samestep.data.batches import open_split
-from samestep.data.blocks import Block, Cut
+from samestep.data.blocks import Block
 from samestep.data.source import Source
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.ranks.world import World
@@ -20,12 +28,21 @@ from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, call
 from samestep.training.device import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
-from samestep.training.side_effects import ALL_KINDS, Kind, RandomDraws, batch_norms, watched
+from samestep.training.side_effects import (
+    ALL_KINDS,
+    Draws,
+    Kind,
+    RandomDraws,
+    batch_norms,
+    outside,
+    watched,
+)
 from samestep.verification.difference import ROUNDING
-from samestep.verification.doubles import in_doubles
-from samestep.verification.fingerprints import batch_mark, sample_marks
-from samestep.verification.randomness import hold_model
-from samestep.verification.training_size import TrainingSize
+from samestep.verification.few_samples import TrainingSize
+from samestep.verification.trace import hash_of, sample_hashes
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class FreeStep(NamedTuple):
@@ -39,7 +56,7 @@ class FreeStep(NamedTuple):
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """What the recipe has of those things that differ on other numbers of ranks."""
+        """What the recipe has of the things that differ by themselves on other numbers of ranks."""
         present: dict[Kind, Any] = {
             "batchnorm": batch_norms(self.model),
             "dropout": self.seen.draws,
@@ -67,7 +84,7 @@ class RecipeUnderTest:
     splits: Splits
     size: TrainingSize
     world: World
-    """This process alone, whatever others there are."""
+    """Of this process alone."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +93,7 @@ class RecipeUnderTest:
 
     @property
     def rounding(self) -> float:
-        """Relative difference that is no more than rounding."""
+        """The largest relative difference that rounding explains."""
         if self.settings.virtual_ranks is not None:
             return 0.0
         # One forward on a CPU rounds less than the steps of a training, or a GPU's convolutions.
@@ -85,13 +102,13 @@ class RecipeUnderTest:
 
     @cached_property
     def placed_loss(self) -> Callable[[Any, Any], Tensor]:
-        """The loss, with what it holds in the type of the weights."""
+        """The loss, with its own tensors on the device and in the type of the weights."""
         return self.exactly(place_loss(self.recipe.loss, self.world.device, self.dtype))
 
     def exactly(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that computes in float64 throughout, where that is compared."""
         held = self.settings.virtual_ranks is None and self.settings.precision == "fp64"
-        return in_doubles(function) if held else function
+        return _in_doubles(function) if held else function
 
     def applied(self, model: nn.Module) -> nn.Module:
         """Return what takes the recipe's inputs: the model, or the model by its `forward`."""
@@ -106,17 +123,19 @@ class RecipeUnderTest:
         hold_model(model, seen, frozenset())
         loss = watched(self.placed_loss, seen)
         self.free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
-        stood = dict(seen.own)
-        if stood:  # one that is made or seeded anew in each forward has no state to be saved
+        before = dict(seen.own)
+        if before:  # a generator that is made or seeded anew in each forward keeps no state
             seen.own.clear()
             self.free_loss(model, block, loss)
-        return FreeStep(model, seen, [line for line in stood if stood[line] != seen.own.get(line)])
+        return FreeStep(
+            model, seen, [line for line in before if before[line] != seen.own.get(line)]
+        )
 
     @cached_property
     def held_forward(self) -> HeldForward | None:
-        """A forward with all draws held still; None where outputs are not one per sample."""
+        """A forward with all draws held still; None if outputs are not one per sample."""
         block = self.batch()
-        model = held_model(self, block)
+        model = self.held_model(block)
         outputs = self.forward(model, block.inputs)
         for leaf in tree_leaves(outputs):
             if not (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == block.rows):
@@ -131,6 +150,16 @@ class RecipeUnderTest:
         model.forward = self.exactly(model.forward)
         return model.train()
 
+    def held_model(self, block: Block) -> nn.Module:
+        """Return the model with all that it draws held still."""
+        model = self.build()
+        hold_model(model, RandomDraws(), ALL_KINDS, lambda: self.calibrate(model, block))
+        return model
+
+    def calibrate(self, model: nn.Module, block: Block) -> Any:
+        """Call a model with a few samples, for the statistics at which BatchNorm is held."""
+        return self.forward(model, self.part(block, 0, min(4, block.rows)).inputs)
+
     def batch(
         self,
         step: int = 0,
@@ -139,12 +168,13 @@ class RecipeUnderTest:
         world: World | None = None,
         rows: range | None = None,
     ) -> Block:
-        """Return a step of the first epoch, counted from 0, or a world's part of it, read anew.
+        """Read a step of the first epoch, counted from 0, or a world's part of it.
 
-        Another recipe may read the same data; the seed is that of the global generators meanwhile.
-        Of a recipe that collates, `rows` are put together alone.
+        Another recipe may read the same data; the global generators begin with the seed. If a
+        recipe collates, only these `rows` are put together.
         """
-        size, cut = self.size, None if rows is None else _only(rows)
+        size = self.size
+        cut = None if rows is None else lambda _rows, _size: [(rows.start, len(rows), len(rows))]
         with self.source(self.splits.train, recipe, world) as source:
             seed_alike(seed)
             blocks = source.blocks(
@@ -160,20 +190,20 @@ class RecipeUnderTest:
         inputs, targets = (narrow(tree, start, count) for tree in (block.inputs, block.targets))
         return replace(block, inputs=inputs, targets=targets, rows=count)
 
-    def marks(
+    def hashes(
         self, recipe: Recipe | None = None, seed: int = 0, world: World | None = None
     ) -> list[str]:
-        """Return a mark for each sample of the first step, as `batch` reads it."""
+        """Return a hash of each sample of the first step, as `batch` reads it."""
         block = self.batch(0, recipe, seed, world)
         if self.recipe.collate is None:
-            return sample_marks(block.inputs, block.targets)
+            return sample_hashes(block.inputs, block.targets)
         single = [self.batch(0, recipe, seed, world, range(k, k + 1)) for k in range(block.rows)]
-        return [batch_mark(one.inputs, one.targets) for one in single]
+        return [hash_of(one.inputs, one.targets) for one in single]
 
     def source(
         self, data: Any, recipe: Recipe | None = None, world: World | None = None
     ) -> closing[Source]:
-        """Return what reads a split in this process; it is to be closed."""
+        """Return what reads a split in this process; the caller closes it."""
         recipe = recipe or self.recipe
         settings = replace(self.settings, num_workers=0)
         source = open_split(data, world or self.world, recipe, settings, self.dtype)
@@ -196,24 +226,6 @@ class RecipeUnderTest:
         with autocast(self.settings.precision, self.world.device):
             outputs = call(self.applied(model), block.inputs)
             return cast("Tensor", loss(outputs, block.targets))
-
-
-def held_model(tested: RecipeUnderTest, block: Block) -> nn.Module:
-    """Return the model with all that it draws held still."""
-    model = tested.build()
-    hold_model(
-        model, RandomDraws(), ALL_KINDS, lambda: tested.forward(model, few_inputs(tested, block))
-    )
-    return model
-
-
-def few_inputs(tested: RecipeUnderTest, block: Block) -> Any:
-    """Return some inputs for the statistics at which batch normalisation is held."""
-    return tested.part(block, 0, min(4, block.rows)).inputs
-
-
-def _only(rows: range) -> Cut:
-    return lambda _rows, _size: [(rows.start, len(rows), len(rows))]
 
 
 def first_line(error: Exception) -> str:
@@ -241,3 +253,104 @@ def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precisi
     if not no_float64:
         return "fp64", "", ""
     return chosen, no_float64, no_float64 if chosen == "fp64" else problem_in(chosen)
+
+
+def hold_model(
+    model: nn.Module,
+    seen: RandomDraws,
+    held: frozenset[Kind],
+    calibrate: Callable[[], Any] | None = None,
+) -> None:
+    """Change a built model in place: note what it draws, and hold some of it still.
+
+    `calibrate` calls the model with some inputs, the same on every rank. BatchNorm is held at their
+    statistics, or at those that the model was built with.
+    """
+    if "dropout" in held:
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+                module.dropout = 0.0
+    norms = [*batch_norms(model).values()] if "batchnorm" in held else []
+    if norms and calibrate is not None:
+        _calibrate(model, norms, calibrate)
+    for norm in norms:
+        norm.eval()
+        norm.train = partial(_stay, norm)  # type: ignore[method-assign]
+        if norm.running_mean is None:  # it uses the batch's statistics in an evaluation, too
+            norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
+    model.forward = watched(model.forward, seen, held)
+
+
+def _calibrate(model: nn.Module, norms: list[_BatchNorm], forward: Callable[[], Any]) -> None:
+    """Set the running statistics to those of one batch: as built they would normalise nothing."""
+    was_training, momenta = model.training, [norm.momentum for norm in norms]
+    model.train()
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad(), outside(RandomDraws(), hold=True), Draws(RandomDraws(), hold=True):
+        forward()
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    model.train(was_training)
+
+
+def _stay(norm: _BatchNorm, mode: bool = True) -> _BatchNorm:  # noqa: ARG001 - as every train()
+    return norm
+
+
+def _affine(norm: _BatchNorm, inputs: Tensor) -> Tensor:
+    zeros = inputs.new_zeros(inputs.shape[1])
+    return nn.functional.batch_norm(inputs, zeros, zeros + 1, norm.weight, norm.bias, eps=norm.eps)
+
+
+def nudge(model: nn.Module, precision: Precision) -> None:
+    """Move each weight up or down by one rounding of the arithmetic, always the same way."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        # Convolutions on GPUs round to 11 bits by default, as fp16 does.
+        narrow = precision == "fp16" or parameter.device.type == "cuda"
+        unit = 2.0**-8 if precision == "bf16" else 2.0**-11 if narrow else 2.0**-23
+        signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+        with torch.no_grad():
+            parameter.mul_(1 + unit * signs.to(parameter))
+
+
+class _Doubles(TorchFunctionMode):
+    """Use float64 wherever code asks for a narrower floating-point type.
+
+    A cast such as `outputs.float()` is common and harmless. In a comparison in float64 it would
+    bring back the rounding of float32, or mix types that do not fit each other.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _CASTS:
+            return args[0].double()
+        if func is not Tensor.view:  # it reads bits as another type
+            args = tuple(map(_wide, args))
+            kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+def _in_doubles(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward or a loss that casts to no narrower type than float64."""
+
+    @functools.wraps(function)  # keeps the names of its arguments
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # of constants that it makes
+        try:
+            with _Doubles():
+                return function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return call

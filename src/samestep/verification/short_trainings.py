@@ -1,25 +1,103 @@
-"""What is run: starts of ranks, one after the other, and the short trainings in each of them."""
+"""What is run: ranks are started several times, and each start runs several short trainings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from samestep.settings import Precision, Settings, in_precision
 from samestep.training.side_effects import Kind
-from samestep.verification.exchange import RecipeFacts, Start
+from samestep.verification.few_samples import TrainingSize
 
 MAIN = "main"
 """The short training that all rows rest on."""
 NUDGED = "nudged"
 """The same on one process from weights off by one rounding, where float64 is not possible."""
+OWN_PRECISION = "precision"
+"""The same in the precision of the user's settings."""
 _SLOWER = 0.01
 
 
-def plan_starts(sizes: Sequence[int], *, quick: bool = False) -> list[Start]:
-    """Return the starts: one process first, then the others, each resuming the one before.
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Ranks that are started once and run several short trainings."""
 
-    The last is one process again, which resumes the training of the largest number of ranks; a
-    quick verification resumes nothing, and has none such.
+    place: int
+    """Its number, counted from 0. Each start but the first resumes the checkpoint of the last."""
+    world_size: int
+    closing: bool = False
+    """Whether this start only resumes, and evaluates a checkpoint on one device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFacts:
+    """What the first process found out about the recipe, before ranks are compared."""
+
+    num_samples: int
+    """Training samples of the recipe."""
+    size: TrainingSize
+    evaluates: str
+    """The split that is evaluated."""
+    exact: Precision = "fp64"
+    """The most exact precision that the model can compute in."""
+    inexact: str = ""
+    """Why this is not float64."""
+    virtual_ranks: int | None = None
+    """With virtual ranks all trainings must be equal to the last bit, and nothing is held still."""
+    lightning: bool = False
+    """Whether Lightning is installed and takes these settings."""
+    present: frozenset[Kind] = frozenset()
+    """What the recipe has of the things that differ by themselves on other numbers of ranks."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """Row → what its experiment found; absent if nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartInstructions:
+    """What the ranks of one start are to do."""
+
+    start: Start
+    folder: Path
+    """For the runs."""
+    sizes: tuple[int, ...]
+    batch: int | None
+    """The global batch, if the user named one."""
+    lightning: bool
+    quick: bool
+    facts: RecipeFacts | None
+    """None in the first start, which finds them out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """How a short training failed on a rank."""
+
+    training: str
+    step: int
+    """The step that was being taken, counted from 1; 0 before the first."""
+    message: str
+    mistake: bool = False
+    """Whether it is a `UserError`, whose message the user sees as it is."""
+    lost_peer: bool = False
+    """Whether another rank's failure caused it."""
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """What a rank found out, beside its traces."""
+
+    num_samples: int = 0
+    """Training samples that its data has."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """Row → what its experiment found on this rank."""
+    failures: list[RankFailure] = field(default_factory=list)
+
+
+def plan_starts(sizes: Sequence[int], *, quick: bool = False) -> list[Start]:
+    """Return the starts: one process first, then the other sizes.
+
+    The last is one process again, which resumes the training of the largest number of ranks. A
+    quick verification resumes nothing and leaves it out.
     """
     order = [1, *sorted({*sizes} - {1})]
     starts = [Start(place=place, world_size=size) for place, size in enumerate(order)]
@@ -30,7 +108,7 @@ def plan_starts(sizes: Sequence[int], *, quick: bool = False) -> list[Start]:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortTraining:
-    """A short training, taken by every start that has a use for it."""
+    """A short training, run by every start that has a use for it."""
 
     name: str
     own_precision: bool = False
@@ -38,19 +116,19 @@ class ShortTraining:
     free: frozenset[Kind] = frozenset()
     """What is left as it is; the rest of what differs with the number of ranks is held still."""
     halves: bool = False
-    """Whether each rank, or each virtual one, takes its share in two micro-steps."""
+    """Whether each rank, or each virtual rank, takes its share in two micro-steps."""
     resumes: bool = False
-    """Whether it goes on from the checkpoint of the start before."""
+    """Whether it resumes the checkpoint of the start before."""
     saves: bool = False
     short: bool = False
-    """Whether it ends where others stop and resume."""
+    """Whether it ends at the step where others stop and resume."""
     evaluates: bool = False
     lightning: bool = False
     nudged: bool = False
     """Whether its weights begin one rounding off, to measure what rounding does to the losses."""
 
     def is_taken(self, start: Start, facts: RecipeFacts, chosen: Precision) -> bool:
-        """Whether a start takes it, where the user's settings chose a precision."""
+        """Whether a start runs it, given the precision that the user chose."""
         if self.nudged:
             return not start.place and facts.exact != "fp64" and facts.virtual_ranks is None
         if start.closing or self.resumes:
@@ -60,9 +138,23 @@ class ShortTraining:
         if self.own_precision:
             return chosen != facts.exact
         if self.free or self.lightning:  # one process and the fewest ranks are enough
-            there = facts.lightning if self.lightning else self.free <= facts.present
-            return there and start.place <= 1
+            applies = facts.lightning if self.lightning else self.free <= facts.present
+            return applies and start.place <= 1
         return True
+
+
+def left_free(kind: Kind) -> ShortTraining:
+    """Return the short training that leaves one kind of random behaviour as it is.
+
+    BatchNorm, draws from torch, and draws from Python and NumPy would hide every other difference.
+    All other trainings hold them still, so a difference in this one has this cause.
+    """
+    return ShortTraining(name=f"{kind} as it is", free=frozenset({kind}), short=True)
+
+
+def run_of(folder: Path, place: int, training: str) -> Path:
+    """Return the run directory of a start's short training."""
+    return folder / f"runs-{place}" / training.replace(" ", "-")
 
 
 def settings_of(
@@ -81,7 +173,7 @@ def settings_of(
         batch_size_per_rank=None,
         micro_batch_size=-(-share // 2) if training.halves else share,
         accumulate=None,
-        # DDP has no static graph of micro-steps; what one may leave unused, they may, too.
+        # DDP has no static graph of micro-steps: find_unused allows the same there.
         static_graph=settings.static_graph and not training.halves,
         find_unused=settings.find_unused or (settings.static_graph and training.halves),
         eval_batch_size=256,  # all of the few samples at once, on any number of ranks

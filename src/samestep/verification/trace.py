@@ -1,31 +1,212 @@
-"""What one rank keeps of one short training, in a file of its own."""
+"""What one rank keeps of one short training, and the engine that keeps it."""
 
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from samestep.data.blocks import Batch
+from samestep.data.source import Source
+from samestep.data.trees import tree_leaves
+from samestep.run.records import Record
+from samestep.session.training_run import NATIVE, Engine, Task
+from samestep.training.loop import evaluate_now, evaluate_work, rehearse
+from samestep.training.meter import Meter, epoch_record
+from samestep.training.work import State, Work, close_epoch, epoch_is_full
+from samestep.verification.short_trainings import ShortTraining
+
+Values = NDArray[np.float64]
+"""A tensor's norm, followed by all or some of its values: see `values_of`."""
+_MOST_VALUES = 1024
 
 
 @dataclass(kw_only=True)
 class Trace:
-    """The steps of one rank, each by its number, counted from 1."""
+    """The steps of one rank in one short training. Steps count from 1."""
 
+    training: str = ""
     losses: dict[int, float] = field(default_factory=dict)
-    """Mean over the global batch; known on rank 0."""
+    """Mean over the global batch; on rank 0 only."""
     norms: dict[int, float] = field(default_factory=dict)
     """Of the gradient, before clipping."""
-    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Step → parameter → its norm and values, as `fingerprints.values_of` keeps them."""
-    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """After each step; under Lightning after the last one only."""
+    gradients: dict[int, dict[str, Values]] = field(default_factory=dict)
+    weights: dict[int, dict[str, Values]] = field(default_factory=dict)
+    """After each step; with Lightning only after the last."""
     bits: dict[int, dict[str, str]] = field(default_factory=dict)
-    """With virtual ranks: step → gradient, parameter or buffer → a mark of all its bits."""
+    """With virtual ranks: step → gradient, parameter or buffer → a hash of all its bits."""
     samples: dict[int, list[str]] = field(default_factory=dict)
-    """The samples of this rank, in their order."""
+    """A hash of each sample of this rank, in order."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step → loss and metrics over all samples; 0 is before training."""
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
-    """With virtual ranks: step that ends an epoch → loss and metrics over what was trained."""
+    """With virtual ranks: last step of an epoch → loss and metrics over the training samples."""
     evaluated: list[str] = field(default_factory=list)
-    """The samples that this rank evaluated before training."""
+    """A hash of each sample that this rank evaluated before training."""
     begun: int = 0
     """The step that was begun last; 0 before the first."""
+
+    def keep(self, record: Record) -> None:
+        """Keep the numbers of one of the run's records."""
+        if record["event"] == "step":
+            self.losses[record["step"]] = record["loss"]
+            if record["grad_norm"] is not None:
+                self.norms[record["step"]] = record["grad_norm"]
+        elif record["event"] == "epoch":
+            metrics = record.get("metrics", {})
+            self.epochs[record["step"]] = {"loss": record["loss"], **metrics}
+        elif record["event"] == "evaluation":
+            self.evaluations[record["step"]] = _numbers(record)
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    words = ("event", "split", "epoch", "step", "samples", "seconds")
+    return {k: v for k, v in record.items() if k not in words and isinstance(v, float)}
+
+
+def sample_hashes(*trees: Any) -> list[str]:
+    """Hash each sample of inputs and targets: equal hashes mean equal bits.
+
+    They are tensors (batch, …), or trees of them.
+    """
+    leaves = [leaf.detach().cpu().contiguous() for tree in trees for leaf in tree_leaves(tree)]
+    hashes = []
+    for row in range(len(leaves[0])):
+        digest = hashlib.blake2b(digest_size=8)
+        for leaf in leaves:
+            digest.update(leaf[row].reshape(-1).view(torch.uint8).numpy().tobytes())
+        hashes.append(digest.hexdigest())
+    return hashes
+
+
+def hash_of(*trees: Any) -> str:
+    """Hash any trees of tensors and other values as one."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in (leaf for tree in trees for leaf in tree_leaves(tree)):
+        if isinstance(leaf, Tensor):
+            values = dense(leaf.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(repr(tuple(leaf.shape)).encode() + values.numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor as a dense one, and any other as it is."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def values_of(tensor: Tensor) -> Values:
+    """Return a tensor's norm, followed by its values, or evenly spaced ones of a large tensor."""
+    flat = dense(tensor.detach()).reshape(-1)
+    dtype = None if flat.device.type == "mps" else torch.float64  # Apple GPUs have no float64
+    norm = torch.linalg.vector_norm(flat, dtype=dtype)
+    if len(flat) > _MOST_VALUES:
+        flat = flat[torch.linspace(0, len(flat) - 1, _MOST_VALUES).long().to(flat.device)]
+    found: Values = torch.cat([norm.reshape(1).cpu().double(), flat.cpu().double()]).numpy()
+    return found
+
+
+def _values_by_name(named: list[tuple[str, Tensor]]) -> dict[str, Values]:
+    return {name: values_of(t) for name, t in named if t.is_floating_point() and t.numel()}
+
+
+def _weights_of(model: nn.Module) -> dict[str, Values]:
+    return _values_by_name([*model.named_parameters(), *model.named_buffers()])
+
+
+def _bits_of(model: nn.Module) -> dict[str, str]:
+    named = [(f"gradient {name}", p.grad) for name, p in model.named_parameters()]
+    named += [(f"weight {name}", p) for name, p in model.named_parameters()]
+    named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
+    return {name: hash_of(tensor) for name, tensor in named if tensor is not None}
+
+
+def recording(
+    training: ShortTraining, stop: int, trace: Trace, prepare: Callable[[nn.Module], None]
+) -> Engine:
+    """Return an engine that fills a trace; Lightning's own steps are not looked into.
+
+    A short training ends with step `stop`, the only one to save a checkpoint. `prepare` gets the
+    model before anything is computed.
+    """
+    inner = NATIVE
+    if training.lightning:
+        from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
+
+        inner = LIGHTNING
+
+    def drive(task: Task) -> None:
+        work, state = task.work, task.state
+        prepare(work.learner.model)
+        if training.lightning:
+            not_saved: Record = {"event": "not saved"}
+            inner.drive(replace(task, write=lambda *_: not_saved))
+        else:
+            if training.evaluates:
+                source = work.validation if work.validation is not None else work.train
+                collates = task.request.recipe.collate is not None
+                observed = _ObservedSource(source, trace, collates=collates)
+                trace.evaluations[0] = _numbers(evaluate_work(work, observed))
+            _record_steps(task, trace, training, stop)
+        trace.weights[state.position.step] = _weights_of(work.learner.model)
+
+    return Engine(wrap=inner.wrap, drive=drive)
+
+
+def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:
+    work, state = task.work, task.state
+    meter, model = Meter(work, state), work.learner.model
+    trace.begun = state.position.step + 1
+    for taken in rehearse(work, state):
+        step, block = state.position.step, taken.block
+        if block is not None and block.weight:
+            # A collated batch names its samples by their index in the data.
+            trees = (block.inputs,) if block.parts else (block.inputs, block.targets)
+            trace.samples[step] = sample_hashes(*trees)
+        gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        trace.gradients[step], trace.weights[step] = _values_by_name(gradients), _weights_of(model)
+        if work.settings.virtual_ranks:
+            trace.bits[step] = _bits_of(model)
+        for record in meter.count(taken):
+            task.emit(record)
+        if work.settings.virtual_ranks and epoch_is_full(work, state):
+            meter.settle()
+            task.emit(epoch_record(work, state))
+        if work.validation is not None and _evaluates(work, state):
+            task.emit(evaluate_now(work, state, work.validation)[0])
+        if step == stop and training.saves:
+            meter.settle()
+            if epoch_is_full(work, state):
+                close_epoch(work, state)
+            task.emit(task.control.save(None))
+        if step == stop and training.short:
+            break
+        trace.begun = step + 1
+    state.stop_reason = "enough is known"
+
+
+def _evaluates(work: Work, state: State) -> bool:
+    """Whether a run would evaluate now: as the settings say, after an epoch, at the end."""
+    step, every = state.position.step, work.settings.eval_every_steps
+    by_steps = every is not None and step % every == 0
+    return by_steps or epoch_is_full(work, state) or step == work.plan.total_steps
+
+
+class _ObservedSource:
+    """A source that notes in a trace which samples are evaluated."""
+
+    def __init__(self, source: Source, trace: Trace, *, collates: bool) -> None:
+        self._source, self._trace, self._collates = source, trace, collates
+
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        for batch in self._source.evaluation(batch_size):
+            if self._collates:
+                self._trace.evaluated += map(str, range(batch.first, batch.first + batch.samples))
+            else:
+                self._trace.evaluated += sample_hashes(batch.inputs, batch.targets)
+            yield batch

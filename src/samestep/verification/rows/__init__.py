@@ -1,1 +1,1 @@
-"""The rows of the table, a file each; `all_rows` lists them."""
+"""The rows of the table, grouped by the experiment that they share; `all_rows` lists them."""

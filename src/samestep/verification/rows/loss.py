@@ -1,4 +1,4 @@
-"""Loss: the loss of a batch is the mean of its parts' losses, by their samples or terms."""
+"""The rows about the loss: of a batch it is the mean of its parts, also of the incomplete batch."""
 
 import contextlib
 import sys
@@ -9,16 +9,18 @@ from torch import Tensor, nn
 
 from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
+from samestep.reporting.words import count
 from samestep.training.apply import terms_of
 from samestep.verification.difference import largest_apart, relative
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest
+from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, first_line
 from samestep.verification.rows.state import change_of_loss
+from samestep.verification.short_trainings import RankFailure
 
-NAME = "loss"
-CAUSE = "loss that is not a mean over samples"
+NOT_A_MEAN = "loss that is not a mean over samples"
 OF_BATCH = "loss that compares the samples of a batch"
 OF_TERMS = "loss that is not a mean over its loss_terms"
+UNEVEN_BATCH = "the last uneven batch"
 
 
 class LossOfParts(NamedTuple):
@@ -36,7 +38,7 @@ class LossOfParts(NamedTuple):
     """Whether what a sample contributes depends on the outputs of others, as in contrast."""
 
 
-def _look(tested: RecipeUnderTest) -> LossOfParts | None:
+def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     """Compare batches' losses with their parts', which are as small as those of the ranks."""
     if tested.held_forward is None:
         return None
@@ -117,10 +119,10 @@ def _of_part(
 
 def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
     """Return what was found; nothing of a loss that gives something else in each call."""
-    return None if change_of_loss(evidence) else evidence.found(NAME, LossOfParts)
+    return None if change_of_loss(evidence) else evidence.found(LOSS.name, LossOfParts)
 
 
-def _explain(evidence: Evidence) -> Cause | None:
+def _explain_loss(evidence: Evidence) -> Cause | None:
     found = loss_of_parts(evidence)
     if found is None or found.full <= evidence.exact:
         return None
@@ -143,9 +145,9 @@ def _explain(evidence: Evidence) -> Cause | None:
             "The loss of a batch is the sum of its parts' losses: a sum, or divided by a fixed "
             "number."
         )
-        return Cause(CAUSE, why, "Return the mean over the samples of the batch.")
+        return Cause(NOT_A_MEAN, why, "Return the mean over the samples of the batch.")
     return Cause(
-        CAUSE,
+        NOT_A_MEAN,
         "The loss of a batch is not the mean of its parts' losses by their numbers of samples: it "
         "is weighted (class weights, ignored targets), or made over the whole batch.",
         "If it is a mean over something else, say over what in Recipe(loss_terms=…): tokens, "
@@ -154,13 +156,90 @@ def _explain(evidence: Evidence) -> Cause | None:
     )
 
 
-def _answer(evidence: Evidence) -> Check:
+def _loss(evidence: Evidence) -> Check:
     found = loss_of_parts(evidence)
     if change_of_loss(evidence):
         return Check("skipped", "it changes from call to call")
     if found is None:
         return Check("skipped", "outputs are not one per sample")
-    return cause_check(evidence, "of a batch, and of its parts", _explain(evidence), found.full)
+    return cause_check(
+        evidence, "of a batch, and of its parts", _explain_loss(evidence), found.full
+    )
 
 
-ROW = TableRow(name=NAME, look=_look, answer=_answer, explain=_explain, with_virtual_ranks=False)
+LOSS = TableRow(
+    name="loss", look=_compare_parts, answer=_loss, explain=_explain_loss, with_virtual_ranks=False
+)
+
+
+def _try_small_batches(tested: RecipeUnderTest) -> dict[int, str]:
+    """Return how a batch of the incomplete size fails, and one of a single sample."""
+    failed = {}
+    block = tested.batch()
+    for size in (tested.size.rest, 1):
+        try:
+            part = tested.part(block, 0, size)
+            tested.loss(tested.forward(tested.held_model(block), part.inputs), part.targets)
+        except Exception as error:
+            failed[size] = first_line(error)
+    return failed
+
+
+def _uneven_cause(rest: int, why: str) -> Cause:
+    return Cause(
+        UNEVEN_BATCH,
+        f"The last batch of an epoch has {count(rest, 'sample')} here: {why}.",
+        "Take the number of samples from the batch (len(inputs)), or leave the last one out: "
+        "--drop-last.",
+    )
+
+
+def _bent(evidence: Evidence) -> Cause | None:
+    """Return the cause if the loss of the incomplete batch is no mean over its samples."""
+    found, rest = loss_of_parts(evidence), evidence.facts.size.rest
+    if found is None or found.uneven <= evidence.exact:
+        return None
+    return _uneven_cause(rest, "its loss is no longer the mean over its samples")
+
+
+def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
+    size = evidence.facts.size
+    fails = evidence.found(LAST_BATCH.name, dict[int, str]) or {}
+    if failure.step != size.uneven_step and size.rest not in fails:
+        return None
+    rest = count(size.rest, "sample")
+    return _uneven_cause(size.rest, f"it fails with {rest}, {size.global_batch} work")
+
+
+def _last_batch(evidence: Evidence) -> Check:
+    size, fails = evidence.facts.size, evidence.found(LAST_BATCH.name, dict[int, str]) or {}
+    parts, bent = loss_of_parts(evidence), _bent(evidence)
+    bent_in_full_batches = parts is not None and parts.full > evidence.exact
+    if size.uneven_step is None:
+        return Check("skipped", "--drop-last leaves none")
+    compared = f"{count(size.rest, 'sample')} in step {size.uneven_step}"
+    if size.rest in fails:
+        return cause_check(
+            evidence, compared, _uneven_cause(size.rest, f"it fails: {fails[size.rest]}")
+        )
+    uneven = parts.uneven if parts else None
+    if bent and not bent_in_full_batches:
+        return cause_check(evidence, compared, bent, uneven, first_step=size.uneven_step)
+    if 1 in fails:
+        advice = "Choose sizes that never leave one sample, or --drop-last."
+        cause = Cause(UNEVEN_BATCH, f"It fails: {fails[1]}.", advice)
+        return Check("note", "a batch of one sample, as the last may be", cause=cause)
+    # A loss that is no mean in a full batch says nothing about this one.
+    if bent_in_full_batches:
+        return Check("skipped", "the loss is bent in full batches too")
+    return cause_check(evidence, f"{compared}, and 1 alone", None, uneven)
+
+
+LAST_BATCH = TableRow(
+    name="last batch",
+    look=_try_small_batches,
+    answer=_last_batch,
+    explain=_bent,
+    explain_failure=_explain_failure,
+    with_virtual_ranks=False,
+)

@@ -1,6 +1,8 @@
-"""Metrics: the same weights give the same loss and metrics on any number of ranks."""
+"""The rows about evaluations: equal weights give equal loss and metrics on any number of ranks."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,17 +11,21 @@ from torch import Tensor
 from samestep.data.order import share
 from samestep.data.trees import map_leaves, narrow
 from samestep.ranks.world import World
+from samestep.run import checkpoints
+from samestep.training.apply import terms_of
+from samestep.training.evaluation import evaluate
+from samestep.training.side_effects import ALL_KINDS, RandomDraws
+from samestep.training.snapshot import load_evaluated
 from samestep.verification.difference import TrainingDifference, evaluations_apart, worst
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check, measured
-from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest
+from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
 from samestep.verification.short_trainings import MAIN
 from samestep.verification.trace import Trace
 
-NAME = "metrics"
-CAUSE = "metric averaged over ranks"
+AVERAGED = "metric averaged over ranks"
 
 
-def _look(tested: RecipeUnderTest) -> dict[str, float]:
+def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
     """Return how much each metric of a sample depends on the others of its batch.
 
     A model that is not trained may give all samples the same class, of which no metric depends on
@@ -62,7 +68,7 @@ def _spread(outputs: Tensor) -> Tensor:
     return outputs - outputs.mean(0) + noise.to(outputs)
 
 
-def _look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, float]:
+def _measure_with_others(tested: RecipeUnderTest, world: World) -> dict[str, float]:
     """Return how much each metric of this rank's samples depends on the other ranks.
 
     It measures its samples while the others measure theirs, then all measure the same ones.
@@ -110,7 +116,7 @@ def _trains_the_same(evidence: Evidence, trace: Trace) -> bool:
     return exact and evidence.compare(trace).largest <= evidence.exact
 
 
-def _answer(evidence: Evidence) -> Check:
+def _metrics(evidence: Evidence) -> Check:
     if evidence.not_compared():
         return Check("skipped", evidence.not_compared())
     found = largest_difference(evidence)
@@ -118,16 +124,18 @@ def _answer(evidence: Evidence) -> Check:
     if found.largest > evidence.exact or evidence.bits:
         return measured(compared, found, evidence.exact, _cause(evidence, found.what))
     # What these few weights do not show, other outputs do.
-    alone = evidence.found(NAME, dict[str, float]) or {}
+    alone = evidence.found(METRICS.name, dict[str, float]) or {}
     name = max(alone, key=lambda name: alone[name], default="")
     cause = _cause(evidence, name) if name else None
     return cause_check(evidence, compared, cause, alone[name] if cause else found.largest)
 
 
 def _cause(evidence: Evidence, name: str) -> Cause | None:
-    on_ranks = evidence.found_on_ranks(NAME, dict[str, float])
-    across = any(found.get(name, 0.0) > evidence.exact for found in on_ranks)
-    in_batch = (evidence.found(NAME, dict[str, float]) or {}).get(name, 0.0) > evidence.exact
+    on_ranks = evidence.found_on_ranks(METRICS.name, dict[str, float])
+    across = any(found.get(name, 0.0) > evidence.exact for _, found in on_ranks)
+    in_batch = (evidence.found(METRICS.name, dict[str, float]) or {}).get(
+        name, 0.0
+    ) > evidence.exact
     if not (across or in_batch):
         return None
     why = (
@@ -138,11 +146,61 @@ def _cause(evidence: Evidence, name: str) -> Cause | None:
         "and ranks have other batches."
     )
     return Cause(
-        CAUSE,
+        AVERAGED,
         why,
         "Return one value per sample, of this rank alone; sums and counts are added up over ranks "
         "and divided once.",
     )
 
 
-ROW = TableRow(name=NAME, look=_look, look_on_rank=_look_on_rank, answer=_answer)
+METRICS = TableRow(
+    name="metrics", look=_dependences, look_on_rank=_measure_with_others, answer=_metrics
+)
+
+
+def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
+    """Evaluate the newest checkpoint of a run without any other rank."""
+    newest = checkpoints.load_newest(run / "checkpoints")
+    if newest is None or tested.splits.validation is None:
+        return {}
+    model = tested.build()
+    load_evaluated(model, newest[1])
+    virtual, loss = tested.settings.virtual_ranks, tested.placed_loss
+    world = replace(tested.world, virtual_ranks=virtual or 0)
+    if virtual is None:
+        hold_model(model, RandomDraws(), ALL_KINDS)
+        loss = tested.loss
+    recipe = replace(tested.recipe, augment=None)
+    with tested.source(tested.splits.validation, recipe, world) as source:
+        values = evaluate(
+            tested.applied(model),
+            source,
+            loss,
+            tested.recipe.metrics,
+            world=world,
+            batch_size=256,
+            precision=tested.settings.precision,
+            seed=tested.settings.seed,
+            terms=terms_of(tested.recipe),
+        )
+    return {name: value for name, value in values.items() if isinstance(value, float)}
+
+
+def _one_device(evidence: Evidence) -> Check:
+    if not evidence.several:
+        return Check("skipped", evidence.not_compared())
+    largest, stop = evidence.starts[-2], evidence.facts.size.stop
+    trace = evidence.trace(largest.place, MAIN)
+    loaded = next(
+        (f for _, f in evidence.found_on_ranks(ONE_DEVICE.name, dict[str, float]) if f), None
+    )
+    if trace is None or loaded is None or stop not in trace.evaluations:
+        return Check("skipped", "there is no checkpoint to load")
+    found, what = evaluations_apart(trace.evaluations[stop], loaded)
+    if found > evidence.exact and largest_difference(evidence).largest > evidence.exact:
+        return Check("skipped", "metrics differ by themselves")
+    compared = f"a checkpoint of {largest.world_size} ranks, evaluated"
+    return measured(compared, TrainingDifference(found, what=what), evidence.exact)
+
+
+ONE_DEVICE = TableRow(name="one device", answer=_one_device, thorough=True)

@@ -13,9 +13,7 @@ from typing import Any, TextIO, cast
 from samestep.errors import is_users
 from samestep.training.side_effects import place_of, users_line
 from samestep.verification.evidence import Cause, Check, Evidence, TableRow
-from samestep.verification.exchange import decoded
 
-NAME = "one writer"
 _COMPARED = "what other ranks than 0 print, write"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
 # What only one rank can succeed at (a folder that is made or removed, a file that must be new) is
@@ -42,11 +40,11 @@ class RecipeOutput:
     """File → the user's line that opened it for writing, renamed or removed it."""
 
 
-def _answer(evidence: Evidence) -> Check:
+def _one_writer(evidence: Evidence) -> Check:
     if not evidence.several:
         return Check("skipped", evidence.not_compared())
     starts = [
-        [decoded(report.found, NAME, RecipeOutput) or RecipeOutput() for report in reports]
+        [report.found.get(ONE_WRITER.name, RecipeOutput()) for report in reports]
         for reports in evidence.reports.values()
     ]
     written: dict[str, str] = {}
@@ -74,7 +72,7 @@ def _answer(evidence: Evidence) -> Check:
     return Check("note", _COMPARED, cause=Cause("every rank prints", f"{why}rank-N.log."))
 
 
-ROW = TableRow(name=NAME, answer=_answer)
+ONE_WRITER = TableRow(name="one writer", answer=_one_writer)
 
 
 def watch_output(folder: Path) -> RecipeOutput:

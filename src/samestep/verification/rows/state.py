@@ -1,22 +1,46 @@
-"""State outside the module: what a forward remembers that no checkpoint holds."""
+"""The row about state: what a forward remembers, draws or asks for that no checkpoint holds."""
 
-from dataclasses import dataclass, replace
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves
-from samestep.errors import listed
+from samestep.errors import is_users, listed
+from samestep.training.optimizer import optimizer_of
+from samestep.training.side_effects import (
+    RandomDraws,
+    closure_prints,
+    differing,
+    leaves_of,
+    model_prints,
+    optimizer_prints,
+    users_line,
+    watched,
+)
 from samestep.verification.difference import relative
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
-from samestep.verification.hidden import Hidden, find_hidden, other_batch
+from samestep.verification.evidence import (
+    Cause,
+    Check,
+    Evidence,
+    TableRow,
+    cause_check,
+    left_free_check,
+)
 from samestep.verification.module_outputs import ModuleDifference, first_difference
-from samestep.verification.recipe_under_test import RecipeUnderTest, held_model
-from samestep.verification.rows.left_free import answer, left_free
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.short_trainings import left_free
 
-NAME = "state"
-CAUSE = "state outside the module"
+OUTSIDE_MODULE = "state outside the module"
 IN_LOSS = "state in the loss"
 CLOCK = "forward or loss that reads the clock"
 OPTIMIZER = "state outside the optimizer's own"
@@ -25,7 +49,120 @@ LEARNED = "a learned parameter outside the model"
 _REGISTER = (
     "Keep it with register_buffer(), so that checkpoints hold it, and change it once per step."
 )
-_CLOCKS = ("time.", "datetime.")
+_CLOCK_MODULES = ("time.", "datetime.")
+_CLOCKS = (time.time, time.time_ns, time.perf_counter, time.monotonic, time.process_time, os.getpid)
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+_RANK_CALLS = ("get_rank", "get_world_size")
+_ENVIRONMENT = type(os.environ).__getitem__.__code__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """What was found, each in words."""
+
+    kept: list[str] = field(default_factory=list)
+    """Plain attributes that other samples in between leave changed, of the model or the loss."""
+    optimizer: list[str] = field(default_factory=list)
+    """What each step of the optimizer changes outside its `state`."""
+    draws: list[str] = field(default_factory=list)
+    """What the optimizer draws from, with the line."""
+    learned: list[str] = field(default_factory=list)
+    """Parameters that get a gradient and are not the model's."""
+    asks: dict[str, str] = field(default_factory=dict)
+    """What forward or loss asks its process for, a rank or the time → the line."""
+
+
+def find_hidden(tested: RecipeUnderTest) -> Hidden | None:
+    """Take a few steps of a recipe in this process, and look; None where they fail."""
+    try:
+        kept, asks, learned = _of_forward(tested)
+        optimizer, draws = _of_optimizer(tested)
+    except Exception:  # the short trainings say how it fails
+        return None
+    return Hidden(kept=kept, optimizer=optimizer, draws=draws, learned=learned, asks=asks)
+
+
+def other_batch(tested: RecipeUnderTest) -> Block:
+    """Return samples beside those of the first step: the next ones, or some of them again."""
+    return tested.batch(1) if tested.size.full > 1 else tested.part(tested.batch(), 0, 1)
+
+
+def _of_forward(tested: RecipeUnderTest) -> tuple[list[str], dict[str, str], list[str]]:
+    block, other = tested.batch(), other_batch(tested)
+    model, loss = tested.held_model(block), inspect.unwrap(tested.placed_loss)
+
+    def forward(block: Block) -> Tensor:
+        return tested.loss(tested.forward(model, block.inputs), block.targets)
+
+    def prints() -> dict[str, str]:
+        return {**model_prints(model, loss), **closure_prints(loss)}
+
+    value, asks = _asked(lambda: forward(block))
+    before = prints()
+    forward(other)
+    forward(block)
+    # What samestep has put around the model's own forward is no attribute of the user's.
+    kept = [name for name in differing(before, prints()) if not name.endswith(" forward")]
+    known = {id(p) for p in model.parameters()}
+    learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in known]
+    return kept, asks, learned
+
+
+def _of_optimizer(tested: RecipeUnderTest) -> tuple[list[str], list[str]]:
+    """Return what an optimizer of the recipe's own keeps outside its state, and what it draws."""
+    if tested.recipe.optimizer is None:
+        return [], []
+    model, block, settings = tested.build(), tested.batch(), tested.settings
+    optimizer = optimizer_of(tested.recipe, model, settings, settings.lr, tested.world.device)
+    seen, prints = RandomDraws(), []
+    for _ in range(2):
+        model.zero_grad()
+        tested.free_loss(model, block, tested.placed_loss).backward()  # type: ignore[no-untyped-call]
+        watched(optimizer.step, seen)()
+        prints.append(optimizer_prints(optimizer))
+    lines = {f"torch ({line})" if line else "torch" for line in seen.draws.values()}
+    return differing(*prints), sorted(lines | seen.generators)
+
+
+def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
+    """Return what a function returns, and what the user's lines asked their process for."""
+    found: dict[str, str] = {}
+
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        what, code = "", frame.f_code
+        if event == "c_call" and is_users(code.co_filename):
+            own = getattr(called, "__qualname__", "")
+            if called in _CLOCKS or own in ("datetime.now", "datetime.utcnow"):
+                what = f"{called.__module__ or 'datetime'}.{called.__name__}()"
+        elif event == "call" and code.co_name in _RANK_CALLS:
+            what = f"{code.co_name}()"
+        elif event == "call" and code is _ENVIRONMENT and frame.f_locals.get("key") in _OF_RANKS:
+            what = f"os.environ[{frame.f_locals['key']!r}]"
+        if what and (line := users_line(frame)):
+            found.setdefault(what, line)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        return function(), found
+    finally:
+        sys.setprofile(before)
+
+
+def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
+    """Return a parameter by the name under which the model or the loss has it, if that is found."""
+    places = (
+        ("the model's", vars(model)),
+        ("the loss's", getattr(loss, "__dict__", {})),
+        ("the global", getattr(loss, "__globals__", {})),
+        ("the global", getattr(type(model).forward, "__globals__", {})),
+    )
+    for owner, names in places:
+        for name, kept in names.items():
+            several = kept if isinstance(kept, list | tuple) else (kept,)
+            if any(each is leaf for each in several):
+                return f"{owner} {name}"
+    return f"a parameter of shape {tuple(leaf.shape)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +180,7 @@ class OutsideState:
     hidden: Hidden | None = None
 
 
-def _look(tested: RecipeUnderTest) -> OutsideState:
+def _look_for_state(tested: RecipeUnderTest) -> OutsideState:
     step = tested.free_step
     return OutsideState(
         generators=sorted(step.seen.generators),
@@ -72,7 +209,7 @@ def _change_of_loss(tested: RecipeUnderTest) -> float | None:
 def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
     """Return the first module whose output changes though weights, buffers and inputs do not."""
     block, other = tested.batch(), other_batch(tested)
-    model = held_model(tested, block)
+    model = tested.held_model(block)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     twice, restore = (block.inputs, block.inputs), partial(model.load_state_dict, state)
     if found := first_difference(tested, model, *twice, restore=restore):
@@ -92,19 +229,19 @@ def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
 
 def remembers(evidence: Evidence) -> ModuleDifference | None:
     """Return the first module that remembers something, if one does."""
-    found = evidence.found(NAME, OutsideState)
+    found = evidence.found(STATE.name, OutsideState)
     return found.remembers if found else None
 
 
 def change_of_loss(evidence: Evidence) -> float | None:
     """Return how much the loss of equal outputs changes when it is called again, if it does."""
-    found = evidence.found(NAME, OutsideState)
+    found = evidence.found(STATE.name, OutsideState)
     return found.loss if found else None
 
 
 def hidden_of(evidence: Evidence) -> Hidden:
     """Return what a step keeps, draws or asks for beside what checkpoints hold."""
-    found = evidence.found(NAME, OutsideState)
+    found = evidence.found(STATE.name, OutsideState)
     return (found and found.hidden) or Hidden()
 
 
@@ -124,7 +261,7 @@ def _suspect(evidence: Evidence) -> Cause | None:
         )
     if hidden.kept:
         return Cause(
-            CAUSE,
+            OUTSIDE_MODULE,
             f"Forward or loss changes {listed(hidden.kept)}: a plain attribute, which no "
             "checkpoint holds and each rank has its own of.",
             _REGISTER,
@@ -143,7 +280,9 @@ def _suspect(evidence: Evidence) -> Cause | None:
 def _explain(evidence: Evidence) -> Cause | None:
     found, change = remembers(evidence), change_of_loss(evidence)
     hidden = hidden_of(evidence)
-    clocks = [f"{what} in {line}" for what, line in hidden.asks.items() if what.startswith(_CLOCKS)]
+    clocks = [
+        f"{what} in {line}" for what, line in hidden.asks.items() if what.startswith(_CLOCK_MODULES)
+    ]
     if clocks and (found or change):
         return Cause(
             CLOCK,
@@ -163,7 +302,7 @@ def _explain(evidence: Evidence) -> Cause | None:
     if found is None:
         return None
     return Cause(
-        CAUSE,
+        OUTSIDE_MODULE,
         f"{found.place} gives something else ({found.difference:.0e}) in a second forward with "
         "equal weights, buffers and inputs: it keeps a number or a generator that no checkpoint "
         f"holds.{named}",
@@ -171,13 +310,13 @@ def _explain(evidence: Evidence) -> Cause | None:
     )
 
 
-def _answer(evidence: Evidence) -> Check:
-    found = evidence.found(NAME, OutsideState)
+def _state(evidence: Evidence) -> Check:
+    found = evidence.found(STATE.name, OutsideState)
     if found and not found.remembers and found.own_generators:
         lines = ", ".join(filter(None, found.own_generators))
         where = f" ({lines})" if lines else ""
         cause = Cause(
-            CAUSE,
+            OUTSIDE_MODULE,
             f"The model or the loss draws from a torch.Generator of its own{where}, "
             "which goes on from step to step: no checkpoint holds it, so a resumed run draws other "
             "numbers, and each rank has one.",
@@ -187,13 +326,13 @@ def _answer(evidence: Evidence) -> Check:
     # Virtual ranks seed Python's and NumPy's generators, too.
     if found and not found.remembers and found.generators and not evidence.bits:
         cause = Cause(
-            CAUSE,
+            OUTSIDE_MODULE,
             f"The model or the loss draws from {' and '.join(found.generators)}, whose state "
             "differs on every rank and after a stop; with it held still the difference is gone.",
             "Draw from torch, which is seeded in every step, or from what all ranks have alike, "
             "such as the weights or the inputs.",
         )
-        return answer(evidence, "state", "draws as they are", cause)
+        return left_free_check(evidence, "state", "draws as they are", cause)
     difference = found.remembers.difference if found and found.remembers else None
     difference = change_of_loss(evidence) if difference is None else difference
     compared = "a second forward" if evidence.bits else "a second forward gives the same"
@@ -206,11 +345,11 @@ def _answer(evidence: Evidence) -> Check:
     return replace(check, status="note", cause=suspect)
 
 
-ROW = TableRow(
-    name=NAME,
-    look=_look,
+STATE = TableRow(
+    name="state",
+    look=_look_for_state,
     training=left_free("state"),
-    answer=_answer,
+    answer=_state,
     explain=_explain,
     suspect=_suspect,
 )

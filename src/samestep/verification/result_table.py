@@ -10,8 +10,8 @@ from rich.text import Text
 
 from samestep.reporting.words import count, ranks
 from samestep.verification.evidence import LEFT_OUT, Check
-from samestep.verification.in_parent import Verification
-from samestep.verification.rows import one_writer
+from samestep.verification.rows.one_writer import ONE_WRITER
+from samestep.verification.verify_recipe import Verification
 
 _COLOURS = {
     "same": "green",
@@ -157,7 +157,7 @@ def _sentence(found: Verification) -> Text:
         quick = any(check.compared == LEFT_OUT for check in found.checks)
         bits = ", to the last bit" if found.facts.virtual_ranks else ""
         text = f"The same training{bits}{', as far as --quick looks' if quick else ''}{but}."
-    elif {check.name for check in different} == {one_writer.NAME}:
+    elif {check.name for check in different} == {ONE_WRITER.name}:
         text = f"The same training, but {causes}."
     else:
         text = f"Not the same training: {causes}."

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from samestep.verification.all_rows import judge
 from samestep.verification.evidence import Cause
-from samestep.verification.in_parent import Verification
-from samestep.verification.result_output import as_table, show
+from samestep.verification.result_table import as_table, show
+from samestep.verification.rows.loss import LossOfParts
+from samestep.verification.verify_recipe import Verification
 from tests.verification.made_up import undisturbed
 
 GOLDEN = Path(__file__).with_name("table.txt")
@@ -34,7 +35,7 @@ def shown(found: Verification) -> list[str]:
 
 def bent():
     """Return evidence of a loss that is a sum, with draws from torch."""
-    found = {"loss": (0.5, 0.25, True), "dropout": {"rand": "model.py:3"}}
+    found = {"loss": LossOfParts(0.5, 0.25, adds_up=True), "dropout": {"rand": "model.py:3"}}
     evidence = undisturbed(present=frozenset({"dropout"}), **found)
     evidence.traces[1, "main"][0].losses[2] += 0.3
     return evidence

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.verification.training_size import choose_training_size
+from samestep.verification.few_samples import choose_training_size
 
 SIZES = st.sets(st.integers(1, 9), min_size=1).map(lambda sizes: tuple(sorted({1, *sizes})))
 

@@ -1,0 +1,173 @@
+"""The rows about samples: the same in every process, unchanged when read again, all counted."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from samestep.ranks.world import World
+from samestep.recipe import Recipe
+from samestep.reporting.words import count
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.short_trainings import MAIN, RankFailure
+
+OTHER_ORDER = Cause(
+    "order",
+    "Processes hold other samples in the same places: data() returns them in another order, or "
+    "others, each time it is called.",
+    "Sort what comes from a folder or a set, and give each generator in data() a fixed seed.",
+)
+BY_RANK = "data that depends on the rank"
+LENGTHS = "lengths that differ per rank"
+UNKEYED = "unkeyed augmentation"
+_SHOWN = 4
+
+
+def _hashes_as_stored(tested: RecipeUnderTest, _world: World) -> list[str]:
+    return tested.hashes(replace(tested.recipe, augment=None, transform=None))
+
+
+def _lengths(evidence: Evidence) -> dict[str, int]:
+    """Return the numbers of samples that processes hold, with the first process of each number."""
+    found: dict[str, int] = {}
+    for start in sorted(evidence.starts, key=lambda start: -start.world_size):
+        for rank, report in enumerate(evidence.reports.get(start.place, ())):
+            if report.num_samples and report.num_samples not in found.values():
+                found[f"rank {rank} of {start.world_size}"] = report.num_samples
+    return found
+
+
+def _explain_order(evidence: Evidence) -> Cause | None:
+    if len(lengths := _lengths(evidence)) > 1:
+        each = [f"{rank} holds {number:,}" for rank, number in lengths.items()]
+        return Cause(
+            LENGTHS,
+            f"Processes have other numbers of training samples: {', '.join(each[:_SHOWN])}.",
+            "Let data() return all samples in every process: samestep shares them out.",
+        )
+    found = evidence.found_on_ranks(ORDER.name, list[str])
+    if all(hashes == found[0][1] for _, hashes in found) or changing_part(evidence) == "dataset":
+        return None
+    others = [rank for rank, hashes in found if hashes != found[0][1]]
+    if any(rank.startswith("rank 0 ") for rank in others):
+        return OTHER_ORDER
+    return Cause(
+        BY_RANK,
+        f"{others[0]} holds other values than rank 0 in the same places, and every process that "
+        "was rank 0 holds the same: data() or the data set reads the rank.",
+        "Let data() return the same in every process: samestep gives each rank its share.",
+    )
+
+
+def _explain_order_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
+    if "loaded data of different sizes" not in failure.message:
+        return None
+    return _explain_order(evidence) or OTHER_ORDER
+
+
+def _order(evidence: Evidence) -> Check:
+    if cause := _explain_order(evidence):
+        return cause_check(evidence, "the same data in every process", cause)
+    changing = "samples change when they are read" if changing_part(evidence) else ""
+    if skipped := changing or evidence.not_compared():
+        return Check("skipped", skipped)
+    compared = "on all ranks that of one process"
+    for start in evidence.several:
+        traces = evidence.traces.get((start.place, MAIN), [])
+        for step, hashes in evidence.reference.samples.items() if traces else ():
+            if [h for trace in traces for h in trace.samples.get(step, [])] != hashes:
+                return cause_check(evidence, compared, OTHER_ORDER, first_step=step)
+    return Check("same", compared)
+
+
+ORDER = TableRow(
+    name="order",
+    look_on_rank=_hashes_as_stored,
+    answer=_order,
+    explain=_explain_order,
+    explain_failure=_explain_order_failure,
+)
+Reader = Literal["dataset", "transform", "augment"]
+_READERS = {"dataset": "The data set", "transform": "transform()", "augment": "augment()"}
+_ADVICE: dict[Reader, str] = {
+    "dataset": "Draw in __getitem__ from torch, random or np.random themselves, not from a "
+    "generator of your own: samestep seeds those by (seed, epoch, sample).",
+    "transform": "transform() must not draw; move what is random to augment() and draw from its "
+    "keys: samestep.uniform(keys, draws).",
+    "augment": "Draw from the keys that augment() is given: samestep.uniform(keys, draws), one "
+    "row per sample.",
+}
+
+
+class Changes(NamedTuple):
+    """What changes a sample when it is read twice."""
+
+    part: Reader
+    batchwise: bool
+    """Whether it does so only when the sample is read in another batch."""
+
+
+def _read_again(tested: RecipeUnderTest) -> Changes | None:
+    """Read the same samples twice, and in another batch."""
+
+    def same_twice(recipe: Recipe) -> bool:
+        return tested.hashes(recipe, 1) == tested.hashes(recipe, 2)
+
+    def same_in_parts(recipe: Recipe) -> bool:
+        halves = [replace(tested.world, rank=rank, world_size=2) for rank in range(2)]
+        parts = [mark for half in halves for mark in tested.hashes(recipe, 1, half)]
+        return parts == tested.hashes(recipe, 1)
+
+    is_same = same_in_parts if same_twice(tested.recipe) else same_twice
+    if is_same is same_in_parts and is_same(tested.recipe):
+        return None
+    part: Reader = "dataset"
+    if is_same(replace(tested.recipe, augment=None, transform=None)):
+        part = "augment" if is_same(replace(tested.recipe, augment=None)) else "transform"
+    return Changes(part, batchwise=is_same is same_in_parts)
+
+
+def changing_part(evidence: Evidence) -> Reader | None:
+    """Return what changes a sample when it is read twice, if anything does."""
+    changes = evidence.found(AUGMENTATION.name, Changes)
+    return changes.part if changes else None
+
+
+def _explain_augmentation(evidence: Evidence) -> Cause | None:
+    changes = evidence.found(AUGMENTATION.name, Changes)
+    # A virtual rank always reads the same samples together.
+    if changes is None or (changes.batchwise and evidence.bits):
+        return None
+    when = "each time the same sample is read in the same epoch"
+    if changes.batchwise:
+        when = "for a sample when other samples are beside it"
+    why = f"{_READERS[changes.part]} gives something else {when}."
+    return Cause(UNKEYED, why, _ADVICE[changes.part])
+
+
+def _augmentation(evidence: Evidence) -> Check:
+    compared = f"a sample read again{'' if evidence.bits else ', in other batches'}"
+    return cause_check(evidence, compared, _explain_augmentation(evidence))
+
+
+AUGMENTATION = TableRow(
+    name="augmentation", look=_read_again, answer=_augmentation, explain=_explain_augmentation
+)
+
+
+def _evaluation(evidence: Evidence) -> Check:
+    """Judge whether every sample is evaluated exactly once."""
+    expected = Counter(evidence.reference.evaluated)
+    samples = count(expected.total(), f"{evidence.facts.evaluates} sample")
+    compared = f"each of {samples} once"
+    changing = "samples change when read" if changing_part(evidence) == "dataset" else ""
+    if skipped := changing or evidence.not_compared():
+        return Check("skipped", skipped)
+    for start in evidence.several:
+        traces = evidence.traces.get((start.place, MAIN), [])
+        if traces and Counter(mark for trace in traces for mark in trace.evaluated) != expected:
+            return Check("different", compared, cause=OTHER_ORDER)
+    return Check("same", compared)
+
+
+EVALUATION = TableRow(name="evaluation", answer=_evaluation)

@@ -1,0 +1,307 @@
+"""The rows about the model: equal in all processes, a sample by itself, all parameters used."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.trees import tree_leaves
+from samestep.errors import listed
+from samestep.ranks.world import World
+from samestep.reporting.words import count
+from samestep.training.side_effects import batch_norms
+from samestep.verification.difference import largest_apart
+from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.module_outputs import (
+    ModuleCall,
+    ModuleDifference,
+    first_at_fault,
+    first_difference,
+    module_calls,
+)
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows.state import change_of_loss, hidden_of, remembers
+from samestep.verification.short_trainings import RankFailure, RecipeFacts
+from samestep.verification.trace import Values, dense, values_of
+
+INITIAL_WEIGHTS = "initial weights that differ per process"
+BY_RANK = "forward or loss that depends on the rank"
+MIXED = "samples that see each other"
+BUFFERS = "buffers made of a rank's samples"
+UNUSED = "unused parameters"
+_UNUSED_MESSAGE = re.compile(
+    r"does not depend on|finished reduction in the prior iteration|find_unused_parameters"
+)
+_VALUES = 32
+_LOSS = "the loss"
+
+
+class KeptCall(NamedTuple):
+    """A module's call, with a few values of each tensor."""
+
+    name: str
+    inputs: list[Values]
+    outputs: list[Values]
+
+
+@dataclass(frozen=True)
+class ProcessOutputs:
+    """What one process makes of its own model and of some samples."""
+
+    model: str
+    """Its class."""
+    weights: dict[str, Values]
+    """As they are built."""
+    samples: list[str]
+    calls: list[KeptCall]
+    """Of the model's modules and, at last, of the loss."""
+
+
+def _compute(tested: RecipeUnderTest, _world: World) -> ProcessOutputs:
+    block = tested.batch()
+    model = tested.held_model(block)
+    weights = {name: _few(p) for name, p in model.named_parameters() if p.numel()}
+    held = tested.held_forward
+    calls = module_calls(tested, model, block.inputs)
+    kept = [KeptCall(c.name, [*map(_few, c.inputs)], [*map(_few, c.outputs)]) for c in calls]
+    if held is not None:
+        loss = tested.loss(held.outputs, held.block.targets)
+        outputs = [_few(leaf) for leaf in tree_leaves(held.outputs)]
+        kept.append(KeptCall(_LOSS, outputs, [_few(loss)]))
+    return ProcessOutputs(type(model).__name__, weights, tested.hashes(), kept)
+
+
+def _few(tensor: Tensor) -> Values:
+    tensor = tensor if tensor.is_floating_point() else torch.empty(0)
+    return values_of(tensor)[:_VALUES]
+
+
+def _outputs(evidence: Evidence) -> list[tuple[str, ProcessOutputs]]:
+    return evidence.found_on_ranks(PROCESSES.name, ProcessOutputs)
+
+
+def _other_weights(evidence: Evidence) -> Cause | None:
+    found = _outputs(evidence)
+    for who, one in found[1:]:
+        for name, values in found[0][1].weights.items():
+            other = one.weights.get(name)
+            same = other is not None and len(other) == len(values)
+            if not same or largest_apart(*_tensors([values, other])) > evidence.exact:
+                return Cause(
+                    INITIAL_WEIGHTS,
+                    f"{name} begins with other values in {who} than in {found[0][0]}, though all "
+                    "processes are seeded alike before they build the model. (DDP gives all ranks "
+                    "those of rank 0; the next start of the training has others again.)",
+                    "Draw initial weights from torch, random or NumPy as they are seeded: not from "
+                    "os.urandom, the time, the process, or a generator without a fixed seed.",
+                )
+    return None
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    return [torch.from_numpy(each) for each in values]
+
+
+def _other_forward(evidence: Evidence) -> Cause | None:
+    found = _outputs(evidence)
+    for who, other in found[1:]:
+        first_process, first = found[0]
+        if other.samples != first.samples or len(other.calls) != len(first.calls):
+            continue
+        if module := _first_at_fault(first, other, evidence.exact):
+            asks = hidden_of(evidence).asks
+            lines = ", ".join(f"{what} in {line}" for what, line in asks.items())
+            return Cause(
+                BY_RANK,
+                f"{module.place} gives {who} something else ({module.difference:.0e}) than "
+                f"{first_process}, with equal weights and inputs: it reads the rank, the number of "
+                f"ranks, or something else of its process{f' ({lines})' if lines else ''}.",
+                "Leave the rank out of forward and loss: what a sample gives must not depend on "
+                "the rank that holds it.",
+            )
+    return None
+
+
+def _first_at_fault(
+    one: ProcessOutputs, other: ProcessOutputs, rounding: float
+) -> ModuleDifference | None:
+    """Return the first module of the model, else the loss, that computed something else."""
+    for of_loss in (False, True):
+        mine, others = (
+            [
+                ModuleCall(call.name, _tensors(call.inputs), _tensors(call.outputs))
+                for call in each.calls
+                if (call.name == _LOSS) is of_loss
+            ]
+            for each in (one, other)
+        )
+        if found := first_at_fault(mine, others, rounding, one.model):
+            return found
+    return None
+
+
+def _explain_processes(evidence: Evidence) -> Cause | None:
+    if cause := _other_weights(evidence):
+        return cause
+    # What each process remembers of its own calls differs, too.
+    if remembers(evidence) or change_of_loss(evidence) or hidden_of(evidence).learned:
+        return None
+    return _other_forward(evidence)
+
+
+def _processes(evidence: Evidence) -> Check:
+    if len(_outputs(evidence)) < 2:
+        return Check("skipped", "a forward fails in some process")
+    compared = "weights as built, a forward, the loss"
+    return cause_check(evidence, compared, _explain_processes(evidence))
+
+
+PROCESSES = TableRow(
+    name="processes", look_on_rank=_compute, answer=_processes, explain=_explain_processes
+)
+
+
+class BatchInfluence(NamedTuple):
+    """What the other samples of a batch change."""
+
+    module: ModuleDifference | None
+    """The first module whose output for a sample changes without the others."""
+    buffers: list[str] = []  # noqa: RUF012 - a tuple's default, never changed
+    """Buffers that have other values after a forward of fewer samples."""
+    moved: list[str] = []  # noqa: RUF012 - a tuple's default, never changed
+    """Other buffers that every forward moves, whatever its samples are."""
+
+
+def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
+    """Compare a forward of a batch with one of its first half, both from the same buffers."""
+    held = tested.held_forward
+    if held is None or held.block.rows < 2:
+        return None
+    rows = held.block.rows // 2
+    model = tested.held_model(held.block)
+    first = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def restore() -> None:
+        for name, buffer in model.named_buffers():
+            if name in first and first[name].shape == buffer.shape:
+                with torch.no_grad():
+                    buffer.copy_(first[name])
+
+    halves = held.block.inputs, tested.part(held.block, 0, rows).inputs
+    module = first_difference(tested, model, *halves, rows=rows, restore=restore)
+    after = [_buffers_after(tested, model, each, restore) for each in halves]
+    buffers = [
+        name for name in after[0] if largest_apart(*(a[name] for a in after)) > tested.rounding
+    ]
+    moved = [
+        name
+        for name, left in after[0].items()
+        if name not in buffers and not torch.equal(left, dense(first[name]))
+    ]
+    return BatchInfluence(module, buffers, moved) if module or buffers or moved else None
+
+
+def _buffers_after(
+    tested: RecipeUnderTest, model: nn.Module, inputs: Any, restore: Any
+) -> dict[str, Tensor]:
+    """Return the buffers after a forward, except BatchNorm's, which have a row of their own."""
+    norms = tuple(f"{name}." for name in batch_norms(model))
+    if all(name.startswith(norms) for name, _ in model.named_buffers()):
+        return {}
+    restore()
+    with torch.no_grad():
+        tested.forward(model, inputs)
+    named = [(n, b) for n, b in model.named_buffers() if not n.startswith(norms)]
+    return {name: dense(b.detach()).clone() for name, b in named if b.numel()}
+
+
+def _explain_samples_apart(evidence: Evidence) -> Cause | None:
+    found = evidence.found(SAMPLES_APART.name, BatchInfluence)
+    # A module that remembers something gives another output each time, whatever the batch.
+    if found is None or remembers(evidence):
+        return None
+    if found.buffers:
+        names = ", ".join(found.buffers[:3])
+        return Cause(
+            BUFFERS,
+            f"Forward updates {names} from the samples of the batch: each rank has others, and "
+            "those of rank 0 are kept.",
+            "Update it from the samples of all ranks: torch.distributed.all_reduce() in forward, "
+            "if torch.distributed.is_initialized().",
+        )
+    if found.module is None:
+        return None
+    return Cause(
+        MIXED,
+        f"{found.module.place} gives a sample something else ({found.module.difference:.0e}) when "
+        "other samples are beside it: it computes over the batch, and each rank has its own.",
+        "Compute over a sample's own values (GroupNorm, LayerNorm), or over all ranks.",
+    )
+
+
+def moved_buffers(evidence: Evidence) -> list[str]:
+    """Return the buffers that every forward moves, whatever its samples are."""
+    found = evidence.found(SAMPLES_APART.name, BatchInfluence)
+    return found.moved if found else []
+
+
+def _samples_apart(evidence: Evidence) -> Check:
+    found = evidence.found(SAMPLES_APART.name, BatchInfluence)
+    cause = _explain_samples_apart(evidence)
+    difference = found.module.difference if found and found.module and cause else None
+    return cause_check(evidence, "outputs, with others in the batch", cause, difference)
+
+
+SAMPLES_APART = TableRow(
+    name="samples apart",
+    look=_halve_batch,
+    answer=_samples_apart,
+    explain=_explain_samples_apart,
+    with_virtual_ranks=False,
+)
+
+
+def _find_unused(tested: RecipeUnderTest) -> list[str]:
+    named = tested.free_step.model.named_parameters()
+    return [name for name, p in named if p.requires_grad and p.grad is None]
+
+
+def unused_parameters(facts: RecipeFacts) -> list[str]:
+    """Return the parameters without a gradient: ranks would wait for it forever."""
+    found: list[str] = facts.found.get(PARAMETERS.name, [])
+    return found
+
+
+def _unused_cause(names: list[str]) -> Cause:
+    loss = f"The loss does not depend on {listed(names)}"
+    if not names:
+        loss = "In some steps the loss does not depend on all parameters"
+    why = f"{loss}, so ranks would wait for a gradient that never comes."
+    advice = (
+        "Use them in forward in every step, or freeze them: requires_grad_(False). If it is a "
+        "model with branches that some steps leave out by intent, add --find-unused."
+    )
+    return Cause(UNUSED, why, advice)
+
+
+def _explain_unused(evidence: Evidence, failure: RankFailure) -> Cause | None:
+    found = _UNUSED_MESSAGE.search(failure.message)
+    return _unused_cause(unused_parameters(evidence.facts)) if found else None
+
+
+def _parameters(evidence: Evidence) -> Check:
+    names = unused_parameters(evidence.facts)
+    compared = "every parameter gets a gradient"
+    if not names:
+        return Check("same", compared)
+    # With --find-unused or --static-graph ranks do not wait, and the trainings tell the rest.
+    if evidence.allows_unused:
+        return Check("same", f"{count(len(names), 'parameter')} unused in a step, as you allow")
+    return cause_check(evidence, compared, _unused_cause(names), first_parameter=names[0])
+
+
+PARAMETERS = TableRow(
+    name="parameters", look=_find_unused, answer=_parameters, explain_failure=_explain_unused
+)

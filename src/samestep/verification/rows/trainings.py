@@ -1,0 +1,255 @@
+"""The rows that compare short trainings: several ranks, precision, micro-steps, resuming, draws."""
+
+from dataclasses import replace
+
+from samestep.errors import listed
+from samestep.reporting.words import count
+from samestep.training.side_effects import batch_norms
+from samestep.verification.difference import (
+    TrainingDifference,
+    difference,
+    evaluations_apart,
+    worst,
+)
+from samestep.verification.evidence import (
+    Cause,
+    Check,
+    Evidence,
+    TableRow,
+    failed_start,
+    left_free_check,
+    measured,
+    training_check,
+)
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows.model import moved_buffers
+from samestep.verification.short_trainings import (
+    MAIN,
+    NUDGED,
+    OWN_PRECISION,
+    ShortTraining,
+    Start,
+    left_free,
+)
+from samestep.verification.trace import Trace
+
+MOVED_BUFFER = "buffer that every forward moves"
+BATCHNORM_CAUSE = "BatchNorm statistics per rank"
+DROPOUT_CAUSE = "dropout"
+_LONGEST = 160
+
+
+def _one_process(evidence: Evidence) -> Check:
+    size = evidence.facts.size
+    if not evidence.trace(0, MAIN) or evidence.died(0):
+        compared = f"{size.steps} steps of {count(size.global_batch, 'sample')}"
+        return failed_start(evidence, compared, 0)
+    losses = evidence.reference.losses
+    return Check("same", f"{size.steps} steps: loss {losses[1]:.4g} to {losses[size.steps]:.4g}")
+
+
+ONE_PROCESS = TableRow(name="one process", answer=_one_process)
+
+
+def _several_ranks(evidence: Evidence) -> list[Check]:
+    return [
+        replace(_ranks_of(evidence, start), name=f"{start.world_size} ranks")
+        for start in evidence.several
+    ]
+
+
+def _ranks_of(evidence: Evidence, start: Start) -> Check:
+    """Compare one number of ranks with one process, and its ranks' weights with each other."""
+    virtual = evidence.facts.virtual_ranks
+    shared = virtual or evidence.facts.size.global_batch
+    smallest, larger = divmod(shared, start.world_size)
+    shares = [smallest + (rank < larger) for rank in range(start.world_size)]
+    parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
+    # The weights of ranks are compared with each other even where losses alone decide.
+    what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
+    compared = f"{parts} virtual ranks" if virtual else f"{what}: {parts}"
+    trace = evidence.trace(start.place, MAIN)
+    if trace is None or evidence.died(start.place):
+        return failed_start(evidence, compared, start.place)
+    last = evidence.facts.size.steps
+    first, *others = (
+        Trace(losses={last: 0.0}, weights={last: trace.weights[last]}, bits=trace.bits)
+        for trace in evidence.traces[start.place, MAIN]
+    )
+    between = (difference(first, other, evidence.exact) for other in others)
+    found = worst([evidence.compare(trace), *between])
+    return measured(compared, found, evidence.tolerance_of(MAIN))
+
+
+SEVERAL_RANKS = TableRow(
+    name="ranks",
+    answer=_several_ranks,
+    training=ShortTraining(name=MAIN, saves=True, evaluates=True),
+)
+
+
+def _rounding(evidence: Evidence) -> list[Check]:
+    """Measure how far one rounding of the weights moves the losses: the tolerance of all rows."""
+    if evidence.trace(0, NUDGED) is None:
+        return []
+    compared = "losses, weights off by one rounding: the measure"
+    return [Check("same", compared, evidence.nudged(), evidence.exact)]
+
+
+ROUNDING = TableRow(
+    name="rounding", answer=_rounding, training=ShortTraining(name=NUDGED, nudged=True)
+)
+
+
+def _precision(evidence: Evidence) -> list[Check]:
+    one = evidence.trace(0, OWN_PRECISION)
+    found = {
+        start: evidence.compare(trace, OWN_PRECISION, reference=one)
+        for start in evidence.several
+        if one and (trace := evidence.trace(start.place, OWN_PRECISION))
+    }
+    trained = one is not None and not evidence.failures(training=OWN_PRECISION)
+    if evidence.chosen == evidence.facts.exact or (trained and not found):
+        return []
+    check = training_check(evidence, OWN_PRECISION, "losses", found)
+    return [replace(check, name=evidence.chosen)]
+
+
+PRECISION = TableRow(
+    name=OWN_PRECISION,
+    answer=_precision,
+    thorough=True,
+    training=ShortTraining(name=OWN_PRECISION, own_precision=True),
+)
+_HALVES = ShortTraining(name="accumulated", halves=True, short=True)
+
+
+def _accumulation(evidence: Evidence) -> Check:
+    if not evidence.bits:
+        check = training_check(evidence, _HALVES.name, "2 micro-steps per step")
+        return _moved_buffer(evidence, check)
+    one = evidence.trace(0, _HALVES.name)
+    if one is None and not evidence.failures(training=_HALVES.name):
+        return Check("skipped", "a virtual rank has too few samples")
+    # BatchNorm and dropout depend on micro-steps, so the reference takes them, too.
+    found = evidence.compare_starts(_HALVES.name, reference=one)
+    return training_check(evidence, _HALVES.name, "2 micro-steps each", found)
+
+
+def _moved_buffer(evidence: Evidence, check: Check) -> Check:
+    """Name the cause if every forward moves a buffer and everything else agrees."""
+    moved, trained = moved_buffers(evidence), evidence.compare_starts(MAIN).values()
+    apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
+    if check.passed or check.failure or apart or not moved:
+        return check
+    cause = Cause(
+        MOVED_BUFFER,
+        f"Every forward moves {', '.join(moved[:3])}, as spectral_norm does: with 2 micro-steps "
+        "it is moved twice per step. Without micro-steps the ranks train the same.",
+        "Train without --accumulate (a --micro-batch-size as large as a rank's share), or move it "
+        "once per optimizer step.",
+    )
+    return replace(check, cause=cause)
+
+
+ACCUMULATION = TableRow(name="accumulation", answer=_accumulation, thorough=True, training=_HALVES)
+_RESUMED = ShortTraining(name="resumed", resumes=True)
+
+
+def _stop_and_resume(evidence: Evidence) -> Check:
+    compared, closing = f"after step {evidence.facts.size.stop}", evidence.starts[-1].place
+    if evidence.died(closing):
+        return failed_start(evidence, compared, closing)
+    found = evidence.compare_starts(_RESUMED.name)
+    pairs = [f"{evidence.starts[s.place - 1].world_size}→{s.world_size}" for s in found]
+    sizes = f"rank{'s' if evidence.several else ''} {', '.join(pairs)}"
+    return training_check(evidence, _RESUMED.name, compared, found, sizes)
+
+
+STOP_AND_RESUME = TableRow(
+    name="stop and resume", answer=_stop_and_resume, thorough=True, training=_RESUMED
+)
+_IN_LIGHTNING = ShortTraining(name="lightning", evaluates=True, lightning=True)
+
+
+def _lightning(evidence: Evidence) -> Check:
+    name = _IN_LIGHTNING.name
+    if not evidence.facts.lightning:
+        return Check("skipped", "not installed, or without loss_terms and --ema")
+    one_process = evidence.failures(training=name, place=0)
+    if one_process:  # it cannot train this at all, which says nothing of the training
+        return Check("skipped", f"its Trainer cannot: {one_process[0].message}"[:_LONGEST])
+    found, one = evidence.compare_starts(name), evidence.reference.evaluations
+    for start, compared in found.items():
+        other = evidence.traces[start.place, name][0].evaluations
+        apart = [evaluations_apart(one[step], other[step]) for step in sorted(one.keys() & other)]
+        found[start] = worst([compared, *(TrainingDifference(d, what=what) for d, what in apart)])
+    return training_check(evidence, name, "its Trainer", found)
+
+
+LIGHTNING = TableRow(
+    name=_IN_LIGHTNING.name,
+    answer=_lightning,
+    thorough=True,
+    training=_IN_LIGHTNING,
+    with_virtual_ranks=False,
+)
+
+
+def _find_batch_norms(tested: RecipeUnderTest) -> list[str]:
+    return list(batch_norms(tested.free_step.model))
+
+
+def _batchnorm(evidence: Evidence) -> Check:
+    names = evidence.found(BATCHNORM.name, list[str])
+    if not names:
+        return Check("same", "the model has none")
+    cause = Cause(
+        BATCHNORM_CAUSE,
+        f"Layer {listed(names, 1)}: each rank normalises over its own share of the batch; frozen, "
+        "they make no difference.",
+        "GroupNorm needs no batch; --sync-batchnorm works on NVIDIA GPUs; or accept it: --accept "
+        'batchnorm, in the recipe accepts=("batchnorm",).',
+    )
+    compared = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
+    return left_free_check(evidence, "batchnorm", compared, cause)
+
+
+BATCHNORM = TableRow(
+    name="BatchNorm",
+    look=_find_batch_norms,
+    training=left_free("batchnorm"),
+    answer=_batchnorm,
+    with_virtual_ranks=False,
+)
+
+
+def _find_draws(tested: RecipeUnderTest) -> dict[str, str]:
+    """Return each random operation of torch with the line that calls it, if it is the user's."""
+    return tested.free_step.seen.draws
+
+
+def _dropout(evidence: Evidence) -> Check:
+    draws = evidence.found(DROPOUT.name, dict[str, str])
+    if not draws:
+        return Check("same", "the model draws nothing from torch")
+    lines = sorted({line for line in draws.values() if line})
+    where = f" ({', '.join(lines[:3])})" if lines else ""
+    cause = Cause(
+        DROPOUT_CAUSE,
+        f"The model draws from torch{where}. Each rank draws other numbers, since it holds other "
+        "samples; with the draws held still the difference is gone.",
+        "Is it intended? Then accept it: --accept dropout, in the recipe "
+        'accepts=("dropout",); or compare losses alone, up to --tolerance 0.1. Otherwise set its '
+        "probability to 0.",
+    )
+    return left_free_check(evidence, "dropout", "draws as they are", cause)
+
+
+DROPOUT = TableRow(
+    name="dropout",
+    look=_find_draws,
+    training=left_free("dropout"),
+    answer=_dropout,
+    with_virtual_ranks=False,
+)

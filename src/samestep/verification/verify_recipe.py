@@ -1,0 +1,309 @@
+"""One verification, from the request to the answer: start ranks, gather what they found, judge."""
+
+import importlib.util
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+
+from samestep.errors import UserError, did_you_mean
+from samestep.ranks.nproc import check_ranks
+from samestep.ranks.process import handed_back
+from samestep.ranks.start import Ended
+from samestep.recipe import Accepted
+from samestep.reporting.words import count
+from samestep.session.request import Request
+from samestep.settings import Settings
+from samestep.training.meter import KEPT
+from samestep.verification.all_rows import judge
+from samestep.verification.evidence import Check, Evidence
+from samestep.verification.short_trainings import (
+    MAIN,
+    RankReport,
+    RecipeFacts,
+    Start,
+    StartInstructions,
+    plan_starts,
+)
+from samestep.verification.trace import Trace
+
+# Settings that a verification decides by itself, or has no use for.
+NO_EFFECT = (
+    *("run_dir", "epochs", "max_steps", "engine", "compile", "log_every"),
+    *("batch_size_per_rank", "micro_batch_size", "accumulate"),
+    *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
+    "timeout_s",
+    *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),
+)
+MOST_RANKS = 64
+_SIZES, _QUICK_SIZES = (1, 2, 3), (1, 2)
+
+Launch = Callable[[int, Path, str], Ended]
+"""(number of ranks, file of their task, their device) → how they ended."""
+Tell = Callable[[int, int, str], None]
+"""(starts that are done, all starts, the next one's ranks in words)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What a verification compares, and what may differ."""
+
+    sizes: tuple[int, ...] | None = None
+    """Numbers of ranks; None for 1, 2 and 3, or fewer."""
+    quick: bool = False
+    accept: tuple[str, ...] = ()
+    """What may differ by intent."""
+    tolerance: float | None = None
+    """Compare losses alone, up to this relative difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The answer, and what it rests on."""
+
+    recipe: str
+    sizes: tuple[int, ...]
+    facts: RecipeFacts
+    precisions: tuple[str, ...]
+    checks: list[Check]
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs that was not accepted."""
+        return all(check.passed for check in self.checks)
+
+
+def verify_recipe(
+    request: Request,
+    options: VerifyOptions,
+    launch: Launch,
+    *,
+    given: Collection[str],
+    tell: Tell = lambda *_: None,
+) -> Verification:
+    """Train a recipe for a few steps on several numbers of ranks, and compare.
+
+    Args:
+        request: the recipe and the settings.
+        options: what is compared.
+        launch: starts ranks that call `run_start`.
+        given: the names of the settings that the user has given.
+        tell: shows the progress.
+
+    Raises:
+        UserError: it cannot be done, or the recipe cannot be trained in one process.
+        KeyboardInterrupt: the ranks were stopped by a signal.
+    """
+    settings, started_at = request.settings, time.time()
+    sizes = _sizes(options, settings.virtual_ranks)
+    check_ranks(max(sizes), oversubscribe=settings.oversubscribe, flag="--world-sizes")
+    accepted = _accepted(options, settings.virtual_ranks)
+    device, notes = _device(settings, max(sizes))
+    if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
+        notes += (f"{', '.join(idle)}: no effect, since a verification chooses its own steps.",)
+    request = replace(request, settings=replace(settings, device=device))
+    evidence = gather(
+        request,
+        sizes,
+        lambda number, task: launch(number, task, device),
+        batch=settings.batch_size if "batch_size" in given else None,
+        quick=options.quick,
+        tell=tell,
+    )
+    return judge_evidence(
+        request,
+        evidence,
+        accept=accepted,
+        tolerance=options.tolerance,
+        notes=notes,
+        seconds=time.time() - started_at,
+    )
+
+
+def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
+    """Return the numbers of ranks: none is larger than the number of virtual ranks."""
+    if options.sizes is None:
+        usual = _QUICK_SIZES if options.quick else _SIZES
+        return [size for size in usual if virtual is None or size <= virtual]
+    if virtual is not None and max(options.sizes) > virtual:
+        raise UserError(
+            f"--virtual-ranks {virtual} is less than the {max(options.sizes)} ranks of "
+            f"--world-sizes {','.join(map(str, options.sizes))}: each rank computes one or more "
+            f"virtual ranks. Give at least --virtual-ranks {max(options.sizes)}, or fewer ranks.",
+            flags=("virtual_ranks",),
+        )
+    return options.sizes
+
+
+def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
+    known, accept = list(get_args(Accepted)), ",".join(options.accept)
+    for word in options.accept:
+        if word not in known:
+            raise UserError(
+                f"--accept {accept}: {word!r} cannot be accepted. "
+                f"{did_you_mean(word, known)}There is: {', '.join(known)}."
+            )
+    for flag, value in (("accept", accept), ("tolerance", options.tolerance)):
+        if value and virtual is not None:
+            raise UserError(
+                f"--{flag} {value} does not go with --virtual-ranks, with which everything has to "
+                "be equal to the last bit. Leave one of them out."
+            )
+    return cast("tuple[Accepted, ...]", options.accept)
+
+
+def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
+    """Return the device of all ranks, one GPU each or the CPU, and a note about it."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if settings.device == "cuda" and 0 < gpus < top:
+        raise UserError(
+            f"--device cuda: {top} ranks need a GPU each, and {gpus} are here. Use --device cpu, "
+            f"or --world-sizes 1{',2' if gpus > 1 else ''}."
+        )
+    if settings.device != "auto":
+        return settings.device, ()
+    if gpus >= top or (top == 1 and torch.backends.mps.is_available()):
+        return "auto", ()
+    if gpus:
+        return "cpu", (f"On the CPU: {top} ranks need a GPU each, and {gpus} are here.",)
+    return "cpu", ()
+
+
+def gather(
+    request: Request,
+    sizes: Sequence[int],
+    launch: Callable[[int, Path], Ended],
+    *,
+    batch: int | None = None,
+    lightning: bool = True,
+    quick: bool = False,
+    tell: Tell = lambda *_: None,
+) -> Evidence:
+    """Start ranks, one size after the other, and gather what they hand back.
+
+    One process is always among the sizes. The global batch is the smallest that will do, unless it
+    is given. Lightning's Trainer is compared too if it is installed.
+
+    Raises:
+        UserError: the recipe cannot be trained in one process, or has too few samples.
+        KeyboardInterrupt: the ranks were stopped by a signal.
+    """
+    settings, starts = request.settings, plan_starts(sizes, quick=quick)
+    lightning = lightning and importlib.util.find_spec("lightning") is not None
+    # Its engine refuses all three.
+    lightning = lightning and request.recipe.loss_terms is None and settings.ema is None
+    instructions = StartInstructions(
+        start=starts[0],
+        folder=Path(tempfile.mkdtemp(prefix="samestep-verify-")),
+        sizes=tuple(sorted({1, *sizes})),
+        batch=batch,
+        lightning=lightning and settings.virtual_ranks is None,
+        quick=quick,
+        facts=None,
+    )
+    traces: dict[tuple[int, str], list[Trace]] = {}
+    reports: dict[int, list[RankReport]] = {}
+    ended: dict[int, str] = {}
+    folder, facts = instructions.folder, None
+    try:
+        for start in starts:
+            tell(start.place, len(starts), count(start.world_size, "rank"))
+            task = folder / f"start-{start.place}"
+            task.write_bytes(pickle.dumps(replace(instructions, start=start, facts=facts)))
+            how = launch(start.world_size, task)
+            values = [handed_back(task, rank) for rank in range(start.world_size)]
+            # A rank that was killed has no report.
+            reports[start.place] = [
+                next((v for v in each if isinstance(v, RankReport)), RankReport())
+                for each in values
+            ]
+            _add_traces(traces, start, values)
+            if how.code:
+                ended[start.place] = _message(start, how, reports[start.place])
+            if start.place == 0:
+                facts = next((v for v in values[0] if isinstance(v, RecipeFacts)), None)
+                if (0, MAIN) not in traces:
+                    break
+            else:  # these runs may be large, and have been resumed now
+                shutil.rmtree(folder / f"runs-{start.place - 1}", ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if facts is None:
+        raise UserError(ended.get(0, "The first process left nothing."))
+    return Evidence(
+        facts=facts,
+        starts=starts,
+        traces=traces,
+        reports=reports,
+        ended=ended,
+        chosen=settings.precision,
+        quick=quick,
+        allows_unused=settings.allows_unused,
+    )
+
+
+def _add_traces(
+    traces: dict[tuple[int, str], list[Trace]], start: Start, values: list[list[Any]]
+) -> None:
+    """Add the traces of the short trainings that all ranks of a start have finished."""
+    for each in values:
+        for trace in each:
+            if isinstance(trace, Trace):
+                traces.setdefault((start.place, trace.training), []).append(trace)
+    for key in [key for key, found in traces.items() if key[0] == start.place]:
+        if len(traces[key]) < start.world_size:
+            del traces[key]
+
+
+def _message(start: Start, ended: Ended, reports: list[RankReport]) -> str:
+    """Return why a start failed; raise it if the user has to mend it first."""
+    if ended.code > 128:
+        raise KeyboardInterrupt
+    failures = [failure for report in reports for failure in report.failures]
+    failure = min(failures, key=lambda f: f.lost_peer, default=None)
+    message = failure.message if failure else ended.message.partition("; the other ranks")[0]
+    # Nothing was kept before these few steps.
+    message = message.replace(f"{KEPT} ", "")
+    if start.place == 0 and (failure.mistake if failure else ended.code == 2):
+        raise UserError(message)
+    return message or f"It ended with exit code {ended.code}."
+
+
+def judge_evidence(
+    request: Request,
+    evidence: Evidence,
+    *,
+    accept: Sequence[Accepted] = (),
+    tolerance: float | None = None,
+    notes: Sequence[str] = (),
+    seconds: float = 0.0,
+) -> Verification:
+    """Return whether the recipe trains the same, by what its ranks handed back.
+
+    `accept` may differ by intent, beside what the recipe accepts. With a `tolerance` only losses
+    are compared, up to this relative difference; without, everything is, up to rounding.
+    """
+    accepts = frozenset({*request.recipe.accepts, *accept})
+    evidence = replace(evidence, accepts=accepts, tolerance=tolerance)
+    if tolerance is not None:
+        notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
+    if evidence.quick:
+        notes = (*notes, "With --quick some rows are left out: verify without it before you rely.")
+    exact = evidence.facts.exact
+    return Verification(
+        recipe=request.recipe.name,
+        sizes=tuple(sorted({start.world_size for start in evidence.starts})),
+        facts=evidence.facts,
+        precisions=(exact,) if evidence.quick else tuple(dict.fromkeys((exact, evidence.chosen))),
+        checks=judge(evidence),
+        seconds=seconds,
+        notes=tuple(notes),
+    )
