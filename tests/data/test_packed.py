@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.data.packed import Packed, Packing
+from samestep.data.collating import Packed, Packing
 from tests import tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,9 +16,16 @@ from samestep.data import prefetch
 from samestep.data.batches import open_source
 from samestep.data.collating import Collating
 from samestep.data.order import share
-from samestep.data.stream_batches import StreamBatches
-from samestep.data.stream_checks import leads_back, mark_of
-from samestep.data.stream_lanes import Lane, Route, is_stream, num_lanes, num_shards
+from samestep.data.stream_lanes import (
+    Lane,
+    Route,
+    is_stream,
+    leads_back,
+    mark_of,
+    num_lanes,
+    num_shards,
+)
+from samestep.data.stream_source import StreamBatches
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.session.build import _try_out

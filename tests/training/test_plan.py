@@ -8,8 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from samestep import Settings, UserError
-from samestep.data.blocks import group_steps
-from samestep.data.source import micro_steps
+from samestep.data.blocks import group_steps, micro_steps
 from samestep.ranks.world import World
 from samestep.settings import merge_layers
 from samestep.training.plan import is_recorded, learning_rate, make_plan, plan_notes

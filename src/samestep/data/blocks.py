@@ -1,4 +1,4 @@
-"""A block: one rank's part of consecutive steps; and how an epoch's order is cut into them."""
+"""One rank's part of consecutive steps, and how an order is cut into these and into micro-steps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -129,6 +129,22 @@ def group_steps(
         mine, weight = _share_or_stand_in(positions, world)
         indices = order[mine.start : mine.stop]
         yield Block(step, 1, indices, None, len(mine), weight, len(positions))
+
+
+def micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
+    """Cut a block of indices into micro-steps: those of each virtual rank, if there are any."""
+    first = 0
+    for part in held_parts(world):
+        rows = block.rows
+        if world.virtual_ranks:
+            rows = len(part_of(range(block.global_size), part, world))
+        for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
+            weight = block.weight if counted else 0.0
+            whole = count == len(block.inputs)
+            indices = block.inputs if whole else block.inputs[first + start : first + start + count]
+            step, size = block.first_step, block.global_size
+            yield Block(step, 1, indices, None, count, weight, size, place=part)
+        first += rows
 
 
 def held_parts(world: World, rank: int | None = None) -> range:

@@ -15,9 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.data.blocks import Block, Read
-from samestep.data.collating import Collating, as_pair, name_of
+from samestep.data.collating import Collating, Packing, as_pair, name_of, unpacked
 from samestep.data.keyed_random import mix
-from samestep.data.packed import Packing, unpacked
 from samestep.data.prefetch import on_device
 from samestep.data.source import OrderedSource, Reading
 from samestep.errors import UserError, blame

@@ -1,7 +1,7 @@
 """What reads a data set as blocks, from memory or from files: the same for the same arguments."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, tee
 from typing import Any
@@ -17,6 +17,7 @@ from samestep.data.blocks import (
     Read,
     group_steps,
     held_parts,
+    micro_steps,
     part_of,
     untimed,
 )
@@ -78,7 +79,6 @@ class Source(ABC):
         """Return the most steps that a block holds: a power of two."""
         return 1
 
-    @abstractmethod
     def blocks(
         self,
         epoch: int,
@@ -90,7 +90,33 @@ class Source(ABC):
     ) -> Iterator[Block]:
         """Yield this rank's part of the steps of a training epoch, from `first_step` on.
 
-        What is collated is cut into micro-steps before; by default each step is one.
+        Where micro-steps are collated one by one, `cut` says which rows each has; by default a
+        step is one micro-step. They then come as the `parts` of the step's block.
+        """
+        steps = self._unread(epoch, first_step, global_batch, cut, drop_last=drop_last)
+        blocks, again = tee(steps)
+        ready = self._ready(chain.from_iterable(parts for _, parts in again), epoch)
+        try:
+            for block, parts in blocks:
+                done = tuple(islice(ready, len(parts)))
+                yield block.with_samples(block.inputs, None, done) if self._in_parts else done[0]
+            next(ready, None)  # where batches are copied ahead, it has what went wrong
+        finally:
+            ready.close()
+            steps.close()
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether the micro-steps of a step are read and finished one by one."""
+        return self._collates
+
+    @abstractmethod
+    def _unread(
+        self, epoch: int, first_step: int, global_batch: int, cut: Cut | None, *, drop_last: bool
+    ) -> Generator[tuple[Block, Sequence[Block]]]:
+        """Yield steps before they are read, each with its micro-steps.
+
+        Where these need not be told apart, a block of several steps stands for them.
         """
 
     @abstractmethod
@@ -105,7 +131,7 @@ class Source(ABC):
     def _read(self, unread: Iterator[Block], epoch: int) -> Read:
         """Yield blocks of indices with their stored inputs and their targets, on the device."""
 
-    def _ready(self, unread: Iterator[Block], epoch: int) -> Iterator[Block]:
+    def _ready(self, unread: Iterator[Block], epoch: int) -> Generator[Block]:
         """Yield blocks with what the model takes, from blocks of indices."""
         how, device = self._reading, self._world.device
         for block, stored, targets in self._read(unread, epoch):
@@ -174,33 +200,25 @@ class OrderedSource(Source):
         self._table: tuple[int, Tensor] | None = None
         """An epoch, and the keys of all samples in it."""
 
-    def blocks(
-        self,
-        epoch: int,
-        first_step: int,
-        *,
-        global_batch: int,
-        drop_last: bool,
-        cut: Cut | None = None,
-    ) -> Iterator[Block]:
-        """Yield this rank's part of the steps of a training epoch, from `first_step` on.
+    @property
+    def _in_parts(self) -> bool:
+        # The share of a virtual rank is made by itself, too: a kernel may round otherwise where
+        # rows begin elsewhere in memory.
+        return self._collates or self._world.virtual_ranks > 0
 
-        What is collated is cut into micro-steps before; by default each step is one.
-        """
+    def _unread(
+        self, epoch: int, first_step: int, global_batch: int, cut: Cut | None, *, drop_last: bool
+    ) -> Generator[tuple[Block, Sequence[Block]]]:
         how, world = self._reading, self._world
         order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
         most = self.steps_per_block(global_batch)
         unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
-        if not (self._collates or world.virtual_ranks):
-            yield from self._ready(unread, epoch)
-            return
-        # What virtual ranks take is made share by share, too: a kernel may round otherwise where
-        # rows begin elsewhere in memory.
-        steps = (step for block in unread for step in block.steps_of_indices())
-        blocks, again = tee((step, list(micro_steps(step, cut, world))) for step in steps)
-        ready = self._ready(chain.from_iterable(parts for _, parts in again), epoch)
-        for block, parts in blocks:
-            yield block.with_samples(block.inputs, None, tuple(islice(ready, len(parts))))
+        for block in unread:
+            if not self._in_parts:
+                yield block, (block,)
+                continue
+            for step in block.steps_of_indices():
+                yield step, tuple(micro_steps(step, cut, world))
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
@@ -238,19 +256,3 @@ class OrderedSource(Source):
     @abstractmethod
     def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
         """Yield the stored inputs and the targets of consecutive samples, on the device."""
-
-
-def micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
-    """Cut a block of indices into micro-steps: those of each virtual rank, if there are any."""
-    first = 0
-    for part in held_parts(world):
-        rows = block.rows
-        if world.virtual_ranks:
-            rows = len(part_of(range(block.global_size), part, world))
-        for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
-            weight = block.weight if counted else 0.0
-            whole = count == len(block.inputs)
-            indices = block.inputs if whole else block.inputs[first + start : first + start + count]
-            step, size = block.first_step, block.global_size
-            yield Block(step, 1, indices, None, count, weight, size, place=part)
-        first += rows

@@ -6,8 +6,7 @@ from itertools import groupby
 
 import torch
 
-from samestep.data.blocks import Block, group_steps, part_of
-from samestep.data.source import micro_steps
+from samestep.data.blocks import Block, group_steps, micro_steps, part_of
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.plan import Plan
