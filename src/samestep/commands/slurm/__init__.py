@@ -6,7 +6,7 @@ from samestep.commands.help import show_general_help
 from samestep.errors import UserError
 
 VERBS = {
-    "submit": "hand in a recipe, a run or any script as a job",
+    "submit": "submit a recipe, a run or any script as a job",
     "status": "the queue's state and the training's, side by side",
     "logs": "rank 0's screen, or any rank's log",
     "cancel": "save a checkpoint, then stop; --now at once",
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     verbs = "\n".join(f"  {verb:<9} {what}" for verb, what in VERBS.items())
     show_general_help(arguments, _HELP.format(verbs=verbs))
     verb, *rest = arguments
-    if verb not in VERBS and verb != "verdict":  # which job scripts call; not for typing
+    if verb not in VERBS and verb != "verdict":  # job scripts call it; not for typing
         raise UserError(f"samestep slurm has no verb {verb!r}. The verbs are: {', '.join(VERBS)}.")
     code: int = importlib.import_module(f"samestep.commands.slurm.{verb}").main(rest)
     return code

@@ -28,7 +28,7 @@ class _Cancel:
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
     """The job's number, or the run directory."""
     now: Switch = False
-    """Stop at once; the newest announced checkpoint is what is left."""
+    """Stop at once; only the newest announced checkpoint is left."""
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if not _wait_for_script(job, job.run):
         sys.stderr.write(f"Job {job.job} has not said that it began; it is told all the same.\n")
-    # To the script alone: it tells the ranks, waits for them, and does not start again.
+    # To the script only: it signals the ranks, waits for them, and does not start again.
     call("scancel", "--batch", "--signal=USR2", str(job.job))
     if command.now:  # plain scancel would leave the ranks half a minute
         with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
     run = shlex.quote(str(job.run))
-    # Before the training has begun, and for a user's script, there is nothing to go on from.
+    # A user's script, or a training that has not begun, has no run to continue.
     again = f"samestep slurm submit {run}" if is_run(job.run) else f"sbatch {run}/job.sbatch"
     patience = (kept_options(job.run) or UncheckedOptions()).signal_s
     sys.stdout.write(
@@ -71,9 +71,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _wait_for_script(job: QueuedJob, run: Path) -> bool:
-    """Wait until this start's script can be told of a cancel; return whether it can.
+    """Wait until this start's script handles signals; return whether it does.
 
-    Slurm calls a job running before its script has begun, and a signal then is lost or ends it.
+    Slurm calls a job running before its script has begun; a signal then is lost or ends it.
     """
     begun = run / BEGUN
     deadline = time.monotonic() + _BEGINS_WITHIN_S

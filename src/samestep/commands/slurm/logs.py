@@ -18,7 +18,7 @@ from samestep.slurm.rank_ends import lines_of
 
 _EXAMPLES = ("slurm logs 1234 --follow", "slurm logs runs/ID --rank 3")
 _LOOK_EVERY_S = 0.5
-_ASK_EVERY_S = 5.0  # Slurm's controller serves everybody
+_ASK_EVERY_S = 5.0  # spares Slurm's controller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class _Logs:
     rank: int = 0
     """Whose output; rank 0's is the job's log."""
     follow: Switch = False
-    """Go on showing until the job has ended."""
+    """Continue until the job has ended."""
 
 
 def main(arguments: list[str]) -> int:
@@ -94,7 +94,7 @@ def _show(path: Path, label: int | None, job: QueuedJob | None) -> None:
 
 
 def _read(path: Path, position: int, *, to_end: bool) -> tuple[str, int]:
-    """Return what a file has from a position on, and where to go on; a torn line is left there."""
+    """Return a file's whole lines from a position on, and the next position."""
     with path.open("rb") as file:
         file.seek(position)
         data = file.read()
@@ -104,7 +104,7 @@ def _read(path: Path, position: int, *, to_end: bool) -> tuple[str, int]:
 
 
 def _folded(text: str, width: int) -> str:
-    """Return a text whose lines fit a terminal; they are broken between words only."""
+    """Return a text with lines that fit the terminal, broken between words only."""
     wrapper = textwrap.TextWrapper(
         width,
         subsequent_indent="        ",

@@ -21,12 +21,7 @@ _Folder = Annotated[Path | None, arg(name="dir", metavar="DIR")]
 
 
 def main(arguments: list[str]) -> int:
-    """Run `samestep slurm sandbox` with the arguments after these words; return the exit code.
-
-    Raises:
-        UserError: It could not be brought up or taken down.
-        SystemExit: The arguments are wrong (code 2), or help was asked for (code 0).
-    """
+    """Run the verb."""
     with examples(*_EXAMPLES):
         code: int = subcommand_cli_from_dict(
             {"up": _up, "status": _status, "down": _down},

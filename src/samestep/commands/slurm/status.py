@@ -53,18 +53,18 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
     else:
         console = Console()
-        # Elsewhere than on a terminal nothing is cut: a script may look for a word.
+        # In a pipe nothing is cut: a script may look for a word.
         console.print(jobs_table(rows), width=None if console.is_terminal else 10_000)
     return 0
 
 
 def _seen(found: JobAndRun) -> Progress | None:
-    """Return the progress of a run as it counts while its job is in this state."""
+    """Return the progress of a run in view of its job's state."""
     progress = read_progress(found.run) if found.run else None
     if progress is None or found.run is None or found.job is None:
         return progress
     job = found.job
-    if not job.ended:  # what an earlier start left does not speak for the next
+    if not job.ended:  # the status is of an earlier start
         progress = replace(progress, status="", why="")
     if job.state != "RUNNING":
         return replace(progress, eta_s=None)
@@ -73,14 +73,14 @@ def _seen(found: JobAndRun) -> Progress | None:
 
 
 def _is_quiet(progress: Progress) -> bool:
-    """Whether no step was taken for longer than a few steps take."""
+    """Whether the last step was longer ago than a few steps take."""
     left = progress.total_steps - progress.step
     step_s = progress.eta_s / left if progress.eta_s and left else 0.0
     return progress.quiet_s is not None and progress.quiet_s > max(_QUIET_S, 5 * step_s)
 
 
 def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
-    """Return what is told of one job, name by name."""
+    """Return what is shown of one job, by name."""
     job = found.job
     rows: dict[str, str] = {}
     if job is not None:
@@ -92,7 +92,7 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         limit = duration(job.limit_s) if job.limit_s else "no limit"
         rows["time"] = f"{duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
     else:
-        forgot = "Slurm knows it no more (it forgets a job some minutes after its end)"
+        forgot = "Slurm no longer knows it (it forgets a job some minutes after its end)"
         rows["job"] = found.note or forgot
     unseen = progress is None or not progress.total_steps
     if unseen and found.run is not None and is_script(found.run):
@@ -140,10 +140,10 @@ def _against_limit(job: QueuedJob | None, eta_s: float) -> str:
 
 
 def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
-    """Return a table of jobs, a line each."""
+    """Return a table of jobs, one line each."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("job", "name", "state", "time", "step", "loss", "ETA", "starts"):
-        # Where the terminal is narrow, the name alone is cut short.
+        # On a narrow terminal only the name is cut.
         table.add_column(
             name,
             no_wrap=name != "name",

@@ -1,4 +1,4 @@
-"""`samestep slurm submit`: hand in a recipe, a run or any script as a job."""
+"""`samestep slurm submit`: submit a recipe, a run or any script as a job."""
 
 import sys
 from dataclasses import dataclass, fields
@@ -39,20 +39,20 @@ _EXAMPLES = (
 _USAGE = """\
 usage: samestep slurm submit TARGET [flags] [-- arguments of the training or the script]
 
-TARGET is a recipe, a recipe file, the directory of a run to go on with, or any Python script.
-`samestep slurm submit TARGET --help` shows all flags; values that stay the same stand in [slurm]
-of samestep.toml, here or above, or in the user's config folder.
+TARGET is a recipe, a recipe file, the directory of a run to continue, or any Python script.
+`samestep slurm submit TARGET --help` shows all flags. Put values that stay the same into [slurm]
+of samestep.toml, here or in a folder above, or in the user's config folder.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Submit(UncheckedOptions):
-    """What a job asks for, and what this command itself takes."""
+    """The job's options, and those of this command itself."""
 
     dry_run: Switch = False
-    """Print the script and hand nothing in."""
+    """Print the script and submit nothing."""
     script: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE")] = None
-    """Keep the script in a file, to edit and hand in with sbatch; hands nothing in."""
+    """Write the script to a file, to edit and submit with sbatch; submits nothing."""
 
 
 def main(arguments: list[str]) -> int:
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     cut = flags.index("--") if "--" in flags else len(flags)
     _check_flags(target, flags[:cut])
     files = defaults_files(Path.cwd())
-    # A run goes on with what its job asked for; a recipe's name wins over a folder of this name.
+    # A run keeps the options of its last job; a recipe's name wins over a folder of this name.
     before = None if target in recipe_files() else kept_options(Path(target))
     if before is not None:
         files = [Path(target, OPTIONS)]
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         )
     options = apply_flags(defaults, command, files)
     found = find_workload(target, flags[cut + 1 :], recipe_files())
-    if found.kind == "recipe":  # a mistake in its flags shows now, and not after hours in the queue
+    if found.kind == "recipe":  # check its flags now, not after hours in the queue
         from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
 
         # Relative paths in the flags hold for the job too: it runs in this folder.
@@ -104,11 +104,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_flags(target: str, flags: list[str]) -> None:
-    """Refuse a flag that the job does not have: it may belong to the training.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Refuse a flag that the job does not have: it may belong to the training."""
     known = {"help", "no-requeue", *(field.name.replace("_", "-") for field in fields(_Submit))}
     for word in flags:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
@@ -140,7 +136,7 @@ def _keep(job: JobScript, command: _Submit) -> int:
     write_text(command.script, text)
     if command.dry_run:
         sys.stdout.write(text)
-    sys.stderr.write(f"Hand it in with: sbatch {command.script}\n")
+    sys.stderr.write(f"Submit it with: sbatch {command.script}\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`samestep slurm verdict`: what job scripts ask once their ranks have ended."""
+"""`samestep slurm verdict`: job scripts call it when their ranks have ended."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ class _Verdict:
     code: int
     """Exit code of srun."""
     told: str = ""
-    """The signal that came to the script."""
+    """The signal that the script received."""
     kind: str = "recipe"
     """recipe or script."""
     restarts: int = 2
