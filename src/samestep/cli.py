@@ -13,22 +13,22 @@ _STARTED_AT = time.time()
 
 VERBS = {
     "demo": "see it work: one rank, killed on two, resumed on three, the same bits",
-    "new": "write a file to begin with that trains as it is: a recipe, or a loop of your own",
-    "train": "train a recipe or a recipe file; with --resume, go on with a run",
-    "explain": "say what a training will do before it runs: batches, memory, rates, files",
+    "new": "write a file that trains as it is: a recipe, or a loop of your own",
+    "train": "train a recipe or a recipe file; with --resume, continue a run",
+    "explain": "show what a training will do before it runs: batches, memory, rates, files",
     "evaluate": "evaluate a checkpoint of a run on one device",
-    "predict": "say what a checkpoint of a run makes of files: classes, numbers, rows",
+    "predict": "predict files with a checkpoint of a run: classes, numbers, rows",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
-    "profile": "where the time goes, of a recipe or of any script, and what to change",
-    "verify": "is it the same training on one process and on many?",
+    "profile": "show where the time of a recipe or any script goes, and what to change",
+    "verify": "check that one process and many train the same",
     "runs": "list the runs in a folder: state, best metric, duration, curve",
     "compare": "put runs side by side: settings, the same training or not, speed, curves",
-    "report": "one page of a run or of several to look at and send: curves, classes, ranks",
-    "watch": "the same page in the browser while a run goes on",
-    "scale": "measure 1, 2, 4 … ranks, and say where the time goes that scaling loses",
+    "report": "make one page of a run or of several: curves, classes, ranks",
+    "watch": "show the same page in the browser while a run trains",
+    "scale": "measure 1, 2, 4 … ranks, and show where scaling loses time",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
-    "completion": "print a script for bash, zsh or fish that completes all of this",
+    "completion": "print a completion script for bash, zsh or fish",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",
 }
 
@@ -51,7 +51,7 @@ examples:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0 done, 1 failed, 2 a mistake to mend."""
+    """Run one verb and return the exit code: 0 done, 1 failed, 2 a user's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         verbs = "\n".join(f"  {verb:<12} {what}" for verb, what in VERBS.items())
@@ -63,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if PARENT not in os.environ:  # else it is for the command that started this rank
         os.environ["SAMESTEP_STARTED_AT"] = str(_STARTED_AT)
-    # Threads that spin while they wait take the core from the one they wait for as soon as
-    # anything else runs here: measured with one neighbour, a step took 4 to 6 times as long.
+    # Waiting threads that spin take the core from the thread they wait for as soon as anything
+    # else runs here: with one neighbour, a step took 4 to 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     postpone_collections()
     if verb == "train":  # other verbs end by it at once
@@ -81,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
+        if isinstance(error, UserError):
+            error.in_python = False  # a verb may have called a function of the package
         from samestep.ranks.process import report  # noqa: PLC0415 - only when something has failed
 
         return report(error)

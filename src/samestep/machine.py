@@ -1,8 +1,8 @@
-"""What this process may use of its machine: cores, processor time, and memory.
+"""Cores, processor time and memory that this process may use.
 
 Schedulers and containers limit a job by control groups. A group inherits the limits of all groups
 above it, so the smallest counts (https://docs.kernel.org/admin-guide/cgroup-v2.html). `root` is
-where /proc and /sys are; another one in tests.
+the folder of /proc and /sys; tests use another one.
 """
 
 import os
@@ -22,7 +22,7 @@ def usable_cores() -> frozenset[int]:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return how many cores' worth of time the control groups allow; None for no limit."""
+    """Return the CPU quota of the control groups, in cores; None for no limit."""
     return min(filter(None, (_quota(group) for group in _groups("cpu", root))), default=None)
 
 
@@ -39,7 +39,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the control groups of this process, and all above them, that a controller may limit."""
+    """Yield the control groups of this process and all above them, for a controller."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -84,11 +84,11 @@ def _memory_left(group: Path) -> int | None:
     if not (group / names[0]).is_file():
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
-        # "max" is no number: no limit.
+        # "max" is not a number: no limit.
         limit, used = (int((group / name).read_text()) for name in names)
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    # Files read long ago count as used, and are dropped as soon as the memory is needed.
+    # Cached files count as used, but are dropped as soon as the memory is needed.
     reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return limit - used + reclaimable if limit < _NO_LIMIT else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import samestep
-from tests.command_line import read_json, run
+from tests.command_line import call, read_json, run
 
 RECIPE = """
 import torch
@@ -125,13 +125,15 @@ def test_training_is_that_of_the_command_line_in_each_precision_and_mode(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_checkpoint_answers_as_on_the_command_line_in_each_precision_and_mode(precision, typed):
+def test_a_checkpoint_answers_as_on_the_command_line_in_each_precision_and_mode(
+    precision, typed, capfd
+):
     path = typed(precision, "--log-every", "1")
-    file, outputs = path.parent / "any.txt", path.parent / "outputs"
-    printed = run("evaluate", str(path), "--json", folder=outputs).printed(0)
-    evaluated = json.loads(printed)
-    shown = run("predict", str(path), str(file), "--json", folder=outputs).printed(0)
-    predicted = [json.loads(line) for line in shown.splitlines()]
+    file = path.parent / "any.txt"
+    capfd.readouterr()
+    assert call("evaluate", str(path), "--json") == 0
+    assert call("predict", str(path), str(file), "--json") == 0
+    evaluated, *predicted = (json.loads(line) for line in capfd.readouterr().out.splitlines())
     saved = torch.load(path / "checkpoints" / evaluated["checkpoint"], weights_only=True)
     for mode, around in TOGETHER.items():
         with around():

@@ -15,7 +15,7 @@ from samestep import read_records
 from samestep.cli import main
 from samestep.commands.new import KINDS, TEMPLATES
 from tests import tiny
-from tests.command_line import _process_as_it_was, call, read_json, tree
+from tests.command_line import _process_as_it_was, call, read_json, train_here, tree
 from tests.faults import Fault
 from tests.processes import TIMEOUT_S
 from tests.session import same, scripts
@@ -166,7 +166,7 @@ def test_without_pytorch_geometric_both_new_and_train_say_how_to_install_it(
 @pytest.mark.parametrize("kind", RECIPES)
 def test_it_learns_with_its_own_settings(kind, tmp_path):
     run = tmp_path / "run"
-    tiny.train(written(kind, tmp_path), "--run-dir", str(run), folder=tmp_path)
+    train_here(str(written(kind, tmp_path)), "--run-dir", str(run))
     metric, guessed, reached = LEARNS[kind]
     found = [r[metric] for r in read_records(run) if r["event"] == "evaluation"]
     assert (min(found) < reached) if reached < guessed else (max(found) > reached), found
@@ -261,7 +261,7 @@ def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_p
         data.write_text(OWN[kind])
         files, rows = [data], REVIEWS.count("\n")
     at_the_place(recipe, data)
-    tiny.train(recipe, "--run-dir", str(run), "--epochs", "1", folder=tmp_path)
+    train_here(str(recipe), "--run-dir", str(run), "--epochs", "1")
     (start,) = (r for r in read_records(run) if r["event"] == "start")
     assert 0 < start["num_samples"] < 30
     code, found = predicted(run, *files, capfd=capfd)

@@ -12,7 +12,7 @@ from samestep.cli import main
 from samestep.recipe import find_recipe
 from samestep.session.trained_model import evaluate_run
 from tests import tiny
-from tests.command_line import one_message
+from tests.command_line import one_message, train_here
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,7 +25,7 @@ def predicted(capsys, *arguments, code: int = 0) -> list[dict]:
 
 def trained(recipe: Path, folder: Path, *flags: str) -> Path:
     run = folder / f"run-{recipe.stem}"
-    tiny.train(recipe, "--run-dir", str(run), "--max-steps", "3", *flags, folder=folder)
+    train_here(str(recipe), "--run-dir", str(run), "--max-steps", "3", *flags)
     return run
 
 
@@ -239,7 +239,7 @@ recipe = replace(
 
 def test_classes_have_names_where_a_batch_is_one_thing_and_no_test_counts_them(tmp_path, capsys):
     recipe, run = tiny.write_recipe(tmp_path, tiny.RECIPE + WHOLE), tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(run), "--epochs", "1", folder=tmp_path)
+    train_here(str(recipe), "--run-dir", str(run), "--epochs", "1")
     file = tmp_path / "any.txt"
     file.write_text("")
     found = predicted(capsys, run, file, "--top", "1")

@@ -20,7 +20,7 @@ from samestep.recipes.spiral import SpiralOptions
 from samestep.session.request import to_toml
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
-from tests.command_line import RECIPE, files_written, read_json, refusal, run
+from tests.command_line import RECIPE, call, files_written, read_json, run, train_here
 from tests.idx_files import write_mnist
 
 PLANTED = "hunter2-the-planted-secret"
@@ -44,7 +44,9 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def train(here: Path, *arguments: str, **more) -> str:
-    """Run `samestep train` to its good end; return what rank 0 printed."""
+    """Run `samestep train` to its good end, alone in this process; return what rank 0 printed."""
+    if not more:
+        return train_here(*arguments)
     return run("train", *arguments, folder=here.parent / "outputs", **more).printed(0)
 
 
@@ -78,7 +80,7 @@ WANTED = {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID_OF_ME": "17", "TORCH_LOGS": "-all"
 def _finish(folder: Path, *flags: str, **more) -> Finished:
     (folder / "small.py").write_text(RECIPE)
     arguments = ("train", str(folder / "small.py"), "--run-dir", str(folder / "run"), *flags)
-    printed = run(*arguments, folder=folder / "outputs", **more).printed(0)
+    printed = train(folder / "here", *arguments[1:], **more)
     return Finished(folder / "run", folder / "small.py", printed)
 
 
@@ -124,20 +126,7 @@ def test_the_default_directory_names_recipe_date_time_and_a_short_id(here):
 
 def test_the_result_says_how_the_run_ended(of_two_ranks):
     result = read_json(of_two_ranks.path / "result.json")
-    assert {
-        name: result[name]
-        for name in (
-            "recipe",
-            "status",
-            "reason",
-            "world_size",
-            "global_batch_size",
-            "epochs",
-            "steps",
-            "device",
-            "backend",
-        )
-    } == {
+    expected = {
         "recipe": "small",
         "status": "completed",
         "reason": "finished",
@@ -148,6 +137,7 @@ def test_the_result_says_how_the_run_ended(of_two_ranks):
         "device": "cpu",
         "backend": "gloo",
     }
+    assert expected.items() <= result.items()
     assert {"loss", "accuracy", "samples"} <= result["test"].keys()
     assert result["test"]["samples"] == 15
     assert result["best"].keys() == {"metric", "mode", "value", "epoch"}
@@ -398,21 +388,15 @@ def test_the_examples_here_cover_every_setting_and_option():
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *OPTIONS])
-def test_a_setting_comes_from_a_toml_file_or_a_flag_and_is_saved(here, name):
+def test_a_setting_comes_from_a_toml_file_or_a_flag_which_wins_and_is_saved(here, name):
     table = {name: (SETTINGS | OPTIONS)[name], **NEEDED.get(name, {})}
+    config = write_toml(here / "my.toml", table)
     by_flag = resolved(as_flags(table))
-    by_toml = resolved(["--config", write_toml(here / "my.toml", table)])
-    assert by_flag == by_toml
+    assert by_flag == resolved(["--config", config])
     assert {key: by_flag[key] for key in table} == table
     assert by_flag != without_flags()
-
-
-@pytest.mark.parametrize("name", [*SETTINGS, *OPTIONS])
-def test_a_flag_beats_the_toml_file(here, name):
-    others = {name: (SETTINGS | OPTIONS)[name], **NEEDED.get(name, {})}
     hints = typing.get_type_hints(Settings) | typing.get_type_hints(SpiralOptions)
-    wanted = OTHER_VALUES.get(name) or other_value(hints[name], others[name])
-    config = write_toml(here / "my.toml", others)
+    wanted = OTHER_VALUES.get(name) or other_value(hints[name], table[name])
     assert resolved(["--config", config, *as_flags({name: wanted})])[name] == wanted
 
 
@@ -483,8 +467,9 @@ def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
     }
     del table["run_dir"], table["batch_size_per_rank"]
     config = write_toml(here / "all.toml", table)
-    train(here, "spiral", "--run-dir", "one", "--config", config)
-    train(here, "spiral", "--run-dir", "two", *as_flags(table))
+    # In processes of their own: deterministic operations and matmul precision stay set.
+    train(here, "spiral", "--run-dir", "one", "--config", config, environment={})
+    train(here, "spiral", "--run-dir", "two", *as_flags(table), environment={})
     assert saved_settings(here / "one") == saved_settings(here / "two")
     assert len(losses(here / "one")) == 2
     assert losses(here / "one") == losses(here / "two")
@@ -617,7 +602,7 @@ def test_spiral_reaches_its_accuracy_in_its_default_epochs(here):
     assert result["epochs"] == 30
 
 
-@pytest.mark.parametrize("num_samples", [7, 101, 1003])
+@pytest.mark.parametrize("num_samples", [7, 1003])
 def test_spiral_works_for_odd_numbers_of_samples(here, num_samples):
     """Ranks that do not divide it included; every sample of the test set counts once."""
     flags = ["--num-samples", str(num_samples), "--epochs", "1"]
@@ -635,23 +620,8 @@ def test_spiral_works_for_odd_numbers_of_samples(here, num_samples):
 )
 def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, place):
     write_mnist(here / "images" / place)
-    train(
-        here,
-        "mnist",
-        "--data-dir",
-        "images",
-        "--model",
-        model,
-        "--epochs",
-        "2",
-        "--batch-size",
-        "16",
-        "--lr",
-        "0.003",
-        "--run-dir",
-        "run",
-        world_size=2,
-    )
+    flags = ("--run-dir run --epochs 2 --batch-size 16 --lr 0.003 --model", model)
+    train(here, "mnist", "--data-dir", "images", *" ".join(flags).split())
     result = read_json(here / "run" / "result.json")
     assert result["test"]["samples"] == 40
     # Each digit lights up its own row: guessing gives 0.1.
@@ -662,20 +632,8 @@ def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, 
 
 
 def test_only_the_best_and_the_last_checkpoints_are_kept(here):
-    train(
-        here,
-        "small.py",
-        "--run-dir",
-        "run",
-        "--epochs",
-        "6",
-        "--keep-top-k",
-        "2",
-        "--monitor",
-        "loss",
-        "--lr",
-        "0.3",
-    )
+    flags = "--run-dir run --epochs 6 --keep-top-k 2 --monitor loss --lr 0.3"
+    train(here, "small.py", *flags.split())
     values = {
         f"checkpoint_epoch_{r['epoch']}.pt": r["loss"]
         for r in records(here / "run", "evaluation")
@@ -690,21 +648,8 @@ def test_only_the_best_and_the_last_checkpoints_are_kept(here):
 
 
 def test_training_stops_early_without_improvement(here):
-    train(
-        here,
-        "small.py",
-        "--run-dir",
-        "run",
-        "--epochs",
-        "50",
-        "--patience",
-        "2",
-        "--min-delta",
-        "10",
-        "--monitor",
-        "loss",
-        world_size=2,
-    )
+    flags = "--run-dir run --epochs 50 --patience 2 --min-delta 10 --monitor loss"
+    train(here, "small.py", *flags.split(), world_size=2)
     result = read_json(here / "run" / "result.json")
     assert (result["epochs"], result["reason"]) == (3, "early stopping")
     assert result["status"] == "completed"
@@ -729,24 +674,31 @@ def trained(here, spiral) -> Path:
     return shutil.copytree(spiral, here / "run")
 
 
-def evaluate(here: Path, *arguments: str) -> dict:
-    ranks = run("evaluate", "run", *arguments, "--json", folder=here.parent / "outputs")
-    return json.loads(ranks.printed(0))
+@pytest.fixture
+def evaluate(capfd):
+    """Return a function: flags → what `samestep evaluate run --json` prints."""
+
+    def evaluated(*arguments: str) -> dict:
+        capfd.readouterr()
+        assert call("evaluate", "run", *arguments, "--json") == 0
+        return json.loads(capfd.readouterr().out)
+
+    return evaluated
 
 
-def test_one_process_evaluates_as_the_ranks_did(here, trained):
+def test_one_process_evaluates_as_the_ranks_did(trained, evaluate):
     result = read_json(trained / "result.json")
-    found = evaluate(here)
+    found = evaluate()
     assert found["samples"] == result["test"]["samples"] == 76
     assert found["checkpoint"] == result["test"]["checkpoint"]
     for name in ("loss", "accuracy"):
         assert found[name] == pytest.approx(result["test"][name], abs=1e-6)
 
 
-def test_each_checkpoint_is_evaluated_by_its_name(here, trained):
+def test_each_checkpoint_is_evaluated_by_its_name(trained, evaluate):
     by_epoch = {r["epoch"]: r for r in records(trained, "evaluation") if r["split"] == "validation"}
     for name, epoch in (("last", 3), ("checkpoint_epoch_1.pt", 1), ("checkpoint_epoch_2", 2)):
-        found = evaluate(here, "--checkpoint", name, "--split", "validation")
+        found = evaluate("--checkpoint", name, "--split", "validation")
         assert found["loss"] == pytest.approx(by_epoch[epoch]["loss"], abs=1e-6)
         assert found["samples"] == 75
 
@@ -767,8 +719,7 @@ def test_a_wrong_evaluation_is_refused(refused, trained, arguments, says):
     assert says in refused("evaluate", *arguments.split())
 
 
-def test_a_damaged_checkpoint_is_not_evaluated(here, trained):
+def test_a_damaged_checkpoint_is_not_evaluated(trained, refused):
     path = trained / "checkpoints" / "checkpoint_epoch_3.pt"
     path.write_bytes(path.read_bytes()[:-1])
-    message = refusal("evaluate", "run", "--checkpoint", "last", folder=here.parent / "outputs")
-    assert path.name in message
+    assert path.name in refused("evaluate", "run", "--checkpoint", "last")

@@ -35,12 +35,7 @@ class _List:
 
 
 def main(arguments: list[str]) -> int:
-    """Run `samestep data` with the arguments after these two words; return the exit code.
-
-    Raises:
-        UserError: The data set is unknown or could not be downloaded.
-        SystemExit: The arguments are wrong (code 2), or help was asked for (code 0).
-    """
+    """Run `samestep data` with the arguments after these two words; return the exit code."""
     with examples(*_EXAMPLES):
         command = tyro.cli(
             Annotated[_Get, subcommand(name="get")] | Annotated[_List, subcommand(name="list")],

@@ -10,12 +10,11 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+import samestep
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.ranks.world import Device
-from samestep.recipe import find_recipe
 from samestep.reporting.words import class_table
 from samestep.run.directory import plain
-from samestep.session.trained_model import evaluate_run
 
 _EXAMPLES = (
     "evaluate runs/ID --checkpoint best",
@@ -34,14 +33,14 @@ class Command:
     split: Literal["train", "validation", "test"] = "test"
     """The part of the data to evaluate."""
     recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The recipe's file, where it has changed since the run began; the run's own copy is
-    recipe.py in its directory."""
+    """The recipe's file, if it has changed since the run began; the run's own copy is recipe.py in
+    its directory."""
     device: Device = "auto"
-    """Where to evaluate; auto takes the best device here."""
+    """The device; auto takes the best one here."""
     data_dir: str | None = None
-    """Folder of the data, where it is not the one the run was trained on."""
+    """Folder of the data, if it has moved since the training."""
     skip_bad: int | None = None
-    """Most files of it that may be unreadable, for a recipe that has this option."""
+    """How many of its files may be unreadable, for a recipe that has this option."""
     json: Switch = False
     """Print one JSON object."""
 
@@ -49,14 +48,14 @@ class Command:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     command = parse_flags(Command, "evaluate", arguments, *_EXAMPLES)
-    result = evaluate_run(
+    result = samestep.evaluate(
         command.run,
         command.checkpoint,
         split=command.split,
+        recipe=command.recipe,
         device=command.device,
         data_dir=command.data_dir,
         skip_bad=command.skip_bad,
-        given=None if command.recipe is None else find_recipe(str(command.recipe)),
     )
     if command.json:
         sys.stdout.write(json.dumps(plain(result)) + "\n")

@@ -1,4 +1,4 @@
-"""`samestep new`: write a recipe file to begin with, which trains as it is."""
+"""`samestep new`: write a recipe file, or a script, that trains as it is."""
 
 import importlib.util
 import keyword
@@ -18,15 +18,15 @@ KINDS = {
     "images": "images, shifted and mirrored at random: predict a class",
     "own-loop": "a script with a training loop of your own",
 }
-"""What can be written, each with what it is for; its template has the same name, with `_`."""
+"""Kind → what it is for; its template has the same name, with `_`."""
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 _HELP = """\
 usage: samestep new KIND NAME.py
 
-Write a commented file to begin with. It trains at once, on data that it makes
-up; then put your own data and model into it. No file is ever overwritten.
+Write a commented file to start from. It trains at once, on made-up data; then
+put your own data and model into it. No file is ever overwritten.
 
 kinds:
 {kinds}
@@ -67,11 +67,7 @@ def _help() -> str:
 
 
 def _check_kind(kind: str, names: list[str]) -> None:
-    """Check what is to be written.
-
-    Raises:
-        UserError: there is no such kind, or the name was given first.
-    """
+    """Check what is to be written."""
     if kind in KINDS:
         return
     if names and names[0] in KINDS:
@@ -82,11 +78,7 @@ def _check_kind(kind: str, names: list[str]) -> None:
 
 
 def _check_name(kind: str, path: Path) -> None:
-    """Check that a file of this name can be trained, and hides nothing from those who import.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that a file of this name can be trained, and hides no other module."""
     stem = path.name.removesuffix(".py")
     if not path.name.endswith(".py"):
         raise UserError(f"{path} does not end in .py. {_better(kind, path, _as_module(stem))}")
@@ -111,14 +103,14 @@ def _better(kind: str, path: Path, stem: str) -> str:
 
 
 def _as_module(name: str) -> str:
-    """Return the nearest name that Python can import and nothing has."""
+    """Return the nearest name that is free and that Python can import."""
     words = re.sub(r"\W+", "_", name).strip("_") or "recipe"
     taken = words[0].isdigit() or keyword.iskeyword(words)
     return f"my_{words}" if taken or _module_that_is_hidden(words, Path()) else words
 
 
 def _module_that_is_hidden(name: str, folder: Path) -> str:
-    """Return which module of this name lies elsewhere than in a folder, or nothing."""
+    """Return the module of this name that lies outside the folder, or nothing."""
     if name in sys.stdlib_module_names or name == "__main__":
         return f"Python's own module {name}"
     found = importlib.util.find_spec(name)
@@ -133,26 +125,21 @@ def _module_that_is_hidden(name: str, folder: Path) -> str:
 
 
 def _write(kind: str, path: Path) -> None:
-    """Write the template, in which NAME.py stands for the file's name.
-
-    Raises:
-        UserError: a file is there, the folder is not, or nothing can be written there.
-    """
+    """Write the template, in which NAME.py stands for the file's name."""
     template = TEMPLATES / f"{kind.replace('-', '_')}.py"
     text = template.read_text(encoding="utf-8").replace("NAME.py", path.name)
     try:
-        with path.open("x", encoding="utf-8") as file:  # whatever is there stays
+        with path.open("x", encoding="utf-8") as file:  # an existing file stays
             file.write(text)
     except FileExistsError as error:
         raise UserError(
-            f"{path} is there already, and is left as it is. Move it away, or choose another name. "
+            f"{path} exists already and is left as it is. Move it away, or choose another name. "
             f"{_better(kind, path, _free(path))}"
         ) from error
     except FileNotFoundError as error:
         folder = shlex.quote(str(path.parent))
         raise UserError(
-            f"There is no folder {path.parent} to write {path.name} into. Make it first: "
-            f"mkdir -p {folder}"
+            f"There is no folder {path.parent} for {path.name}. Make it first: mkdir -p {folder}"
         ) from error
     except OSError as error:
         raise UserError(
@@ -161,7 +148,7 @@ def _write(kind: str, path: Path) -> None:
 
 
 def _free(path: Path) -> str:
-    """Return a name like it, without `.py`, that nothing in its folder has."""
+    """Return a similar name, without `.py`, that is free in its folder."""
     number = 2
     while path.with_stem(f"{path.stem}_{number}").exists():
         number += 1
@@ -169,7 +156,7 @@ def _free(path: Path) -> str:
 
 
 def _what_next(kind: str, path: Path) -> list[str]:
-    """Return the lines that say what was written, and which commands come next."""
+    """Return the lines that say what was written and what to type next."""
     name = shlex.quote(str(path))
     commands = [f"samestep train {name}", f"samestep verify {name}"]
     if kind == "own-loop":

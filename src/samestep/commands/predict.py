@@ -1,4 +1,7 @@
-"""`samestep predict`: what a checkpoint of a run says of what is in files, on one device."""
+"""`samestep predict`: predict files with a checkpoint of a run, on one device.
+
+The rows are shown as they come, so it uses the generators below `samestep.predict`.
+"""
 
 import json
 import sys
@@ -33,37 +36,37 @@ _EXAMPLES = ("predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 -
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Predict what is in files with a checkpoint of a run: classes, numbers, or what it shows."""
+    """Predict files with a checkpoint of a run: classes, numbers, or what the recipe shows."""
 
     run: RunPath
     """Directory of the run."""
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE…")]
-    """What to look at."""
+    """The files to predict."""
     checkpoint: str = "best"
     """`best`, `last`, or the name of a file in checkpoints/."""
     top: int = 5
     """How many classes to name for each file, or row of a file."""
     recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The recipe's file, where it has changed since the run began; the run's own copy is
-    recipe.py in its directory."""
+    """The recipe's file, if it has changed since the run began; the run's own copy is recipe.py in
+    its directory."""
     device: Device = "auto"
-    """Where to compute; auto takes the best device here."""
+    """The device; auto takes the best one here."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Draw what is predicted of one file, for a recipe that has a picture (samestep[plot])."""
+    """Draw the predictions of one file, for a recipe with a `picture` (samestep[plot])."""
     json: Switch = False
-    """Print one JSON object for each file, or row of a file, a line each."""
+    """Print one JSON object per file, or per row of a file, a line each."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb; the exit code is 1 if a file could not be read."""
     command = parse_flags(Command, "predict", arguments, *_EXAMPLES)
     if not command.files:
-        raise UserError("Name the files to look at: samestep predict RUN FILE…")
+        raise UserError("Name the files to predict: samestep predict RUN FILE…")
     check_positive(top=command.top)
     check_files(command.files)
     if command.plot is not None:
         if len(command.files) > 1:
-            raise UserError("--plot draws one file; name the others in commands of their own.")
+            raise UserError("--plot draws one file; predict the others in separate commands.")
         check_picture(command.plot)
     given = None if command.recipe is None else find_recipe(str(command.recipe))
     predictor = open_predictor(command.run, command.checkpoint, device=command.device, given=given)
@@ -86,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _blocks(predictions: Iterator[Prediction]) -> Iterator[list[Prediction]]:
-    """Yield predictions as they come, some rows of a file at a time."""
+    """Yield predictions as they come, in blocks of rows."""
     block: list[Prediction] = []
     for one in predictions:
         other = block and _names(one) != _names(block[0])
@@ -98,7 +101,7 @@ def _blocks(predictions: Iterator[Prediction]) -> Iterator[list[Prediction]]:
 
 
 def _names(one: Prediction) -> tuple[str, ...]:
-    """Return the names of the columns that a row has in a table, or nothing if it is in none."""
+    """Return the columns of a row that fits into a table, or nothing."""
     plain = not any(isinstance(value, list | dict) for value in one.values.values())
     return tuple(one.values) if one.row is not None and not one.classes and plain else ()
 
@@ -112,7 +115,7 @@ class _Shown:
         self._columns: Columns | None = None
 
     def show(self, block: Sequence[Prediction]) -> None:
-        """Print a file's name before its first row, and what is said of the rows."""
+        """Print a file's name before its first row, and the rows."""
         if block[0].row in (None, 1) or block[0].file != self._file:
             self._print(f"[bold]{escape(block[0].file)}[/]")
             self._columns = None
@@ -122,7 +125,7 @@ class _Shown:
             for one in block:
                 self._show_alone(one)
             return
-        # On a terminal the headings come again, for whoever looks at some of many rows.
+        # On a terminal the headings are repeated: many rows scroll away.
         heading = self._columns is None or self._console.is_terminal
         self._columns = self._columns or Columns()
         rows = [{"row": one.row, **one.values} for one in block]

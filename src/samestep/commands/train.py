@@ -1,4 +1,4 @@
-"""`samestep train`: a recipe, a recipe file or a run, on whatever this is started on."""
+"""`samestep train`: a recipe, a recipe file or a run."""
 
 import os
 import sys
@@ -22,21 +22,21 @@ from samestep.session.request import Request
 
 @dataclass(frozen=True)
 class Command:
-    """What this command itself takes, beside the settings."""
+    """Flags of `train`, in addition to the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     resume: Switch = False
-    """Go on with the run, from its newest whole checkpoint; without it a new run begins."""
+    """Continue the run from its newest whole checkpoint; without it a new run begins."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """With --resume, what may differ from the checkpoint: settings with commas between them, as
-    lr,weight_decay; `recipe` for an edited recipe. The run then becomes another training."""
+    """With --resume, settings that may differ from the checkpoint: lr,weight_decay; or `recipe` for
+    an edited recipe. The run then becomes another training."""
     recipe_of_run: Switch = False
-    """With --resume, take the recipe from the run's own copy, whatever its file is by now."""
+    """With --resume, use the run's own copy of the recipe, not the current file."""
     report: Switch = False
-    """Make report.html in the run's directory at the end: curves and pictures on one page."""
+    """Write report.html into the run's directory at the end: curves and pictures."""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,12 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> tuple[Command, Request]:
-    """Return the command and the request that a target and the flags after it make.
-
-    Raises:
-        UserError: anything in them is wrong.
-        SystemExit: 2 for a flag that is unknown or ill-typed, 0 after --help.
-    """
+    """Return the command and the request that a target and the flags after it make."""
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
     command, request = parse_target("train", about, Command, arguments, *lines)
@@ -61,15 +56,12 @@ def parse(arguments: list[str]) -> tuple[Command, Request]:
 
 
 def check_resume(request: Request) -> None:
-    """Check that what is to go on has a place where it may have begun.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Check that --resume names a run, or a directory where it may be."""
     if request.resume and request.settings.run_dir is None:
         raise UserError(
             "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
-            "there and go on there whenever the command is repeated."
+            "there and to continue whenever the command is repeated.",
+            flags=["resume", "run_dir"],
         )
 
 
@@ -86,7 +78,7 @@ def _train(arguments: list[str], log: RankLog) -> int:
         return code
     outcome = train_as_rank(request, Screen(), log.move_to)
     if command.report and log.rank == 0:
-        from samestep.reporting.make import write_report  # noqa: PLC0415 - where it is asked for
+        from samestep.reporting.make import write_report  # noqa: PLC0415 - rarely needed
 
         file = write_report([Path(shown_path(outcome.path))])
         sys.stdout.write(f"report   {file}\n")
