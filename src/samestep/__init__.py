@@ -25,11 +25,11 @@ from samestep.version import __version__
 
 if TYPE_CHECKING:
     from samestep import dist
-    from samestep.api.checkpoints import evaluate, load, predict
-    from samestep.api.checks import verify
-    from samestep.api.runs import compare, runs
+    from samestep.api.run_lists import compare, runs
+    from samestep.api.trained_models import evaluate, load, predict
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
+    from samestep.api.verify_ranks import verify
     from samestep.data.keyed_random import normal, uniform
     from samestep.errors import UserError
     from samestep.lightning import LitData, LitRecipe, TrackerLogger
@@ -74,18 +74,18 @@ _HOMES = {
     "TrackerLogger": "lightning",
     "TrainedRun": "api.trained_run",
     "UserError": "errors",
-    "compare": "api.runs",
-    "evaluate": "api.checkpoints",
-    "load": "api.checkpoints",
+    "compare": "api.run_lists",
+    "evaluate": "api.trained_models",
+    "load": "api.trained_models",
     "may_change": "settings",
     "normal": "data.keyed_random",
     "open_run": "session.own_run",
-    "predict": "api.checkpoints",
+    "predict": "api.trained_models",
     "read_records": "run.records",
-    "runs": "api.runs",
+    "runs": "api.run_lists",
     "train": "api.training",
     "uniform": "data.keyed_random",
-    "verify": "api.checks",
+    "verify": "api.verify_ranks",
 }
 _UNLISTED = frozenset({"OwnRun", "TrainedRun", "may_change", "read_records"})
 """Results' types and helpers: public, but not what `samestep.<TAB>` offers."""

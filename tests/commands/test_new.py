@@ -49,7 +49,9 @@ def written(kind: str, folder: Path, name: str = "mine.py") -> Path:
 
 
 def test_every_kind_has_a_template_and_every_template_a_kind():
-    files = {path.stem.replace("_", "-") for path in TEMPLATES.glob("[!_]*.py")}
+    files = {
+        path.stem.removesuffix("_template").replace("_", "-") for path in TEMPLATES.glob("[!_]*.py")
+    }
     assert files == KINDS.keys()
 
 

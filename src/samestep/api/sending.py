@@ -38,7 +38,7 @@ class SentCall:
 def send(sent: SentCall, file: Path) -> None:
     """Write a call where only this user's processes can read it."""
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = _CallPickler(buffer)
     try:
         pickler.dump(sent)
         main = cloudpickle.dumps(pickler.of_main)
@@ -66,7 +66,7 @@ def receive(file: Path) -> SentCall:
     return sent
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the classes and functions that it takes from the caller's `__main__`.
 
     The ranks put them into their own `__main__`, so that their instances can go between ranks and

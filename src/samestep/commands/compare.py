@@ -16,7 +16,7 @@ _EXAMPLES = ("compare runs/ONE runs/OTHER", "compare runs/spiral-* --target 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class CompareFlags:
     """Compare runs: settings that differ, whether it is the same training, speed, curves."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
@@ -36,7 +36,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    command = parse_flags(Command, "compare", arguments, *_EXAMPLES)
+    command = parse_flags(CompareFlags, "compare", arguments, *_EXAMPLES)
     found = compare_runs(
         command.runs,
         command.metric,

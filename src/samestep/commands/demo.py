@@ -62,7 +62,7 @@ class Killed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class DemoFlags:
     """Show on this machine what samestep promises, in under a minute.
 
     It trains a small network on one rank. Then it trains it again on two ranks, kills all their
@@ -75,7 +75,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb; the exit code is 1 if the two trainings differ."""
-    command = parse_flags(Command, "demo", arguments, *_EXAMPLES)
+    command = parse_flags(DemoFlags, "demo", arguments, *_EXAMPLES)
     refuse_inside_launcher("samestep demo", "Start it alone.")
     console, began = Console(highlight=False), time.monotonic()
     one, two = (new_run_path(f"demo-{name}", command.runs) for name in ("whole", "killed"))

@@ -23,7 +23,7 @@ _EXAMPLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class EvaluateFlags:
     """Evaluate a checkpoint of a run on one device."""
 
     run: RunPath
@@ -47,7 +47,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    command = parse_flags(Command, "evaluate", arguments, *_EXAMPLES)
+    command = parse_flags(EvaluateFlags, "evaluate", arguments, *_EXAMPLES)
     result = samestep.evaluate(
         command.run,
         command.checkpoint,

@@ -30,7 +30,7 @@ _MOST_RANKS = 4096
 
 
 @dataclass(frozen=True)
-class Command:
+class ExplainFlags:
     """What this command itself takes, beside the settings."""
 
     config: Path | None = None
@@ -70,7 +70,7 @@ def _explain(arguments: list[str]) -> int:
     return 0
 
 
-def _parse(arguments: list[str]) -> tuple[Command, Request]:
+def _parse(arguments: list[str]) -> tuple[ExplainFlags, Request]:
     """Return the command and the request; a run goes on unless a new one is asked for."""
     about = "Explain what training {} will do: ranks, batches, memory, learning rate, checkpoints."
     given = set(arguments[1:])
@@ -78,7 +78,7 @@ def _parse(arguments: list[str]) -> tuple[Command, Request]:
         raise UserError("--new and --resume exclude each other: leave one of them out.")
     if arguments and _is_run(arguments[0]) and not given & {"--new", "--resume"}:
         arguments = [*arguments, "--resume"]
-    command, request = parse_target("explain", about, Command, arguments, *_EXAMPLES)
+    command, request = parse_target("explain", about, ExplainFlags, arguments, *_EXAMPLES)
     check_resume(request)
     return command, request
 
@@ -87,7 +87,7 @@ def _is_run(target: str) -> bool:
     return target not in recipe_files() and is_run(Path(target))
 
 
-def _imagined(command: Command, settings: Settings) -> tuple[ImaginedWorld, str]:
+def _imagined(command: ExplainFlags, settings: Settings) -> tuple[ImaginedWorld, str]:
     """Return the world to explain, with this process in the place of rank 0, and its device."""
     nproc = command.nproc
     if nproc == "auto":

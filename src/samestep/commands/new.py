@@ -18,7 +18,7 @@ KINDS = {
     "images": "images, shifted and mirrored at random: predict a class",
     "own-loop": "a script with a training loop of your own",
 }
-"""Kind → what it is for; its template has the same name, with `_`."""
+"""Kind → what it is for; its template is templates/KIND_template.py."""
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -126,7 +126,7 @@ def _module_that_is_hidden(name: str, folder: Path) -> str:
 
 def _write(kind: str, path: Path) -> None:
     """Write the template, in which NAME.py stands for the file's name."""
-    template = TEMPLATES / f"{kind.replace('-', '_')}.py"
+    template = TEMPLATES / f"{kind.replace('-', '_')}_template.py"
     text = template.read_text(encoding="utf-8").replace("NAME.py", path.name)
     try:
         with path.open("x", encoding="utf-8") as file:  # an existing file stays

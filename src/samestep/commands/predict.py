@@ -35,7 +35,7 @@ _EXAMPLES = ("predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class PredictFlags:
     """Predict files with a checkpoint of a run: classes, numbers, or what the recipe shows."""
 
     run: RunPath
@@ -59,7 +59,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb; the exit code is 1 if a file could not be read."""
-    command = parse_flags(Command, "predict", arguments, *_EXAMPLES)
+    command = parse_flags(PredictFlags, "predict", arguments, *_EXAMPLES)
     if not command.files:
         raise UserError("Name the files to predict: samestep predict RUN FILE…")
     check_positive(top=command.top)

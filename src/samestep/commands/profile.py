@@ -88,7 +88,7 @@ class _Extent:
 
 
 @dataclass(frozen=True)
-class Command(_Extent):
+class ProfileFlags(_Extent):
     """What this command itself takes, beside the settings."""
 
     config: Path | None = None
@@ -180,7 +180,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.commands.target import parse_target  # noqa: PLC0415 - imports torch
 
     about = "Profile {}: where the time of its steps goes."
-    command, request = parse_target("profile", about, Command, arguments, *_EXAMPLES)
+    command, request = parse_target("profile", about, ProfileFlags, arguments, *_EXAMPLES)
     _check_extent(command)
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes)

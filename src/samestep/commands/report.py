@@ -15,7 +15,7 @@ _EXAMPLES = ("report runs/ID --open", "report runs/ONE runs/OTHER --target 0.95 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class ReportFlags:
     """Make one page of runs, a file that needs nothing else: curves, classes, ranks, settings."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
@@ -30,7 +30,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    command = parse_flags(Command, "report", arguments, *_EXAMPLES)
+    command = parse_flags(ReportFlags, "report", arguments, *_EXAMPLES)
     file = write_report(command.runs, command.output, command.target)
     sys.stdout.write(f"{file}\n")
     if command.open and not webbrowser.open(file.resolve().as_uri()):

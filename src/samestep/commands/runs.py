@@ -19,7 +19,7 @@ _EXAMPLES = ("runs", "runs runs --recipe spiral --sort metric")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class RunsFlags:
     """List the runs in a folder: state, best metric, duration, and the curve of the loss."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")] = Path("runs")
@@ -34,7 +34,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    command = parse_flags(Command, "runs", arguments, *_EXAMPLES)
+    command = parse_flags(RunsFlags, "runs", arguments, *_EXAMPLES)
     is_default = command.folder == Path("runs") and not command.folder.exists()
     found = [] if is_default else read_runs(command.folder)
     wanted = command.recipe

@@ -33,7 +33,7 @@ _DECIDED = ("epochs", "max_steps", "patience", "monitor")
 
 
 @dataclass(frozen=True)
-class Command:
+class ScaleFlags:
     """What this command itself takes, beside the settings."""
 
     config: Path | None = None
@@ -123,10 +123,10 @@ def _rank(arguments: list[str]) -> int:
     return 128 + signum if signum else 0
 
 
-def _parse(arguments: list[str]) -> tuple[Command, Request]:
+def _parse(arguments: list[str]) -> tuple[ScaleFlags, Request]:
     about = "Measure how training {} scales with the number of ranks."
     return parse_target(
-        "scale", about, Command, arguments, *_EXAMPLES, settings=_Settings, no_effect=_DECIDED
+        "scale", about, ScaleFlags, arguments, *_EXAMPLES, settings=_Settings, no_effect=_DECIDED
     )
 
 

@@ -17,7 +17,7 @@ _EXAMPLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class TrackFlags:
     """Send a run to trackers: what they do not have of it, exactly once."""
 
     run: RunPath
@@ -42,7 +42,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    command = parse_flags(Command, "track", arguments, *_EXAMPLES)
+    command = parse_flags(TrackFlags, "track", arguments, *_EXAMPLES)
     given = {
         "track": command.to,
         "track_project": command.project,

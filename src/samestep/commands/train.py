@@ -21,7 +21,7 @@ from samestep.session.request import Request
 
 
 @dataclass(frozen=True)
-class Command:
+class TrainFlags:
     """Flags of `train`, in addition to the settings."""
 
     config: Path | None = None
@@ -46,11 +46,11 @@ def main(arguments: list[str]) -> int:
     return run_as_rank(lambda log: _train(arguments, log))
 
 
-def parse(arguments: list[str]) -> tuple[Command, Request]:
+def parse(arguments: list[str]) -> tuple[TrainFlags, Request]:
     """Return the command and the request that a target and the flags after it make."""
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
-    command, request = parse_target("train", about, Command, arguments, *lines)
+    command, request = parse_target("train", about, TrainFlags, arguments, *lines)
     check_resume(request)
     return command, request
 

@@ -41,7 +41,7 @@ _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Command:
+class VerifyFlags:
     """What this command itself takes, beside the settings."""
 
     config: Path | None = None
@@ -66,9 +66,9 @@ def main(arguments: list[str]) -> int:
     return run_as_rank(lambda _log: run(arguments))
 
 
-def parse(arguments: list[str]) -> tuple[Command, Request]:
+def parse(arguments: list[str]) -> tuple[VerifyFlags, Request]:
     """Return the command and the request that a target and the flags after it make."""
-    return parse_target("verify", _ABOUT, Command, arguments, *_EXAMPLES, no_effect=NO_EFFECT)
+    return parse_target("verify", _ABOUT, VerifyFlags, arguments, *_EXAMPLES, no_effect=NO_EFFECT)
 
 
 def _verify(arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ _EXAMPLES = ("watch runs/ID", "watch runs/ID --port 0 --open")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class WatchFlags:
     """Show the page of a run in the browser, and redraw it while the run goes on."""
 
     run: RunPath
@@ -30,7 +30,7 @@ class Command:
 
 def main(arguments: list[str]) -> int:
     """Run the verb until it is interrupted."""
-    command = parse_flags(Command, "watch", arguments, *_EXAMPLES)
+    command = parse_flags(WatchFlags, "watch", arguments, *_EXAMPLES)
     if not 0 <= command.port < 2**16:
         raise UserError(f"--port is {command.port}; it must be from 0 to 65535.")
     _await(command.run)

@@ -31,7 +31,7 @@ MEAN, DEVIATION = (30.0, 8.0, 1.0), (8.0, 2.0, 0.4)
 def table() -> tuple[Tensor, Tensor]:
     """Return the columns (rows, columns), and for each row the place of its class (rows,)."""
     if DATA_FILE is not None:
-        rows = Rows(DATA_FILE, COLUMNS, torch.clone)
+        rows = TableRows(DATA_FILE, COLUMNS, torch.clone)
         numbers = torch.stack([rows[place] for place in range(len(rows))])
         return numbers, torch.tensor([class_of(row) for row in rows.rows])
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ def class_of(row: dict[str, str]) -> int:
 Ready = Callable[[Tensor], Tensor]
 
 
-class Rows(Dataset[Tensor]):
+class TableRows(Dataset[Tensor]):
     """The numbers in these columns of a CSV file, row by row; `ready` is what becomes of each."""
 
     def __init__(self, path: Path, names: tuple[str, ...], ready: Ready) -> None:
@@ -99,7 +99,7 @@ def model() -> nn.Module:
 recipe = Recipe(
     model=model,
     data=data,
-    read=lambda _, path: Rows(path, COLUMNS, scaled),
+    read=lambda _, path: TableRows(path, COLUMNS, scaled),
     # Defaults of the flags. The batch counts over all ranks, so that their number changes nothing.
     settings={"epochs": 10, "batch_size": 32, "lr": 3e-3},
 )
