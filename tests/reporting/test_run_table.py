@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.reporting.run_table import as_json, cells, run_lines
+from samestep.reporting.run_table import as_json, run_lines
+from samestep.reporting.table import columns_of as cells
 from samestep.reporting.words import sparkline
 from samestep.run.summary import RunSummary
 

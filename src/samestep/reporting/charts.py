@@ -10,6 +10,7 @@ import numpy as np
 from samestep.reporting.run_data import RunData
 from samestep.reporting.series import (
     MOST_POINTS,
+    Chart,
     Curve,
     Floats,
     Role,
@@ -17,7 +18,6 @@ from samestep.reporting.series import (
     make_curve,
     short_float,
 )
-from samestep.reporting.shown import Chart
 from samestep.run.phase_names import IN_ORDER
 from samestep.run.records import NOT_METRICS, Record
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.reporting.run_data import RunData
-from samestep.reporting.shown import Table, number
+from samestep.reporting.table import Table, number
 from samestep.run.files import read_object
 
 MOST_ROWS = 50
@@ -89,8 +89,8 @@ def _by_class(
         split=split,
         summary=_summary(accuracies, worst),
         table=Table(
-            caption=f"Accuracy by class on the {split} set, the lowest first",
-            head=("class", "accuracy", "samples", "taken for"),
+            title=f"Accuracy by class on the {split} set, the lowest first",
+            columns=("class", "accuracy", "samples", "taken for"),
             rows=tuple(rows),
             note=note,
         ),

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UserError
+from samestep.reporting import comparison_text
 from samestep.reporting import facts as of_run
-from samestep.reporting import text_parts
 from samestep.reporting.charts import Lines, charts_of, left_out, phases_chart
 from samestep.reporting.classes import ByClass, by_class
 from samestep.reporting.comparison import Comparison, check_target, compare_runs
 from samestep.reporting.pictures import Gallery, read_gallery
 from samestep.reporting.run_data import RunData, read_run
 from samestep.reporting.scaling import ScalingStudy, read_study
-from samestep.reporting.shown import Chart, Table, texts
+from samestep.reporting.series import Chart
 from samestep.reporting.steps import RankByRank, StepTime, rank_by_rank, step_time
+from samestep.reporting.table import Table, number, texts
 from samestep.reporting.timeline import TimeLine, time_line
 from samestep.run.records import Record
 
@@ -151,9 +152,9 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> tuple[ChartGroup, 
     lines = [Lines(run, _system_records(run.path)) for run in runs]
     recipes = list(dict.fromkeys(run.recipe for run in runs))
     groups = []
-    for number, recipe in enumerate(recipes, start=1):
-        places = [place for place, run in enumerate(runs) if run.recipe == recipe]
-        suffix = f"-{number}" if number > 1 else ""
+    for place, recipe in enumerate(recipes):
+        places = [n for n, run in enumerate(runs) if run.recipe == recipe]
+        suffix = f"-{place + 1}" if place else ""
         charts = charts_of([lines[p] for p in places], [names[p] for p in places], places, suffix)
         title = (recipe or "unknown recipe") if len(recipes) > 1 else ""
         more = left_out([lines[p] for p in places])
@@ -199,7 +200,7 @@ def _run_part(run: RunData, name: str, place: int) -> RunPart:
         classes=by_class(run),
         gallery=read_gallery(run.path),
         baselines=of_run.baselines_table(run),
-        memory=text_parts.memory(_system_records(run.path)),
+        memory=_memory(_system_records(run.path)),
         settings=of_run.settings_tables(run),
         environment=of_run.environment_table(run),
         commands=of_run.commands(run),
@@ -221,10 +222,43 @@ def _tone(status: str) -> str:
 
 
 def _beside(found: Comparison) -> Beside:
+    tables = (
+        comparison_text.throughput(found),
+        comparison_text.phases(found),
+        comparison_text.time_to_target(found),
+    )
     return Beside(
-        runs=text_parts.overview(found),
-        settings=text_parts.settings(found),
-        tables=text_parts.tables(found),
-        verdicts=text_parts.verdicts(found),
+        runs=comparison_text.overview(found),
+        settings=comparison_text.settings(found),
+        tables=tuple(table for table in tables if table is not None),
+        verdicts=_verdicts(found),
         notes=tuple(found.notes),
     )
+
+
+def _verdicts(found: Comparison) -> tuple[str, ...]:
+    """Return whether each run is the same training as the first, if all have one recipe."""
+    if comparison_text.num_recipes(found) < 2:
+        return tuple(comparison_text.same_training_lines(found))
+    told = (
+        "Losses and metrics of different recipes measure different things, so each recipe has "
+        "charts of its own below. A sample is other work in each, so speeds are not comparable "
+        "either."
+    )
+    if found.target is not None:
+        told += f" For the same reason there is no time to {found.target:g}."
+    return (told,)
+
+
+def _memory(system: Sequence[Record]) -> str:
+    """Return how much memory was used, or how to have it recorded."""
+    names = {
+        "process_memory_gib": "The training process of rank 0",
+        "memory_used_gib": "The machine",
+    }
+    said = []
+    for name, who in names.items():
+        used = [r[name] for r in system if isinstance(r.get(name), int | float)]
+        if used:
+            said.append(f"{who} used up to {number(max(used))} GiB.")
+    return " ".join(said)

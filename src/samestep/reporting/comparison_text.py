@@ -1,31 +1,63 @@
-"""The comparison for people: text tables; two or three runs fit a terminal of 80 columns."""
+"""A comparison as tables and sentences, which the terminal and the page share; and as JSON."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from samestep.reporting.comparison import Comparison, SameTraining
+from samestep.reporting.comparison import UNSET, Comparison, SameTraining
 from samestep.reporting.curves import Aligned
 from samestep.reporting.plot import picture
 from samestep.reporting.run_data import TRAIN_LOSS
+from samestep.reporting.table import Table, number, text_lines
 from samestep.reporting.words import count, short, wrapped
 
-_LABEL, _LEAST, _WIDTH = 22, 12, 80
-Row = tuple[str, Sequence[str]]
+_WIDTH = 80
+_LABEL, _LEAST_VALUE = 24, 12
 T = TypeVar("T")
 
 
 def lines(found: Comparison) -> Iterator[str]:
-    """Yield the lines of the whole comparison."""
-    beside = (_settings, _alike) if len(found.runs) > 1 else ()
-    for part in (_header, *beside, _throughput, _phases, _curves, _target):
-        yield from part(found)
+    """Yield the lines of the whole comparison for a terminal."""
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    yield from _header(found)
+    if len(found.runs) > 1:
+        differ = settings(found, max(_LEAST_VALUE, (width - _LABEL) // len(found.runs) - 2))
+        yield ""
+        if differ is None:
+            yield "settings: no difference is recorded"
+        else:
+            marks = ["* " if n in differ.marked else "  " for n in range(len(differ.rows))]
+            rows = [(m + str(row[0]), *row[1:]) for m, row in zip(marks, differ.rows, strict=True)]
+            note = differ.note.replace("Marked rows make", "* makes")
+            yield from _table_lines(replace(differ, rows=rows, note=note), width)
+        yield from ("", "The same training?")
+        for text in same_training_lines(found):
+            yield from wrapped(f"  {text}", "  ")
+    speed = throughput(found)
+    if speed is None:
+        yield from ("", "throughput: not enough is recorded yet")
+    for table in (speed, phases(found), pauses(found), *curves(found), time_to_target(found)):
+        if table is not None:
+            yield ""
+            yield from _table_lines(table, width)
+    if found.by_samples is None and found.by_seconds is None:
+        yield from ("", f"{metric_name(found)}: no places that all runs cover")
     if found.notes:
         yield ""
     for note in found.notes:
         yield from wrapped(f"note: {note}", "      ")
+
+
+def _table_lines(table: Table, width: int) -> Iterator[str]:
+    """Yield a table below its title, which stands in the corner if there is room."""
+    corner = table.columns[0] or ("" if len(table.title) > width // 2 else table.title)
+    if corner != table.title:
+        yield from wrapped(table.title, "  ", width)
+    yield from text_lines(replace(table, columns=(corner, *table.columns[1:])), width)
+    if table.note:
+        yield from wrapped(table.note, "", width)
 
 
 def _header(found: Comparison) -> Iterator[str]:
@@ -40,30 +72,57 @@ def _header(found: Comparison) -> Iterator[str]:
             yield from wrapped(f"   ! {problem}", "     ")
 
 
-def _settings(found: Comparison) -> Iterator[str]:
-    if not found.differences:
-        yield from ("", "settings  no difference is recorded")
-        return
-    most = max(_LEAST, (_WIDTH - _LABEL) // len(found.runs) - 2)
+def overview(found: Comparison) -> Table:
+    """Return the runs with their names."""
+    pick = min if found.smaller else max
+    best = [pick((point.value for point in curve), default=None) for curve in found.curves]
     rows = [
-        (("* " if d.decides else "  ") + d.name, [_cut(value, most) for value in d.values])
-        for d in found.differences
+        (
+            name,
+            str(run.path),
+            run.recipe or "unknown",
+            run.status,
+            number(run.plan.get("world_size")),
+            number(value),
+        )
+        for name, run, value in zip(found.names, found.runs, best, strict=True)
     ]
-    yield from _table(found, "settings that differ", rows)
-    if any(d.decides for d in found.differences):
-        yield "  * makes it another training"
+    columns = ("run", "directory", "recipe", "status", "ranks", f"best {metric_name(found)}")
+    return Table(title="Runs", columns=columns, rows=rows)
 
 
-def _cut(text: str, most: int) -> str:
-    """Return a text without its middle if it is too long: what differs is often at its end."""
-    head = (most - 1) // 3
-    return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+def settings(found: Comparison, longest: int = 60) -> Table | None:
+    """Return the settings and facts that differ; of several recipes, those that all have.
+
+    Args:
+        found: the comparison.
+        longest: values with more characters lose their middle: what differs is often at the end.
+    """
+    head = longest // 3
+
+    def cut(text: str) -> str:
+        return text if len(text) <= longest else f"{text[:head]}…{text[head + 1 - longest :]}"
+
+    differ = found.differences
+    if num_recipes(found) > 1:
+        differ = [one for one in differ if UNSET not in one.values]
+    if not differ:
+        return None
+    marked = frozenset(place for place, one in enumerate(differ) if one.decides)
+    notes = ["Marked rows make it another training."] if marked else []
+    if left := len(found.differences) - len(differ):
+        notes.append(f"{left} more are not of all recipes.")
+    rows = tuple((one.name, *map(cut, one.values)) for one in differ)
+    return _beside(found, "Settings that differ", rows, marked=marked, note=" ".join(notes))
 
 
-def _alike(found: Comparison) -> Iterator[str]:
-    yield from ("", "the same training?")
-    for text in same_training_lines(found):
-        yield from wrapped(f"  {text}", "  ")
+def num_recipes(found: Comparison) -> int:
+    """Return how many recipes the runs have."""
+    return len({run.recipe for run in found.runs if run.recipe})
+
+
+def _beside(found: Comparison, title: str, rows: Sequence[Sequence[str]], **more: Any) -> Table:
+    return Table(title=title, columns=("", *found.names), rows=rows, **more)
 
 
 def same_training_lines(found: Comparison) -> Iterator[str]:
@@ -127,11 +186,11 @@ def _reasons(found: Comparison, place: int) -> str:
     return " No setting that decides the training differs; samestep verify looks for the cause."
 
 
-def _throughput(found: Comparison) -> Iterator[str]:
+def throughput(found: Comparison) -> Table | None:
+    """Return how fast each run was."""
     speeds = found.throughput
     if not any(speeds):
-        yield from ("", "throughput  not enough is recorded yet")
-        return
+        return None
     first = next(speed for speed in speeds if speed).samples_per_s
     ranks = [run.plan.get("world_size") for run in found.runs]
     rows = [
@@ -148,38 +207,40 @@ def _throughput(found: Comparison) -> Iterator[str]:
         _row("µs per sample", speeds, lambda s: f"{s.us_per_sample:,.2f}"),
         _row("steps/s", speeds, lambda s: short(s.steps_per_s)),
         _row("ms per step", speeds, lambda s: f"{s.ms_per_step:,.3f}"),
-        _row("over", speeds, lambda s: s.basis),
+        _row("measured over", speeds, lambda s: s.basis),
     ]
-    yield from _table(found, "throughput", rows)
+    return _beside(found, "Throughput", rows)
 
 
-def _row(name: str, values: Iterable[T | None], shown: Callable[[T], str], empty: str = "–") -> Row:
-    return f"  {name}", [empty if value is None else shown(value) for value in values]
+def _row(
+    name: str, values: Iterable[T | None], shown: Callable[[T], str], empty: str = "–"
+) -> tuple[str, ...]:
+    return (name, *(empty if value is None else shown(value) for value in values))
 
 
-def _phases(found: Comparison) -> Iterator[str]:
-    if any(found.phases):
-        rows = [
-            _row(name, [one and one.get(name) for one in found.phases], "{:,.3f}".format)
-            for name in _keys(found.phases)
-        ]
-        rows.append(_row("together", found.phases, lambda one: f"{sum(one.values()):,.3f}"))
-        yield from _table(found, "ms of a step, rank 0", rows)
-    if any(found.pauses):
-        shown = "{0[count]} in {0[seconds]:.3g} s".format
-        rows = [_row(k, [one.get(k) for one in found.pauses], shown) for k in _keys(found.pauses)]
-        yield from _table(found, "between the steps", rows)
+def phases(found: Comparison) -> Table | None:
+    """Return where the time of a step goes."""
+    names = dict.fromkeys(name for one in found.phases for name in one or ())
+    if not names:
+        return None
+    shown = "{:,.3f}".format
+    rows = [_row(name, [one and one.get(name) for one in found.phases], shown) for name in names]
+    rows.append(_row("together", found.phases, lambda one: shown(sum(one.values()))))
+    return _beside(found, "ms per step, rank 0", rows)
 
 
-def _keys(tables: Iterable[Mapping[str, object] | None]) -> Iterable[str]:
-    """Return the keys of all tables, each once, in their order."""
-    return dict.fromkeys(key for table in tables for key in table or ())
+def pauses(found: Comparison) -> Table | None:
+    """Return what happened between the steps, how often, and how long it took."""
+    names = dict.fromkeys(name for one in found.pauses for name in one)
+    if not names:
+        return None
+    shown = "{0[count]} in {0[seconds]:.3g} s".format
+    rows = [_row(name, [one.get(name) for one in found.pauses], shown) for name in names]
+    return _beside(found, "Between the steps", rows)
 
 
-def _curves(found: Comparison) -> Iterator[str]:
-    what = metric_name(found)
-    if found.by_samples is None and found.by_seconds is None:
-        yield from ("", f"{what}  no places that all runs cover")
+def curves(found: Comparison) -> Iterator[Table]:
+    """Yield the metric by samples and by seconds, where the runs share places."""
     for curve, by, form in (
         (found.by_samples, "samples trained", ",.0f"),
         (found.by_seconds, "seconds of training", ",.3g"),
@@ -187,12 +248,12 @@ def _curves(found: Comparison) -> Iterator[str]:
         if curve is None or not _is_shared(curve):
             continue
         how = "as recorded" if curve.as_recorded else "on the line between two records"
-        heading = wrapped(f"{what}, by {by}, {how}", "  ")
         rows = [
             _row(format(place, form), values, "{:.4f}".format)
             for place, values in zip(curve.places, curve.values, strict=True)
         ]
-        yield from _table(found, f"  {by.split()[0]}", rows, *heading)
+        title = f"{metric_name(found)}, by {by}, {how}"
+        yield Table(title=title, columns=(by.split()[0], *found.names), rows=rows)
 
 
 def _is_shared(curve: Aligned) -> bool:
@@ -209,37 +270,23 @@ def metric_name(found: Comparison) -> str:
     return "training loss, mean of an epoch" if by_epoch else "training loss of single steps"
 
 
-def _target(found: Comparison) -> Iterator[str]:
-    if found.target is None:
-        return
+def time_to_target(found: Comparison) -> Table | None:
+    """Return when each run's metric was first at the target; None for several recipes."""
+    if found.target is None or num_recipes(found) > 1:
+        return None
     sign = "≤" if found.smaller else "≥"
     goals, pick = found.reached, min if found.smaller else max
     best = [pick((point.value for point in curve), default=None) for curve in found.curves]
-    pauses = [goal and goal.with_pauses for goal in goals]
+    with_pauses = [goal and goal.with_pauses for goal in goals]
     rows = [
-        _row("step", goals, lambda goal: f"{goal.step:,}", "not"),
-        _row("samples", goals, lambda goal: f"{goal.samples:,.0f}", "reached"),
-        _row("seconds of training", goals, lambda goal: f"{goal.seconds:.3g}", ""),
-        _row("and of pauses", pauses, "{:.3g}".format, ""),
+        _row("step", goals, lambda goal: f"{goal.step:,}", "not reached"),
+        _row("samples", goals, lambda goal: f"{goal.samples:,.0f}"),
+        _row("seconds of training", goals, lambda goal: f"{goal.seconds:.3g}"),
+        _row("with pauses", with_pauses, "{:.3g}".format),
         _row("best of the run", best, "{:.4f}".format),
     ]
-    heading = f"{metric_name(found)} {sign} {found.target:g}, first seen at a record"
-    yield from _table(found, "", rows, heading)
-
-
-def _table(found: Comparison, corner: str, rows: Sequence[Row], *heading: str) -> Iterator[str]:
-    """Yield a table; of more runs than fit beside each other the later ones come below."""
-    yield from ("", *heading)
-    names, room = found.names, shutil.get_terminal_size((_WIDTH, 24)).columns
-    label = max(_LABEL, len(corner), *(len(name) for name, _ in rows))
-    needed = [max(len(name), *(len(cells[n]) for _, cells in rows)) for n, name in enumerate(names)]
-    width = max(_LEAST, *needed) if len(names) * (_LEAST + 2) <= room - label else max(needed)
-    beside = max(1, (room - label) // (width + 2))
-    for first in range(0, len(names), beside):
-        yield from [""] * (first > 0)
-        for name, cells in [(corner, names), *rows]:
-            shown = "  ".join(f"{cell:>{width}}" for cell in cells[first : first + beside])
-            yield f"{name:<{label}}  {shown}"
+    title = f"{metric_name(found)} {sign} {found.target:g}, first seen at a record"
+    return _beside(found, title, rows)
 
 
 def as_table(found: Comparison) -> dict[str, Any]:

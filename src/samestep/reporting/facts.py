@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.reporting.curves import throughput
 from samestep.reporting.run_data import RunData
-from samestep.reporting.shown import Table, number
+from samestep.reporting.table import Table, number
 from samestep.reporting.words import count, duration, short, size
 from samestep.run.files import read_object
 from samestep.run.records import NOT_METRICS
@@ -164,7 +164,7 @@ def settings_tables(run: RunData) -> tuple[Table, ...]:
     captions = ("Settings that are not samestep's defaults", "Other settings, and options")
     head = ("setting", "value", "")
     return tuple(
-        Table(caption=caption, head=head, rows=tuple(rows))
+        Table(title=caption, columns=head, rows=tuple(rows))
         for caption, rows in zip(captions, (special, others), strict=True)
         if rows
     )
@@ -173,7 +173,7 @@ def settings_tables(run: RunData) -> tuple[Table, ...]:
 def environment_table(run: RunData) -> Table | None:
     """Return what environment.json tells, None if it tells nothing."""
     rows = tuple(_flat(read_object(run.path / "environment.json")))
-    return Table(caption="Environment", head=("", ""), rows=rows) if rows else None
+    return Table(title="Environment", columns=("", ""), rows=rows) if rows else None
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
@@ -252,8 +252,8 @@ def baselines_table(run: RunData) -> Table | None:
     model = [("the model", test)] if isinstance(test, dict) else []
     shown = [*model, *told.items()]
     return Table(
-        caption="The model and the baselines on the test set",
-        head=("", *names),
+        title="The model and the baselines on the test set",
+        columns=("", *names),
         rows=tuple((name, *(number(row.get(m)) for m in names)) for name, row in shown),
         marked=frozenset({0} if model else ()),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.reporting.shown import Table, number, percent
+from samestep.reporting.table import Table, number, percent
 
 FOLDER = "pictures"
 MOST_BYTES = 5_000_000
@@ -185,4 +185,4 @@ def _rows(rows: Any, title: str) -> Table | None:
     if not head:
         return None
     cells: Sequence[tuple[str, ...]] = [tuple(number(row.get(k)) for k in head) for row in told]
-    return Table(caption=title, head=tuple(head), rows=tuple(cells))
+    return Table(title=title, columns=tuple(head), rows=tuple(cells))

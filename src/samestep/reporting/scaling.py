@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.reporting.shown import Table, number, percent
+from samestep.reporting.table import Table, number, percent
 from samestep.reporting.words import count
 
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 12.0, 12.0, 36.0
@@ -144,7 +144,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         )
         for row in rows
     ]
-    return Table(caption="Speed-up over the smallest number of ranks", head=head, rows=tuple(told))
+    return Table(title="Speed-up over the smallest number of ranks", columns=head, rows=tuple(told))
 
 
 def _lost(rows: list[dict[str, Any]]) -> Table:
@@ -163,4 +163,4 @@ def _lost(rows: list[dict[str, Any]]) -> Table:
         for name in names
     ]
     caption = "Milliseconds of a step, and what is above the ideal"
-    return Table(caption=caption, head=head, rows=tuple(told))
+    return Table(title=caption, columns=head, rows=tuple(told))

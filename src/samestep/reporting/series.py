@@ -1,11 +1,14 @@
 """Curves for a chart: a million values become at most two thousand, and no peak is lost."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from samestep.reporting.table import Table, number
 
 MOST_POINTS = 2000
 """Points of a curve: more than a chart has pixels."""
@@ -105,3 +108,60 @@ def grouped_means(rows: Floats, most: int = MOST_POINTS // 2) -> tuple[Floats, N
 def short_float(value: float) -> float:
     """Return a number with the six digits that a chart can show; whole numbers stay whole."""
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart that the page draws from its data, with its numbers as a table beside it."""
+
+    id: str
+    title: str
+    x: str
+    """What the x axis counts."""
+    y: str
+    """Unit of the values; empty if they have none."""
+    curves: tuple[Curve, ...]
+    kind: Literal["lines", "stack"] = "lines"
+    text: str = ""
+    """What it says, in words."""
+
+    @property
+    def gaps(self) -> int:
+        """How many values are not drawn, because they are no finite numbers."""
+        return sum(curve.gaps for curve in self.curves)
+
+    @property
+    def numbers(self) -> Table:
+        """The chart as a table of a row per curve."""
+        rows = tuple((c.label, *(number(value) for value in c.summary)) for c in self.curves)
+        unit = f" ({self.y})" if self.y else ""
+        return Table(
+            title=f"{self.title}{unit}, by {self.x}",
+            columns=("", "first", "lowest", "highest", "last"),
+            rows=rows,
+        )
+
+    @property
+    def label(self) -> str:
+        """What a screen reader says in place of the drawing."""
+        said = [
+            f"{c.label} from {number(c.summary[0])} to {number(c.summary[3])}"
+            for c in self.curves[:6]
+        ]
+        kind = "Stacked areas" if self.kind == "stack" else "Line chart"
+        return f"{kind} of {self.title} by {self.x}: {'; '.join(said)}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the page's script draws."""
+        names = ("label", "role", "run", "x", "y")
+        return {
+            **{name: getattr(self, name) for name in ("id", "title", "kind", "x", "y")},
+            "curves": [{name: _finite(getattr(c, name)) for name in names} for c in self.curves],
+        }
+
+
+def _finite(values: Any) -> Any:
+    """Return a list with nothing in place of what JSON cannot hold."""
+    if not isinstance(values, list | tuple):
+        return values
+    return [v if not isinstance(v, float) or math.isfinite(v) else None for v in values]

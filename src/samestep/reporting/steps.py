@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from samestep.reporting.curves import measured_epochs, pauses, phases
 from samestep.reporting.run_data import RunData
-from samestep.reporting.shown import Table, number, percent
+from samestep.reporting.table import Table, number, percent
 from samestep.reporting.words import count
 from samestep.run.phase_names import COMPUTE, WAITS
 
@@ -61,8 +61,8 @@ def step_time(run: RunData) -> StepTime | None:
     stops = pauses(run)
     rows = [(k, number(v), percent(v / whole)) for k, v in found.items()]
     between = Table(
-        caption="Between the steps",
-        head=("", "count", "seconds"),
+        title="Between the steps",
+        columns=("", "count", "seconds"),
         rows=tuple((k, number(v["count"]), number(v["seconds"])) for k, v in stops.items()),
     )
     bound, verdict = _verdict(found, whole)
@@ -70,8 +70,8 @@ def step_time(run: RunData) -> StepTime | None:
         bound=bound,
         verdict=verdict,
         table=Table(
-            caption="Mean of a step on rank 0, without the first epoch if there are more",
-            head=("phase", "ms", "share"),
+            title="Mean of a step on rank 0, without the first epoch if there are more",
+            columns=("phase", "ms", "share"),
             rows=(*rows, ("together", number(whole), "100 %")),
         ),
         between=between if stops else None,
@@ -133,8 +133,8 @@ def rank_by_rank(run: RunData) -> RankByRank | None:
         verdict=verdict,
         bars=tuple(bars[rank] for rank in sorted(shown)),
         table=Table(
-            caption="Milliseconds of a step on each rank",
-            head=("", *names),
+            title="Milliseconds of a step on each rank",
+            columns=("", *names),
             rows=tuple(rows[rank] for rank in sorted(shown)),
             note=f"The slowest 64 of {count(size, 'rank')}." if size > 64 else "",
         ),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from samestep.reporting.facts import last_step
 from samestep.reporting.run_data import RunData
-from samestep.reporting.shown import Table, number, texts
+from samestep.reporting.table import Table, number, texts
 from samestep.reporting.words import count
 from samestep.run.records import Record
 
@@ -147,7 +147,7 @@ def _table(attempts: Sequence[_Attempt]) -> Table:
         )
     note = f"The last {_MOST_ROWS} of {len(rows):,}." if len(rows) > _MOST_ROWS else ""
     head = ("attempt", "began", "ranks", "device", "launcher", "from", "steps kept", "end")
-    return Table(caption="Attempts", head=head, rows=tuple(rows[-_MOST_ROWS:]), note=note)
+    return Table(title="Attempts", columns=head, rows=tuple(rows[-_MOST_ROWS:]), note=note)
 
 
 def _moment(seconds: float) -> str:
@@ -169,4 +169,4 @@ def _checkpoints(saved: Sequence[Record]) -> Table | None:
     ]
     note = f"The last {_MOST_ROWS} of {len(saved):,}." if len(saved) > _MOST_ROWS else ""
     head = ("file", "step", "seconds to save", "SHA-256")
-    return Table(caption="Checkpoints as they were saved", head=head, rows=tuple(rows), note=note)
+    return Table(title="Checkpoints as they were saved", columns=head, rows=tuple(rows), note=note)

@@ -1,0 +1,190 @@
+"""A table as plain data, and its lines on a terminal; a page shows the same values as HTML.
+
+`table` in `templates/parts.html.j2` is the renderer for HTML.
+"""
+
+import math
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from samestep.reporting.words import wrapped
+
+_GAP = "  "
+_LEAST_NAME = 16
+_LEAST_FOLDED = 20
+_ANSI = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "33"}
+
+
+class Styled(NamedTuple):
+    """A cell's text in a colour of a terminal: bold, dim, red, green or yellow."""
+
+    text: str
+    style: str
+
+
+Cell = str | Styled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table; the first column names its rows."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    marked: frozenset[int] = frozenset()
+    """Rows that stand out."""
+    note: str = ""
+    left: frozenset[str] = frozenset()
+    """Columns aligned left beside the first; the others are aligned right."""
+    fold: bool = False
+    """Whether the last column wraps within the width of the terminal."""
+    drop: Sequence[str] = ()
+    """Columns left out, in this order, on a terminal that is too narrow."""
+    shorten_after: int = sys.maxsize
+    """How many columns are dropped before the first column is shortened instead."""
+
+
+def text_lines(table: Table, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
+    """Yield the lines of a table, its headings first.
+
+    Args:
+        table: the table; its title and note are left to the caller.
+        width: columns of the terminal; None for a file or a pipe, where nothing is left out.
+        colour: whether styles are shown.
+    """
+    cells = [[_styled(cell) for cell in row] for row in (table.columns, *table.rows)]
+    widths = [max(columns_of(row[n].text) for row in cells) for n in range(len(table.columns))]
+    shown = _fitting(table, widths, width)
+    blocks = [shown]
+    if width is not None and not table.fold and not table.drop and _total(widths, shown) > width:
+        blocks = list(_blocks(widths, width))
+    for number, block in enumerate(blocks):
+        if number:
+            yield ""
+        for row in cells:
+            yield from _row_lines(table, row, block, widths, colour=colour)
+
+
+def _fitting(table: Table, widths: list[int], width: int | None) -> list[int]:
+    """Return the columns that are shown, and limit the widths of those that give way."""
+    shown = list(range(len(widths)))
+    if width is None:
+        return shown
+    if table.fold:
+        others = _total(widths, shown) - widths[-1]
+        widths[-1] = max(_LEAST_FOLDED, min(widths[-1], width - others))
+    for number, name in enumerate((*table.drop, None)):
+        over = _total(widths, shown) - width
+        if over <= 0 or not table.drop:
+            break
+        room = widths[0] - over
+        if number >= table.shorten_after and (room >= _LEAST_NAME or name is None):
+            widths[0] = max(room, 1)
+            break
+        if name in table.columns:
+            shown.remove(table.columns.index(name))
+    return shown
+
+
+def _total(widths: list[int], shown: list[int]) -> int:
+    return sum(widths[n] for n in shown) + len(_GAP) * (len(shown) - 1)
+
+
+def _blocks(widths: list[int], width: int) -> Iterator[list[int]]:
+    """Yield the columns of blocks that fit below each other, each with the first column."""
+    block = [0]
+    for n in range(1, len(widths)):
+        if len(block) > 1 and _total(widths, [*block, n]) > width:
+            yield block
+            block = [0]
+        block.append(n)
+    yield block
+
+
+def _row_lines(
+    table: Table, row: list[Styled], block: list[int], widths: list[int], *, colour: bool
+) -> Iterator[str]:
+    parts = []
+    for n in block:
+        name = table.columns[n]
+        text = row[n].text
+        folds = table.fold and n == block[-1]
+        right = n > 0 and name not in table.left and not folds
+        lines = list(wrapped(text, "", widths[n])) if folds else [_shortened(text, widths[n])]
+        parts.append([_aligned(line, widths[n], right=right) for line in lines or [""]])
+    for place in range(max(map(len, parts))):
+        cells = [
+            part[place] if place < len(part) else " " * widths[n]
+            for n, part in zip(block, parts, strict=True)
+        ]
+        if colour:
+            styles = (_ANSI.get(row[n].style) for n in block)
+            cells = [
+                f"\x1b[{style}m{cell}\x1b[0m" if style and cell.strip() else cell
+                for cell, style in zip(cells, styles, strict=True)
+            ]
+        yield _GAP.join(cells).rstrip()
+
+
+def _styled(cell: Cell) -> Styled:
+    return cell if isinstance(cell, Styled) else Styled(cell, "")
+
+
+def _aligned(text: str, width: int, *, right: bool) -> str:
+    space = " " * (width - columns_of(text))
+    return space + text if right else text + space
+
+
+def _shortened(text: str, width: int) -> str:
+    """Return a text without its middle if it is too wide: what differs is often at its end."""
+    if columns_of(text) <= width:
+        return text
+    head = tail = ""
+    while text and columns_of(head + text[0]) <= (width - 1) // 2:
+        head, text = head + text[0], text[1:]
+    while text and columns_of(text[-1] + tail) <= width - 1 - columns_of(head):
+        tail, text = text[-1] + tail, text[:-1]
+    return f"{head}…{tail}"
+
+
+def columns_of(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
+def printable(text: str) -> str:
+    """Return a text without what would move the cursor or cannot be encoded."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
+def number(value: object) -> str:
+    """Return a number as a table shows it; NaN and infinity are "not finite"."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    if abs(value) > sys.float_info.max or math.isnan(value):
+        return "not finite"
+    if isinstance(value, int) or (value.is_integer() and 10 <= abs(value) < 1e15):
+        return f"{int(value):,}"
+    if value and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent, with a digit more where it is small."""
+    if 0 < share < 0.0005:
+        return "< 0.1\N{NO-BREAK SPACE}%"
+    shown = f"{100 * share:.1f}" if 0 < share < 0.1 else f"{100 * share:.0f}"
+    return f"{shown}\N{NO-BREAK SPACE}%"
+
+
+def texts(found: object) -> list[str]:
+    """Return what a record has as a list of sentences; none if it is no list."""
+    return [str(text) for text in found] if isinstance(found, list) else []
