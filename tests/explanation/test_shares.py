@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep import Settings, UserError
 from samestep.data.batches import open_source
-from samestep.explanation.shares import evaluation_shares, full_step, last_step
+from samestep.explanation.schedule import evaluation_shares, full_step, last_step
 from samestep.ranks.world import ImaginedWorld
 from samestep.training.plan import make_plan
 

@@ -1,5 +1,6 @@
 """`samestep explain`: what a training will do, before anything runs."""
 
+import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from samestep.commands.target import parse_target
 from samestep.commands.train import check_resume
 from samestep.errors import UserError
 from samestep.explanation.explain import explain
-from samestep.explanation.text import text_of
-from samestep.explanation.to_json import to_json
+from samestep.explanation.explanation_text import text_of
 from samestep.ranks.nproc import ranks_to_start, refuse_inside_launcher
 from samestep.ranks.process import run_as_rank
 from samestep.ranks.world import ImaginedWorld, choose_backend, choose_device
@@ -65,8 +65,9 @@ def _explain(arguments: list[str]) -> int:
     world, device = _imagined(command, settings)
     # What a recipe prints would stand before the JSON object.
     with redirect_stdout(sys.stderr if command.json else sys.stdout):
-        told = explain(request, world, device)
-    sys.stdout.write(f"{to_json(told)}\n" if command.json else text_of(told))
+        found = explain(request, world, device)
+    as_json = json.dumps(found.as_json(), indent=2, default=list) + "\n" if command.json else ""
+    sys.stdout.write(as_json or text_of(found))
     return 0
 
 

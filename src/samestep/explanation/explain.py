@@ -1,19 +1,36 @@
-"""Explain a training before it runs: build it for a world that is only imagined, and look at it."""
+"""Explain a training before it runs: build it for imagined ranks, and measure it."""
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
-from samestep.explanation.calendar import Event, Kept, calendar, first_stop, kept_files
-from samestep.explanation.checkpoint_size import checkpoint_bytes
-from samestep.explanation.other_sizes import OtherSize, other_sizes
-from samestep.explanation.rank_memory import Drawn, RankMemory, is_too_large, measure
-from samestep.explanation.rates import Rate, rates
-from samestep.explanation.shares import StepShares, evaluation_shares, full_step, last_step
+from samestep.explanation.rank_memory import (
+    Drawn,
+    RankMemory,
+    checkpoint_bytes,
+    is_too_large,
+    measure,
+)
+from samestep.explanation.schedule import (
+    KeptFiles,
+    OtherSize,
+    PlannedEvent,
+    Rate,
+    StepShares,
+    evaluation_shares,
+    first_stop,
+    full_step,
+    kept_files,
+    last_step,
+    other_sizes,
+    planned_events,
+    rates,
+)
 from samestep.ranks.world import ImaginedWorld, World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
@@ -23,27 +40,26 @@ from samestep.session.notes import notes_of
 from samestep.session.request import Request
 from samestep.session.resuming import Resumed, go_on, newest_whole
 from samestep.session.training_run import choose_path, completed
-from samestep.settings import Settings
+from samestep.settings import Settings, as_table
 from samestep.training.alike import seed_alike
 from samestep.training.device import data_dtype, switched
 from samestep.training.evaluation import evaluation_batch
-from samestep.training.plan import Plan
+from samestep.training.plan import ENDLESS, Plan
 from samestep.training.prepare import prepare
 from samestep.training.side_effects import batch_norms
-from samestep.training.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoesOn:
-    """From where a run goes on."""
+class ResumePoint:
+    """Where a run is resumed."""
 
     checkpoint: str
-    """File name; empty where there is none yet, and the training begins."""
+    """File name; empty if there is none yet, and the training begins."""
     step: int
     epoch: int
     """Epochs finished."""
     ranks_before: int
-    """On how many it was trained last; 0 where no record says so."""
+    """On how many it was trained last; 0 if unknown."""
     problems: tuple[str, ...]
     changes: tuple[str, ...]
 
@@ -53,12 +69,12 @@ class Evaluations:
     """What is evaluated, and in which portions."""
 
     num_samples: int | None
-    """Of the validation set; None where there is none, or of a stream."""
+    """Of the validation set; None if there is none, or if it is a stream."""
     has_validation: bool
     batch_size: int
-    """Samples of a rank, or of a virtual one, in a forward."""
+    """Samples in a forward."""
     share: tuple[int, int] | None
-    """The fewest and the most samples that one of them evaluates."""
+    """The fewest and the most samples that a rank, or a virtual one, evaluates."""
     monitor: str
     mode: str
     """"min" or "max"."""
@@ -71,41 +87,66 @@ class Explanation:
 
     recipe: str
     run: str
-    """The directory that it goes on in, or that was asked for; empty for a new one in runs/."""
+    """The directory that is resumed, or named by --run-dir; empty for a new one in runs/."""
     settings: Settings
     world: World
     device: str
-    """What it is explained for: cpu, cuda or mps."""
+    """cpu, cuda or mps."""
     plan: Plan
     step: StepShares
     last_step: StepShares | None
-    """Of an epoch, where it has fewer samples than the others."""
+    """Of an epoch, if it has fewer samples than the others."""
     rates: tuple[Rate, ...]
     optimizer: str
-    """The name of its class; a recipe may make its own."""
+    """The name of its class."""
     memory: RankMemory | None
     drawn: Drawn | None
     not_measured: str
-    """Why there is no memory to tell of; empty otherwise."""
+    """Why there is no `memory`; empty otherwise."""
     accepts: tuple[str, ...]
     others: tuple[OtherSize, ...]
-    goes_on: GoesOn | None
+    goes_on: ResumePoint | None
     evaluations: Evaluations
-    events: tuple[Event, ...] | None
-    """None where nobody knows the length, or there are too many."""
-    kept: Kept | None
-    stops_first: Event | None
+    events: tuple[PlannedEvent, ...] | None
+    """None if the length is unknown, or if there are too many."""
+    kept: KeptFiles | None
+    stops_first: PlannedEvent | None
     checkpoint_bytes: int | None
     notes: tuple[str, ...]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers; unknown ones are None."""
+        # Settings and the world hold what JSON cannot.
+        own = {"settings", "world", "plan", "others", "memory"}
+        rest = replace(self, memory=None, others=())
+        return {
+            **{name: _plain(value) for name, value in vars(rest).items() if name not in own},
+            "plan": self.plan.record(),
+            "ranks": {
+                "world_size": self.world.world_size,
+                "num_nodes": self.world.num_nodes,
+                "ranks_per_node": self.world.local_world_size,
+                "backend": self.world.backend,
+            },
+            "settings": as_table(self.settings),
+            "memory": self.memory and {**asdict(self.memory), "total_bytes": self.memory.total},
+            "others": [
+                {**asdict(o), "total_steps": o.total_steps if o.total_steps < ENDLESS else None}
+                for o in self.others
+            ],
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+
 
 def explain(request: Request, world: ImaginedWorld, device: str) -> Explanation:
-    """Return what a training would do, and leave no trace of it.
+    """Return what a training would do, without writing anything.
 
-    Args:
-        request: the recipe, its options, the settings, and whether to resume.
-        world: the ranks that are imagined; this process stands in for rank 0, on the CPU.
-        device: where the training would be: cpu, cuda or mps.
+    This process stands in for rank 0 of an imagined world, on the CPU; `device` is the training's.
 
     Raises:
         UserError: for anything that the training would refuse.
@@ -126,12 +167,15 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
     built, why = _build(request, world, device)
     with closing(built.work):
         plan = _plan(request, built, world)
-        told = replace(built, work=_as_asked(built.work, settings, plan, device))
-        resumed = _go_on(request, told, path)
+        # As the training would have it: with its settings, on its device.
+        own_world = replace(built.work.world, device=torch.device(device))
+        work = replace(built.work, settings=settings, plan=plan, world=own_world)
+        as_trained = replace(built, work=work)
+        resumed = _go_on(request, as_trained, path)
         before = read_index(path / "checkpoints").up_to(built.state.position.step)
         shares = full_step(plan, settings, world)
         memory, drawn, problem = _measured(request, built, plan, shares.most, device, why)
-        events = calendar(
+        events = planned_events(
             plan, settings, built.state.position, evaluates=built.splits.validation is not None
         )
         return Explanation(
@@ -155,19 +199,19 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             events=events,
             kept=None if events is None else kept_files(events, settings.keep_top_k, before),
             stops_first=first_stop(settings.patience, events or (), built.state.watch),
-            checkpoint_bytes=checkpoint_bytes(request, told) if memory is not None else None,
+            checkpoint_bytes=checkpoint_bytes(request, as_trained) if memory is not None else None,
             notes=(
                 *built.splits.notes,
-                *notes_of(request, told, path, resumed=resumed is not None),
+                *notes_of(request, as_trained, path, resumed=resumed is not None),
             ),
         )
 
 
 def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, str]:
-    """Return the training as it is built, and why its model cannot be tried here if it cannot.
+    """Build the training, without loader processes or compiling; also return a problem.
 
-    No loader process is started and nothing is compiled. A model for another device may not run on
-    the CPU: then it is built and not tried.
+    A model for another device may not run on the CPU: then it is built, and the problem says why it
+    was not tried.
     """
     # SyncBatchNorm is refused on a CPU, so it is left out of what stands in for a GPU.
     synchronised = request.settings.sync_batchnorm and device == "cpu"
@@ -185,31 +229,25 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
 
 
 def _plan(request: Request, built: Built, world: ImaginedWorld) -> Plan:
-    """Return the plan of the settings as they were asked for."""
+    """Return the plan of the user's own settings."""
     work, settings = built.work, request.settings
     if settings.sync_batchnorm and not batch_norms(work.learner.model):
         prepare(work.learner.model, settings, World(), data_dtype(settings.precision))  # refuses it
     return planned(request, work.train.num_samples, world.world_size)
 
 
-def _as_asked(work: Work, settings: Settings, plan: Plan, device: str) -> Work:
-    """Return the work as the training would have it: with its settings, on its device."""
-    world = replace(work.world, device=torch.device(device))
-    return replace(work, settings=settings, plan=plan, world=world)
-
-
 def _go_on(request: Request, built: Built, path: Path) -> Resumed | None:
-    """Bring a training to where its run stands, and leave the run's directory as it is."""
+    """Restore the newest checkpoint of a run, without writing to its directory."""
     if not request.resume or not is_run(path):
         return None
     found = newest_whole(path)
     return None if found is None else go_on(request, built.work, built.state, path, found)
 
 
-def _goes_on(built: Built, path: Path, resumed: Resumed | None) -> GoesOn:
+def _goes_on(built: Built, path: Path, resumed: Resumed | None) -> ResumePoint:
     position = built.state.position
     starts = [r["world_size"] for r in read_records(path) if r["event"] == "start"]
-    return GoesOn(
+    return ResumePoint(
         checkpoint=resumed.checkpoint if resumed else "",
         step=position.step,
         epoch=position.epoch,
@@ -222,7 +260,7 @@ def _goes_on(built: Built, path: Path, resumed: Resumed | None) -> GoesOn:
 def _measured(
     request: Request, built: Built, plan: Plan, rows: int, device: str, why: str
 ) -> tuple[RankMemory | None, Drawn | None, str]:
-    """Return what a step held and drew, or why that cannot be said."""
+    """Return what a step held and drew, or a problem."""
     if not why and is_too_large(built.work.learner.model):
         why = "A step of this model needs more memory than is free on this machine."
     if why:

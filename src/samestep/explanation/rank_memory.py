@@ -1,13 +1,14 @@
-"""What one rank holds in memory: counted of the real model, optimizer and data, in one real step.
+"""What one rank holds in memory, and what a checkpoint holds, counted in one real step.
 
-The step is that of one micro-step's samples, on the CPU, whatever device the training will be on.
+The step has the samples of one micro-step and runs on the CPU, whatever the training's device.
 """
 
+import io
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,11 @@ from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
 from samestep.session.build import Built
 from samestep.session.request import Request
+from samestep.session.resuming import settings_text
 from samestep.training.device import data_dtype
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.side_effects import RandomDraws, batch_norms, watched
+from samestep.training.snapshot import capture
 from samestep.training.step import EagerStep, Learner, check_used
 from samestep.training.tree import TreeSum
 
@@ -31,7 +34,7 @@ _TIMES_THE_WEIGHTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MemoryPart:
     """Something that a rank holds."""
 
     bytes: int
@@ -44,40 +47,37 @@ class Part:
 class RankMemory:
     """What one rank holds in the middle of a step, as far as it can be counted."""
 
-    weights: Part
+    weights: MemoryPart
     """The trained weights, and those that are frozen."""
-    buffers: Part
-    gradients: Part
+    buffers: MemoryPart
+    gradients: MemoryPart
     """More than one copy with virtual ranks, whose sums wait for each other."""
-    optimizer: dict[str, Part]
+    optimizer: dict[str, MemoryPart]
     """Name of the state → all weights' part of it."""
-    average: Part
+    average: MemoryPart
     """Of --ema."""
-    batch: Part
+    batch: MemoryPart
     """Inputs and targets of one micro-step."""
-    activations: Part
+    activations: MemoryPart
     """What one micro-step's forward keeps for its backward."""
-    data: Part
+    data: MemoryPart
     """Samples held in memory, all of them on every rank."""
 
     @property
     def total(self) -> int:
         """The bytes of all parts."""
-        parts = [getattr(self, name) for name in _SINGLE]
+        parts = [part for part in vars(self).values() if isinstance(part, MemoryPart)]
         return sum(part.bytes for part in (*parts, *self.optimizer.values()))
-
-
-_SINGLE = ("weights", "buffers", "gradients", "average", "batch", "activations", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What a forward does that depends on which samples lie together on a rank."""
+    """What makes a forward depend on which samples are together on a rank."""
 
     draws: dict[str, str]
-    """Random operation of torch → the user's line that calls it, or nothing."""
+    """Random operation of torch → the user's line that calls it, or ""."""
     generators: tuple[str, ...]
-    """Python's or NumPy's, if they are used."""
+    """Python's or NumPy's, if used."""
     batch_norms: tuple[str, ...]
     """Names of the layers."""
 
@@ -109,7 +109,7 @@ class _Saved:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return where a tensor's memory begins; None of one that has none of this kind."""
+    """Return where a tensor's memory begins, or None."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
@@ -153,7 +153,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         optimizer=_optimizer_parts(work.learner.optimizer),
         average=_part(averages),
         batch=_part(batch),
-        activations=Part(bytes=sum(saved.storages.values()), elements=saved.elements),
+        activations=MemoryPart(bytes=sum(saved.storages.values()), elements=saved.elements),
         data=_held(built),
     )
     drawn = Drawn(
@@ -211,7 +211,7 @@ def _sums_at_a_time(built: Built) -> int:
     return most
 
 
-def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, MemoryPart]:
     """Return what an optimizer has gathered, by the names that it gives it."""
     sizes: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
@@ -221,16 +221,39 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, Part]:
                 if isinstance(leaf, Tensor):
                     sizes[name] += leaf.nbytes
                     numbers[name] += leaf.numel()
-    return {name: Part(bytes=sizes[name], elements=numbers[name]) for name in sizes}
+    return {name: MemoryPart(bytes=sizes[name], elements=numbers[name]) for name in sizes}
 
 
-def _held(built: Built) -> Part:
+def _held(built: Built) -> MemoryPart:
     sources = [s for s in (built.work.train, built.work.validation) if s is not None]
     samples = sum(source.num_samples for source in sources if source.held_bytes)
-    return Part(bytes=sum(source.held_bytes for source in sources), elements=samples)
+    return MemoryPart(bytes=sum(source.held_bytes for source in sources), elements=samples)
 
 
-def _part(tensors: Iterable[Tensor], copies: int = 1) -> Part:
+def _part(tensors: Iterable[Tensor], copies: int = 1) -> MemoryPart:
     found = list(tensors)
     size, elements = sum(t.nbytes for t in found), sum(t.numel() for t in found)
-    return Part(bytes=size * copies, elements=elements, copies=copies)
+    return MemoryPart(bytes=size * copies, elements=elements, copies=copies)
+
+
+class _ByteCount(io.RawIOBase):
+    """A file that counts the bytes written to it and keeps none."""
+
+    bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+
+def checkpoint_bytes(request: Request, built: Built) -> int:
+    """Return the size of a checkpoint of a training that has taken a step."""
+    content = capture(built.work, built.state, request.recipe.name)
+    count = _ByteCount()
+    made_with = settings_text(request, built.work)
+    torch.save({**content, "made_with": made_with}, cast("BinaryIO", count))
+    return count.bytes

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import Settings
-from samestep.explanation.calendar import Event, calendar, first_stop, kept_files
+from samestep.explanation.schedule import PlannedEvent, first_stop, kept_files, planned_events
 from samestep.run.index import Index
 from samestep.training.plan import make_plan
 from samestep.training.stopping import Watch
@@ -14,7 +14,7 @@ from samestep.training.work import Position
 def events_of(samples=30, *, position=None, evaluates=True, **told):
     run = Settings(batch_size=10, **told)
     plan = make_plan(run, samples, 1)
-    return calendar(plan, run, position or Position(), evaluates=evaluates)
+    return planned_events(plan, run, position or Position(), evaluates=evaluates)
 
 
 def test_each_epoch_evaluates_and_saves():
@@ -62,7 +62,7 @@ def test_kept_are_the_best_and_the_last(epochs, top):
 
 
 def test_patience_counts_from_the_first_evaluation_or_from_where_a_run_stands():
-    found = tuple(Event(step=n, epoch=n, evaluates=True, saves="") for n in range(1, 9))
+    found = tuple(PlannedEvent(step=n, epoch=n, evaluates=True, saves="") for n in range(1, 9))
     new = Watch(metric="loss", mode="min")
     assert first_stop(3, found, new) == found[3]
     began = Watch(metric="loss", mode="min", best=1.0, reference=1.0, evaluations_since=2)
