@@ -201,7 +201,7 @@ def test_the_sandbox_of_an_ordinary_user_needs_no_root(tmp_path_factory):
     home = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
     os.chown(home, nobody.pw_uid, nobody.pw_gid)
     site = Path(pytest.__file__).parent.parent
-    source = Path(daemons.__file__).parents[3]
+    source = Path(daemons.__file__).parents[2]
     script = f"""
         set -e
         cd {home}
