@@ -51,7 +51,7 @@ class Launch:
     """One process's place among those that were started together."""
 
     launcher: Launcher = "none"
-    """What started this process; `none` means that it runs alone."""
+    """What started this process; `none` for a single process."""
     rank: int = 0
     local_rank: int = 0
     """The number of this process on its node; it picks the device."""

@@ -2,7 +2,7 @@
 
 Ranks that `samestep --nproc` started leave their failure in a file, and the parent prints the
 first one. Ranks that something else started print it themselves: rank 0 at once, another rank
-only if nobody has ended it by then.
+only if it has not been ended by then.
 """
 
 import contextlib

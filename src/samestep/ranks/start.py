@@ -70,7 +70,7 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     if unheeded_signal():
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to be told
     variables, disabled = dict(os.environ), logging.root.manager.disable
-    # The agent keeps them, and would raise its own exception where nobody expects it.
+    # The agent keeps them, and would raise its own exception where nothing expects it.
     kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
     handlers = [signal.getsignal(number) for number in kept]
     interrupter = _interrupter()

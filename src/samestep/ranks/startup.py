@@ -1,6 +1,6 @@
 """Before torch is imported, which takes seconds: hold a scheduler's warning, postpone collections.
 
-SIGUSR1 would end a process that has not asked for it, so the command line holds it until the
+SIGUSR1 would end a process without a handler, so the command line holds it until the
 training listens.
 
 Python's garbage collector would take a fifth of a start's processor time: torch's modules are

@@ -50,7 +50,7 @@ def seed_torch(drawn: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(drawn)
     if device.type == "cuda":
-        # There are no generators before; later it returns at once.
+        # It makes the generators; later calls return at once.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.default_generators[device.index or 0].manual_seed(drawn)
     elif device.type == "mps":

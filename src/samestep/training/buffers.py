@@ -6,7 +6,7 @@ Each virtual rank starts from what the buffers were before the step. Afterwards
   the tree;
 - any other buffer, such as a count of batches, takes the value that virtual rank 0 gave it.
 
-Both are functions of the virtual ranks alone.
+Both depend only on the virtual ranks.
 """
 
 from collections.abc import Callable, Sequence

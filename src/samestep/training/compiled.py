@@ -1,4 +1,4 @@
-"""What `--compile on` compiles: whole optimizer steps, or the model alone.
+"""What `--compile on` compiles: whole optimizer steps, or only the model.
 
 A small model spends its time between the operations, not in them. Compiling forward, loss,
 backward, clipping and update together, for several steps at once, removes what lies between.

@@ -1,6 +1,6 @@
 """A few samples go through model, loss and metrics before the first step; nothing changes by it.
 
-What does not fit together is told before anything is trained or written, not after an epoch.
+So parts that do not fit fail before anything is trained or written, not after an epoch.
 """
 
 import copy

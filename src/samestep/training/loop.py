@@ -44,7 +44,7 @@ from samestep.training.work import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunControl:
-    """What a run has beside its steps: stop signals, a checkpoint timer, and saving."""
+    """What a run has besides its steps: stop signals, a checkpoint timer, and saving."""
 
     agreement: Agreement
     """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
@@ -306,7 +306,7 @@ def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
 def _blocks(work: Work, state: State) -> Iterator[Block]:
     """Yield as many steps at once as the step takes, cut where something is due.
 
-    The cuts depend on the position alone, so a resumed run groups its steps as if never stopped.
+    The cuts depend only on the position, so a resumed run groups its steps as if never stopped.
     """
     settings, most = work.settings, work.step.steps_per_call
     for block in work.train.blocks(

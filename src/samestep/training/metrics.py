@@ -115,7 +115,7 @@ class Objects:
         """Begin anew."""
         self._earlier: list[States] = []
         """What other ranks had gathered, before the training went on on another number of them:
-        a state that is no sum cannot go on from the states of several."""
+        only sums can be continued from the states of several."""
         for metric in self._metrics.values():
             metric.reset()
 
@@ -421,7 +421,7 @@ class Confusion:
     def __init__(self, classes: Sequence[str], device: torch.device) -> None:
         self._classes = classes
         num = len(classes)
-        # The last cell counts targets that are no class; int64, so that sums are exact.
+        # The last cell counts targets outside the classes; int64, so that sums are exact.
         self._counts = torch.zeros(num * num + 1, dtype=torch.int64, device=device)
 
     def add(self, outputs: Any, targets: Any) -> None:

@@ -25,7 +25,7 @@ _FUSED = ("cpu", "cuda", "mps")
 _HALF = (torch.bfloat16, torch.float16)
 
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
-"""What the settings say of an optimizer's groups, and a checkpoint keeps beside its state."""
+"""What the settings say of an optimizer's groups, and a checkpoint keeps with its state."""
 
 _KERNELS = ("fused", "foreach", "capturable")
 """What decides how an optimizer computes here, and where its step counts lie."""

@@ -25,7 +25,7 @@ class Phases:
 
     def __init__(self, *, whole: bool = False) -> None:
         self.whole = whole
-        """Whether what a step computes cannot be told apart."""
+        """Whether a step is one phase, its parts unknown."""
         self.earlier: dict[str, float] = {}
         """Seconds of the running epoch that an earlier attempt spent, as its checkpoint says."""
         self.observer: Callable[[str], None] | None = None
@@ -35,7 +35,7 @@ class Phases:
         self._last = time.perf_counter()
 
     def begin(self) -> None:
-        """Count from here on: what lies before is no training."""
+        """Count from here on."""
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
@@ -75,7 +75,7 @@ class Phases:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Count nothing of what happens inside: compiling is no training."""
+        """Count nothing inside, such as compiling."""
         self.lap("other")
         kept = self.running()
         yield
@@ -103,7 +103,7 @@ class DevicePhases(Phases):
         self._marks: list[tuple[str, Any]] = []
 
     def begin(self) -> None:
-        """Count from here on: what lies before is no training."""
+        """Count from here on."""
         self.lap("")
 
     def lap(self, phase: str) -> None:

@@ -57,18 +57,18 @@ _FEW = 8
 """Samples per rank and step below which a note tells how to have more."""
 
 ENDLESS = 2**40
-"""Steps of what nobody knows the end of: a stream, or a training that is left at some step."""
+"""The number of steps where the end is unknown: of a stream, or in `rehearse`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The numbers of one run that are derived rather than asked for."""
+    """The numbers of a run that are derived from its settings, data and world."""
 
     world_size: int
     virtual_ranks: int | None = None
     """Fixed shares of each global batch; None: each rank has one."""
     num_samples: int
-    """Samples of the training set; 0 of a stream, whose length nobody knows."""
+    """Samples of the training set; 0 for a stream, whose length is unknown."""
     global_batch_size: int
     micro_batch_size: int
     """Most samples per micro-step, of a rank or of a virtual one."""
@@ -81,7 +81,7 @@ class Plan:
     them."""
     total_steps: int
     log_every: int | None
-    """Steps between two `step` records; None of a stream whose length nobody knows."""
+    """Steps between two `step` records; None for a stream of unknown length."""
     lr: float
     """After scaling."""
     schedule: Callable[[int, int], float] | None = None
@@ -276,7 +276,7 @@ def _check_stream(
         named = f"--schedule {settings.schedule}"
         name = "The recipe's schedule" if schedule is not None else named
         raise UserError(
-            f"{name} needs the number of steps, and nobody knows how long a stream is. Give "
+            f"{name} needs the number of steps, and the length of a stream is unknown. Give "
             "--max-steps, or take --schedule constant."
         )
 

@@ -142,14 +142,12 @@ def _again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=partial(_contexts, module), **kwargs
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (contextlib.nullcontext(), _unmoved_statistics(module)),
+        **kwargs,
     )
-
-
-def _contexts(
-    module: nn.Module,
-) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    return contextlib.nullcontext(), _unmoved_statistics(module)
 
 
 @contextlib.contextmanager

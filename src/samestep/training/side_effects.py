@@ -1,4 +1,4 @@
-"""What a forward does beside returning outputs: state it changes, random numbers it draws.
+"""What a forward does besides returning outputs: state it changes, random numbers it draws.
 
 A fingerprint names each place where an object keeps plain state (tensors, numbers, generators, and
 containers, objects and closures that hold them, to a depth) and hashes what is there. Two
@@ -48,7 +48,7 @@ _OF_A_SCHEDULE = ("step", "_opt_called", "_step_count")
 
 
 def model_prints(model: nn.Module, loss: object = None) -> Prints:
-    """Fingerprint what a model's modules, and a loss's, keep beside parameters and buffers."""
+    """Fingerprint what a model's modules, and a loss's, keep besides parameters and buffers."""
     found: Prints = {}
     for owner, root in (("the model's", model), ("the loss's", loss)):
         for name, part in root.named_modules() if isinstance(root, nn.Module) else ():

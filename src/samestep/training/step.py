@@ -46,13 +46,13 @@ class Learner:
     optimizer_maker: object = None
     """The recipe's function that returned the optimizer, if that is its own."""
     average: Average | None = None
-    """Of the weights, if it is wanted."""
+    """The moving average of the weights, if any."""
     own: tuple[str, ...] = ()
-    """What is the recipe's beside model and loss: what batches are, or the optimizer."""
+    """What else the recipe defines itself, such as its batches or the optimizer."""
     measured: bool = False
     """Whether metrics over the training epoch need the outputs."""
     alone: bool = False
-    """Whether of the recipe's code only model and loss run between two steps of an epoch."""
+    """Whether model and loss are the only user code between two steps of an epoch."""
     makers: tuple[object, ...] = ()
     """The functions that build the model and read the data, for a message."""
 
@@ -64,11 +64,11 @@ class StepResult:
     losses: Sequence[Tensor]
     """This rank's part of each step's mean loss; over all ranks they add up to it."""
     grad_norms: Sequence[Tensor] | Tensor | None
-    """Gradient norm of each step before clipping, if it was asked for."""
+    """Gradient norm of each step before clipping, if requested."""
     terms: Sequence[Tensor] | None = None
     """What each step's mean is over, on all ranks together, where that is not samples."""
     seen: Sequence[StepOutputs] = ()
-    """The outputs, if they are wanted."""
+    """The outputs, if metrics need them."""
     notes: tuple[Record, ...] = ()
     """`compile` records of what was compiled in this call."""
 
@@ -337,7 +337,7 @@ class EagerStep:
             return nn.utils.clip_grad_norm_(
                 self._parameters, most, foreach=len(self._parameters) > 1
             )
-        except NotImplementedError:  # of sparse gradients there is no norm, but of their values
+        except NotImplementedError:  # sparse gradients have no norm, but their values have
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             norm = nn.utils.get_total_norm(dense)
             if most is not None:

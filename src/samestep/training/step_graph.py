@@ -69,7 +69,7 @@ class StepGraph:
         """Of the samples that the compiler's guards have let pass: shapes, strides and types."""
         # Its own count is on the device, and reading it at every call would make the host wait.
         self._ahead = self._count_taken() - step
-        # The C++ wrapper spares Python's share of each kernel call; it serves CPUs alone. On a
+        # The C++ wrapper spares Python's overhead per kernel call; it exists for CPUs only. On a
         # GPU the mode is the default one: "reduce-overhead" captures no function that changes its
         # inputs, as this one does, so it is captured here.
         options: dict[str, Any] | None = {"cpp_wrapper": True} if device.type == "cpu" else None
@@ -361,7 +361,7 @@ def _prints(model: nn.Module, loss: object) -> Prints:
 
 
 def _held(model: nn.Module) -> dict[str, object]:
-    """Return what modules hold beside weights: buffers and attributes."""
+    """Return what modules hold besides weights: buffers and attributes."""
     held: dict[str, object] = dict(model.named_buffers())
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""

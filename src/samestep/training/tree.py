@@ -1,8 +1,8 @@
-"""One fixed binary tree over parts 0, 1, 2 …: sums along it have the same bits, whoever adds what.
+"""One fixed binary tree over parts 0, 1, 2 …: sums along it have the same bits on any ranks.
 
 Parts are the leaves. Of two neighbours on a level, 2k and 2k + 1, the sum is node k of the level
 above; a node without a right neighbour is that node by itself. So the tree depends on the number
-of parts alone, and parts that are absent can only be the last ones.
+of parts only, and only the last parts can be absent.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +108,13 @@ class _Bucket:
 
 
 class TreeReduce:
-    """Sum tensors over all ranks; `like` has their shapes, strides and types, on "meta"."""
+    """Sum tensors over all ranks along the tree: all-to-all, local sums, all-gather.
+
+    Each rank sums one shard of every tensor, so it sends and receives as much as in a ring
+    all-reduce, 2·(W - 1)/W of the tensors, if the parts of each rank are one subtree. Small tensors
+    take one exchange instead of two: every rank gets all parts and sums them, to the same bits.
+    `like` has the tensors' shapes, strides and types, on "meta".
+    """
 
     def __init__(self, world: World, like: Sequence[Tensor], bucket_mb: int | None) -> None:
         self._world, self._like = world, like

@@ -107,7 +107,7 @@ class State:
     measured: EpochMetrics = field(default_factory=lambda: EpochMetrics({}, torch.device("cpu")))
     """The metrics of what this rank has trained in the running epoch."""
     stop_reason: str = ""
-    """Why the training ended; empty while it goes on."""
+    """Why the training ended; empty until then."""
     signum: int = 0
     """The signal that stopped it, or 0."""
 
