@@ -1,4 +1,4 @@
-"""Where what the user named may be, if it is not where they said: a recipe file, a run.
+"""Look for the recipe file or run that a user named, where it is not at the given path.
 
 The search is bounded in folders and time: it runs after a mistake, maybe in a home directory.
 """
@@ -18,7 +18,7 @@ Kind = Literal["file", "run", "runs"]
 
 _MOST_FOLDERS, _MOST_ENTRIES, _MOST_S = 400, 2000, 0.3
 _UP = 3
-"""So many folders above the current one are looked at."""
+"""Search this many folders above the current one."""
 _DEPTH, _DEPTH_BESIDE = 3, 2
 """Levels that are searched below the current folder, and below the one above it."""
 _SKIPPED = {"node_modules", "site-packages", "venv", "env", "runs", "__pycache__"}
@@ -69,7 +69,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _folders(here: Path) -> Iterator[Path]:
-    """Yield folders to look in: the current one, those above it, those below and beside it."""
+    """Yield folders to search: the current one, its parents, folders below it and its siblings."""
     above = list(islice(here.parents, _UP))
     yield from (here, *above)
     # The root is not searched: some system folders answer slowly.

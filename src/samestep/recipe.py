@@ -158,8 +158,8 @@ class Recipe:
     """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
     figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
     pictures: Mapping[str, Callable[[nn.Module, Splits], Any]] = field(default_factory=dict)
-    """name → (model, data) → what the run's pictures show beside predictions: a matplotlib figure,
-    or HTML text. Rank 0 calls it when a run ends, with the best weights, in eval mode."""
+    """name → (model, data) → another picture of the run: a matplotlib figure or HTML text. Rank 0
+    calls it when a run ends, with the best weights, in eval mode."""
     baselines: Callable[..., Mapping[str, Mapping[str, float] | str]] | None = None
     """options → name → metric → value: what a model has to beat. Rank 0 calls it once, after the
     test; a sentence in place of the metrics says why one was not measured."""
@@ -181,7 +181,7 @@ class Recipe:
         for key in self.settings:
             if key not in known:
                 raise UserError(
-                    f"The recipe's settings name {key!r}, which is no setting. "
+                    f"The recipe's settings name {key!r}, which is not a setting. "
                     f"{did_you_mean(key, known)}The settings are: {', '.join(sorted(known))}."
                 )
         for accepted in self.accepts:
@@ -248,7 +248,7 @@ class Recipe:
         return self._call("baselines", options)
 
     def _call(self, name: str, options: object) -> Any:
-        """Call one of the functions; what its code gets wrong is told with the line it is in."""
+        """Call one of the functions; an error in its code names the user's line."""
         function = getattr(self, name)
         called = with_options(name, function, options)
         try:
@@ -329,8 +329,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
             spec.loader.exec_module(module)
     except SyntaxError as error:
         text = (error.text or "").strip()
-        if error.lineno is None:  # of bytes that are no text there is no line
-            raise UserError(f"{path} is no Python file in UTF-8: {error.msg}.") from error
+        if error.lineno is None:  # bytes that are not text have no line
+            raise UserError(f"{path} is not a Python file in UTF-8: {error.msg}.") from error
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}: {text}") from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

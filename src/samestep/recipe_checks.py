@@ -112,7 +112,7 @@ def check_model(model: object) -> None:
 
 @contextmanager
 def telling_options(options: type) -> Iterator[None]:
-    """Let what a recipe's options refuse be told with the line that refuses it."""
+    """Name the line of the options' own check when it refuses a value."""
     try:
         yield
     except Exception as error:

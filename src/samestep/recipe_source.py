@@ -30,7 +30,7 @@ OTHERS: Mapping[str, int] = {
     "pictures": 2,
     "show": 2,
 }
-"""Each function of a recipe → how many arguments it gets beside the options."""
+"""Each function of a recipe → how many arguments it gets, not counting the options."""
 _OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "picture"})
 """These may call them by another name, as the first of their parameters."""
 _HAS_OPTIONS = "has_options"
@@ -166,7 +166,7 @@ def opens_run(source: bytes) -> int | None:
         return None
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # to run it tells more
+    except (SyntaxError, ValueError):  # running it says more
         return None
     if names_recipe(tree):
         return None

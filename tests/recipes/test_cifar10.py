@@ -16,6 +16,11 @@ from tests.command_line import read_json, refusal, run
 SMALL = ("--width", "2", "--batch-size", "10", "--log-every", "1", "--threads", "1")
 
 
+FEW_STEPS = ("--max-steps", "4", "--lr", "0.01")
+# Several tests compare with one plain run.
+pytestmark = pytest.mark.xdist_group("cifar10")
+
+
 @pytest.fixture(scope="module")
 def binary(tmp_path_factory):
     return write_binary(tmp_path_factory.mktemp("binary"))
@@ -26,10 +31,16 @@ def folders(tmp_path_factory):
     return write_folders(tmp_path_factory.mktemp("folders"))
 
 
-def train(data_dir, folder, *flags, name="run", world_size=1):
-    target = ("train", "cifar10", "--data-dir", str(data_dir), "--run-dir", str(folder / name))
+def train(data_dir, folder, *flags, name="run", world_size=1, recipe="cifar10"):
+    target = ("train", recipe, "--data-dir", str(data_dir), "--run-dir", str(folder / name))
     run(*target, *SMALL, *flags, world_size=world_size, folder=folder / "outputs")
     return folder / name
+
+
+@pytest.fixture(scope="module")
+def plain(binary, tmp_path_factory):
+    """A run of four steps in single precision."""
+    return train(binary, tmp_path_factory.mktemp("plain"), *FEW_STEPS)
 
 
 def losses(run):
@@ -94,21 +105,17 @@ def test_images_whose_colours_tell_the_class_are_learned(binary, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precisions_train_the_resnet_as_single_precision_does(binary, tmp_path, precision):
-    flags = ("--max-steps", "4", "--lr", "0.01")
-    half = train(binary, tmp_path, "--precision", precision, *flags, name="half")
-    single = train(binary, tmp_path, *flags, name="single")
-    assert losses(half) == pytest.approx(losses(single), rel=0.03)
-    assert losses(half) != losses(single)
+def test_half_precisions_train_as_single_precision_does(binary, plain, tmp_path, precision):
+    half = train(binary, tmp_path, "--precision", precision, *FEW_STEPS)
+    assert losses(half) == pytest.approx(losses(plain), rel=0.03)
+    assert losses(half) != losses(plain)
     assert (tiny.last_state(half)["scaler"] is None) == (precision == "bf16")
 
 
-def test_it_computes_the_same_with_activations_computed_again_and_either_layout(binary, tmp_path):
-    flags = ("--max-steps", "4", "--lr", "0.01")
-    plain = train(binary, tmp_path, *flags, name="plain")
-    again = train(binary, tmp_path, *flags, "--checkpoint-activations", name="again")
+def test_recomputed_activations_and_the_other_layout_compute_the_same(binary, plain, tmp_path):
+    again = train(binary, tmp_path, *FEW_STEPS, "--checkpoint-activations", name="again")
     tiny.assert_same_training(again, plain, tolerance=0)
-    other = train(binary, tmp_path, *flags, "--no-channels-last", name="other")
+    other = train(binary, tmp_path, *FEW_STEPS, "--no-channels-last", name="other")
     assert losses(other) == pytest.approx(losses(plain), rel=1e-3)
 
 
@@ -157,34 +164,11 @@ def test_two_ranks_take_the_steps_of_one_where_batch_norm_is_frozen(binary, tmp_
     """Crops and flips belong to the samples; 90 samples in batches of 12 end with a part of one."""
     recipe = tmp_path / "frozen.py"
     recipe.write_text(FROZEN)
-    runs = []
-    for world_size in (1, 2):
-        folder = tmp_path / f"{world_size}"
-        run(
-            "train",
-            str(recipe),
-            "--data-dir",
-            str(binary),
-            "--run-dir",
-            str(folder),
-            "--width",
-            "2",
-            "--batch-size",
-            "12",
-            "--epochs",
-            "2",
-            "--lr",
-            "0.01",
-            "--log-every",
-            "1",
-            "--precision",
-            "fp64",
-            "--threads",
-            "1",
-            world_size=world_size,
-            folder=tmp_path / "outputs",
-        )
-        runs.append(folder)
+    flags = ("--batch-size", "12", "--epochs", "2", "--lr", "0.01", "--precision", "fp64")
+    runs = [
+        train(binary, tmp_path, *flags, name=f"{size}", world_size=size, recipe=str(recipe))
+        for size in (1, 2)
+    ]
     tiny.assert_same_training(runs[1], runs[0], tolerance=1e-9)
     tests = [read_json(folder / "result.json")["test"] for folder in runs]
     assert tests[0]["confusion"] == tests[1]["confusion"]

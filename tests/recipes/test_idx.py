@@ -55,8 +55,8 @@ def test_gzip_is_told_from_the_content_and_not_from_the_name(tmp_path):
 
 GOOD = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 4))
 BROKEN = {
-    "a web page instead": (b"<html>", "no IDX file"),
-    "two bytes": (b"\0\0", "no IDX file"),
+    "a web page instead": (b"<html>", "not an IDX file"),
+    "two bytes": (b"\0\0", "not an IDX file"),
     "floats": (b"\0\0\x0d\x01\0\0\0\x01abcd", "float32"),
     "unknown type": (b"\0\0\x77\x01", "unknown type"),
     "half a header": (GOOD[:9], "expected 12 bytes, found 9"),

@@ -144,7 +144,7 @@ def test_off_a_terminal_only_much_work_is_told(capfd, total, lines):
 
 def test_decoding_counts_every_image_once():
     from samestep.data.images.decode import UnreadableImageError
-    from samestep.data.images.files import decode_in_threads
+    from samestep.data.images.image_files import decode_in_threads
 
     def decode(path):
         if path == "7":

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 from samestep.data.blocks import Lap, untimed
 from samestep.data.loader_source import LoaderSource
 from samestep.data.memory_source import MemorySource
-from samestep.data.source import Reading, Source
+from samestep.data.source import ReadOptions, Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at, made_by
@@ -36,9 +36,9 @@ def open_source(
 ) -> Source:
     """Return the source that suits a data set: memory for tensors, a stream, else a DataLoader.
 
-    `num_workers` processes read a data set; for the other arguments see `Reading`.
+    `num_workers` processes read a data set; for the other arguments see `ReadOptions`.
     """
-    reading = Reading(
+    reading = ReadOptions(
         world=world,
         seed=seed,
         dtype=dtype,
@@ -68,7 +68,7 @@ def open_source(
     )
 
 
-def _check_pair(data: tuple[Any, ...], reading: Reading) -> None:
+def _check_pair(data: tuple[Any, ...], reading: ReadOptions) -> None:
     if [isinstance(part, Tensor) for part in data] != [True, True]:
         kinds = ", ".join(type(part).__name__ for part in data)
         raise UserError(

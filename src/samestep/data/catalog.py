@@ -18,7 +18,7 @@ class RemoteFile:
     """Of its bytes, in hexadecimal."""
     size_bytes: int
     unpack: bool = False
-    """Whether it is a tar archive whose files are wanted: they are put beside it."""
+    """Whether it is a tar archive to be unpacked in place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ class Packed:
 
     def __init__(self, batch: Any) -> None:
         file = io.BytesIO()
-        pickler = _Pickler(file)
+        pickler = _TensorPickler(file)
         pickler.dump(batch)
         self._rest, self._places = file.getvalue(), pickler.places
         size = max(1, pickler.size)
@@ -176,7 +176,7 @@ class Packed:
 
     def batch(self) -> Any:
         """Return the batch; its tensors are views of the one vector."""
-        return _Unpickler(io.BytesIO(self._rest), self._bytes, self._places).load()
+        return _TensorUnpickler(io.BytesIO(self._rest), self._bytes, self._places).load()
 
     def pin_memory(self) -> Any:
         """Return the batch with its tensors in pinned memory, as PyTorch's loader asks for it."""
@@ -187,7 +187,7 @@ _Place = tuple[torch.dtype, tuple[int, ...], int]
 """Type, shape and first byte of a tensor."""
 
 
-class _Pickler(ForkingPickler):
+class _TensorPickler(ForkingPickler):
     """Leave out dense tensors on the CPU; all else is pickled as between processes."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -209,7 +209,7 @@ class _Pickler(ForkingPickler):
         return number
 
 
-class _Unpickler(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     """Put the tensors back."""
 
     def __init__(self, file: io.BytesIO, whole: Tensor, places: list[_Place]) -> None:

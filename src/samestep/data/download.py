@@ -43,8 +43,8 @@ def download(
 ) -> list[Path]:
     """Bring all files of a data set into a folder; files that are there and right stay untouched.
 
-    An archive is unpacked beside itself once its bytes are verified, and kept: with it, what was
-    unpacked can be checked, and mended, without the network.
+    An archive is verified, unpacked in place and kept, so that its files can be checked and
+    repaired without the network.
 
     A second program that downloads into the same folder waits for the first one, where the file
     system can lock a folder; on one that cannot (NFS), let one program download at a time.
@@ -97,7 +97,7 @@ def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -
         f"{file.name} of {dataset.name} could not be downloaded to {folder}:\n"
         + "\n".join(problems)
         + "\nCheck the network (on a cluster, often only the login nodes have one) and run the "
-        "same command again: it goes on with what has arrived.\n"
+        "same command again: it resumes from what has arrived.\n"
         f"Or fetch the file by hand, for example from {by_hand}, and put it into {folder}\n"
         f"Or name a mirror of yours, the address of a folder with the files: {own_mirror}"
     )
@@ -106,7 +106,7 @@ def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -
 def _base_address(mirror: str) -> str:
     if not re.match(r"https?://[^/]", mirror):
         raise UserError(
-            f"The mirror {mirror!r} is no web address.\n"
+            f"The mirror {mirror!r} is not a web address.\n"
             "Write the address of the folder that holds the files: https://host/folder/"
         )
     return mirror if mirror.endswith("/") else f"{mirror}/"
@@ -114,7 +114,7 @@ def _base_address(mirror: str) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder alone, so that two programs do not write to one `.part` file."""
+    """Lock the folder, so that two programs do not write to one `.part` file."""
     if sys.platform == "win32":
         yield
         return

@@ -18,7 +18,7 @@ from samestep.data.blocks import Block, Read
 from samestep.data.collating import Collating, Packing, as_pair, name_of, unpacked
 from samestep.data.keyed_random import mix
 from samestep.data.prefetch import on_device
-from samestep.data.source import OrderedSource, Reading
+from samestep.data.source import OrderedSource, ReadOptions
 from samestep.errors import UserError, blame
 from samestep.ranks.startup import forking_servants, stop_signals
 
@@ -26,7 +26,7 @@ from samestep.ranks.startup import forking_servants, stop_signals
 class LoaderSource(OrderedSource):
     """A map-style data set read through a DataLoader, in the same order as data in memory."""
 
-    def __init__(self, dataset: Dataset[Any], reading: Reading, num_workers: int) -> None:
+    def __init__(self, dataset: Dataset[Any], reading: ReadOptions, num_workers: int) -> None:
         try:
             num_samples = len(dataset)  # type: ignore[arg-type]
         except Exception as error:
@@ -137,7 +137,7 @@ def _end_workers(loader: DataLoader[Any]) -> None:
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-    """Start a loader's workers, which go on serving while the ranks stop.
+    """Start a loader's workers so that they keep serving while the ranks stop.
 
     When a worker ends, PyTorch would raise in whatever line the rank is at. Here the next batch
     finds it instead: it looks every few seconds.
@@ -153,7 +153,7 @@ def starting_workers() -> Iterator[None]:
 
 
 def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:
-    """Raise what the user is told if a worker of a loader has ended; else do nothing.
+    """Raise an error that names the cause if a worker of the loader has ended; else return.
 
     Raises:
         UserError: by an exit code, so the code that it ran has called for it.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samestep.data.blocks import Block, Read, untimed
 from samestep.data.prefetch import Pair, on_device
-from samestep.data.source import OrderedSource, Reading
+from samestep.data.source import OrderedSource, ReadOptions
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import InMemory
@@ -31,7 +31,7 @@ class MemorySource(OrderedSource):
 
     _rows_are_samples = True
 
-    def __init__(self, data: InMemory, reading: Reading) -> None:
+    def __init__(self, data: InMemory, reading: ReadOptions) -> None:
         inputs, targets = data
         for name, tensor in (("inputs", inputs), ("targets", targets)):
             if tensor.layout != torch.strided:

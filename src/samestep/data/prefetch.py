@@ -59,13 +59,13 @@ def _place(leaf: Any, device: torch.device) -> Any:
 
 
 class Copier(Protocol):
-    """What copies trees of tensors to a device, beside what the device computes."""
+    """Copies trees of tensors to a device while the device computes."""
 
     def start(self, pair: Pair) -> Any:
         """Begin to copy a batch; return what `wait` wants."""
 
     def wait(self, started: Any) -> Pair:
-        """Let the device go on when it has the batch; return it. The host does not wait."""
+        """Make the device wait for the batch, not the host; return the batch."""
 
 
 def _one_ahead(pairs: Iterator[Pair], copier: Copier, lap: Lap) -> Iterator[Pair]:
@@ -112,7 +112,7 @@ class SideStream:
             return (inputs, targets), self._stream.record_event()
 
     def wait(self, started: tuple[Pair, Any]) -> Pair:
-        """Let the stream that computes go on when it has the batch; return it."""
+        """Make the computing stream wait for the batch; return the batch."""
         pair, copied = started
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied)
@@ -134,5 +134,5 @@ def _side_stream(device: torch.device) -> SideStream:
 
 
 def _copier(device: torch.device) -> Copier | None:
-    """Return what copies beside the computation, where a device can do both at once."""
+    """Return the copier of a device that can copy and compute at once."""
     return _side_stream(device) if device.type == "cuda" else None

@@ -31,7 +31,7 @@ from samestep.recipe import Augment, Collate, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """How samples become the batches of one rank."""
 
     world: World
@@ -64,7 +64,7 @@ class Source(ABC):
     """What yields blocks to train on and batches to evaluate: a data set, or a stream."""
 
     num_samples: int
-    """0 of a stream, whose length nobody knows."""
+    """0 for a stream, whose length is unknown."""
     held_bytes: int = 0
     """Bytes of the samples that it keeps in memory, all of them on every rank."""
     _rows_are_samples = False
@@ -72,7 +72,7 @@ class Source(ABC):
     _collates = False
     """Whether the recipe collates batches, so that they cannot be cut afterwards."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ReadOptions) -> None:
         self._reading, self._world = reading, reading.world
 
     def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - memory asks for it
@@ -116,7 +116,7 @@ class Source(ABC):
     ) -> Generator[tuple[Block, Sequence[Block]]]:
         """Yield steps before they are read, each with its micro-steps.
 
-        Where these need not be told apart, a block of several steps stands for them.
+        Steps that need no cutting may come as one block of several steps.
         """
 
     @abstractmethod
@@ -189,7 +189,7 @@ class OrderedSource(Source):
 
     _order_device = torch.device("cpu")
 
-    def __init__(self, num_samples: int, reading: Reading) -> None:
+    def __init__(self, num_samples: int, reading: ReadOptions) -> None:
         if num_samples == 0:
             raise UserError(
                 f"{reading.data} has no samples. See that what it reads is there, or leave out the "

@@ -50,7 +50,7 @@ def num_shards(stream: Any) -> int:
 
 
 def num_lanes(shards: int, global_batch: int) -> int:
-    """Return the number of lanes of a stream with so many shards."""
+    """Return the number of lanes for a stream's number of shards."""
     return min(shards, global_batch, _MOST_LANES)
 
 
@@ -122,7 +122,7 @@ class Lane:
             left -= dropped
 
     def take(self, count: int) -> list[Any]:
-        """Return the next elements: so many, or fewer where the lane ends."""
+        """Return the next `count` elements, fewer at the end of the lane."""
         taken: list[Any] = []
         while len(taken) < count:
             if self._next == len(self._window) and not self._fill():
@@ -139,7 +139,7 @@ class Lane:
         return self._mark
 
     def _here(self) -> Mark:
-        # A state that was loaded may be told only after the first element.
+        # Some streams report a state that was loaded only after their next element.
         if self._at == self._mark[0]:
             return *self._mark[:2], self._ended
         return self._at, self._state(), self._ended

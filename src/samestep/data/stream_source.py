@@ -21,7 +21,7 @@ from samestep.data.loader_source import (
 )
 from samestep.data.order import share
 from samestep.data.prefetch import Pair, on_device
-from samestep.data.source import Reading, Source
+from samestep.data.source import ReadOptions, Source
 from samestep.data.stream_lanes import (
     EACH_ALL,
     Lane,
@@ -36,8 +36,8 @@ from samestep.errors import UserError, no_exit
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a rank knows of a global batch, beside its samples."""
+class BatchFacts:
+    """One rank's facts about a global batch, without its samples."""
 
     slots: list[int] = field(default_factory=list)
     """Of its own samples."""
@@ -51,14 +51,14 @@ class Told:
     """What went wrong, for the user; the last that comes."""
 
 
-Item = tuple[list[Pair], Told]
+Item = tuple[list[Pair], BatchFacts]
 """The micro-steps of a rank in a global batch, collated, and what is known of them."""
 
 
 class StreamBatches(IterableDataset[Item]):
     """A rank's part of each global batch of a stream, in order.
 
-    Each worker reads all lanes of the rank, and collates every so many-th batch: a loader takes
+    Each of n workers reads all lanes of the rank and collates every n-th batch; the loader takes
     them from its workers in turn.
     """
 
@@ -74,7 +74,7 @@ class StreamBatches(IterableDataset[Item]):
             with no_exit():
                 yield from self._read(worker, workers)
         except UserError as error:
-            yield [], Told(failed=str(error))
+            yield [], BatchFacts(failed=str(error))
 
     def _read(self, worker: int, workers: int) -> Iterator[Item]:
         route = self._route
@@ -94,25 +94,25 @@ class StreamBatches(IterableDataset[Item]):
             if seen == 0:
                 return
             if number % workers == worker:
-                told = Told(slots, seen=seen, marks={n: lane.mark() for _, n, lane in lanes})
-                yield self._collated(mine, told, route.first_step + number)
+                facts = BatchFacts(slots, seen=seen, marks={n: lane.mark() for _, n, lane in lanes})
+                yield self._collated(mine, facts, route.first_step + number)
             number += 1
 
-    def _collated(self, elements: list[Any], told: Told, step: int) -> Item:
+    def _collated(self, elements: list[Any], facts: BatchFacts, step: int) -> Item:
         count, route = len(elements), self._route
         whole = [(0, count, count)] if count else []
         cuts = self._cut(count, count) if self._cut is not None and count else whole
         pairs = []
         for start, rows, _ in cuts:
             # What is drawn here must not depend on what has been read ahead.
-            seed_reading(mix(route.seed, route.epoch, step, told.slots[start]))
+            seed_reading(mix(route.seed, route.epoch, step, facts.slots[start]))
             pairs.append(self._collate(elements[start : start + rows]))
-        return pairs, replace(told, rows=[rows for _, rows, _ in cuts])
+        return pairs, replace(facts, rows=[rows for _, rows, _ in cuts])
 
 
 _KEPT = 8
 """Places to start from that are remembered: more than batches are read ahead."""
-_NOTHING: Item = ([], Told())
+_NOTHING: Item = ([], BatchFacts())
 _PATIENCE_S = 10.0
 """A thread or a killed process has ended long before."""
 
@@ -126,7 +126,7 @@ class StreamSource(Source):
 
     num_samples = 0
 
-    def __init__(self, stream: Any, reading: Reading, num_workers: int) -> None:
+    def __init__(self, stream: Any, reading: ReadOptions, num_workers: int) -> None:
         super().__init__(reading)
         if hasattr(stream, "__next__") and not isinstance(stream, IterableDataset):
             raise UserError(
@@ -160,7 +160,7 @@ class StreamSource(Source):
         return callable(getattr(self._stream, "state_dict", None)) and not self.goes_back
 
     def marks_at(self, epoch: int, step: int) -> dict[int, Mark]:
-        """Return where this rank can start to read after so many steps of an epoch."""
+        """Return where this rank can start to read after `step` steps of an epoch."""
         return self._marks.get((epoch, step), {})
 
     def start_from(self, epoch: int, step: int, marks: dict[int, Mark]) -> None:
@@ -226,7 +226,7 @@ class StreamSource(Source):
         Of each global batch the next one is known before, so that the last says that it is.
         """
         held: tuple[Block, list[Block]] | None = None
-        # Lanes that had ended in a run that goes on are in no batch.
+        # Lanes that had ended before a resume are in no batch.
         marks = {n: route.marks[n] for n in route.own_lanes() if n in route.marks}
         stand_in: Item = _NOTHING
         for step in count(route.first_step):
@@ -253,12 +253,12 @@ class StreamSource(Source):
             held = self._block(stand_in, bool(item[0]), size, step, step * route.global_batch)
 
     def _agree(
-        self, told: Told, step: int, *, whole: bool, lacks: bool
+        self, facts: BatchFacts, step: int, *, whole: bool, lacks: bool
     ) -> tuple[list[int], bool, str]:
         """Agree on a global batch: the samples of each rank, and what is wrong on any of them.
 
         Args:
-            told: of this rank's part.
+            facts: about this rank's part.
             step: for messages.
             whole: whether every rank reads all of the stream.
             lacks: whether this rank has nothing that can stand in for an empty part; also what is
@@ -266,11 +266,11 @@ class StreamSource(Source):
         """
         world = self._world
         table = torch.zeros(world.world_size, 4, dtype=torch.int64)
-        table[world.rank] = torch.tensor([len(told.slots), told.seen, bool(told.failed), lacks])
+        table[world.rank] = torch.tensor([len(facts.slots), facts.seen, bool(facts.failed), lacks])
         sizes, seen, failed, lack = world.reduce(table).T.tolist()
         problem = ""
         if any(failed):
-            problem = next(text for text in world.gather(told.failed) if text)
+            problem = next(text for text in world.gather(facts.failed) if text)
         elif whole and len(set(seen)) > 1:
             problem = (
                 f"{name_of(self._stream)} is not equally long on all ranks: of global batch {step} "
@@ -282,10 +282,10 @@ class StreamSource(Source):
         """Return a rank's part of a global batch that has one, where this rank never had any."""
         world = self._world
         giver = next(rank for rank, size in enumerate(sizes) if size)
-        pairs, told = own
-        offer = (pairs, told.slots, told.rows) if world.rank == giver else ([], [], [])
+        pairs, facts = own
+        offer = (pairs, facts.slots, facts.rows) if world.rank == giver else ([], [], [])
         given, slots, rows = world.gather(offer)[giver]
-        return own if pairs else (given, Told(slots, rows))
+        return own if pairs else (given, BatchFacts(slots, rows))
 
     def _too_short(self, size: int, route: Route) -> str:
         name = name_of(self._stream)
@@ -305,15 +305,15 @@ class StreamSource(Source):
         self, item: Item, counts: bool, size: int, step: int, first: int
     ) -> tuple[Block, list[Block]]:
         """Return this rank's part of a global batch; what does not count only stands in for it."""
-        pairs, told = item
+        pairs, facts = item
         weight = 1.0 if counts else 0.0
-        places = torch.tensor(told.slots) + first  # what an augmentation is drawn by
-        cut = torch.split(places, told.rows)
+        places = torch.tensor(facts.slots) + first  # what an augmentation is drawn by
+        cut = torch.split(places, facts.rows)
         parts = [
             Block(step, 1, own, pair, len(own), weight, size)
             for own, pair in zip(cut, pairs, strict=True)
         ]
-        return Block(step, 1, places, None, len(told.slots), weight, size), parts
+        return Block(step, 1, places, None, len(facts.slots), weight, size), parts
 
     def _keep(self, epoch: int, step: int, marks: dict[int, Mark]) -> None:
         """Keep where to start after a step, until others have been trained that came later."""
@@ -337,10 +337,10 @@ class StreamSource(Source):
         items = self._items(route)
         try:
             numbered, again = tee(_sound(items))
-            for (number, _, told), pair in zip(
+            for (number, _, facts), pair in zip(
                 numbered, self._sent(pairs[0] for _, pairs, _ in again), strict=True
             ):
-                rows, first = len(told.slots), number * route.global_batch + told.slots[0]
+                rows, first = len(facts.slots), number * route.global_batch + facts.slots[0]
                 yield Batch(*self._finish(*pair, rows), rows, first)
         finally:
             items.close()
@@ -364,13 +364,13 @@ class StreamSource(Source):
         return next(filter(None, found), [])
 
 
-def _sound(items: Iterator[Item]) -> Iterator[tuple[int, list[Pair], Told]]:
+def _sound(items: Iterator[Item]) -> Iterator[tuple[int, list[Pair], BatchFacts]]:
     """Number the batches of a rank, and yield those that are not empty."""
-    for number, (pairs, told) in enumerate(items):
-        if told.failed:
-            raise UserError(told.failed)
+    for number, (pairs, facts) in enumerate(items):
+        if facts.failed:
+            raise UserError(facts.failed)
         if pairs:
-            yield number, pairs, told
+            yield number, pairs, facts
 
 
 def _as_it_is(item: Item) -> Item:

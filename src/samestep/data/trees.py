@@ -65,7 +65,7 @@ def narrow(tree: Any, start: int, length: int) -> Any:
 
 
 def split_rows(tree: Any, rows: int) -> Sequence[Any]:
-    """Return consecutive pieces of so many rows of each tensor of a tree, as views."""
+    """Return consecutive pieces of `rows` rows of each tensor of a tree, as views."""
     if isinstance(tree, Tensor):
         return torch.split(tree, rows)
     length = len(tree_leaves(tree)[0])

@@ -13,7 +13,7 @@ from samestep.data.augment import crop, flip
 from samestep.data.augment import normalise as normalise_channels
 from samestep.data.download import download
 from samestep.data.images.decode import decode, pillow
-from samestep.data.images.files import decode_in_threads, find_files
+from samestep.data.images.image_files import decode_in_threads, find_files
 from samestep.data.keyed_random import uniform
 from samestep.data.order import hold_out
 from samestep.errors import UserError
@@ -94,7 +94,7 @@ def _records(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
         whole = num_bytes and num_bytes % (_RECORD_BYTES + 1) == 0  # a coarse and a fine label
         guess = " They are as long as those of CIFAR-100, which is not read here." if whole else ""
         raise UserError(
-            f"{path} has {num_bytes:,} bytes, which is no whole number of records of "
+            f"{path} has {num_bytes:,} bytes, which is not a whole number of records of "
             f"{_RECORD_BYTES:,} bytes (10,000 of them, {10_000 * _RECORD_BYTES:,} bytes, in "
             f"CIFAR-10's own files).{guess}\n{_get(path.parent)}"
         )

@@ -19,7 +19,7 @@ from samestep.data.images.decode import (
     shorter_edge,
     stored_side,
 )
-from samestep.data.images.files import FileList, class_names, find_files
+from samestep.data.images.image_files import FileList, class_names, find_files
 from samestep.data.keyed_random import uniform
 from samestep.data.order import split_indices
 from samestep.data.recipe_splits import SPLITS
@@ -115,7 +115,7 @@ def _split_off(parts: dict[str, FileList], options: ImagesOptions) -> dict[str, 
     if not fractions:
         return parts
     indices = split_indices(len(train), tuple(fractions.values()), options.split_seed)
-    # Sorted, so that files that lie beside each other are read one after the other.
+    # Sorted, so that neighbouring files are read one after the other.
     taken = [train.take(some.sort().values.numpy()) for some in indices]
     return {**parts, **dict(zip((*fractions, "train"), taken, strict=True))}
 

@@ -64,7 +64,7 @@ def find_idx(folder: Path, stem: str) -> Path:
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes; gzip is told from the content, not from the name.
+    """Read one IDX file of unsigned bytes; gzip is recognised by content, not by name.
 
     Returns:
         An array of the shape that the header gives: `(sample, row, column)` for images,
@@ -92,7 +92,7 @@ def _values(data: bytes) -> npt.NDArray[np.uint8]:
     if not data:
         raise ValueError("the file is empty")
     if data[:2] != b"\0\0" or len(data) < 4:
-        raise ValueError(f"this is no IDX file: it starts with {data[:4]!r}, not two zero bytes")
+        raise ValueError(f"not an IDX file: it starts with {data[:4]!r}, not two zero bytes")
     kind, num_axes = data[2], data[3]
     if kind != 0x08:
         name = _TYPE_NAMES.get(kind, "values of an unknown type")

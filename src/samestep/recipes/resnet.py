@@ -56,7 +56,7 @@ class BasicBlock(nn.Module):
     """Add to the input what two convolutions make of it."""
 
     checkpoint_activations = True
-    """--checkpoint-activations keeps this block's input alone and computes the rest again."""
+    """--checkpoint-activations recomputes this block's activations in the backward pass."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()

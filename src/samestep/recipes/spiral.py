@@ -100,7 +100,7 @@ def read(_: SpiralOptions, file: Path) -> list[Tensor]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError("it is no text, and two numbers a line were expected") from error
+        raise ValueError("it is not text; two numbers per line were expected") from error
     rows = [row for row in csv.reader(text.splitlines()) if row]
     first = 1 if rows and not _is_number(rows[0][0]) else 0
     points = []
@@ -112,7 +112,7 @@ def read(_: SpiralOptions, file: Path) -> list[Tensor]:
 
 
 def boundary(network: nn.Module, splits: Splits) -> Any:
-    """Return a map of which arm the network takes each place for, with test points on top."""
+    """Plot the decision regions and the test points."""
     from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415 - an extra
     from matplotlib.figure import Figure  # noqa: PLC0415
 

@@ -9,7 +9,7 @@ import torch
 from samestep import UserError
 from samestep.data.batches import open_source
 from samestep.data.images.dataset import PREFIX, ImageFiles
-from samestep.data.images.files import class_names, find_files
+from samestep.data.images.image_files import class_names, find_files
 from samestep.ranks.world import World, find_world, join, leave
 from samestep.recipes.images import augment, normalise
 

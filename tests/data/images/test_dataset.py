@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from samestep import UserError
-from samestep.data.images import dataset
-from samestep.data.images import files as image_files
+from samestep.data.images import dataset, image_files
 from samestep.data.images.dataset import ImageFiles
 from samestep.ranks.world import World
 from tests.data.images.ranks_of_images import (

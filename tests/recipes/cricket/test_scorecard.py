@@ -77,9 +77,9 @@ FIRST = ("innings", 0, "overs", 1, "deliveries", 1)
         (changed("info", "dates", to=[]), ["info.dates"]),
         (changed("info", "teams", to=["A"]), ["info.teams"]),
         (changed("info", to=None), ["info"]),
-        (b'{"meta": {"data_ver', ["no whole JSON document"]),
+        (b'{"meta": {"data_ver', ["complete JSON document"]),
         (b"[]", ["expected `object`"]),
-        (b"\xff\xfe", ["no whole JSON document"]),
+        (b"\xff\xfe", ["complete JSON document"]),
     ],
 )
 def test_what_is_malformed_is_told_with_its_path(document, parts):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from samestep.data.images.decode import UnreadableImageError, decode
-from samestep.data.images.files import FileList, decode_into, find_broken
+from samestep.data.images.image_files import FileList, decode_into, find_broken
 from samestep.data.recipe_splits import Prepared
 from samestep.errors import UserError
 from samestep.machine import free_memory_bytes
@@ -26,7 +26,7 @@ from samestep.recipe import InMemory
 
 PREFIX = "samestep-images-"
 _SPARE = 1.02
-"""What a file system needs beside the bytes of a file."""
+"""Free space required per byte of the file: a file system needs a little more."""
 
 
 class NoRoomError(Exception):
@@ -135,7 +135,7 @@ class ImageFiles(Dataset[Any]):
         try:
             return decode(path, self._side), int(self.files.labels[index])
         except UnreadableImageError as error:
-            # Leaving it out now would change the order of the others, on this rank alone.
+            # Leaving it out now would change the order of samples on this rank only.
             raise UserError(
                 f"{path} could be read when the run began, and now it cannot: {error}. Bring it "
                 "back and go on with --resume, or start a new run without it."

@@ -1,4 +1,4 @@
-"""Turn an image file into a square of bytes, the same whoever decodes it.
+"""Turn an image file into a square of bytes, the same on every rank and in every worker.
 
 Pillow is imported when the first image is read: it is an extra, and nothing else here needs it.
 """
@@ -163,7 +163,7 @@ def _why_unreadable(error: Exception, path: Path | str) -> str:
         return "it is empty"
     text = str(error)
     if "cannot identify" in text:
-        return "it is no image that Pillow knows"
+        return "Pillow does not recognise it as an image"
     if "truncated" in text.lower():
         return "it is truncated"
     return f"{type(error).__name__}: {text}"

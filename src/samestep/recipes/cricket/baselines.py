@@ -52,14 +52,14 @@ def baselines(
         "run_rate": _run_rate(known, actual, fitted, horizon),
         "table": _table(corpus, known, actual, fitted),
     }
-    told: dict[str, dict[str, float] | str] = {}
+    left_out: dict[str, dict[str, float] | str] = {}
     if trees and importlib.util.find_spec("sklearn") is None:
-        told["trees"] = "left out without scikit-learn; pip install 'samestep[cricket]'"
+        left_out["trees"] = "left out without scikit-learn; pip install 'samestep[cricket]'"
     elif trees:
         numbers = plain_numbers(corpus, known, horizon)
         for name, settings in _TREES.items():
             made[name] = _trees(numbers, actual, fitted, settings)
-    return {n: errors(predict(tested), actual[tested]) for n, predict in made.items()} | told
+    return {n: errors(predict(tested), actual[tested]) for n, predict in made.items()} | left_out
 
 
 def _constant(actual: Array, fitted: Array) -> Predictor:

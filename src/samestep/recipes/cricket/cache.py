@@ -1,8 +1,8 @@
-"""Matches read once and kept: read in parallel, resumed after a kill, shared by whoever comes next.
+"""Matches read once and cached: read in parallel, resumed after a kill, shared by processes.
 
-Who holds the lock reads; others wait for it and find the result. Where a file system has no locks
-several may read at once: each writes whole files of its own and renames them, so the result is the
-same. What is there of an unfinished reading is gone on with.
+The holder of the lock reads; others wait and find the result. Without file locks several may read
+at once: each writes files of its own and renames them, so the result is the same. An unfinished
+reading is resumed.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from pathlib import Path
 from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.recipes.cricket.corpus import VERSION, Corpus, from_documents, load, merge
+from samestep.recipes.cricket.match_files import Document, MatchFiles, open_match_files
 from samestep.recipes.cricket.reading import Reader, save
-from samestep.recipes.cricket.source import Document, MatchFiles, open_source
 from samestep.reporting import words
 from samestep.reporting.progress import counting
 from samestep.run.files import Held, hold
@@ -63,7 +63,7 @@ def open_corpus(
         jobs: processes that read; by default one for each core that this process may use.
         shown: whether this process speaks: a progress bar on a terminal.
     """
-    source = open_source(path)
+    source = open_match_files(path)
     folder = folder or default_folder()
     named = hashlib.sha256(os.path.realpath(path).encode("utf-8", "surrogateescape")).hexdigest()
     stamp = hashlib.sha256(f"{VERSION} {source.stamp}".encode()).hexdigest()
@@ -159,7 +159,7 @@ def _read_parts(source: MatchFiles, parts: Path, jobs: int, *, shown: bool) -> l
 def _read_all(
     tasks: Iterator[tuple[Path, list[Document]]], jobs: int, count: Callable[[int], object]
 ) -> None:
-    """Read matches in so many processes; a part is one task."""
+    """Read matches in `jobs` processes; a part is one task."""
     if jobs <= 1:
         for path, documents in tasks:
             save(from_documents(documents), path, path.parent)

@@ -158,7 +158,7 @@ class _Building:
             self.lists["passed"].append(f"{name}: no innings, so no balls")
             return
         if len(played) > 2:
-            raise BadMatchError(f"innings: {len(played)} that are no super overs; expected 2")
+            raise BadMatchError(f"innings: {len(played)} that are not super overs; expected 2")
         first = 0
         for number, innings in enumerate(played):
             if innings.overs and (last := innings.overs[-1].over) >= _OVERS:

@@ -4,7 +4,7 @@ Each side, bowling attack and venue has a rating: runs and wickets a ball beyond
 so many overs bowled and wickets lost. An innings is expected to go by the sum of its three ratings,
 and moves each by a part of what it went beyond that, as Elo's ratings move; the more balls a rating
 has seen, the less. A run keeps the ratings after all its matches, and later matches go on from
-there, so that a new season does not begin with teams that nobody has seen.
+there, so that a new season does not begin with unknown teams.
 """
 
 import datetime as dt
@@ -18,11 +18,11 @@ from samestep.recipes.cricket.situation import OVERS, situation
 
 _EPOCH = dt.date(1970, 1, 1)
 _USUAL = (1.25, 0.055)
-"""Runs and wickets a ball, where no training part says it."""
+"""Runs and wickets per ball without a training part."""
 _WICKETS = 11
 _PRIOR_BALLS = {"batting": 300, "bowling": 300, "venue": 1000}
 _MOST_BALLS = 1500
-"""A rating counts no more, so that recent innings keep moving it."""
+"""The cap of a rating's balls, so that recent innings keep moving it."""
 _SCALE = (5.0, 50.0)
 WIDTH = 11
 """Features: three each of the batting side, of the bowling side and of the venue, and two sums."""
@@ -40,7 +40,7 @@ class KeptForm:
     ratings: tuple[float, ...] = ()
     """Runs, wickets and balls of each (names × 3)."""
     usual: tuple[float, ...] = ()
-    """Runs and wickets a ball with so many overs bowled and wickets lost (20 × 11 × 2)."""
+    """Runs and wickets per ball, by overs bowled and wickets lost (20 × 11 × 2)."""
     until: str = ""
     """The last date (YYYY-MM-DD) that is in the ratings."""
 
@@ -60,7 +60,7 @@ def keep_form(corpus: Corpus, train: Array) -> KeptForm:
 def form(corpus: Corpus, kept: KeptForm | None) -> Array:
     """Return the features (innings, 11) of what was known on the day before each match.
 
-    On days after those that were kept, the ratings go on from these.
+    For later days the ratings continue from the kept ones.
     """
     kept = kept or KeptForm()
     usual = kept.usual or _USUAL * (OVERS * _WICKETS)

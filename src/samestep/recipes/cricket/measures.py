@@ -83,7 +83,7 @@ def _all(stacked: Tensor) -> Tensor:
 
 
 def runs_errors() -> dict[str, RunsError]:
-    """Return the errors that are told: of all balls, by phase and by innings."""
+    """Return the reported errors: over all balls, by phase and by innings."""
     kinds: tuple[Kind, ...] = ("mae", "rmse", "r2", "median_error")
     found: dict[str, RunsError] = {kind: RunsError(kind) for kind in kinds}
     for value, name in enumerate(("powerplay", "middle", "death")):

@@ -23,7 +23,7 @@ def read_match(path: Path) -> Corpus:
 
 
 def show_balls(outputs: Tensor, graphs: Any) -> list[dict[str, float | int | str]]:
-    """Return what is told of each ball: where it is, and the runs to come from it on."""
+    """Return a row per ball: its place, and the runs to come from it on."""
     query = graphs["query"]
     rows = zip(outputs.tolist(), query.y.tolist(), query.group.tolist(), strict=True)
     return [
@@ -40,7 +40,7 @@ def show_balls(outputs: Tensor, graphs: Any) -> list[dict[str, float | int | str
 def draw_match(
     corpus: Corpus, rows: Sequence[Mapping[str, Any]], horizon: int | None, figure: Any
 ) -> None:
-    """Draw the runs to come from each ball on, predicted and actual, an innings beside another.
+    """Draw the runs to come from each ball on, predicted and actual, one innings per panel.
 
     Args:
         corpus: the match.
@@ -55,11 +55,11 @@ def draw_match(
     for number, one in enumerate(axes):
         start, end = int(corpus.innings["start"][number]), int(corpus.ends()[number])
         overs, fell = _overs(corpus, start, end), corpus.balls["wickets"][start:end] > 0
-        told = actual[start:end]
-        one.plot(overs, told, color="0.45", linewidth=1.6, label="actual")
+        runs_to_come = actual[start:end]
+        one.plot(overs, runs_to_come, color="0.45", linewidth=1.6, label="actual")
         one.plot(overs, predicted[start:end], color="tab:blue", linewidth=1.8, label="predicted")
         one.plot(
-            *(overs[fell], told[fell]),
+            *(overs[fell], runs_to_come[fell]),
             *("x",),
             color="tab:red",
             markersize=7,

@@ -1,6 +1,6 @@
 """A process that reads matches: a fresh interpreter, which ends with the one that started it.
 
-It is no fork, since the training has threads, and no `multiprocessing`, which would run a user's
+Not a fork, since the training has threads, and not `multiprocessing`, which would run the user's
 script again.
 """
 
@@ -16,7 +16,7 @@ from typing import Self
 import samestep
 from samestep.errors import UserError
 from samestep.recipes.cricket.corpus import Corpus, from_documents
-from samestep.recipes.cricket.source import Document
+from samestep.recipes.cricket.match_files import Document
 
 # -P: nothing in the user's folder may pose as a package.
 _PROGRAM = """\

@@ -17,6 +17,7 @@ from samestep.recipes.cricket.baselines import baselines
 from samestep.recipes.cricket.cache import Matches, open_corpus
 from samestep.recipes.cricket.corpus import Array, Corpus, from_documents, merge
 from samestep.recipes.cricket.form import KeptForm, keep_form
+from samestep.recipes.cricket.graph_network import BallGraphNetwork, Convolution
 from samestep.recipes.cricket.graphs import (
     BALL_EDGES,
     EDGES,
@@ -28,7 +29,6 @@ from samestep.recipes.cricket.graphs import (
     hetero_data,
 )
 from samestep.recipes.cricket.measures import runs_errors
-from samestep.recipes.cricket.network import BallGraphNetwork, Convolution
 from samestep.recipes.cricket.one_match import draw_match, read_match, show_balls
 from samestep.recipes.cricket.split import (
     Dates,
@@ -73,7 +73,7 @@ class CricketOptions:
     split_seed: int = 42
     """Seed of that draw, and of --balls-per-match."""
     balls_per_match: int | None = None
-    """Train on so many balls of each match, drawn once; by default on all."""
+    """Train on this many balls of each match, drawn once; by default on all."""
     convolution: Convolution = "sage"
     """What sends the messages along edges: GraphSAGE, GATv2 or a graph transformer."""
     width: int = 32
@@ -112,7 +112,7 @@ class CricketOptions:
     form_usual: tuple[float, ...] = ()
     """Runs and wickets a ball in training, by over and wickets lost."""
     form_until: str = ""
-    """Last date of these matches; all later ones go on from there."""
+    """Last date of these matches; ratings of later ones continue from there."""
 
     def __post_init__(self) -> None:
         positive = ("synthetic_matches", "balls_per_match", "width", "rounds")

@@ -50,7 +50,7 @@ class Runs(_Strict):
 
 
 class Extras(_Strict):
-    """The runs of one delivery that are no batter's, by kind."""
+    """The extras of one delivery, by kind."""
 
     byes: _Small = 0
     legbyes: _Small = 0
@@ -172,7 +172,7 @@ class Registry(msgspec.Struct, gc=False):
 
 
 class Info(msgspec.Struct, gc=False):
-    """What is known of a match beside its balls; the result is left unread on purpose."""
+    """Facts about a match without its balls; the result is deliberately not read."""
 
     dates: Annotated[tuple[dt.date, ...], msgspec.Meta(min_length=1)]
     match_type: str
@@ -223,7 +223,7 @@ def decode(document: bytes) -> Scorecard:
     try:
         card = _DECODER.decode(document)
     except RecursionError as error:
-        raise BadMatchError("this is no match: its parts are nested too deep") from error
+        raise BadMatchError("this is not a match: its parts are nested too deep") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadMatchError(_reason(document, error)) from error
     _check_version(card.meta.data_version)
@@ -271,11 +271,11 @@ def _check_runs(delivery: Ball, path: str) -> None:
 
 
 def _reason(document: bytes, error: Exception) -> str:
-    """Return where a document is wrong and how; msgspec alone does not say which ball it is."""
+    """Return where a document is wrong and how; msgspec does not say which ball it is."""
     try:
         part: Any = msgspec.json.decode(document)
     except (msgspec.DecodeError, UnicodeDecodeError) as broken:
-        return f"this is no whole JSON document: {broken}"
+        return f"this is not a complete JSON document: {broken}"
     try:
         _check_version(_HEAD.decode(document).meta.data_version)
     except BadMatchError as unknown:

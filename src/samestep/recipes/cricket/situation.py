@@ -106,7 +106,7 @@ def _since(values: Array, first: Array) -> Array:
 
 
 def _recent(values: Array, start: Array) -> Array:
-    """Return the sums (rows, windows) over the rows before each row, of its innings alone."""
+    """Return the sums (rows, windows) over the earlier rows of the same innings."""
     rows = np.arange(len(values))
     return np.stack([_since(values, np.maximum(rows - n, start)) for n in WINDOWS], axis=1)
 

@@ -74,7 +74,7 @@ def balls_of(corpus: Corpus, matches: Array) -> Array:
 
 
 def thinned(corpus: Corpus, rows: Array, per_match: int, seed: int) -> Array:
-    """Return at most so many of the balls of each match, drawn by seed, in their order."""
+    """Return at most `per_match` balls of each match, drawn by seed, in their order."""
     match = corpus.innings["match"][corpus.innings_of_balls()[rows]]
     draws = np.random.default_rng(seed).random(len(rows))
     order = np.lexsort((draws, match))
@@ -84,7 +84,7 @@ def thinned(corpus: Corpus, rows: Array, per_match: int, seed: int) -> Array:
 
 
 def digests(corpus: Corpus) -> Array:
-    """Return what tells each match (matches,) from all others, whatever its file is called.
+    """Return an identifier of each match (matches,) that does not depend on its file's name.
 
     It is made of the date, the sides in the order they bat, the balls and the runs.
     """

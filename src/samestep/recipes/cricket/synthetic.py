@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from samestep.recipes.cricket.source import Document
+from samestep.recipes.cricket.match_files import Document
 
 _NUM_TEAMS, _NUM_VENUES, _SQUAD = 8, 6, 13
 _RUNS = np.array([0, 1, 2, 3, 4, 6])
@@ -46,7 +46,7 @@ class _League:
 
 
 def documents(num_matches: int, seed: int) -> Iterator[Document]:
-    """Yield so many matches, the same for a seed."""
+    """Yield made-up matches, the same for the same seed."""
     league = _League(np.random.default_rng(seed))
     for number in range(num_matches):
         card = _match(league, number)

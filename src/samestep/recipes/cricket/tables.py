@@ -34,7 +34,7 @@ from samestep.recipes.cricket.situation import (
 )
 
 CONTEXTS = ("match", "state", "striker", "non_striker", "bowler", "partnership", "momentum")
-"""Types of the nodes that a graph has one of, beside the query."""
+"""Types of nodes of which a graph has one each, not counting the query."""
 SAME = ("same_bowler", "same_batter", "same_matchup")
 """Types of the edges from a ball to the last one before it with the same players."""
 NUM_FEATURES = {
@@ -218,7 +218,7 @@ def _batter(counts: Array) -> Tensor:
 def _ball(corpus: Corpus, known: Situation) -> Tensor:
     """Return the features of each ball once it is bowled, and of the state that it was bowled in.
 
-    A graph has them of balls before its query alone.
+    A graph has them only for balls before its query.
     """
     balls = corpus.balls
     runs, kind = balls["runs"], balls["kind"]

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from samestep.errors import UserError
-from samestep.recipes.cricket.source import open_source
+from samestep.recipes.cricket.match_files import open_match_files
 from tests.cricket_files import encoded, match, write
 
 FILES = {"b.json": encoded(match()), "deep/a.json": encoded(match(date="2024-02-02"))}
@@ -30,7 +30,7 @@ def as_tar(path, files=FILES, mode="w"):
 
 
 def read_all(path):
-    source = open_source(path)
+    source = open_match_files(path)
     source.list_names()
     return list(source.read())
 
@@ -52,14 +52,14 @@ def test_a_folder_a_zip_and_tars_hold_the_same_matches(tmp_path):
         for kind in ("", "gz", "bz2", "xz")
     ]
     for path in made:
-        source = open_source(path)
+        source = open_match_files(path)
         assert sorted(source.list_names()) == sorted(FILES)
         assert dict(source.read()) == FILES
 
 
 def test_one_file_is_a_match(tmp_path):
     path = write(tmp_path, {"m.json": match()}) / "m.json"
-    assert [name for name, _ in open_source(path).read()] == ["m.json"]
+    assert [name for name, _ in open_match_files(path).read()] == ["m.json"]
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tar.xz"])
@@ -98,7 +98,7 @@ def test_links_in_a_tar_are_passed_over(tmp_path):
         link = tarfile.TarInfo("link.json")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert sorted(open_source(path).list_names()) == sorted(FILES)
+    assert sorted(open_match_files(path).list_names()) == sorted(FILES)
 
 
 def test_a_file_too_large_for_a_match_is_refused_unread(tmp_path):
@@ -147,7 +147,7 @@ def test_where_there_are_no_matches_that_is_said(tmp_path):
 
 def test_the_stamp_changes_with_the_files(tmp_path):
     write(tmp_path, FILES)
-    before = open_source(tmp_path).stamp
-    assert open_source(tmp_path).stamp == before
+    before = open_match_files(tmp_path).stamp
+    assert open_match_files(tmp_path).stamp == before
     write(tmp_path, {"c.json": match()})
-    assert open_source(tmp_path).stamp != before
+    assert open_match_files(tmp_path).stamp != before

@@ -127,7 +127,7 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 def _names(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
     """Return the names in a folder that are wanted, sorted.
 
-    A leading dot marks what is not the user's: macOS leaves ._cat.jpg beside cat.jpg.
+    Names with a leading dot are skipped: macOS writes ._cat.jpg next to cat.jpg.
     """
     try:
         with os.scandir(folder) as entries:
@@ -149,7 +149,7 @@ def _no_images(folder: Path) -> UserError:
     holds = f" (it holds {len(others)} other files, such as {others[0]})" if others else ""
     return UserError(
         f"{folder} has no images{holds}: no file in it ends in {', '.join(SUFFIXES)}. Fill the "
-        "folder, or remove it if it is no class."
+        "folder, or remove it if it is not a class."
     )
 
 
@@ -195,7 +195,7 @@ def _decode_all(
         broken = decode_in_threads(
             files, mine, keep, lambda path: decode(path, side), num_threads, count
         )
-    # The gather is also what lets nobody read the images before all have written theirs.
+    # The gather also makes every rank wait until all images are written.
     return _merge(world.gather(broken))
 
 

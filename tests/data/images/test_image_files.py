@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samestep import UserError
-from samestep.data.images.files import class_names, find_files
+from samestep.data.images.image_files import class_names, find_files
 from tests.image_files import CLASSES, write_images
 
 

@@ -35,7 +35,7 @@ class MatchFiles:
     """Opens it, and yields the files in the order of the names."""
 
 
-def open_source(path: Path) -> MatchFiles:
+def open_match_files(path: Path) -> MatchFiles:
     """Return the JSON files of a folder, a zip or a tar, or one JSON file."""
     try:
         if path.is_dir():
@@ -57,7 +57,7 @@ def open_source(path: Path) -> MatchFiles:
         names = (path.name,)
         return MatchFiles(path, stamp, lambda: names, lambda: iter([(path.name, _content(path))]))
     raise UserError(
-        f"{path} is no folder, zip, tar (also .gz, .bz2, .xz) or JSON file. Name what "
+        f"{path} is not a folder, zip, tar (also .gz, .bz2, .xz) or JSON file. Name what "
         "cricsheet.org offers as JSON with --data-dir."
     )
 
@@ -72,7 +72,7 @@ def _content(path: Path) -> bytes:
 
 
 def _wanted(name: str) -> bool:
-    """Whether a file is a match: a leading dot marks what macOS leaves beside it."""
+    """Whether a file is a match. macOS leaves files with a leading dot, which are not."""
     return name.endswith(".json") and not PurePosixPath(name).name.startswith(".")
 
 
@@ -106,7 +106,7 @@ def _folder(path: Path) -> MatchFiles:
 def _archive(path: Path, entries: Callable[[Path, bool], Iterator[Document]]) -> MatchFiles:
     """Return an archive as a source; `entries` yields its files, with content if asked to."""
 
-    def told(content: bool) -> Iterator[Document]:
+    def checked(content: bool) -> Iterator[Document]:
         try:
             yield from entries(path, content)
         except (*_BROKEN, OSError, RuntimeError, NotImplementedError) as error:
@@ -116,13 +116,13 @@ def _archive(path: Path, entries: Callable[[Path, bool], Iterator[Document]]) ->
             ) from error
 
     def list_names() -> tuple[str, ...]:
-        names = [_checked(path, name) for name, _ in told(content=False)]
+        names = [_checked(path, name) for name, _ in checked(content=False)]
         wanted = tuple(filter(_wanted, names))
         _check_any(path, wanted)
         return wanted
 
     def read() -> Iterator[Document]:
-        return (each for each in told(content=True) if _wanted(each[0]))
+        return (each for each in checked(content=True) if _wanted(each[0]))
 
     status = path.stat()
     return MatchFiles(path, _digest([f"{status.st_size} {status.st_mtime_ns}"]), list_names, read)

@@ -1,8 +1,8 @@
 """A graph network for a query in a graph of nodes of several types, with PyTorch Geometric.
 
 Nodes are embedded, balls and players take part in rounds of messages, and in a last round all of
-them report to the query. One number is read of the query beside the plain features of the nodes
-that a graph has one of, so that the messages have nothing to pass on but what is not in these.
+them report to the query. The prediction is read from the query and from the plain features of the
+nodes that occur once per graph, so messages need only carry the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class BallGraphNetwork(nn.Module):
         beside: types of nodes, one a graph, whose features are read beside the query.
         convolution: what sends the messages.
         width: channels of a node.
-        num_rounds: how often `rounds` are repeated.
+        num_rounds: number of times that `rounds` are repeated.
         identity_width: numbers of an identity.
         dropout: within the layers that read the query.
         unknown: in training, the part of the identities that are taken for unknown ones; with 1
