@@ -14,16 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from samestep.errors import UserError, blame, did_you_mean
-
-RESERVED_NAMES = frozenset(
-    {
-        *("loss", "train_loss", "event", "split", "epoch", "step", "samples", "seconds"),
-        *("checkpoint", "problems", "per_class", "confusion", "notes"),
-        *("train_seconds", "samples_per_s", "phases", "ranks", "metrics"),
-    }
-)
-"""What no metric may be called: fields of `evaluation` and `epoch` records, and what `compare`
-offers."""
+from samestep.run.records import TAKEN_NAMES
 
 PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
 """What no picture of a recipe's own may be called: samestep's have these names."""
@@ -158,7 +149,7 @@ def check_metrics(metrics: Mapping[str, Any], lower: tuple[str, ...]) -> None:
             _check_function(f"Recipe(metrics=…): {name!r}", metric)
         elif isinstance(metric, type):
             raise _is_class(f"Recipe(metrics=…): {name!r}", metric)
-        if name in RESERVED_NAMES:
+        if name in TAKEN_NAMES:
             raise UserError(
                 f"Recipe(metrics=…) names a metric {name!r}, and a record has that already. "
                 f"Give it another name, such as 'own_{name}'."

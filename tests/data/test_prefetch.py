@@ -19,7 +19,7 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.prefetch import SideStream, on_device, send
 from samestep.data.trees import map_leaves
 from samestep.ranks.world import World
-from samestep.run.phase_names import PHASES
+from samestep.run.records import PHASES
 from samestep.training.phases import DevicePhases
 from tests import tiny
 from tests.command_line import read_json

@@ -58,7 +58,6 @@ EPOCH = (
         "{}",
         '{"event": "evaluation", "step": null}',
         '{"event": "resume", "step": 4}',
-        '{"event": "step", "step": 3, "samples": 30, "seconds": 1.5, "loss": NaN}',
         EPOCH.replace("1", "2.5", 1),
         EPOCH.replace("0.5", '"x"'),
         '{"event": "start", "world_size": 1, "num_samples": 60, "steps_per_epoch": 0}',

@@ -1,15 +1,17 @@
 """A run tells the format that it was written in; a newer one is refused by whoever reads it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from samestep import UserError, read_records
 from samestep.reporting.run_data import read_run
 from samestep.run.directory import Run
-from samestep.run.records import RUN_FORMAT
+from samestep.run.records import RUN_FORMAT, parse_lines
 from samestep.tracking.send_run import send_run
 from tests.reporting.made_runs import lines_of, write_run
+from tests.run.record_table import handbook_table
 from tests.tiny import files
 
 READERS = {
@@ -57,3 +59,25 @@ def test_a_line_that_a_kill_tore_off_is_cut_away_before_the_next_record(tmp_path
         run.append({"event": "stop"})
         run.close()
         assert path.read_text() == '{"event": "compile"}\n{"event": "stop"}\n'
+
+
+def test_the_handbook_has_each_record_with_its_fields():
+    handbook = Path("docs/training.md").read_text(encoding="utf-8")
+    assert handbook_table() in handbook, f"docs/training.md needs this table:\n{handbook_table()}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"[]", b"7", b'{"event": ["step"]}', b'{"step": 1}', b'{"event": "step", "st'),
+        *(b"\xff", b"[" * 100_000, b'{"event": "step", "step": -1}', b'{"loss": NaN'),
+    ],
+)
+def test_a_line_without_a_record_is_left_out_and_its_neighbours_are_read(line):
+    good = b'{"event": "stop", "step": 3, "reason": "all epochs"}'
+    found = parse_lines(b"\n".join([good, line, good]) + b"\n", checked=True)
+    assert [one is None for one in found] == [False, True, False]
+
+
+def test_nan_of_an_earlier_version_is_null():
+    assert parse_lines(b'{"event": "own", "loss": NaN}\n') == [{"event": "own", "loss": None}]

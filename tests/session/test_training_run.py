@@ -4,9 +4,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from samestep import read_records
+from samestep.run.records import KINDS
 from tests import tiny
 from tests.command_line import read_json
 from tests.processes import run_ranks
@@ -73,6 +75,11 @@ def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_fir
     shown = [record for record in told["shown"] if record["event"] != "progress"]
     assert shown == list(read_records(run))
     assert [shown[0]["event"], shown[-1]["event"]] == ["start", "stop"]
+    for record in shown:  # as run/records.py documents it; an evaluation has metrics, too
+        kind = KINDS[record["event"]]
+        msgspec.convert(record, kind)
+        if record["event"] != "evaluation":
+            assert record.keys() <= {"event", *kind.__struct_fields__}
     assert (told["outcome"].path, told["outcome"].signum) == (run, 0)
     assert read_json(run / "result.json")["status"] == "completed"
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from samestep import read_records
-from samestep.run.phase_names import PHASES
+from samestep.run.records import PHASES
 from samestep.training.phases import DevicePhases, Phases
 from tests import tiny
 

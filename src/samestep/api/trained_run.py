@@ -19,7 +19,7 @@ from samestep.run.directory import is_run, is_written, no_run
 from samestep.run.files import read_object, shown_path
 from samestep.run.index import read_index
 from samestep.run.pictures import FOLDER, read_pictures, read_png
-from samestep.run.records import NOT_METRICS, Record, read_records
+from samestep.run.records import Record, metric_values, read_records
 from samestep.settings import settings_of_run
 
 _TRAIN, _VALIDATION = "#1f5fa8", "#c0392b"
@@ -98,8 +98,7 @@ class TrainedRun:
                 rows[record["epoch"]].pop("event")
             elif record["event"] == "evaluation" and record["split"] == "validation":
                 row = next((r for r in rows.values() if r["step"] == record["step"]), {})
-                measured = {name: v for name, v in record.items() if name not in NOT_METRICS}
-                row |= {f"validation_{name}": v for name, v in measured.items()}
+                row |= {f"validation_{name}": v for name, v in metric_values(record).items()}
         return list(rows.values())
 
     def report(self, output: AnyPath | None = None) -> Path:
@@ -177,8 +176,8 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
         facts["best"] = f"{best.get('metric')} {best['value']:.4f}, epoch {best.get('epoch')}"
     shown = [
         f"{name} {value:.4f}"
-        for name, value in test.items()
-        if name not in NOT_METRICS and isinstance(value, int | float)
+        for name, value in metric_values(test).items()
+        if isinstance(value, int | float)
     ]
     if shown:
         facts["test"] = ", ".join(shown)

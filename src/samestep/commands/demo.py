@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import psutil
 from rich.console import Console
 
@@ -23,7 +22,7 @@ from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.reporting.comparison import SameTraining, compare_runs
 from samestep.reporting.words import BOTH, FIRST, LABEL, SECOND, curve_lines, wrapped
 from samestep.run.directory import new_run_path
-from samestep.run.records import Record
+from samestep.run.records import Record, RecordFile
 from samestep.settings import flag_name
 
 if TYPE_CHECKING:
@@ -226,9 +225,5 @@ def _kill(process: "subprocess.Popen[str]") -> int:
 
 def _records(run: Path, event: str) -> list[Record]:
     """Return the whole records of one kind, while another process writes them."""
-    try:
-        lines = (run / "events.jsonl").read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return []
-    start = f'{{"event": "{event}"'.encode()
-    return [msgspec.json.decode(line) for line in lines if line.startswith(start)]
+    records = RecordFile(run / "events.jsonl").read_all()
+    return [record for record in records if record["event"] == event]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from samestep.profiling.measured import MeasuredSteps
 from samestep.reporting.words import count
-from samestep.run.phase_names import COMPUTE
+from samestep.run.records import COMPUTE
 
 # A rank counts as a straggler if it is slower than the others by this fraction of a step: ranks
 # take turns at being last.

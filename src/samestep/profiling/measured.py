@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from samestep.run.phase_names import COMPUTE, WAITS
+from samestep.run.records import COMPUTE, WAITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from samestep.profiling.measured import Operations
-from samestep.run.phase_names import COMPUTE
+from samestep.run.records import COMPUTE
 
 Event = Mapping[str, Any]
 Interval = tuple[float, float]

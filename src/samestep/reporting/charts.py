@@ -18,8 +18,7 @@ from samestep.reporting.series import (
     make_curve,
     short_float,
 )
-from samestep.run.phase_names import IN_ORDER
-from samestep.run.records import NOT_METRICS, Record
+from samestep.run.records import IN_ORDER, Record, metric_values
 
 MOST_CHARTS = 60
 _FEWEST = 400
@@ -81,7 +80,7 @@ class Lines:
         splits: tuple[Role, ...] = ("validation", "test")
         for split in splits:
             found = [r for r in self.run.of("evaluation") if r.get("split") == split]
-            for name in dict.fromkeys(n for r in found for n in r if n not in NOT_METRICS):
+            for name in dict.fromkeys(n for r in found for n in metric_values(r)):
                 self._add(name, split, split, _steps(found), [r.get(name) for r in found])
 
     def places(self, steps: Sequence[float] | Floats, by: str) -> Floats:

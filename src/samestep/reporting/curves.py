@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from samestep.reporting.run_data import TRAIN_LOSS, RunData
-from samestep.run.phase_names import IN_ORDER
-from samestep.run.records import Record
+from samestep.run.records import IN_ORDER, Record
 
 ROWS = 6
 

@@ -11,7 +11,7 @@ from samestep.reporting.run_data import RunData
 from samestep.reporting.table import Table, number
 from samestep.reporting.words import count, duration, short, size
 from samestep.run.files import read_object
-from samestep.run.records import NOT_METRICS
+from samestep.run.records import metric_values
 from samestep.settings import Settings, flag_name
 
 Pairs = tuple[tuple[str, str], ...]
@@ -98,7 +98,7 @@ def _test(run: RunData, result: Mapping[str, Any]) -> str:
     if not isinstance(test, dict):
         found = [r for r in run.of("evaluation") if r.get("split") == "test"]
         test = found[-1] if found else {}
-    values = {n: v for n, v in test.items() if n not in NOT_METRICS}
+    values = metric_values(test)
     said = ", ".join(f"{name} {number(value)}" for name, value in list(values.items())[:4])
     of = f" ({count(test['samples'], 'sample')})" if isinstance(test.get("samples"), int) else ""
     return said + of if said else ""

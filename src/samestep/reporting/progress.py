@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from samestep.reporting.words import class_table, count, duration, short, wrapped
-from samestep.run.records import NOT_METRICS, Record
+from samestep.run.records import Record, metric_values
 
 _LEAST_BAR = 12
 
@@ -202,8 +202,7 @@ def metrics_of(record: Record) -> dict[str, str]:
     """
     return {
         name: NOT_FINITE if value is None or not math.isfinite(value) else f"{value:.4f}"
-        for name, value in record.items()
-        if name not in NOT_METRICS
+        for name, value in metric_values(record).items()
     }
 
 

@@ -7,51 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from samestep.run.directory import no_run
 from samestep.run.ending import how_it_ended
 from samestep.run.files import read_object
-from samestep.run.records import NOT_METRICS, Record, as_uninterrupted
+from samestep.run.records import Record, RecordFile, as_uninterrupted, metric_values
 from samestep.settings import settings_of_run
 
 TRAIN_LOSS = "train_loss"
-
-_Count = Annotated[int, Meta(ge=0)]
-_Positive = Annotated[int, Meta(ge=1)]
-_Seconds = Annotated[float, Meta(ge=0)]
-_SECONDS_IF_ANY = ("seconds", _Seconds | None, None)
-_LOSS = ("loss", float | None)
-"""Null where it was NaN or infinite, which JSON does not have."""
-_SIZES = ("world_size", "global_batch_size")
-_OF_THE_DATA = ("num_samples", "steps_per_epoch")
-"""Of a stream nobody knows them."""
-# Without these a record says nothing. A record of any other event is whatever it says.
-_FIELDS: dict[str, list[Any]] = {
-    "start": [
-        *((name, _Positive) for name in _SIZES),
-        *((name, _Positive | None) for name in _OF_THE_DATA),
-        *(("resumed", bool), ("format", int, 1), ("lower_is_better", list[str] | None, None)),
-    ],
-    "step": [
-        *(("step", _Count), ("samples", _Count), ("seconds", _Seconds), _LOSS),
-        ("grad_norm", float | None, None),
-    ],
-    "epoch": [
-        *(("epoch", _Positive), ("step", _Count), ("samples", _Count)),
-        *(("train_seconds", _Seconds), _LOSS, ("phases", dict[str, float] | None, None)),
-    ],
-    "evaluation": [("step", _Count), _SECONDS_IF_ANY],
-    "checkpoint": [("step", _Count), ("path", str), _SECONDS_IF_ANY],
-    "resume": [("step", _Count), ("checkpoint", str)],
-    "compile": [("seconds", _Seconds)],
-}
-_FORMS = {event: msgspec.defstruct(event, fields) for event, fields in _FIELDS.items()}
-_RECORDS = msgspec.json.Decoder(Record)
-_OTHER_FORM = msgspec.defstruct("other", [("event", str)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +57,8 @@ class RunData:
             name
             for record in self.of("evaluation")
             if record.get("split") == "validation"
-            for name, value in record.items()
-            if name not in NOT_METRICS and isinstance(value, int | float)
+            for name, value in metric_values(record).items()
+            if isinstance(value, int | float)
         ]
         trained = [TRAIN_LOSS] if self.of("epoch") or self.of("step") else []
         return [*dict.fromkeys(found), *trained]
@@ -147,52 +111,22 @@ def read_run(path: Path) -> RunData:
 
 def _records(file: Path, problems: list[str]) -> list[Record]:
     """Return every record that can be read, those that were superseded left out."""
+    lines = RecordFile(file, checked=True)
     try:
-        whole, newline, torn = file.read_bytes().rpartition(b"\n")
+        file.stat()
+        found = lines.read_all()
     except OSError:
         problems.append("events.jsonl is missing: nothing is known of its training")
         return []
-    if torn:
+    if lines.torn:
         problems.append("the last line of events.jsonl is half-written, and left out")
-    read = _read_lines(whole) if newline else []
-    found = [record for record in read if record is not None]
-    damaged = [number for number, record in enumerate(read, start=1) if record is None]
-    if damaged:
+    if damaged := lines.damaged:
         shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
         plural = "s" if len(damaged) > 1 else ""
         problems.append(f"events.jsonl is damaged in line{plural} {shown}, left out")
     if not found:
         problems.append("events.jsonl holds no record yet")
     return as_uninterrupted(found, file.parent)
-
-
-def _read_lines(text: bytes) -> list[Record | None]:
-    """Return the record of each line; None for a damaged one.
-
-    They are read all at once where none is damaged: a million lines take half the time.
-    """
-    by_event: dict[object, list[Record]] = {}
-    try:
-        found = _RECORDS.decode_lines(text)
-        for record in found:
-            by_event.setdefault(record.get("event"), []).append(record)
-        for event, records in by_event.items():
-            msgspec.convert(records, list[_FORMS.get(str(event), _OTHER_FORM)])  # type: ignore[misc]
-    except (msgspec.MsgspecError, RecursionError, TypeError):  # an event may be a list
-        found = []
-    if found and len(found) == text.count(b"\n") + 1:
-        return [*found]
-    return [_record(line) for line in text.split(b"\n")]
-
-
-def _record(line: bytes) -> Record | None:
-    """Return the record of a line, or None if it is none that a run writes."""
-    try:
-        record = _RECORDS.decode(line)
-        msgspec.convert(record, _FORMS.get(str(record.get("event")), _OTHER_FORM))
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    return record
 
 
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from samestep.reporting.curves import measured_epochs, pauses, phases
 from samestep.reporting.run_data import RunData
 from samestep.reporting.table import Table, number, percent
 from samestep.reporting.words import count
-from samestep.run.phase_names import COMPUTE, WAITS
+from samestep.run.records import COMPUTE, WAITS
 
 _STRAGGLES = 0.15
 """As `samestep profile`: below this share of a step, ranks only take turns at being last."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.recipe_checks import RESERVED_NAMES
+from samestep.run.records import TAKEN_NAMES
 
 Sums = dict[str, tuple[float, float]]
 """Name → the sum of its values times their weights, and the sum of the weights."""
@@ -94,7 +94,7 @@ def _means(ranks: list[Sums]) -> dict[str, float]:
 def check_names(values: dict[str, Any]) -> None:
     """Refuse a value that is named like another field of the records."""
     for name in values:
-        if name != "loss" and name in RESERVED_NAMES:
+        if name != "loss" and name in TAKEN_NAMES:
             raise UserError(
                 f"run.log({name}=…): records have a field {name!r} already. Give it another name, "
                 f"such as 'own_{name}'."

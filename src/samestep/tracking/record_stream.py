@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from samestep.run.pictures import read_png
-from samestep.run.records import Record, check_format
+from samestep.run.records import Record, RecordFile, check_format
 from samestep.tracking.confusion_picture import confusion_png, has_confusion
 from samestep.tracking.contract import Picture, Scalar, TrackedRecord
 
 SYSTEM = Path("tracking", "system.jsonl")
 """In a run directory: what was measured of the machine, while the run was tracked."""
 
-_CHUNK_BYTES = 1 << 20
 _EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "picture")
 _NAME = re.compile(r"[\w-]{1,60}")
 _NO_VALUES = {"event", "split", "step", "epoch", "time"}
@@ -58,48 +57,12 @@ def _numbers(record: Record, prefix: str) -> dict[str, float]:
     return _plain(flatten({k: v for k, v in record.items() if k not in _NO_VALUES}, prefix))
 
 
-class _Lines:
-    """The whole lines of a file that grows, as JSON objects with their numbers from 0."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-        self.num_read = 0
-        self.damaged: list[int] = []
-        """The lines, from 1, that are no records."""
-        self.torn = False
-        """Whether it ended in half a line when it was last read."""
-
-    def read(self) -> Iterator[list[tuple[int, Record]]]:
-        """Yield what is new, a chunk at a time."""
-        self.torn = False
-        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with missing, self._path.open("rb") as file:
-            file.seek(self._offset)
-            while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
-                if not lines[-1].endswith(b"\n"):
-                    self.torn = True  # it is being written, or was torn off by a kill
-                    lines.pop()  # and is read from its beginning next time
-                parsed = list(enumerate(map(_parse, lines), self.num_read))
-                self.damaged += [number + 1 for number, record in parsed if record is None]
-                self._offset += sum(map(len, lines))
-                self.num_read += len(lines)
-                yield [(number, record) for number, record in parsed if record is not None]
-
-
-def _parse(line: bytes) -> Record | None:
-    with contextlib.suppress(ValueError):
-        record = json.loads(line)
-        if isinstance(record, dict) and isinstance(record.get("event"), str):
-            return record
-    return None
-
-
 class RecordStream:
     """What a run has to tell a tracker, from the beginning, as it comes in."""
 
     def __init__(self, run: Path, *, with_checkpoints: bool = False) -> None:
         self._run, self._with_checkpoints = run, with_checkpoints
-        self.events, self.system = _Lines(run / "events.jsonl"), _Lines(run / SYSTEM)
+        self.events, self.system = RecordFile(run / "events.jsonl"), RecordFile(run / SYSTEM)
         self._reached: dict[tuple[str, ...], int] = {}
         self._clock = _Clock()
         self.last: Record = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from samestep.run.phase_names import COMPUTE, PHASES, WHOLE
+from samestep.run.records import COMPUTE, PHASES, WHOLE
 
 _READ_EVERY = 1024
 
