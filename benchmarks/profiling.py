@@ -30,7 +30,7 @@ HUGE = Situation(
     "a huge all-reduce on a slow link",
     "communication-bound",
     "--accumulate",
-    recipe=(("sizes", "1024, 64, 8, 1024"),),
+    {"sizes": "1024, 64, 8, 1024"},
     nproc=2,
 )
 # What a sample of the worker choice costs: some wait, as for a disk, and some compute.
@@ -309,7 +309,7 @@ def workers(folder: Path, *, quick: bool) -> tuple[list[str], bool]:
 
 def _recipe_with(folder: Path, work: str, batch: int) -> Path:
     sizes = f"64, {batch * 40}, {batch}, 64"
-    one = Situation("", "", recipe=(("sizes", sizes), ("train", "Samples()"), ("sample", "0")))
+    one = Situation("", "", "", {"sizes": sizes, "train": "Samples()", "sample": "0"})
     path = one.write(folder)
     planted = "time.sleep(0)  # planted: a slow disk"
     assert path.read_text().count(planted) == 1

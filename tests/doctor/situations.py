@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from samestep.doctor.facts import (
+from samestep.doctor.findings import Finding
+from samestep.doctor.rank_facts import (
     Address,
     Allocation,
     AllReduce,
@@ -14,7 +15,6 @@ from samestep.doctor.facts import (
     SlurmJob,
     SlurmTask,
 )
-from samestep.doctor.findings import Finding
 from samestep.ranks.launch import Launch
 
 GIB = 1 << 30

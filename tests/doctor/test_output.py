@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from samestep.doctor import slurm_job
-from samestep.doctor.diagnosis import SIDE_BY_SIDE, Diagnosis
-from samestep.doctor.facts import AllReduce
+from samestep.doctor.diagnosis import SIDE_BY_SIDE, Diagnosis, print_report
 from samestep.doctor.findings import green, named, red, run_checks, yellow
 from samestep.doctor.measurements import (
     ALL_REDUCE_BYTES,
@@ -17,7 +16,7 @@ from samestep.doctor.measurements import (
     bus_bandwidth,
     rounds_within,
 )
-from samestep.doctor.output import print_report
+from samestep.doctor.rank_facts import AllReduce
 from tests.doctor.situations import MEASURED, allocation, four, in_job
 
 

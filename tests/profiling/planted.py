@@ -5,10 +5,7 @@ What is planted is a cause, often a sleep: that stands for a slow disk, a slow n
 
 import json
 import os
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,36 +131,29 @@ class Situation:
 
     name: str
     verdict: str
-    says: str = ""
+    says: str
     """Words that the evidence or the advice must have."""
-    recipe: tuple[tuple[str, str], ...] = ()
-    script: tuple[tuple[str, str], ...] = ()
+    recipe: dict[str, str] = field(default_factory=dict)
+    script: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     nproc: int = 1
     slow: bool = False
-    """Whether it is left to `make test-all`: a quicker test holds most of what it would show."""
+    """Whether only `make test-all` runs it: a quicker test covers most of it."""
 
     def write(self, folder: Path) -> Path:
         """Write its file and return its path."""
         path = folder / "planted.py"
         if self.script:
-            path.write_text(SCRIPT.format(**{**_SCRIPT_DEFAULTS, **dict(self.script)}))
+            path.write_text(SCRIPT.format(**{**_SCRIPT_DEFAULTS, **self.script}))
         else:
-            path.write_text(RECIPE.format(**{**_DEFAULTS, **dict(self.recipe)}))
+            path.write_text(RECIPE.format(**{**_DEFAULTS, **self.recipe}))
         return path
 
     def command(self, folder: Path, seconds: float) -> list[str]:
         """Return the arguments of `samestep` that profile it into a folder."""
-        place = "--out" if self.script else "--run-dir"
-        return [
-            "profile",
-            str(self.write(folder)),
-            "--seconds",
-            str(seconds),
-            *self.flags,
-            place,
-            str(folder / "profile"),
-        ]
+        place = ("--out" if self.script else "--run-dir", str(folder / "profile"))
+        target = str(self.write(folder))
+        return ["profile", target, "--seconds", str(seconds), *self.flags, *place]
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -174,140 +164,86 @@ def read(folder: Path) -> dict[str, Any]:
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
 _LAYER = "nn.Linear(16, 16)"
-_FROM_DISK = (("train", "Samples()"), ("sample", "0.001"))
+_FROM_DISK = {"train": "Samples()", "sample": "0.001"}
+
+_DEEP = f"nn.Sequential(*[{_LAYER}] * 8, nn.Linear(16, 2))"
+_CHAIN = "nn.Sequential(*[nn.Hardtanh() for _ in range(12)], nn.Linear(WIDTH, 2))"
+_READS = "[(float(r.max()), float(r.sum()), int(r.argmax())) for r in model(x)]"
+_EVERY_2 = '"eval_every_steps": 2, "checkpoint_every_epochs": 1000'
 
 SITUATIONS = [
-    Situation("a data set that sleeps", "input-bound", "itself", recipe=_FROM_DISK, slow=True),
+    Situation("a data set that sleeps", "input-bound", "itself", _FROM_DISK, slow=True),
     Situation(
         "a data set that sleeps, with a worker",
-        "input-bound",
-        "1 worker",
-        recipe=_FROM_DISK,
+        *("input-bound", "1 worker", _FROM_DISK),
         flags=("--num-workers", "1"),
         slow=True,
     ),
-    Situation(
-        "a tiny model",
-        "launch-bound",
-        "--compile on",
-        recipe=(("layers", f"nn.Sequential(*[{_LAYER}] * 8, nn.Linear(16, 2))"),),
-    ),
+    Situation("a tiny model", "launch-bound", "--compile on", {"layers": _DEEP}),
     Situation(
         "matrix products",
-        "compute-bound",
-        "mm",
+        *("compute-bound", "mm", {"sizes": "1024, 1024, 512, 1024"}),
         flags=("--threads", "1"),
-        recipe=(("sizes", "1024, 1024, 512, 1024"),),
     ),
     Situation(
         "long chains of element by element",
-        "memory-bound",
-        "fuse",
-        recipe=(
-            ("sizes", "4096, 2048, 1024, 16"),
-            ("layers", "nn.Sequential(*[nn.Hardtanh() for _ in range(12)], nn.Linear(WIDTH, 2))"),
-        ),
+        *("memory-bound", "fuse", {"sizes": "4096, 2048, 1024, 16", "layers": _CHAIN}),
     ),
     Situation(
         "a rank that computes slowly",
-        "straggler",
-        "rank 1",
+        *("straggler", "rank 1", {"backward": "0.05 if RANK == 1 else 0"}),
         nproc=2,
-        recipe=(("backward", "0.05 if RANK == 1 else 0"),),
     ),
     Situation(
         "a rank whose data is slow",
-        "straggler",
-        "for its data",
+        *("straggler", "for its data"),
+        {"train": "Samples()", "sample": "0.003 if RANK == 1 else 0"},
         nproc=2,
-        recipe=(("train", "Samples()"), ("sample", "0.003 if RANK == 1 else 0")),
         slow=True,
     ),
-    Situation("a tiny model on two ranks", "communication-bound", "latency", nproc=2),
+    Situation("a tiny model on two ranks", "communication-bound", "latency", {}, nproc=2),
     Situation(
         "numbers read of every sample",
-        "host-sync",
-        "Add numbers up",
-        script=(
-            (
-                "after_backward",
-                "[(float(r.max()), float(r.sum()), int(r.argmax())) for r in model(x)]",
-            ),
-            ("batch", "64"),
-        ),
+        *("host-sync", "Add numbers up"),
+        script={"after_backward": _READS, "batch": "64"},
     ),
     Situation(
         "more threads than cores",
-        "oversubscribed",
-        "--threads",
+        *("oversubscribed", "--threads", {"sizes": "512, 2048, 512, 512"}),
         flags=("--threads", str(4 * _CORES)),
-        recipe=(("sizes", "512, 2048, 512, 512"),),
     ),
     Situation(
         "slow checkpoints",
-        "checkpoint-bound",
-        "more rarely",
-        recipe=(("checkpoint", "0.05"), ("settings", '"checkpoint_every_steps": 4')),
+        *("checkpoint-bound", "more rarely"),
+        {"checkpoint": "0.05", "settings": '"checkpoint_every_steps": 4'},
     ),
     Situation(
         "evaluations too often",
-        "evaluation-bound",
-        "more rarely",
-        recipe=(
-            ("evaluation", "0.02"),
-            ("validation", "(x, y)"),
-            ("settings", '"eval_every_steps": 2, "checkpoint_every_epochs": 1000'),
-        ),
+        *("evaluation-bound", "more rarely"),
+        {"evaluation": "0.02", "validation": "(x, y)", "settings": _EVERY_2},
+        slow=True,
     ),
     Situation(
         "workers that start in every epoch",
-        "input-bound",
-        "persistent_workers",
-        script=(("samples", "64"), ("loader", ", num_workers=1")),
+        *("input-bound", "persistent_workers"),
+        script={"samples": "64", "loader": ", num_workers=1"},
     ),
     Situation(
         "large batches put together in the training process",
-        "input-bound",
-        "collates samples",
-        script=(("samples", "8192"), ("batch", "4096"), ("width", "16"), ("depth", "0")),
+        *("input-bound", "collates samples"),
+        script={"samples": "8192", "batch": "4096", "width": "16", "depth": "0"},
         slow=True,
     ),
     Situation(
         "slow saving in a script",
-        "checkpoint-bound",
-        "more rarely",
-        script=(("save", "0.02"), ("after_step", "torch.save({'s': SlowToSave()}, os.devnull)")),
+        *("checkpoint-bound", "more rarely"),
+        script={"save": "0.02", "after_step": "torch.save({'s': SlowToSave()}, os.devnull)"},
         slow=True,
     ),
     Situation(
         "much logging in a script",
-        "loop-bound",
-        "once in many",
-        script=(("after_step", "time.sleep(0.03)  # drawing, writing, printing"),),
+        *("loop-bound", "once in many"),
+        script={"after_step": "time.sleep(0.03)  # drawing, writing, printing"},
+        slow=True,
     ),
 ]
-
-
-def main() -> None:
-    """Profile the situations named, or all, in turn; print what is said of each."""
-    import tempfile
-
-    wanted = sys.argv[1:]
-    for one in SITUATIONS:
-        if wanted and not any(word in one.name for word in wanted):
-            continue
-        with tempfile.TemporaryDirectory() as name:
-            began = time.perf_counter()
-            command = [sys.executable, "-m", "samestep", *one.command(Path(name), 1.0)]
-            if one.nproc > 1:
-                command += ["--nproc", str(one.nproc)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            took = time.perf_counter() - began
-            kind = read(Path(name))["verdict"]["kind"] if done.returncode == 0 else "failed"
-            print("ok " if kind == one.verdict else "BAD", f"{took:.1f} s", one.name, kind)
-            if kind != one.verdict or "-v" in wanted:
-                print(done.stdout, done.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.profiling.scaling import reasons, scaling_of
 from samestep.profiling.scaling_study import MeasuredSetup, Setup, read_measurement
+from samestep.profiling.speed_up import reasons, scaling_of
 from samestep.run.records import read_records
 from tests.processes import run_ranks
 from tests.tiny import RECIPE, write_recipe
@@ -46,26 +46,41 @@ def measured(recipe: Path, ranks: int, batches: list[int], folder: Path) -> list
     ]
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Measurements of the recipe with the slow rank: ranks → batches of 12 and 24, and runs."""
+    folder = tmp_path_factory.mktemp("scaling")
+    recipe = write_recipe(folder, SLOW_RANK)
+    return folder, {ranks: measured(recipe, ranks, [12, 24], folder) for ranks in (1, 2)}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_leaves_segments_whose_steps_samples_and_seconds_are_the_loops(tmp_path, ranks):
-    recipe = write_recipe(tmp_path)
-    found = measured(recipe, ranks, [12, 24], tmp_path)
-    for one in found:
+def test_it_leaves_segments_whose_steps_samples_and_seconds_are_the_loops(found, ranks):
+    folder, measurements = found
+    for one in measurements[ranks]:
         (measurement,) = one.rounds
-        run = tmp_path / f"{ranks}-{one.setup.global_batch_size}"
+        batch = one.setup.global_batch_size
         assert len(measurement.segments) >= 2
         assert sum(s.seconds for s in measurement.segments) >= 0.3
         for segment in measurement.segments:
-            batch = one.setup.global_batch_size
             # An epoch's last batch is smaller, and a slow machine's segment may be that one step.
             ends = segment.steps // (131 // batch) + 1
             assert 0 <= segment.steps * batch - segment.samples < ends * batch
             assert set(segment.phases) >= {"data", "forward", "backward", "all_reduce"}
         assert measurement.threads == 1
+        run = folder / f"{ranks}-{batch}"
         events = {record["event"] for record in read_records(run)}
         assert not events & {"evaluation", "checkpoint"}
         assert "epoch" in events
         assert not list((run / "checkpoints").glob("*.pt"))
+
+
+def test_a_rank_that_is_slow_shows_as_waiting_for_it(found):
+    _, measurements = found
+    one, two = measurements[1][0], measurements[2][1]  # 12 samples per rank each
+    (phase, lost, _why), *_ = reasons(scaling_of(two, one, "weak"), crowded=False)
+    assert phase == "all_reduce"
+    assert lost > 15  # of the 30 ms
 
 
 def test_collated_batches_and_their_terms_are_measured_too(tmp_path):
@@ -73,13 +88,3 @@ def test_collated_batches_and_their_terms_are_measured_too(tmp_path):
     (one,) = measured(recipe, 2, [16], tmp_path)
     (measurement,) = one.rounds
     assert all(s.samples <= 16 * s.steps for s in measurement.segments)
-
-
-def test_a_rank_that_is_slow_shows_as_waiting_for_it(tmp_path):
-    recipe = write_recipe(tmp_path, SLOW_RANK)
-    (one,) = measured(recipe, 1, [12], tmp_path)
-    (two,) = measured(recipe, 2, [24], tmp_path)
-    found = scaling_of(two, one, "weak")
-    (phase, lost, _why), *_ = reasons(found, crowded=False)
-    assert phase == "all_reduce"
-    assert lost > 15  # of the 30 ms

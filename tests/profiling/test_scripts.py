@@ -11,6 +11,7 @@ import pytest
 
 from samestep.profiling.trace_digest import phases_of
 from tests.command_line import end_with_first_failure, read_json, refusal, run, start
+from tests.processes import Ranks
 
 QUICK = ("--seconds", "0.3")
 HEAD = """
@@ -40,16 +41,22 @@ def script(here: Path, text: str) -> str:
 
 
 def profiled(here: Path, text: str, *flags: str, world_size: int = 1) -> dict:
-    run(
-        "profile",
-        script(here, text),
-        "--out",
-        "out",
-        *flags,
-        folder=here.parent / "o",
-        world_size=world_size,
-    )
+    path, folder = script(here, text), here.parent / "o"
+    run("profile", path, "--out", "out", *flags, folder=folder, world_size=world_size)
     return read_json(here / "out" / "profile.json")
+
+
+def ended(here: Path, code: int, text: str, *flags: str) -> Ranks:
+    """Profile a script that ends in this way; return its one rank."""
+    ranks = start("profile", *flags, script(here, text), folder=here.parent / "o")
+    assert ranks.wait() == [code], ranks.output()
+    return ranks
+
+
+def line_of(ranks: Ranks) -> str:
+    """Return the one line of samestep's own that was printed."""
+    (line,) = [line for line in ranks.output().splitlines() if line.startswith("samestep: ")]
+    return line
 
 
 def test_an_epoch_is_traced_from_its_first_step_to_its_last(here):
@@ -113,10 +120,8 @@ ERROR = STEPS.format(1) + "raise ValueError('no data folder')"
     [("raise SystemExit(3)", 3, 0), ("raise SystemExit('no data folder')", 1, 0), (ERROR, 1, 1)],
 )
 def test_of_a_script_that_fails_is_said_how_far_it_came(here, text, code, steps):
-    ranks = start("profile", script(here, text), folder=here.parent / "o")
-    assert ranks.wait() == [code]
-    (said,) = [line for line in ranks.output().splitlines() if line.startswith("samestep: ")]
-    assert re.findall(r"train\.py|\d+", said)[-1] == str(steps)
+    ranks = ended(here, code, text)
+    assert re.findall(r"train\.py|\d+", line_of(ranks))[-1] == str(steps)
     assert ("no data folder" in ranks.output()) == ("no data folder" in text)
     assert not list(here.glob("runs/*")), "nothing was measured"
 
@@ -132,8 +137,7 @@ def test_ranks_that_samestep_starts_tell_of_a_scripts_failure_once(here):
 
 def test_what_was_measured_until_a_script_failed_is_kept(here):
     text = STEPS.format(100) + "raise ValueError('late')"
-    ranks = start("profile", script(here, text), "--out", "out", folder=here.parent / "o")
-    assert ranks.wait() == [1]
+    ranks = ended(here, 1, text, "--out", "out")
     assert "ValueError: late" in ranks.output()
     assert "verdict" in ranks.output()
     assert read_json(here / "out" / "profile.json")["measured"]["steps"] > 1
@@ -143,11 +147,8 @@ def test_sigterm_ends_a_script_and_shows_what_was_measured(here):
     """The script sends the signal itself, in the midst of a step, once there is enough."""
     text = "import os, signal, sys\n" + STEPS.format(100)
     text += "os.kill(os.getpid(), signal.SIGTERM)\nprint('went on')\n"
-    flags = ("--seconds", "60", "--out", "out")
-    ranks = start("profile", script(here, text), *flags, folder=here.parent / "o")
-    assert ranks.wait() == [143]
-    (said,) = [line for line in ranks.output().splitlines() if line.startswith("samestep: ")]
-    assert re.findall(r"SIGTERM|\b\d+\b", said) == ["SIGTERM", "100"]
+    ranks = ended(here, 143, text, "--seconds", "60", "--out", "out")
+    assert re.findall(r"SIGTERM|\b\d+\b", line_of(ranks)) == ["SIGTERM", "100"]
     assert "verdict" in ranks.output()
     assert "went on" not in ranks.output()
     assert read_json(here / "out" / "profile.json")["measured"]["steps"] > 1
@@ -252,18 +253,8 @@ def test_a_module_is_profiled_as_python_would_run_it(here):
     (here / "pkg" / "net.py").write_text("WIDTH = 8\n")
     text = f"import sys\nfrom .net import WIDTH\n{HEAD}\nprint(sys.argv[1:], __name__)\n"
     (here / "pkg" / "train.py").write_text(text + STEPS.format(10**9))
-    ranks = run(
-        "profile",
-        "-m",
-        "pkg.train",
-        *QUICK,
-        "--out",
-        "out",
-        "--",
-        "--lr",
-        "1",
-        folder=here.parent / "o",
-    )
+    flags = (*QUICK, "--out", "out", "--", "--lr", "1")
+    ranks = run("profile", "-m", "pkg.train", *flags, folder=here.parent / "o")
     assert "['--lr', '1'] __main__" in ranks.printed(0)
     assert read_json(here / "out" / "profile.json")["name"] == "pkg.train"
 
@@ -289,10 +280,7 @@ for _ in range(400):
 
 
 def test_a_script_without_an_optimizer_is_profiled_by_its_backward_passes_and_told_so(here):
-    ranks = start(
-        "profile", "--out", "out", *QUICK, script(here, OWN), folder=here.parent / "o"
-    )  # the flags may stand before the script
-    assert ranks.wait() == [0], ranks.output()
+    ranks = ended(here, 0, OWN, "--out", "out", *QUICK)  # the flags may be before the script
     assert ranks.output().count("torch.optim") == 1
     measured = read_json(here / "out" / "profile.json")["measured"]
     assert measured["steps"] > 8

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from samestep.commands.help import Switch, check_positive, parse_flags
 from samestep.doctor.between_ranks import CutOffError, DoctorOptions
-from samestep.doctor.diagnosis import diagnose
+from samestep.doctor.diagnosis import diagnose, print_report
 from samestep.doctor.findings import worst
-from samestep.doctor.output import print_report
 from samestep.doctor.timeouts import still_waiting
 from samestep.errors import UserError
 from samestep.ranks.process import RankLog, print_error, run_as_rank

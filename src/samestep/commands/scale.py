@@ -16,8 +16,8 @@ import tyro
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import parse_target
 from samestep.errors import AlreadyTold, UserError
-from samestep.profiling.scaling import analyse, report_lines
 from samestep.profiling.scaling_study import MeasurementTask, Mode, plan_study, run_study
+from samestep.profiling.speed_up import analyse, report_lines
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.ranks.process import STARTED_AT, TASK, run_as_rank
 from samestep.ranks.world import find_world, join, leave

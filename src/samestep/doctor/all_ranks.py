@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from samestep.doctor.facts import Allocation, RankFacts, cores_together
 from samestep.doctor.findings import Check, Finding, green, red, yellow
+from samestep.doctor.rank_facts import Allocation, RankFacts, cores_together
 from samestep.reporting.words import count
 
 

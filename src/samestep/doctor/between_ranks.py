@@ -22,10 +22,10 @@ import torch
 from tyro.conf import Positional, arg
 
 from samestep.doctor import measurements
+from samestep.doctor.addresses import MEETING_CHECKS, announced_address
 from samestep.doctor.all_ranks import ONE_ENVIRONMENT, sharing
-from samestep.doctor.facts import Allocation, Measurements, RankFacts
 from samestep.doctor.findings import Finding, green, named, red, run_checks, worst
-from samestep.doctor.network import MEETING_CHECKS, announced_address
+from samestep.doctor.rank_facts import Allocation, Measurements, RankFacts
 from samestep.doctor.run_directory import NFS_WAIT_S, find_shared_file
 from samestep.doctor.timeouts import call_within
 from samestep.errors import LOST_PEER, UserError

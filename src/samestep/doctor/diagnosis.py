@@ -1,22 +1,30 @@
-"""The whole examination: read the facts, meet the other ranks, check everything."""
+"""The whole examination: read the facts, meet the other ranks, check everything, report."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from samestep.doctor import all_ranks, measurements, network, node, run_directory, slurm_job
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from samestep.doctor import addresses, all_ranks, measurements, node, run_directory, slurm_job
 from samestep.doctor.between_ranks import CutOffError, DoctorOptions, follow, lead
-from samestep.doctor.facts import Allocation, AllReduce, RankFacts
-from samestep.doctor.findings import Finding, merge, named, red, run_checks, worst
+from samestep.doctor.findings import Finding, merge, named, red, run_checks, size_name, worst
+from samestep.doctor.rank_facts import Allocation, AllReduce, RankFacts
 from samestep.errors import UserError
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.ranks.world import World, find_world
+from samestep.reporting.words import wrapped
+
+_COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
+_STATUS_WIDTH = 8
 
 SIDE_BY_SIDE = [
     *all_ranks.CHECKS,
-    *network.CHECKS,
+    *addresses.CHECKS,
     measurements.clock,
     run_directory.shared_folder,
     *(measurements.compute, measurements.links, measurements.all_reduce),
@@ -111,7 +119,7 @@ def _read_rank(
     return RankFacts(
         launch=launch,
         machine=machine,
-        address=network.read_address(launch.master_addr, environment),
+        address=addresses.read_address(launch.master_addr, environment),
         folder=folder,
         slurm=slurm_job.read_slurm(environment),
         device=str(world.device),
@@ -134,3 +142,41 @@ def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:
     rows = (*merge(tables), *findings, *run_checks(SIDE_BY_SIDE, allocation))
     all_reduce = allocation.measured.all_reduce if allocation.measured else ()
     return Diagnosis(findings=rows, ranks=allocation.ranks, all_reduce=all_reduce)
+
+
+def print_report(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the findings, the all-reduce's sizes, and one sentence."""
+    for line in _finding_lines(diagnosis.findings, console.width):
+        console.print(line, soft_wrap=True)
+    if diagnosis.all_reduce:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+        for heading in ("all-reduce", "time, µs", "bus bandwidth, GB/s"):
+            table.add_column(heading, justify="right")
+        for size in diagnosis.all_reduce:
+            bandwidth = f"{size.bus_gb_s:.4f}"
+            table.add_row(size_name(size.bytes), f"{size.latency_us:,.0f}", bandwidth)
+        console.print("", table, sep="\n")
+    status = worst(diagnosis.findings)
+    names = [finding.name for finding in diagnosis.findings if finding.status == status]
+    sentence = f"[{_COLOURS[status]}]{len(names)} {status}:[/] {escape(', '.join(names))}"
+    if status == "green":
+        sentence = f"[green]All {len(names)} checks are green.[/]"
+    console.print("", sentence, sep="\n")
+
+
+def _finding_lines(findings: tuple[Finding, ...], width: int) -> Iterator[str]:
+    """Yield the lines of the table; paths and addresses are never cut, so they can be copied."""
+    label = max(len(finding.name) for finding in findings)
+    indent = " " * (_STATUS_WIDTH + label + 2)
+    room = max(20, width - len(indent))
+    for finding in findings:
+        colour = _COLOURS[finding.status]
+        first, *more = wrapped(finding.found, "", room)
+        name = f"{finding.name:<{label}}  "
+        status = f"[{colour}]{finding.status:<{_STATUS_WIDTH}}[/]"
+        yield f"{status}[bold]{escape(name)}[/]{escape(first)}"
+        yield from (indent + escape(line) for line in more)
+        if finding.advice:
+            first, *more = wrapped(finding.advice, "", room - 2)
+            yield f"{indent}[{colour}]→[/] {escape(first)}"
+            yield from (f"{indent}  {escape(line)}" for line in more)

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from samestep.doctor.facts import Allocation, AllReduce, Link, cores_together
 from samestep.doctor.findings import Finding, graded, green, red, size_name, yellow
+from samestep.doctor.rank_facts import Allocation, AllReduce, Link, cores_together
 from samestep.ranks.world import World
 
 ALL_REDUCE_BYTES = (32, 1 << 10, 1 << 15, 1 << 20, 1 << 24, 1 << 26, 1 << 28)

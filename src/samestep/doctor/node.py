@@ -16,8 +16,8 @@ from pathlib import Path
 import torch as pytorch
 
 import samestep as package
-from samestep.doctor.facts import Gpu, Machine
 from samestep.doctor.findings import Check, Finding, graded, green, red, size_name, yellow
+from samestep.doctor.rank_facts import Gpu, Machine
 from samestep.doctor.timeouts import value_within
 from samestep.machine import quota_cores, usable_cores
 from samestep.reporting.words import count

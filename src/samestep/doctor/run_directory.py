@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.doctor.facts import Allocation, Folder
 from samestep.doctor.findings import Check, Finding, graded, green, red
+from samestep.doctor.rank_facts import Allocation, Folder
 from samestep.doctor.timeouts import call_within, value_within
 from samestep.errors import UserError
 from samestep.ranks.world import World

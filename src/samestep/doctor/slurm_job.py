@@ -4,8 +4,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from samestep.doctor.facts import RankFacts, SlurmJob, SlurmTask
 from samestep.doctor.findings import Check, Finding, graded, green, red, yellow
+from samestep.doctor.rank_facts import RankFacts, SlurmJob, SlurmTask
 from samestep.doctor.timeouts import value_within
 from samestep.errors import UserError
 from samestep.ranks import launch as launches

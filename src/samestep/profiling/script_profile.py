@@ -24,7 +24,7 @@ from samestep.profiling.bottleneck import judge
 from samestep.profiling.hooks import Hooks
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.profile_report import Profile
-from samestep.profiling.stages import MeasuredSpan, Stages, TimeAccount
+from samestep.profiling.stages import Stages, TimeAccount
 from samestep.ranks.launch import Launch
 from samestep.ranks.startup import resume_collections
 from samestep.ranks.world import Store, StoreTimeout, open_store
@@ -204,7 +204,11 @@ def profile_script(
         if received and ranks.world_size == 1:
             raise ScriptFailed(128 + received[0], "") from _Done()
     except RankZeroEnded as ended:
-        raise UserError(_ended_early(script, ended.steps, ranks.rank, hooks.steps)) from ended
+        raise UserError(
+            f"Rank 0 of {script} ended after {ended.steps:,} optimizer steps, and rank "
+            f"{ranks.rank} still runs after {hooks.steps:,}: ranks that are profiled together have "
+            "to take equally many. Profile it with --nproc 1, or give all ranks as much data."
+        ) from ended
     except ScriptFailed as error:
         failure = error
     if not stages.done:  # else it was ended, as the other ranks were
@@ -215,7 +219,7 @@ def profile_script(
         why = _why_nothing(script, hooks, None if stages.tracer else epoch)
         raise UserError(why, on_all_ranks=True)
     if stages.span is not None and (failure is None or ranks.world_size == 1):
-        profile = _of_all_ranks(script, stages, hooks, ranks, out, stopped=bool(received))
+        profile = _gather_profile(script, stages, hooks, ranks, out, stopped=bool(received))
     if failure is not None:
         failure.steps, failure.found = hooks.steps, profile
         raise failure
@@ -228,14 +232,6 @@ def _warn_of_own_updates(script: Path, rank: int) -> None:
             f"samestep: {script} changes its weights without a torch.optim optimizer: each change "
             "between two backward passes counts as a step, and its time as 'other'.\n"
         )
-
-
-def _ended_early(script: Path, steps: int, rank: int, own_steps: int) -> str:
-    return (
-        f"Rank 0 of {script} ended after {steps:,} optimizer steps, and rank {rank} still runs "
-        f"after {own_steps:,}: ranks that are profiled together have to take equally many. Profile "
-        "it with --nproc 1, or give all ranks as much data."
-    )
 
 
 def _stop_if(done: bool) -> None:
@@ -341,48 +337,26 @@ def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
     )
 
 
-def _rank_found(
-    stages: Stages, span: MeasuredSpan, hooks: Hooks, out: Path, rank: int
-) -> _RankFound:
-    """Write this rank's trace; return what to send to rank 0."""
-    found, trace = span.rank, None
-    if stages.tracer is not None and stages.tracer.steps:
-        name = f"rank{rank}_workers_{hooks.loader.num_workers if hooks.loader is not None else 0}"
-        operations, memory = stages.tracer.keep(out / "traces", name)
-        found = replace(found, operations=operations, memory=memory)
-        trace = f"traces/trace_{name}.json.gz"
-    phases = dict(found.phases)
-    worker_start = phases.pop("workers", 0.0)
-    phases["data"] = phases.get("data", 0.0) + worker_start
-    found = replace(found, phases=phases)
-    return _RankFound(found, worker_start, trace, stages.profiled_itself)
-
-
-def _of_all_ranks(
+def _gather_profile(
     script: Path, stages: Stages, hooks: Hooks, ranks: ScriptRanks, out: Path, *, stopped: bool
 ) -> Profile | None:
-    """Return the profile on rank 0, once all ranks have written their traces."""
+    """Write this rank's trace; return the profile on rank 0, once all ranks have written theirs."""
     assert stages.span is not None
-    mine = _rank_found(stages, stages.span, hooks, out, ranks.rank)
-    gathered = ranks.gather(msgspec.json.encode(mine).decode())
+    loader, span, mine, trace = hooks.loader, stages.span, stages.span.rank, None
+    workers = loader.num_workers if loader is not None else 0
+    if stages.tracer is not None and stages.tracer.steps:
+        name = f"rank{ranks.rank}_workers_{workers}"
+        operations, memory = stages.tracer.keep(out / "traces", name)
+        mine = replace(mine, operations=operations, memory=memory)
+        trace = f"traces/trace_{name}.json.gz"
+    phases = dict(mine.phases)
+    worker_start = phases.pop("workers", 0.0)
+    phases["data"] = phases.get("data", 0.0) + worker_start
+    mine = replace(mine, phases=phases)
+    sent = msgspec.json.encode(_RankFound(mine, worker_start, trace, stages.profiled_itself))
+    found = [msgspec.json.decode(one, type=_RankFound) for one in ranks.gather(sent.decode())]
     if ranks.rank != 0:
         return None
-    found = [msgspec.json.decode(each, type=_RankFound) for each in gathered]
-    local = ranks.local_world_size
-    return _profile(script, found, stages.span, hooks, out, local, stopped=stopped)
-
-
-def _profile(
-    script: Path,
-    found: list[_RankFound],
-    span: MeasuredSpan,
-    hooks: Hooks,
-    out: Path,
-    local_ranks: int,
-    *,
-    stopped: bool,
-) -> Profile:
-    loader, parameters = hooks.loader, hooks.trained
     batch = getattr(loader, "batch_size", None) or 0
     measured = MeasuredSteps(
         ranks=tuple(each.rank for each in found),
@@ -390,14 +364,14 @@ def _profile(
         wall=span.seconds / span.steps,
         samples=batch * round(hooks.batches / max(1, hooks.steps)) * len(found),
         worker_start=max(each.worker_start for each in found),
-        device=parameters[0].device.type,
+        device=hooks.trained[0].device.type,
         cores=len(usable_cores()),
-        local_ranks=local_ranks,
+        local_ranks=ranks.local_world_size,
         threads=torch.get_num_threads(),
-        workers=loader.num_workers if loader is not None else 0,
+        workers=workers,
         iterable=loader is not None and isinstance(loader.dataset, IterableDataset),
         in_memory=loader is None,
-        gradient_bytes=sum(p.nbytes for p in parameters),
+        gradient_bytes=sum(p.nbytes for p in hooks.trained),
         script=True,
         profiled_itself=any(each.profiled_itself for each in found),
         stopped=stopped,

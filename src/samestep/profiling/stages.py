@@ -36,7 +36,7 @@ Clocks = dict[tuple[int, int], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Reading:
+class ClockReading:
     """All clocks of this rank at one moment."""
 
     step: int
@@ -71,7 +71,7 @@ class TimeAccount:
         """Returns the lap timer; a script's changes once its device is known."""
         self.now = now
         self._cores = cores or core_clocks
-        self.readings: list[Reading] = []
+        self.readings: list[ClockReading] = []
         self.epochs: list[int] = []
         """Which readings were taken where an epoch began."""
 
@@ -110,10 +110,10 @@ class TimeAccount:
         rank = MeasuredRank(phases=phases, starved=waited / steps, wanted_cores=wanted)
         return MeasuredSpan(steps=steps, seconds=seconds, rank=rank)
 
-    def _read(self, step: int, *, counts: bool) -> Reading:
+    def _read(self, step: int, *, counts: bool) -> ClockReading:
         phases = self.phases()
         phases.lap("other")
-        return Reading(step, self.now(), phases.running(), self._cores(), counts)
+        return ClockReading(step, self.now(), phases.running(), self._cores(), counts)
 
 
 def core_clocks() -> Clocks:

@@ -6,10 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from samestep.doctor.facts import Address, Allocation, RankFacts
 from samestep.doctor.findings import Check, Finding, green, red, yellow
+from samestep.doctor.rank_facts import Address, Allocation, RankFacts
 from samestep.doctor.timeouts import value_within
-from samestep.ranks import address as addresses
+from samestep.ranks.address import (
+    address_towards,
+    interface_of,
+    interface_towards,
+    is_loopback,
+    resolve,
+    udp_socket,
+)
 from samestep.ranks.world import agent_serves
 
 RESOLVE_S = 5.0
@@ -18,7 +25,7 @@ RESOLVE_S = 5.0
 def read_address(master: str, environment: Mapping[str, str] = os.environ) -> Address:
     """Read the facts; names get a few seconds to resolve."""
     resolved, own = _resolve(master), _resolve(socket.gethostname())
-    local = addresses.address_towards(resolved) if resolved else ""
+    local = address_towards(resolved) if resolved else ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         place = f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/net').readlink()}"
@@ -28,16 +35,16 @@ def read_address(master: str, environment: Mapping[str, str] = os.environ) -> Ad
         place=place,
         master=resolved,
         local=local,
-        interface=addresses.interface_of(local) if local else "",
+        interface=interface_of(local) if local else "",
         own=own,
-        chosen=addresses.interface_towards(resolved, own) if resolved else "",
+        chosen=interface_towards(resolved, own) if resolved else "",
         gloo_interface=environment.get("GLOO_SOCKET_IFNAME", ""),
         nccl_interface=environment.get("NCCL_SOCKET_IFNAME", ""),
     )
 
 
 def _resolve(name: str) -> str:
-    return value_within(RESOLVE_S, lambda: addresses.resolve(name), "")
+    return value_within(RESOLVE_S, lambda: resolve(name), "")
 
 
 def master_address(rank: RankFacts) -> Finding:
@@ -52,7 +59,7 @@ def master_address(rank: RankFacts) -> Finding:
     shown = name if name == address else f"{name} is {address}"
     listens = rank.launch.rank == 0 and not agent_serves()
     # Only an address of this host can be bound.
-    if listens and not _can_bind(addresses.udp_socket(address), address, 0):
+    if listens and not _can_bind(udp_socket(address), address, 0):
         return red(
             f"{shown}, which is not an address of rank 0's host",
             "Set MASTER_ADDR to rank 0's host, or unset it: under srun it follows from the job.",
@@ -97,7 +104,7 @@ def interface(allocation: Allocation) -> Finding | None:
     if len(ranks) == 1:
         return None
     away = [rank for rank in ranks if rank.address.place != ranks[0].address.place]
-    if inside := [rank for rank in away if addresses.is_loopback(rank.address.local)]:
+    if inside := [rank for rank in away if is_loopback(rank.address.local)]:
         return red(
             f"{inside[0].label} reaches rank 0 by its own loopback interface",
             "MASTER_ADDR must be a name or address of rank 0's host that means the same on all "
@@ -124,7 +131,7 @@ def announced_address(allocation: Allocation) -> Finding | None:
     wrong = []
     for rank in allocation.ranks:
         chosen, own = rank.address.gloo_interface, rank.address.own
-        if chosen == "lo" or (not chosen and (not own or addresses.is_loopback(own))):
+        if chosen == "lo" or (not chosen and (not own or is_loopback(own))):
             wrong.append(rank)
     if not wrong:
         return green("every host's own name resolves to an address that others can reach")

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.profiling.scaling import (
+from samestep.profiling.scaling_study import Study
+from samestep.profiling.speed_up import (
     analyse,
     find_warnings,
     interval,
@@ -14,7 +15,6 @@ from samestep.profiling.scaling import (
     report_lines,
     scaling_of,
 )
-from samestep.profiling.scaling_study import Study
 from tests.profiling.made_studies import measured, measurement
 
 
