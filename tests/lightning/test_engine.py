@@ -38,18 +38,22 @@ SETTINGS = {
 TINY = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
 
 
+def with_both(folder: Path, target: object, *flags: str, world_size: int = 1) -> tuple[Path, Path]:
+    """Train in Lightning and in the native loop; return both runs."""
+    runs = folder / "ours", folder / "theirs"
+    for path, engine in zip(runs, (LIGHTNING, ()), strict=True):
+        command = ("train", str(target), *flags, *engine, "--run-dir", str(path))
+        run(*command, world_size=world_size, folder=folder / "out")
+    return runs
+
+
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [("as it is", 1), *((name, 2 - place % 2) for place, name in enumerate(SETTINGS))],
 )
 def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name, world_size):
     recipe = tiny.write_recipe(tmp_path, TINY)
-    flags = SETTINGS[name]
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for path, engine in ((ours, LIGHTNING), (theirs, ())):
-        tiny.train(
-            recipe, *flags, *engine, "--run-dir", str(path), world_size=world_size, folder=tmp_path
-        )
+    ours, theirs = with_both(tmp_path, recipe, *SETTINGS[name], world_size=world_size)
     tiny.assert_same_training(ours, theirs, TOLERANCE)
     result, expected = (read_json(path / "result.json") for path in (ours, theirs))
     for key in ("status", "reason", "steps", "epochs", "best"):
@@ -73,48 +77,15 @@ def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name, world_size):
 def test_recipes_with_dropout_draw_the_same(tmp_path, target, flags, world_size, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_mnist(tmp_path / "mnist")
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for path, engine in ((ours, LIGHTNING), (theirs, ())):
-        run(
-            "train",
-            target,
-            "--epochs",
-            "1",
-            "--batch-size",
-            "32",
-            *flags,
-            *engine,
-            "--run-dir",
-            str(path),
-            world_size=world_size,
-            folder=tmp_path / "out",
-        )
+    flags = ("--epochs", "1", "--batch-size", "32", *flags)
+    ours, theirs = with_both(tmp_path, target, *flags, world_size=world_size)
     tiny.assert_same_training(ours, theirs, 1e-6)
 
 
 def test_a_resnet_with_batch_norm_and_augmentation_is_the_same(tmp_path):
     data = write_binary(tmp_path / "data")
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for path, engine in ((ours, LIGHTNING), (theirs, ())):
-        run(
-            "train",
-            "cifar10",
-            "--data-dir",
-            str(data),
-            "--width",
-            "4",
-            "--epochs",
-            "2",
-            "--batch-size",
-            "16",
-            "--log-every",
-            "1",
-            *engine,
-            "--run-dir",
-            str(path),
-            world_size=2,
-            folder=tmp_path / "out",
-        )
+    flags = ("--data-dir", str(data), "--width", "4", "--epochs", "2", "--batch-size", "16")
+    ours, theirs = with_both(tmp_path, "cifar10", *flags, "--log-every", "1", world_size=2)
     tiny.assert_same_training(ours, theirs, 1e-5)
     result, expected = (read_json(path / "result.json")["test"] for path in (ours, theirs))
     assert result["confusion"] == expected["confusion"]
@@ -142,22 +113,8 @@ def _first_batch(folder: str) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_augmented_data_read_by_workers_is_the_same(tmp_path, world_size):
     recipe = tiny.write_recipe(tmp_path, CONVNET + LOADED)
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for path, engine in ((ours, LIGHTNING), (theirs, ())):
-        tiny.train(
-            recipe,
-            "--num-workers",
-            "1",
-            *engine,
-            "--log-every",
-            "1",
-            "--precision",
-            "fp64",
-            "--run-dir",
-            str(path),
-            world_size=world_size,
-            folder=tmp_path,
-        )
+    flags = ("--num-workers", "1", "--log-every", "1", "--precision", "fp64")
+    ours, theirs = with_both(tmp_path, recipe, *flags, world_size=world_size)
     tiny.assert_same_training(ours, theirs, TOLERANCE)
 
 
@@ -253,20 +210,8 @@ def _trainer(**more):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_in_a_users_own_trainer_it_learns_what_samestep_train_does(tmp_path, world_size):
     path = tmp_path / "run"
-    run(
-        "train",
-        "spiral",
-        "--num-samples",
-        "701",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "32",
-        "--run-dir",
-        str(path),
-        world_size=world_size,
-        folder=tmp_path / "out",
-    )
+    flags = ("--num-samples", "701", "--epochs", "2", "--batch-size", "32", "--run-dir", str(path))
+    run("train", "spiral", *flags, world_size=world_size, folder=tmp_path / "out")
     expected = [r for r in tiny.account(path) if r["event"] == "evaluation"][-2]
     values = run_ranks(_fit, world_size, tmp_path / "own", 32)
     for value in values:  # the global numbers, on every rank
@@ -298,31 +243,21 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("flag", REFUSED)
-def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path, refused, flag):
+def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path, refused):
     path = tmp_path / "run"
-    message = refused("train", "spiral", *flag.split(), *LIGHTNING, "--run-dir", str(path))
-    assert flag in message
-    assert "--engine native" in message
-    assert not path.exists()
-
-
-def test_a_recipe_with_loss_terms_is_refused_before_anything_is_written(tmp_path, refused):
     text = TINY.replace("Recipe(", "Recipe(loss_terms=lambda batch: len(batch[0]), ")
-    recipe, path = tiny.write_recipe(tmp_path, text), tmp_path / "run"
-    message = refused("train", str(recipe), *LIGHTNING, "--run-dir", str(path))
-    assert "loss_terms" in message
-    assert "--engine native" in message
-    assert not path.exists()
+    recipe = tiny.write_recipe(tmp_path, text)
+    for target, flag in (*(("spiral", flag) for flag in REFUSED), (str(recipe), "")):
+        message = refused("train", target, *flag.split(), *LIGHTNING, "--run-dir", str(path))
+        assert (flag or "loss_terms") in message
+        assert "--engine native" in message
+        assert not path.exists()
 
 
 @pytest.mark.parametrize(("more", "flags"), [(OWN, ()), (BRANCHES, ("--find-unused",))])
 def test_a_recipes_own_optimizer_or_branches_train_as_in_the_native_loop(tmp_path, more, flags):
     recipe = tiny.write_recipe(tmp_path, TINY + more)
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for path, engine in ((ours, LIGHTNING), (theirs, ())):
-        train = (*flags, *engine, "--epochs", "2", "--run-dir", str(path))
-        tiny.train(recipe, *train, world_size=2, folder=tmp_path)
+    ours, theirs = with_both(tmp_path, recipe, *flags, "--epochs", "2", world_size=2)
     tiny.assert_same_training(ours, theirs, TOLERANCE)
 
 
@@ -346,16 +281,20 @@ def _execute(program: str, folder: Path) -> None:
     exec(program, {"__name__": "__main__"})
 
 
-def test_a_trainer_that_accumulates_otherwise_is_told_how_often(tmp_path):
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [("max_epochs=1", "accumulate_grad_batches=4"), ("max_time='00:00:01:00'", "max_steps")],
+)
+def test_a_trainer_that_accumulates_otherwise_or_has_no_end_is_told(tmp_path, ends, named):
     program = (
         "import lightning.pytorch as pl, samestep as s\n"
         "settings = s.Settings(epochs=1, micro_batch_size=8, batch_size=32)\n"
-        "pl.Trainer(max_epochs=1, logger=False, accelerator='cpu').fit("
+        f"pl.Trainer({ends}, logger=False, accelerator='cpu').fit("
         "s.LitRecipe('spiral', settings), s.LitData('spiral', settings))"
     )
     code, printed = execute(tmp_path, program)
     assert code == 1
-    assert "accumulate_grad_batches=4" in printed
+    assert named in printed
 
 
 def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(tmp_path):
@@ -388,18 +327,6 @@ def test_a_data_module_can_be_looked_at_without_a_trainer(tmp_path):
     code, printed = execute(tmp_path, program)
     assert code == 0, printed
     assert printed.split() == ["8", "2", "8"]
-
-
-def test_a_trainer_without_an_end_is_told_what_the_schedule_needs(tmp_path):
-    program = (
-        "import lightning.pytorch as pl, samestep as s\n"
-        "pl.Trainer(max_time='00:00:01:00', logger=False, accelerator='cpu').fit("
-        "s.LitRecipe('spiral'), s.LitData('spiral'))"
-    )
-    code, printed = execute(tmp_path, program)
-    assert code == 1
-    assert "max_epochs" in printed
-    assert "max_steps" in printed
 
 
 def test_without_lightning_the_extra_is_named_and_the_native_engine_never_needs_it(tmp_path):

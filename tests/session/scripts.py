@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.command_line import end_with_first_failure, one_message
 from tests.processes import Ranks, start_ranks
 from tests.tiny import last_state
@@ -38,6 +40,25 @@ def run(
     ranks = start(script, *arguments, world_size=world_size, folder=folder, **more)
     assert ranks.wait() == [code] * world_size, ranks.output()
     return ranks
+
+
+def run_here(script: Path) -> int:
+    """Run a script alone in this process and in its own folder; return its exit code."""
+    import runpy
+
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
+        patch.chdir(script.parent)
+        patch.setattr(sys, "argv", [str(script)])
+        torch.set_default_dtype(torch.float64)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return 0
 
 
 def refused(script: Path, *arguments: str, world_size: int = 1, folder: Path) -> str:

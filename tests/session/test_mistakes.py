@@ -1,10 +1,12 @@
 """What a script does wrong ends it, on all ranks, with one message and exit code 2."""
 
 import json
+import shutil
 
 import pytest
 
-from tests.session.scripts import refused, run, start
+from tests.command_line import one_message
+from tests.session.scripts import refused, run_here, start
 from tests.tiny import files
 
 SCRIPT = """
@@ -86,10 +88,22 @@ MISTAKES = {
 }
 
 
+@pytest.fixture
+def refused_here(capfd):
+    """Run a script that is refused in this process; return its one message."""
+
+    def call(path) -> str:
+        capfd.readouterr()
+        code = run_here(path)
+        return one_message(code, "".join(capfd.readouterr()))
+
+    return call
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_once_with_exit_code_2(tmp_path, mistake):
+def test_a_mistake_is_told_once_with_exit_code_2(tmp_path, refused_here, mistake):
     old, new, named = MISTAKES[mistake]
-    assert named in refused(script(tmp_path, old, new), folder=tmp_path)
+    assert named in refused_here(script(tmp_path, old, new))
 
 
 def test_all_ranks_end_with_the_one_message(tmp_path):
@@ -97,10 +111,11 @@ def test_all_ranks_end_with_the_one_message(tmp_path):
     assert named in refused(script(tmp_path, old, new), world_size=2, folder=tmp_path)
 
 
-def test_a_best_epoch_that_one_rank_alone_asks_for_is_told(tmp_path):
+@pytest.mark.parametrize("leaves", ["", "        break\n"])
+def test_a_best_epoch_that_one_rank_alone_asks_for_is_told(tmp_path, leaves):
     logs = "            run.log(loss=loss)\n"
-    changed = script(tmp_path, logs, f"{logs}        if run.is_main and run.best(): pass\n")
-    assert "run.best" in refused(changed, world_size=2, folder=tmp_path)
+    asks = f"{logs}        if run.is_main and run.best(): pass\n{leaves}"
+    assert "run.best" in refused(script(tmp_path, logs, asks), world_size=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize("first", [0, 25])
@@ -134,30 +149,37 @@ OTHER_RUNS = {
 }
 
 
-@pytest.fixture
-def finished(tmp_path):
-    """Give a folder with a finished run in it."""
-    run(script(tmp_path), folder=tmp_path)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a finished run in it; only to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert run_here(script(folder)) == 0
+    result = json.loads((folder / "run" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("completed", 8)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def finished(trained, tmp_path):
+    """Give a folder with a finished run in it."""
+    return shutil.copytree(trained, tmp_path / "finished")
 
 
 @pytest.mark.parametrize("change", OTHER_RUNS)
-def test_a_run_of_something_else_is_refused_and_left_as_it_is(finished, change):
+def test_a_run_of_something_else_is_refused_and_left_as_it_is(finished, refused_here, change):
     old, new, named = OTHER_RUNS[change]
     changed = script(finished, old, new)
     changed.write_text(changed.read_text().replace("epochs(2", "epochs(3"))
     before = files(finished / "run" / "checkpoints"), (finished / "run/events.jsonl").read_bytes()
-    assert named in refused(changed, folder=finished)
+    assert named in refused_here(changed)
     after = files(finished / "run" / "checkpoints"), (finished / "run/events.jsonl").read_bytes()
     assert after == before
 
 
-def test_a_run_of_another_script_is_refused_and_more_epochs_go_on(finished):
+def test_a_run_of_another_script_is_refused_and_more_epochs_go_on(finished, refused_here):
     other = script(finished, "epochs(2", "epochs(3", name="other.py")
-    assert "'mine'" in refused(other, folder=finished)
-    run(script(finished, "epochs(2", "epochs(3"), folder=finished)
+    assert "'mine'" in refused_here(other)
+    assert run_here(script(finished, "epochs(2", "epochs(3")) == 0
     result = json.loads((finished / "run" / "result.json").read_text())
     assert (result["status"], result["steps"], result["epochs"]) == ("completed", 12, 3)
 

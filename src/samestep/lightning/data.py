@@ -23,8 +23,8 @@ from samestep.training.plan import Plan, make_plan
 from samestep.training.work import Work
 
 
-class Part(NamedTuple):
-    """What one rank computes at once: a micro-step of an optimizer step."""
+class MicroBatch(NamedTuple):
+    """What one rank computes at once, in one micro-step of an optimizer step."""
 
     inputs: Any
     """(batch, …)."""
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def resolve(recipe: Recipe | str, settings: Settings | None) -> tuple[Recipe, Settings]:
-    """Return the recipe that is meant, and its own settings where none are given."""
+    """Return the recipe, and its own settings if none are given."""
     found = find_recipe(recipe) if isinstance(recipe, str) else recipe
     return found, settings or _settings(found)
 
@@ -52,7 +52,7 @@ def _settings(recipe: Recipe, **changed: object) -> Settings:
 
 
 def choose_options(recipe: Recipe, options: object) -> Any:
-    """Return the options that are given, or the recipe's defaults, with what the data tells."""
+    """Return the given options or the recipe's defaults, completed by what the data tells."""
     chosen = recipe.make_options() if options is None else options
     return recipe.complete_options(chosen)
 
@@ -113,7 +113,7 @@ class LitData(pl.LightningDataModule):
         """
         if self._is_built:
             return
-        trainer = self.trainer  # none, where somebody looks at the batches without one
+        trainer = self.trainer  # None if somebody looks at the batches without one
         world = World() if trainer is None else world_of(trainer)
         if not self._sources or world != self.world:
             self.world = world
@@ -137,7 +137,7 @@ class LitData(pl.LightningDataModule):
             if epochs is None and steps is None:
                 raise UserError(
                     "The learning rate's schedule has to know how long the training is: give the "
-                    "Trainer max_epochs or max_steps (beside max_time, as the most)."
+                    "Trainer max_epochs or max_steps (besides max_time, as the maximum)."
                 )
             settings = replace(settings, epochs=epochs, max_steps=steps)
         if settings.micro_batch_size is None:
@@ -228,7 +228,7 @@ def _with(
 
 
 class Parts:
-    """The parts of one rank, epoch by epoch; it knows where it stands, for resuming."""
+    """The micro-batches of one rank, epoch by epoch; its position can be saved and restored."""
 
     def __init__(
         self, source: Source, plan: Plan, trainer: "pl.Trainer | None", drop_last: bool, lap: Lap
@@ -241,8 +241,8 @@ class Parts:
         full, rest = divmod(self._plan.num_samples, self._plan.global_batch_size)
         return full * self._plan.accumulate + (0 if self._drop_last else self._parts_of(rest))
 
-    def __iter__(self) -> Iterator[Part]:
-        """Yield the parts from where the epoch is to go on."""
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the epoch, from the restored position on."""
         self._step, self._first_step = self._first_step, 0
         epoch = 0 if self._trainer is None else self._trainer.current_epoch
         blocks = self._source.blocks(
@@ -265,14 +265,14 @@ class Parts:
         return -(-largest_share // self._plan.micro_batch_size)
 
     def _cuts(self, rows: int, global_size: int) -> list[tuple[int, int, int]]:
-        """Cut a step; every rank gets equally many parts, for Lightning counts them."""
+        """Cut a step; every rank gets the same number of parts, since Lightning counts them."""
         batch = self._plan.micro_batch_size
         starts = [part * batch for part in range(self._parts_of(global_size))]
         counts = [min(batch, rows - start) for start in starts]
-        # Where another rank has samples left, one that counts nothing stands in.
+        # A rank that has no samples left takes one with weight 0.
         return [(s, n, n) if n > 0 else (0, 1, 0) for s, n in zip(starts, counts, strict=True)]
 
-    def _cut(self, step: Block) -> Iterator[Part]:
+    def _cut(self, step: Block) -> Iterator[MicroBatch]:
         cuts = self._cuts(step.rows, step.global_size)
         if len(cuts) > 1 and not step.parts:
             check_rows((step.inputs, step.targets), step.rows)
@@ -281,7 +281,7 @@ class Parts:
                 inputs, targets = step.parts[number - 1].inputs, step.parts[number - 1].targets
             else:
                 inputs, targets = (narrow(t, start, count) for t in (step.inputs, step.targets))
-            yield Part(
+            yield MicroBatch(
                 inputs,
                 targets,
                 step.weight * counted / step.global_size,
@@ -291,7 +291,7 @@ class Parts:
             )
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the epoch stands: the steps that were handed out."""
+        """Return the steps of the epoch that were handed out."""
         return {"step_in_epoch": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -1,11 +1,12 @@
-"""`--engine lightning`: a training of samestep's, driven by PyTorch Lightning's Trainer.
+"""`--engine lightning`: PyTorch Lightning's Trainer takes the steps of a samestep training.
 
-The run directory, its records and its checkpoints are those of samestep's own loop. A checkpoint
-holds what either needs: Lightning goes on from it, and `samestep evaluate` reads it.
+Run directory, records and checkpoints are those of samestep's own loop. A checkpoint holds what
+both engines need: Lightning goes on from it, and `samestep evaluate` reads it.
 """
 
 import logging
 import os
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,29 +21,34 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.lightning.data import LitData
+from samestep.lightning.data import LitData, MicroBatch
 from samestep.lightning.module import LitRecipe, check_recipe
-from samestep.lightning.records import Records, Stopped
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.index import read_index
 from samestep.session.training_run import Engine, Task
 from samestep.settings import Settings, flag_name
-from samestep.training.loop import check_weights, checkpoint_name, stop_early
+from samestep.training.alike import is_checked
+from samestep.training.loop import check_weights, checkpoint_name, evaluate_now, judge, stop_early
+from samestep.training.meter import Meter, epoch_record
+from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import optimizer_of
-from samestep.training.plan import Plan
-from samestep.training.snapshot import capture
-from samestep.training.work import Work
+from samestep.training.plan import Plan, is_recorded, learning_rate
+from samestep.training.prepare import match_layouts, tell_end_of_autograd
+from samestep.training.snapshot import capture, check_alike
+from samestep.training.step import StepResult, check_used
+from samestep.training.work import StepsTaken, Work, close_epoch, epoch_is_full
 
-# What Lightning's loop has no place for; refused before anything is written.
+# Lightning's loop has no place for; refused before anything is written.
 _NATIVE_ONLY = (
     *("compile", "eval_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes"),
     *("eval_every_epochs", "checkpoint_every_epochs", "ema"),
@@ -50,11 +56,7 @@ _NATIVE_ONLY = (
 
 
 def check_settings(settings: Settings, recipe: Recipe) -> None:
-    """Refuse what this engine cannot do.
-
-    Raises:
-        UserError: a setting, or a part of the recipe, needs the native engine.
-    """
+    """Refuse settings, and parts of a recipe, that need the native engine."""
     check_recipe(recipe)
     for name in _NATIVE_ONLY:
         if getattr(settings, name) != getattr(Settings, name):
@@ -70,8 +72,144 @@ def check_settings(settings: Settings, recipe: Recipe) -> None:
         )
 
 
+class _StoppedBySignal(Exception):  # noqa: N818 - not an error
+    """All ranks have agreed to stop, and saved."""
+
+
+class _Records(Callback):
+    """Keep the training's state up to date, and emit its records."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._work, self._state = task, task.work, task.state
+        self._meter = Meter(task.work, task.state)
+        self._norm: Tensor | None = None
+        self._unchecked = task.work.world.world_size > 1 and not task.work.settings.allows_unused
+        # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
+        self._heed = signal.getsignal(signal.SIGTERM)
+        self._validation_began = 0.0
+        self.saving_began = 0.0
+        """When the state of the newest checkpoint began to be gathered."""
+        self.metric: float | None = None
+        """The monitored metric of the newest evaluation, if nothing was trained since."""
+
+    def on_train_start(self, *_: Any) -> None:
+        """Begin to count."""
+        signal.signal(signal.SIGTERM, self._heed)
+        optimizer, phases = self._work.learner.optimizer, self._work.phases
+        match_layouts(optimizer)  # Lightning has loaded its state
+        optimizer.register_step_post_hook(lambda *_: phases.lap("optimizer"))
+        self._task.control.agreement.start(self._state.position.step)
+        self._meter = Meter(self._work, self._state)
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Restart the clock: evaluations and checkpoints do not count as training."""
+        self._meter.resume()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Begin to count the forward pass."""
+        self._work.phases.lap("other")
+
+    def on_before_backward(self, trainer: Trainer, _: LightningModule, loss: Tensor) -> None:
+        """Begin to count the backward pass, and see where it ends and DDP's wait begins."""
+        phases = self._work.phases
+        phases.lap("forward")
+        if trainer.world_size > 1:
+            tell_end_of_autograd(loss, lambda: phases.lap("backward"))
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the backward pass, or DDP's wait; check the first, as samestep's own step does."""
+        self._work.phases.lap("all_reduce" if trainer.world_size > 1 else "backward")
+        if self._unchecked:
+            self._unchecked = False
+            check_used(self._work.learner.model)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, _: torch.optim.Optimizer
+    ) -> None:
+        """Measure the gradient before it is clipped, where it will be recorded."""
+        if is_recorded(trainer.global_step + 1, self._work.plan.log_every):
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._norm = nn.utils.get_total_norm(grads)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        _: Any,
+        batch: MicroBatch,
+        batch_idx: int,
+    ) -> None:
+        """Count a step once its last part is done."""
+        if not batch.last:
+            return
+        work, state, between = self._work, self._state, self._task.control
+        position, total = state.position, work.plan.total_steps
+        part = torch.as_tensor(cast("LitRecipe", pl_module).step_loss)
+        taken = self._taken(part, batch.size, cast("LitRecipe", pl_module).take_seen())
+        self.metric = None
+        position.step += 1
+        position.step_in_epoch += 1
+        position.samples += batch.size
+        for record in self._meter.count(taken):
+            self._task.emit(record)
+        if is_checked(position.step - 1, position.step):
+            check_alike(work, position.step)
+        work.phases.lap("other")
+        ends = epoch_is_full(work, state)
+        if ends or position.step == total:
+            self._meter.settle()
+            self._task.emit(epoch_record(work, state))
+        agreed = between.agreement.after(position.step)
+        if position.step == total and not ends:
+            # Now, not when Lightning ends the epoch: by its count this one would be over.
+            if work.validation is not None:
+                record, self.metric = evaluate_now(work, state, work.validation)
+                self._task.emit(record)
+            self._save(trainer)
+        elif agreed.signum and not ends:
+            self._meter.settle()
+            self._save(trainer)
+            state.signum = agreed.signum
+            state.stop_reason = signal.Signals(agreed.signum).name
+            raise _StoppedBySignal
+
+    def _taken(self, loss: Tensor, size: int, seen: list[StepOutputs]) -> StepsTaken:
+        """Return the step that has just been taken."""
+        first, work = self._state.position.step, self._work
+        logged = [first + 1] if is_recorded(first + 1, work.plan.log_every) else []
+        norms = None if self._norm is None else [self._norm]
+        lrs = [learning_rate(work.plan, work.settings, first)]
+        return StepsTaken(first, size, lrs, logged, StepResult([loss], norms, seen=seen))
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(
+            self._task.session.path / "checkpoints" / checkpoint_name(self._state.position)
+        )
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Begin to count the seconds of an evaluation."""
+        self._validation_began = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record what was measured, and close the epoch, before the checkpoint is written."""
+        seconds = time.perf_counter() - self._validation_began
+        means = cast("LitRecipe", pl_module).means
+        record, self.metric = judge(self._work, self._state, means, seconds)
+        self._task.emit(record)
+        close_epoch(self._work, self._state)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        """Begin to count the seconds of a checkpoint; its state is gathered next."""
+        self.saving_began = time.perf_counter()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Close the epoch where nothing is validated."""
+        if epoch_is_full(self._work, self._state):
+            close_epoch(self._work, self._state)
+
+
 class _Module(LitRecipe):
-    """A recipe whose checkpoints hold also what samestep's own loop goes on from."""
+    """A recipe whose checkpoints also hold what samestep's own loop goes on from."""
 
     def __init__(self, task: Task) -> None:
         request, work = task.request, task.work
@@ -89,20 +227,20 @@ class _Module(LitRecipe):
         checkpoint.update(capture(self._work, self._state, self.recipe.name))
 
 
-class _Writer(CheckpointIO):
+class _RunCheckpoints(CheckpointIO):
     """Write checkpoints whole or not at all, and announce them in the run's index."""
 
-    def __init__(self, task: Task, records: Records) -> None:
+    def __init__(self, task: Task, records: _Records) -> None:
         self._task, self._records = task, records
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
-        """Write and announce; rank 0 alone comes here."""
+        """Write and announce a checkpoint; Lightning calls it on rank 0."""
         record = self._task.write(checkpoint, self._records.metric)
         seconds = time.perf_counter() - self._records.saving_began
         self._task.emit({**record, "seconds": seconds})
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return a checkpoint; nothing in it is run."""
+        """Return a checkpoint; it cannot run code."""
         folder = Path(path).parent
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
@@ -131,7 +269,7 @@ class _Checkpoints(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
 
     def format_checkpoint_name(self, *_: Any, **__: Any) -> str:
-        """Return the path of a checkpoint of where the training stands."""
+        """Return the path of a checkpoint of the current position."""
         return str(Path(cast("str", self.dirpath)) / checkpoint_name(self._state.position))
 
 
@@ -139,7 +277,7 @@ def _drive(task: Task) -> None:
     """Train with a Trainer of Lightning's."""
     task = replace(task, work=_with_its_optimizer(task.work, task.request.recipe))
     work, state = task.work, task.state
-    settings, watch, records = work.settings, state.watch, Records(task)
+    settings, watch, records = work.settings, state.watch, _Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
     if settings.patience is not None:
         callbacks.append(
@@ -154,14 +292,14 @@ def _drive(task: Task) -> None:
     callbacks.append(_Checkpoints(task))
     with _quietly():
         try:
-            trainer = _trainer(task, callbacks, _Writer(task, records))
+            trainer = _trainer(task, callbacks, _RunCheckpoints(task, records))
             trainer.fit(
                 _Module(task),
                 datamodule=LitData.of_work(work, task.request.recipe, task.request.options),
                 ckpt_path=task.checkpoint,
                 weights_only=True,
             )
-        except Stopped:
+        except _StoppedBySignal:
             return
         except MisconfigurationException as error:
             raise UserError(f"Lightning refuses these settings: {error}") from error
@@ -172,7 +310,7 @@ def _drive(task: Task) -> None:
     if not state.stop_reason:
         raise RuntimeError(
             f"Lightning ended the training after step {state.position.step} of "
-            f"{work.plan.total_steps}, and nobody had asked it to."
+            f"{work.plan.total_steps} without a reason."
         )
 
 
@@ -232,7 +370,7 @@ def _strategy(world: World, accumulate: int, settings: Settings) -> Any:
 
 
 def _environment(world: World) -> ClusterEnvironment:
-    """Return how Lightning is to know of the ranks, who have met already."""
+    """Return what tells Lightning about the ranks, which are connected already."""
     if world.world_size == 1:
         return LightningEnvironment()  # also in the shell of an allocation
     if world.launcher not in ("srun", "torchrun"):
@@ -242,9 +380,9 @@ def _environment(world: World) -> ClusterEnvironment:
         )
     if world.world_size != world.num_nodes * world.local_world_size:
         raise UserError(
-            f"--engine lightning needs as many ranks on each node; of {world.world_size}, "
-            f"{world.local_world_size} are on this one of {world.num_nodes} nodes. Start with "
-            "--ntasks-per-node, or use --engine native."
+            f"--engine lightning needs the same number of ranks on each node; of "
+            f"{world.world_size}, {world.local_world_size} are on this one of {world.num_nodes}. "
+            "Start with --ntasks-per-node, or use --engine native."
         )
     if world.launcher == "torchrun":
         return TorchElasticEnvironment()
@@ -255,7 +393,7 @@ def _environment(world: World) -> ClusterEnvironment:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Let samestep's screen speak alone: Lightning's hints are for those who write its scripts."""
+    """Silence Lightning's hints: they are for people who write scripts with it."""
     loggers = map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))
     levels = {logger: logger.level for logger in loggers}
     for logger in levels:

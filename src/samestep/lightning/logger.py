@@ -1,4 +1,4 @@
-"""What a Lightning Trainer of anyone's own logs, at trackers: as `--track` does it, and as safely.
+"""A Lightning logger that sends what a Trainer logs to trackers, as safely as `--track` does.
 
 Rank 0 writes the metrics into a run directory, which a process for each tracker follows.
 """
@@ -31,8 +31,8 @@ from samestep.tracking.record_stream import flatten
 from samestep.tracking.tracker_processes import TrackerProcesses
 
 _OPEN: set[Path] = set()
-"""Run directories that loggers of this process write: locks of files hold between processes."""
-_MOST = 250  # characters of a hyperparameter that is no plain value
+"""Run directories that loggers of this process write: file locks work between processes only."""
+_MOST = 250  # characters of a hyperparameter that is not a plain value
 
 
 def _say(line: str) -> None:
@@ -71,7 +71,7 @@ class TrackerLogger(Logger):
             save_dir: where the run directories are, which all ranks' nodes need not share.
             name: of the run at the trackers, and of a folder in `save_dir`.
             version: the run directory in that folder; by default a new one. The same one given
-                again goes on with its tracker runs.
+                again continues its tracker runs.
             project: project (MLflow: experiment); by default the tracker's own variable, as
                 WANDB_PROJECT, else the name.
             workspace: Comet's workspace, W&B's entity; by default the account's own.
@@ -127,7 +127,7 @@ class TrackerLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Path:
-        """The run directory, which is there now; the Trainer asks before it begins."""
+        """The run directory, which is created now; the Trainer asks before it begins."""
         return self._open().path
 
     @rank_zero_only
@@ -163,7 +163,7 @@ class TrackerLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Record how a fit or a test ended; trackers are told when the last one has."""
+        """Record how a fit or a test ended."""
         if self._run is None:
             return
         self._begin()
@@ -177,7 +177,7 @@ class TrackerLogger(Logger):
     def close(self) -> None:
         """Close the runs at the trackers; otherwise this is done when Python ends.
 
-        It takes at most 30 seconds, and after a failure no time. What is logged later goes on.
+        It takes at most 30 seconds, and no time after a failure. Logging later opens them again.
         """
         run, trackers = self._run, self._trackers
         if run is None or trackers is None or os.getpid() != self._process:
@@ -191,7 +191,7 @@ class TrackerLogger(Logger):
             run.close()
 
     def _open(self) -> Run:
-        """Open the run directory, and start the trackers' processes beside what comes."""
+        """Open the run directory, and start the trackers' processes."""
         if self._run is None:
             path = Path(self.log_dir).resolve()
             if path in _OPEN:
@@ -208,7 +208,7 @@ class TrackerLogger(Logger):
         return self._run
 
     def _begin(self) -> None:
-        """Let the trackers begin: what they are to know of the run is there."""
+        """Write what trackers have to know of the run, once; they begin when it is there."""
         run = self._open()
         if self._begun:
             return
@@ -244,18 +244,18 @@ class TrackerLogger(Logger):
             self._say(f"warning TrackerLogger: {text}")
 
     def _show(self, record: Record) -> None:
-        """Show what trackers say, as the screen of `samestep train` does."""
+        """Show messages of trackers, as the screen of `samestep train` does."""
         if record["event"] == "tracker":
             mark = record["kind"] if record["kind"] in ("note", "warning") else record["tracker"]
             self._say(f"{mark:<7} {record['text']}")
 
 
 def _checked(**settings: Any) -> Settings:
-    """Return settings of trackers that can be followed, or refuse them by the logger's names."""
+    """Return checked tracker settings; messages name them as the logger's arguments."""
     try:
         found = Settings(**settings)
         check_choice(found)
-        check_installed(chosen(found.track))  # on every rank: if one alone refused, all would wait
+        check_installed(chosen(found.track))  # on every rank: if only one refused, all would wait
     except UserError as error:
         raise UserError(re.sub("--track[- ]", "TrackerLogger: ", str(error))) from None
     return found

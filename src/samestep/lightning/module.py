@@ -13,7 +13,7 @@ from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import describe, map_tensors
 from samestep.errors import UserError, blame, defined_at, made_by
-from samestep.lightning.data import Part, choose_options, resolve, world_of
+from samestep.lightning.data import MicroBatch, choose_options, resolve, world_of
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.session.trained_model import open_checkpoint
@@ -29,15 +29,11 @@ from samestep.training.step import check_trainable
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse a recipe that needs samestep's own loop.
-
-    Raises:
-        UserError: its loss is a mean over something else than samples.
-    """
+    """Refuse a recipe whose loss is not a mean over samples: it needs samestep's own loop."""
     if recipe.loss_terms is not None:
         raise UserError(
             f"The recipe has loss_terms{defined_at(recipe.loss_terms)}, and Lightning's engine "
-            "takes the mean over samples alone: use --engine native."
+            "takes only means over samples: use --engine native."
         )
 
 
@@ -129,7 +125,7 @@ class LitRecipe(pl.LightningModule):
         """Take what the loss holds to where the model is."""
         self._loss = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
 
-    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
         if self._new_step:
             rank_seed = mix(self.settings.seed, self.trainer.global_rank)
@@ -137,7 +133,7 @@ class LitRecipe(pl.LightningModule):
             self.step_loss = 0.0
         self._new_step = batch.last
 
-    def training_step(self, batch: Part, batch_idx: int) -> Tensor:
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """Return the loss, so weighted that the step's gradient is the global batch's."""
         makers = self.recipe.model, self.recipe.data
         try:
@@ -170,7 +166,7 @@ class LitRecipe(pl.LightningModule):
         seen, self._seen = self._seen, []
         return seen
 
-    def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         """Log the loss of the global batch where the Trainer logs."""
         if batch.last and self.recipe.optimizer is not None:
             seed_rank(mix(self.settings.seed, self.trainer.global_step), self.trainer.global_rank)
@@ -194,8 +190,8 @@ class LitRecipe(pl.LightningModule):
         try:
             outputs = self(inputs)
         except Exception as error:
-            told = f"The recipe's model failed in an evaluation, with inputs {describe(inputs)}"
-            blame(told, error, self.recipe.model)
+            what = f"The recipe's model failed in an evaluation, with inputs {describe(inputs)}"
+            blame(what, error, self.recipe.model)
         self._totals.add(outputs, batch)
 
     def _dtype_of_weights(self) -> torch.dtype:

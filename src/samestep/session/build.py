@@ -132,7 +132,7 @@ def _check_same_arithmetic(world: World) -> None:
 
 
 def _beginning(request: Request, work: Work, splits: Splits) -> State:
-    """Return where a new training stands."""
+    """Return the state of a new training."""
     metrics, world = work.metrics, work.world
     request = replace(request, recipe=replace(request.recipe, metrics=metrics))
     virtual = world.virtual_ranks > 0
@@ -141,7 +141,7 @@ def _beginning(request: Request, work: Work, splits: Splits) -> State:
 
 
 def planned(request: Request, num_samples: int, world_size: int) -> Plan:
-    """Return what follows from a request on so many ranks."""
+    """Return the plan of a request on `world_size` ranks."""
     schedule = request.recipe.schedule
     return make_plan(request.settings, num_samples, world_size, schedule=schedule)
 
@@ -221,7 +221,7 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
     cores = usable_cores()
     neighbours = world.gather((world.node, cores)).count((world.node, cores))
     settings = request.settings
-    # A run that goes on trains as it did, if slowly.
+    # A resumed run may be as slow as it was.
     if not isinstance(train, MemorySource) and not (settings.oversubscribe or request.resume):
         world.on_every(lambda: check_workers(settings.num_workers, neighbours, len(cores)))
     threads = choose_threads(settings.threads, model, len(cores), neighbours)

@@ -1,7 +1,7 @@
-"""What may change when a run goes on, and what its checkpoints were made with.
+"""Which settings may change when a run is resumed.
 
-A checkpoint keeps the text of its settings.toml. A run that goes on with other settings would be
-another training, so a difference is refused unless `--allow-change` names it.
+A checkpoint keeps the text of its settings.toml. Other settings would make a resumed run another
+training, so a difference is refused unless `--allow-change` names it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from samestep.settings import (
     settings_of_run,
 )
 
-# They decide which samples a step takes, so no flag allows another value.
+# These decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
     {*("seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples"), "shuffle_buffer"}
 )
@@ -54,21 +54,21 @@ def parse_names(text: str | None, recipe: Recipe) -> tuple[str, ...]:
 
 
 def refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
-    """Return the message for a value that would make another training of a run that goes on.
+    """Return the error for a value that would make a resumed run another training.
 
     `is_given`: the call itself gives it, rather than the recipe's settings or a TOML file.
     """
     before, now = change
     value = "" if now is True else f" {_shown(now)}"
     what = f"--{flag_name(name)}{value}" if is_given else f"{name} = {_shown(now)} in the settings"
-    told = f"{what}: the run was begun with {_shown(before)}"
+    begun = f"{what}: the run was begun with {_shown(before)}"
     if name in _FIXED:
         return UserError(
-            f"{told}. It cannot change within a run: leave it out, or start a new run without "
+            f"{begun}. It cannot change within a run: leave it out, or start a new run without "
             "--resume."
         )
     return UserError(
-        f"{told}. When a run is resumed this would make it another training: leave it out, start "
+        f"{begun}. When a run is resumed this would make it another training: leave it out, start "
         f"a new run without --resume, or insist with --allow-change {name}."
     )
 
@@ -76,7 +76,7 @@ def refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
 def check_changes(
     made_with: str, now: str, recipe: Recipe, allowed: Iterable[str], where: str
 ) -> dict[str, Change]:
-    """Compare what a checkpoint was made with, as TOML, with what the run would go on with.
+    """Compare the TOML that a checkpoint was made with and that of the resumed run.
 
     Returns:
         The changes that --allow-change names.
@@ -112,7 +112,7 @@ def with_sizes_of_run(
     *,
     earlier: bool,
 ) -> dict[str, object]:
-    """Return the settings of a repeated command with the batch sizes of the run it goes on with.
+    """Return the settings of a repeated command with the batch sizes of the run that it resumes.
 
     Its flags may ask for other micro-steps. What an earlier version's command says counts per rank,
     for the ranks of then.

@@ -18,7 +18,7 @@ _BUCKET_BYTES = 32 << 20
 _COMPARED = 20
 """Steps in which ranks compare how often they go backward, once that number has changed."""
 _TOLD_APART = 1024
-"""Steps that differ by less are told apart; the sum over ranks of such numbers is exact."""
+"""Ranks compare steps modulo this; sums of such numbers over the ranks are exact."""
 
 
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:

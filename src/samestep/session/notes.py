@@ -1,4 +1,4 @@
-"""What the user is told when a run starts: settings without effect, changed recipes, other bits."""
+"""The notes that a run starts with: settings without effect, a changed recipe, other rounding."""
 
 from pathlib import Path
 

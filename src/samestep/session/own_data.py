@@ -39,8 +39,8 @@ class OwnBatch:
     """Samples in it."""
     weight: float
     """The part of the global batch that is in it. A mean over its samples times this, added up over
-    all ranks, is the mean over the global batch. 0 where the samples only stand in for an empty
-    share, so that this rank takes part in the step's collectives."""
+    all ranks, is the mean over the global batch. 0 on a rank without a share of
+    its own, which computes with a placeholder to take part in the step's collectives."""
     global_size: int
     """Samples of the step over all ranks."""
     epoch: int
@@ -87,7 +87,7 @@ class OpenedData:
     collate: Collate | None
     workers: int
     source: Source
-    alone: bool
+    is_tensor: bool
     """Whether the data is one tensor, so that a batch is one, too."""
     digest: str
     """A hash of some samples of data in memory; empty of a `Dataset`."""
@@ -114,8 +114,8 @@ def open_data(
             "__len__ and __getitem__. A DataLoader or a stream has its own order, and here the "
             "order is samestep's."
         )
-    alone = isinstance(data, Tensor)
-    if alone:
+    is_tensor = isinstance(data, Tensor)
+    if is_tensor:
         data = (data, torch.empty(len(data), 0))
     elif isinstance(data, tuple) and len(data) != 2:
         data = TensorDataset(*data)
@@ -127,7 +127,7 @@ def open_data(
         collate=collate,
         workers=workers,
         source=source,
-        alone=alone,
+        is_tensor=is_tensor,
         digest=_hash_of(given),
         stamp=stamp,
     )
@@ -179,7 +179,7 @@ def read_epoch(
     for place, single in zip(places, singles, strict=True):
         data = single.inputs
         yield OwnBatch(
-            data=data[0] if opened.alone else data,
+            data=data[0] if opened.is_tensor else data,
             rows=single.rows,
             weight=single.weight * single.rows / single.global_size,
             global_size=single.global_size,
@@ -200,7 +200,7 @@ def read_once(
     number = opened.source.num_samples
     for part in opened.source.evaluation(batch_size):
         yield OwnBatch(
-            data=part.inputs[0] if opened.alone else part.inputs,
+            data=part.inputs[0] if opened.is_tensor else part.inputs,
             rows=part.samples,
             weight=part.samples / number,
             global_size=number,

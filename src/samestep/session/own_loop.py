@@ -387,7 +387,7 @@ class OwnLoop:
     def _seed(self, *tags: int) -> None:
         """Seed what the script draws around the batches: the same numbers on each rank.
 
-        It is by the epoch: a run that goes on within it draws what it had drawn before the batches.
+        The epoch decides: a run resumed within it draws what it had drawn before the batches.
         """
         # Five parts and more, so that no step of a rank is seeded alike.
         seed_alike(mix(self._own.options.seed, 0, 0, self._state.position.epoch, *tags))

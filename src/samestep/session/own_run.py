@@ -26,7 +26,7 @@ Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
 
 
 class OwnRun:
-    """One run of a loop of one's own, on this rank; open within its `with`.
+    """One run of a training loop that you write, on this rank; open within its `with`.
 
         with samestep.open_run("runs/mine", resume=True) as run:
             model = run.place(Net())
@@ -39,7 +39,7 @@ class OwnRun:
                     optimizer.step()
                     run.log(loss=loss)
 
-    What another rank than 0 prints from there on goes to `rank-N.log` in the run directory.
+    What ranks other than 0 print goes to `rank-N.log` in the run directory.
     """
 
     def __init__(self, options: Options) -> None:
@@ -157,8 +157,8 @@ class OwnRun:
         """Means of what was logged, exact over all ranks.
 
         Once the batches of an epoch are through they are those of the epoch, and after `validation`
-        those of its data. There are none where the script left the batches by `break`, or where no
-        epoch was left to train.
+        those of its data. There are none after a `break` out of the batches, or if no epoch
+        was left to train.
         """
         return self._means if self._loop is None else self._loop.means
 
@@ -166,7 +166,7 @@ class OwnRun:
     def state(self) -> dict[str, Any]:
         """Numbers and texts that checkpoints hold, by name: `run.state["waited"] = 3`.
 
-        Set first values before the epochs: a run that goes on has its checkpoint's from there on.
+        Set first values before the epochs: a resumed run then gets those of its checkpoint.
         They must be the same on all ranks.
         """
         return self._opened.state.own
@@ -221,8 +221,8 @@ class OwnRun:
     def epochs(self, num_epochs: int, *, state: Mapping[str, Stateful]) -> Iterator[int]:
         """Yield the epochs that are to be trained, as `range(num_epochs)` does.
 
-        With `resume`, the state is first brought to where the newest whole checkpoint stands, and
-        the epochs go on from there. What the script does after the batches of an epoch (a
+        With `resume`, the state is first restored from the newest whole checkpoint, and the epochs
+        go on from there. What the script does after the batches of an epoch (a
         validation, `scheduler.step()`) belongs to the epoch: its checkpoint comes afterwards.
 
         Args:
@@ -248,7 +248,7 @@ class OwnRun:
     ) -> Iterator[OwnBatch]:
         """Yield this rank's part of the steps of the running epoch, from the exact step on.
 
-        The order depends on seed and epoch alone. Each global batch is shared out as evenly as
+        The order depends only on seed and epoch. Each global batch is shared out as evenly as
         possible; the last one of an epoch may be smaller. Between two batches ranks agree on stop
         signals, and checkpoints are written. Before each, all random generators are seeded by
         (seed, rank, step), up to `backward`; what must not depend on the number of ranks is drawn

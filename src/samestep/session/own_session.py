@@ -72,7 +72,7 @@ class OwnSession:
         seed_alike(options.seed)
 
     def track(self, state: Any) -> None:
-        """Take the state that checkpoints hold, and restore it where the run goes on."""
+        """Take the state that checkpoints hold; restore it if the run is resumed."""
         world, own = self.world, self.state
         world.on_every(lambda: own_state.check_state(state))
         own.state = dict(state)
@@ -89,7 +89,7 @@ class OwnSession:
         self.agreement.start(own.position.step)
 
     def begin(self, order: dict[str, Any], sizes: Record) -> None:
-        """Write what a run begins or goes on with, once its data is known."""
+        """Write the first records of the run, once its data is known."""
         world, own, session = self.world, self.state, self.session
         position = own.position
         may_be_new, within = session.begun or position.epoch == 1, position.step_in_epoch > 0

@@ -275,7 +275,7 @@ def check_order(
 
 
 def sums_of(saved: list[Sums], world: World) -> Sums:
-    """Return this rank's sums to go on with; on another number of ranks, rank 0 takes all."""
+    """Return the sums that this rank resumes with; on another number of ranks, rank 0 takes all."""
     if len(saved) == world.world_size:
         return saved[world.rank]
     return added_up(saved) if world.is_main else {}

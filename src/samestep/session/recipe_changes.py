@@ -1,8 +1,8 @@
 """Whether a recipe still is the one that a run was trained with.
 
 A run keeps a copy of its recipe's file, and of a recipe made in Python what its functions and
-values were. Whoever goes on with the run or asks its checkpoints compares them with the recipe of
-today: its code, without comments and layout.
+values were. They are compared with the recipe of today, without comments and layout, when the run
+is resumed or a checkpoint is used.
 """
 
 import ast
@@ -71,7 +71,7 @@ def check_recipe_unchanged(run: Path, source: str) -> None:
 def accepted_changes(
     run: Path | None, source: str, recipe: Recipe, allowed: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what differs in the recipe of a run that goes on."""
+    """Return what differs in the recipe of a resumed run, as far as it is allowed."""
     changes = recipe_changes(run, source, recipe) if run is not None else []
     if changes and "recipe" not in allowed:
         is_file = source.endswith(".py")

@@ -58,7 +58,7 @@ class _Walk:
             if one.name not in NOT_OF_THE_TRAINING:
                 # A metric's attributes change with every batch: compare its class and code only.
                 depth = _DEPTH - 1 if one.name == "metrics" else 0
-                self._add(one.name, f"{one.name} = {self._told(getattr(recipe, one.name), depth)}")
+                self._add(one.name, f"{one.name} = {self._repr(getattr(recipe, one.name), depth)}")
         own = {one.name for one in fields(recipe)}
         return {
             n: text
@@ -70,7 +70,7 @@ class _Walk:
         before = self.pieces.get(name)  # two lambdas have the same name
         self.pieces[name] = text if before is None else _hash(before, text)
 
-    def _told(self, value: Any, depth: int = 0) -> str:
+    def _repr(self, value: Any, depth: int = 0) -> str:
         """Return a value as text that is the same in each process."""
         try:
             return self._text(without_options(value), depth)
@@ -78,30 +78,30 @@ class _Walk:
             return type(value).__qualname__
 
     def _text(self, value: Any, depth: int) -> str:  # noqa: C901, PLR0911 - a case a kind
-        told = self._told
+        show = self._repr
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes():
                 return repr(value)
             case list() | tuple() if depth < _DEPTH:
-                return f"[{', '.join(told(one, depth + 1) for one in value)}]"
+                return f"[{', '.join(show(one, depth + 1) for one in value)}]"
             case set() | frozenset() if depth < _DEPTH:
-                return f"{{{', '.join(sorted(told(one, depth + 1) for one in value))}}}"
+                return f"{{{', '.join(sorted(show(one, depth + 1) for one in value))}}}"
             case Mapping() if depth < _DEPTH:
-                parts = (f"{told(k, depth + 1)}: {told(v, depth + 1)}" for k, v in value.items())
+                parts = (f"{show(k, depth + 1)}: {show(v, depth + 1)}" for k, v in value.items())
                 return f"{{{', '.join(parts)}}}"
             case partial():
-                parts = (told(one, depth) for one in (value.func, value.args, value.keywords))
+                parts = (show(one, depth) for one in (value.func, value.args, value.keywords))
                 return f"partial([{', '.join(parts)}])"
             case types.FunctionType() | type():
                 return self._code(value)
             case types.MethodType():
-                return f"{told(value.__func__, depth)} of {told(value.__self__, depth)}"
+                return f"{show(value.__func__, depth)} of {show(value.__self__, depth)}"
             case torch.Tensor() | np.ndarray():
                 kind = "tensor" if isinstance(value, torch.Tensor) else "array"
                 return f"{kind} {tuple(value.shape)} {value.dtype} #{_content(value)}"
             case types.CodeType():  # what is computed; neither lines nor a docstring
                 names = value.co_names + value.co_varnames
-                return f"{value.co_code.hex()} {told(_constants(value), depth)} {names}"
+                return f"{value.co_code.hex()} {show(_constants(value), depth)} {names}"
             case torch.dtype() | torch.device() | Path():
                 return str(value)
         return self._object(value, depth)
@@ -120,11 +120,11 @@ class _Walk:
             if isinstance(one, _PLAIN[:-1]) and name[0] != "_" and name != "training"
         }
         buffers = dict(value.named_buffers()) if isinstance(value, torch.nn.Module) else {}
-        return f"{kind}({self._told({**kept, **buffers}, depth + 1)})"
+        return f"{kind}({self._repr({**kept, **buffers}, depth + 1)})"
 
     def _code(self, value: Any) -> str:
         """Return the name of a function or class; what the user's own say becomes a piece."""
-        # Of one's own script the module says nothing: it is __main__, or has the script's name.
+        # The module of a script says nothing: it is __main__, or has the script's name.
         is_own = _is_own(value.__module__)
         name = value.__qualname__ if is_own else f"{value.__module__}.{value.__qualname__}"
         if id(value) in self.seen or not is_own:
@@ -139,9 +139,9 @@ class _Walk:
             if isinstance(inner, types.FunctionType):
                 self._add(f"{short}.{key}()", f"# {_hash(self._function(inner))}")
             elif not key.startswith("__"):
-                self._add(f"{short}.{key}", f"{short}.{key} = {self._told(one, _DEPTH - 2)}")
+                self._add(f"{short}.{key}", f"{short}.{key} = {self._repr(one, _DEPTH - 2)}")
         if not is_dataclass(value):
-            self._add(f"class {short}", f"# {[self._told(base) for base in value.__bases__]}")
+            self._add(f"class {short}", f"# {[self._repr(base) for base in value.__bases__]}")
         return name
 
     def _function(self, function: types.FunctionType) -> str:
@@ -153,12 +153,12 @@ class _Walk:
         for name in _names(code):
             if name in function.__globals__:
                 self._name(name, function.__globals__[name], _keys(code, name))
-        return f"{self._told(code)} {self._told(with_defaults)}"
+        return f"{self._repr(code)} {self._repr(with_defaults)}"
 
     def _name(self, name: str, value: Any, keys: set[Any] | None = None) -> None:
         """Follow what a function uses by a name: functions, classes, and values that stay.
 
-        Of a dict whose `keys` the function names, these alone: others may tell how long to train.
+        Of a dict whose `keys` the function names, only these: others may set how long to train.
         """
         if keys and isinstance(value, dict):
             for key in sorted(keys & value.keys(), key=repr):
@@ -167,9 +167,9 @@ class _Walk:
         if name[:2] == "__" or name in self.pieces:
             return
         if isinstance(value, (*_PLAIN, np.ndarray, tuple, partial, types.FunctionType, type)):
-            self._add(name, f"{name} = {self._told(value)}")
+            self._add(name, f"{name} = {self._repr(value)}")
         elif isinstance(value, dict | list | set) and value and _is_plain(value):
-            self._add(name, f"# {_hash(self._told(value))}")
+            self._add(name, f"# {_hash(self._repr(value))}")
 
 
 def _names(code: types.CodeType) -> list[str]:

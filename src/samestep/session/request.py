@@ -47,13 +47,13 @@ class Request:
     settings: Settings
     resume: bool = False
     allow_change: tuple[str, ...] = ()
-    """Settings and options that may differ from those of the checkpoint that it goes on from."""
+    """Settings and options that may differ from those of the checkpoint."""
     settings_of: Path | None = None
     """The run whose settings a new run starts with."""
     folder: Path = field(default_factory=Path.cwd)
     """The working directory before the recipe's file, which may change it, was read."""
     recipe_changes: tuple[str, ...] = ()
-    """What differs in the recipe from that of the run that goes on, as --allow-change lets it."""
+    """What differs in the recipe of a resumed run, allowed by --allow-change."""
     pieces: Pieces = field(default_factory=dict)
     """What a recipe made in Python is, before any of its functions ran."""
 
@@ -213,8 +213,8 @@ def typed(
             home[key] = msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
             choices = ", ".join(map(repr, _choices(kind)))
-            told = f"it must be one of {choices}" if choices else f"{error}".rstrip(".")
-            raise UserError(f"{where}: {key} = {value!r}: {told}.") from error
+            why = f"it must be one of {choices}" if choices else f"{error}".rstrip(".")
+            raise UserError(f"{where}: {key} = {value!r}: {why}.") from error
     return ours, theirs
 
 
@@ -320,7 +320,7 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
 
 
 def _repeated(start: Draft, run_dir: str) -> Draft:
-    """Return the draft of the run that a command goes on with in its --run-dir."""
+    """Return the draft of the run in the --run-dir of a repeated command."""
     source = str(read_toml(Path(run_dir) / "settings.toml").get("recipe"))
     if _name_of(source) != start.recipe.name:
         raise UserError(
@@ -339,7 +339,7 @@ def _inherited(old: Any, options: Any, given: set[str]) -> Any:
 
 
 def _free(run: Draft) -> frozenset[str]:
-    """Return what may differ when a run goes on."""
+    """Return what may differ when a run is resumed."""
     virtual_ranks = run.settings_layer.get("virtual_ranks")
     return free_names(Settings, run.recipe.options, virtual_ranks=virtual_ranks)
 

@@ -19,7 +19,7 @@ from samestep.training.work import State, Work
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What a run goes on from."""
+    """What a resumed run continues from."""
 
     checkpoint: str
     """File name in checkpoints/."""

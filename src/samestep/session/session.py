@@ -31,7 +31,7 @@ Show = Callable[[Record], None]
 
 
 class Session:
-    """An open run. Every rank has one; rank 0 alone writes."""
+    """An open run. Every rank has one; only rank 0 writes."""
 
     def __init__(
         self, path: Path, world: World, on_open: Callable[[Path], None], show: Show = lambda _: None
@@ -120,7 +120,7 @@ class Session:
         keep_top_k: int | None,
         keep_newest: int = 0,
     ) -> Record:
-        """Write a checkpoint, name it in the index, delete what is no longer kept; rank 0 alone.
+        """Write a checkpoint, name it in the index, delete what is no longer kept; rank 0 only.
 
         The best `keep_top_k` are kept, the last, and the newest `keep_newest`; None keeps all.
 
@@ -131,7 +131,7 @@ class Session:
         digest = checkpoints.save(self._folder, name, content)
         epoch = position.epoch + (position.step_in_epoch > 0)  # the one it is in
         if metric is not None and not math.isfinite(metric):
-            metric = None  # JSON has neither, and such a checkpoint is no candidate for the best
+            metric = None  # JSON has neither, and such a checkpoint cannot be the best
         entry = Entry(path=name, step=position.step, epoch=epoch, sha256=digest, metric=metric)
         index = self._index
         if watch is not None:
@@ -170,7 +170,7 @@ def start_record(
     notes: Iterable[str] = (),
     **more: Any,
 ) -> Record:
-    """Return the record that a run begins or goes on with; `more` are fields of the caller."""
+    """Return the record of an attempt's start; `more` are fields of the caller."""
     return {
         "event": "start",
         "format": RUN_FORMAT,
@@ -189,7 +189,7 @@ def start_record(
 
 
 def resume_record(world: World, step: int, checkpoint: str, problems: list[str]) -> Record:
-    """Return the record of what a run goes on from, and of what was wrong with newer files."""
+    """Return the record of a resumed checkpoint; `problems` are those of newer files."""
     return {
         "event": "resume",
         "step": step,
