@@ -380,9 +380,10 @@ def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
         for one, given in _fields_set_by(name, value, where).items():
             before = found.get(one, table.get(one))
             if one != name and before not in (None, given):
+                limit = "; micro_batch_size limits what one rank computes at once"
                 raise UserError(
-                    f"{where}: {one} is {before} and {name} is {value}, but both set {one}. "
-                    "Keep one of them.",
+                    f"{where}: {one} is {before} and {name} is {value}, but both set {one}.",
+                    remedy=f"Keep one of them{limit if one == 'batch_size' else ''}.",
                     flags=[one],
                 )
             found[one] = given

@@ -101,9 +101,10 @@ def run_session(
     """
     with switched(request.settings, world.device):
         named = world.on_main(lambda: choose_path(request))
+        path = named.absolute()  # the recipe's functions may change the working directory
         request = completed(request, world)
         built = build(request, world, engine.wrap)
-        session = Session(named.absolute(), world, begin, show)  # a recipe may change directory
+        session = Session(path, world, begin, show)
         try:
             return _train(request, built, session, named, received, started_at, engine)
         except Exception as error:
