@@ -164,7 +164,7 @@ def spoil(folder, what):
         ("empty class", "train/cat has no images"),
         ("empty file", "0003.jpg: it is empty"),
         ("cut off", "0003.jpg: it is truncated"),
-        ("no image", "0003.jpg: it is no image"),
+        ("no image", "0003.jpg: Pillow does not recognise it"),
         ("other size", "40 x 32"),
     ],
 )
