@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from samestep.commands.verify import parse
 from samestep.ranks.process import TASK
@@ -33,37 +34,28 @@ def gathered(
     *flags: str,
     folder: Path,
     sizes: tuple[int, ...] = (1, 2),
-    batch: int | None = None,
     lightning: bool = False,
+    **more: Any,
 ) -> Gathered:
     """Run all starts of a recipe; the ranks do what those of the command do."""
     arguments = [str(recipe), "--device", "cpu", *flags]
     _, request = parse(arguments)
 
-    def launch(num_ranks: int, instructions: Path) -> Ended:
-        place = folder / instructions.stem
-        ranks = start_ranks(_rank, num_ranks, place, arguments, str(instructions), str(place))
+    def launch(num_ranks: int, task: Path) -> Ended:
+        place = folder / task.stem
+        ranks = start_ranks(_rank, num_ranks, place, arguments, str(task), str(place))
         codes = ranks.wait()
         code = next((code for code in codes if code), 0)
         messages = [path.read_text() for path in sorted(place.glob("error-*.json"))]
         message = json.loads(messages[0])["message"]["message"] if messages else ranks.output()
         return Ended(code, message if code else "")
 
-    return Gathered(request, gather(request, sizes, launch, batch=batch, lightning=lightning))
+    return Gathered(request, gather(request, sizes, launch, lightning=lightning, **more))
 
 
-def verified(
-    recipe: Path | str,
-    *flags: str,
-    folder: Path,
-    sizes: tuple[int, ...] = (1, 2),
-    batch: int | None = None,
-    lightning: bool = False,
-) -> Verification:
+def verified(recipe: Path | str, *flags: str, folder: Path, **more: Any) -> Verification:
     """Verify a recipe on real processes."""
-    return gathered(
-        recipe, *flags, folder=folder, sizes=sizes, batch=batch, lightning=lightning
-    ).judged()
+    return gathered(recipe, *flags, folder=folder, **more).judged()
 
 
 def check(found: Verification, name: str) -> Check:

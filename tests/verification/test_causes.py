@@ -10,40 +10,37 @@ from tests.verification import planted
 from tests.verification.forked import check, differing, gathered, verified
 
 TRAINING = ("2 ranks", "fp32", "accumulation", "stop and resume")
-# What is planted → the rows that must differ, each with its cause. No others may. What else one
-# process finds out about a recipe is in test_experiments.py, and how rows are judged in
-# test_all_rows.py.
-ROWS = {
-    "AUGMENT": dict.fromkeys((*TRAINING, "augmentation"), data.UNKEYED),
-    "F1": {"metrics": metrics.AVERAGED},
-    "OTHER_WEIGHTS": dict.fromkeys((*TRAINING, "processes", "metrics"), model.INITIAL_WEIGHTS),
-    "RANK_IN_FORWARD": dict.fromkeys(
-        ("2 ranks", "fp32", "accumulation", "stop and resume", "processes", "metrics"),
-        model.BY_RANK,
-    ),
-    "STATE_IN_LOSS": dict.fromkeys((*TRAINING, "state", "metrics"), state.IN_LOSS),
+# What is planted → the rows that must differ, each with its cause. No others may. What one process
+# finds out about a recipe is in test_experiments.py, and how rows are judged in test_all_rows.py:
+# what those show needs no ranks here.
+THOROUGH = {
+    "RANK_IN_FORWARD": dict.fromkeys((*TRAINING, "processes", "metrics"), model.BY_RANK),
     "EMA": dict.fromkeys(
         ("2 ranks", "accumulation", "stop and resume", "samples apart"), model.BUFFERS
     ),
-    "METRIC_OVER_RANKS": {"metrics": metrics.AVERAGED},
-    "ORDER": dict.fromkeys((*TRAINING, "order"), data.OTHER_ORDER.name),
-    "UNUSED": {"parameters": model.UNUSED},
-    "PYTHONS_RANDOM": {"state": state.OUTSIDE_MODULE},
     "COUNTER": dict.fromkeys(
         ("accumulation", "stop and resume", "state", "one device"), state.OUTSIDE_MODULE
     ),
-    "MIXES": dict.fromkeys((*TRAINING, "samples apart", "metrics"), model.MIXED),
+}
+QUICK = {
+    "AUGMENT": dict.fromkeys(("2 ranks", "augmentation"), data.UNKEYED),
+    "OTHER_WEIGHTS": dict.fromkeys(("2 ranks", "processes", "metrics"), model.INITIAL_WEIGHTS),
+    "STATE_IN_LOSS": dict.fromkeys(("2 ranks", "state", "metrics"), state.IN_LOSS),
+    "METRIC_OVER_RANKS": {"metrics": metrics.AVERAGED},
+    "ORDER": dict.fromkeys(("2 ranks", "order"), data.OTHER_ORDER.name),
+    "UNUSED": {"parameters": model.UNUSED},
+    "PYTHONS_RANDOM": {"state": state.OUTSIDE_MODULE},
+    "MIXES": dict.fromkeys(("2 ranks", "samples apart", "metrics"), model.MIXED),
     "WRITES_OF_ITS_OWN": {},
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*THOROUGH, *QUICK])
 def test_what_is_planted_is_found_and_named_and_nothing_else(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = planted.write(tmp_path, getattr(planted, name), name=f"p_{name.lower()}.py")
-    found = verified(recipe, folder=tmp_path / "ranks")
-    assert differing(found) == ROWS[name]
-    assert found.same is (not ROWS[name])
+    found = verified(recipe, folder=tmp_path / "ranks", quick=name in QUICK)
+    assert differing(found) == {**THOROUGH, **QUICK}[name]
 
 
 def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
@@ -64,7 +61,7 @@ def test_a_loss_that_is_bent_for_few_samples_is_the_last_uneven_batchs(tmp_path)
 
 def test_parameters_that_only_some_steps_use_are_named_where_ranks_fail(tmp_path):
     recipe = planted.write(tmp_path, planted.UNUSED_AT_TIMES, name="p_times.py")
-    found = check(verified(recipe, folder=tmp_path / "ranks"), "2 ranks")
+    found = check(verified(recipe, folder=tmp_path / "ranks", quick=True), "2 ranks")
     assert found.cause.name == model.UNUSED
     assert found.failure is not None
 
@@ -84,7 +81,7 @@ def test_a_weighted_loss_is_the_same_training_over_its_terms(tmp_path):
 
 def test_ranks_that_hold_other_numbers_of_samples_are_told_of(tmp_path):
     recipe = planted.write(tmp_path, planted.SIZES, name="p_sizes.py")
-    report = verified(recipe, folder=tmp_path / "ranks")
+    report = verified(recipe, folder=tmp_path / "ranks", quick=True)
     assert check(report, "order").cause.name == data.LENGTHS
     assert check(report, "2 ranks").cause.name == data.LENGTHS
     assert "rank 1 of 2 holds 59" in check(report, "2 ranks").cause.why
@@ -92,7 +89,7 @@ def test_ranks_that_hold_other_numbers_of_samples_are_told_of(tmp_path):
 
 def test_draws_and_batch_norm_are_found_apart_and_may_be_accepted(tmp_path):
     recipe = planted.write(tmp_path, planted.BOTH, name="p_both.py")
-    left = gathered(recipe, folder=tmp_path / "ranks")
+    left = gathered(recipe, folder=tmp_path / "ranks", quick=True)
     assert differing(left.judged()) == {
         "BatchNorm": trainings.BATCHNORM_CAUSE,
         "dropout": trainings.DROPOUT_CAUSE,
@@ -118,7 +115,7 @@ def test_a_recipe_accepts_by_itself_and_hides_no_other_cause(tmp_path):
 
 def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):
     recipe = planted.write(tmp_path, planted.FUNCTIONAL, name="p_functional.py")
-    left = gathered(recipe, folder=tmp_path / "ranks")
+    left = gathered(recipe, folder=tmp_path / "ranks", quick=True)
     found = check(left.judged(), "dropout")
     assert planted.line_of(recipe, "functional.dropout") in found.cause.why
     assert "--accept dropout" in found.cause.advice
@@ -134,7 +131,7 @@ def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):
 
 def test_a_generator_of_ones_own_is_told_with_its_line_whatever_is_accepted(tmp_path):
     recipe = planted.write(tmp_path, planted.OWN_GENERATOR, name="p_generator.py")
-    left = gathered(recipe, folder=tmp_path / "ranks")
+    left = gathered(recipe, folder=tmp_path / "ranks", quick=True)
     assert differing(left.judged()) == {
         "dropout": trainings.DROPOUT_CAUSE,
         "state": state.OUTSIDE_MODULE,
@@ -150,10 +147,10 @@ def test_files_that_every_rank_writes_and_what_they_print_are_told_with_their_li
     both = planted.WRITES + 'open("notes.txt", "w").close()\n'
     monkeypatch.chdir(disk)
     recipe = planted.write(disk, both, name="p_writes.py")
-    report = verified(recipe, folder=disk / "ranks-writing")
+    report = verified(recipe, folder=disk / "ranks-writing", quick=True)
     assert differing(report) == {one_writer.ONE_WRITER.name: "every rank writes"}
     recipe = planted.write(disk, planted.PRINTS, name="p_prints.py")
-    report = verified(recipe, folder=disk / "ranks")
+    report = verified(recipe, folder=disk / "ranks", quick=True)
     found = check(report, one_writer.ONE_WRITER.name)
     assert (report.same, found.status) == (True, "note")
     assert planted.line_of(recipe, "print(") in found.cause.why
@@ -162,7 +159,7 @@ def test_files_that_every_rank_writes_and_what_they_print_are_told_with_their_li
 
 def test_without_float64_what_rounding_does_is_measured_and_noise_of_a_thousandth_is_seen(tmp_path):
     recipe = planted.write(tmp_path, planted.SINGLE, name="p_single.py")
-    report = verified(recipe, folder=tmp_path / "ranks")
+    report = verified(recipe, folder=tmp_path / "ranks", quick=True)
     assert differing(report) == {"dropout": trainings.DROPOUT_CAUSE}
     assert report.facts.exact == "fp32"
     assert "TypeError" in report.facts.inexact
@@ -181,7 +178,7 @@ def loss(outputs, targets):
 recipe = replace(recipe, loss=loss)
 """
     recipe = planted.write(tmp_path, text, name="p_killed.py")
-    report = verified(recipe, folder=tmp_path / "ranks")
+    report = verified(recipe, folder=tmp_path / "ranks", quick=True)
     assert not check(report, "2 ranks").passed
     assert check(report, "one process").passed
 
