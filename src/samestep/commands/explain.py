@@ -31,18 +31,18 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True)
 class ExplainFlags:
-    """What this command itself takes, beside the settings."""
+    """The verb's own flags."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     nproc: Nproc = 1
     """Ranks on a node, which need not be here; auto: as many as train would start here."""
     nodes: int = 1
-    """Nodes with so many ranks each."""
+    """Nodes with that many ranks each."""
     new: Switch = False
     """Of a run: explain a new run with its settings, as `samestep train RUN` begins one."""
     resume: Switch = False
-    """Explain how a run goes on; of a RUN this is the default."""
+    """Explain how a run is resumed, the default for a RUN."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
     """As `samestep train RUN --resume` takes it: settings that may differ."""
     recipe_of_run: Switch = False
@@ -72,7 +72,7 @@ def _explain(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[ExplainFlags, Request]:
-    """Return the command and the request; a run goes on unless a new one is asked for."""
+    """Return the command and the request; a run is resumed unless --new is given."""
     about = "Explain what training {} will do: ranks, batches, memory, learning rate, checkpoints."
     given = set(arguments[1:])
     if {"--new", "--resume"} <= given:

@@ -42,7 +42,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class VerifyFlags:
-    """What this command itself takes, beside the settings."""
+    """The verb's own flags."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
@@ -52,7 +52,7 @@ class VerifyFlags:
     """Leave out what takes longest: a third size of ranks (unless --world-sizes names it), the
     recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
     accept: str = ""
-    """What may differ by intent, beside what the recipe accepts: batchnorm, dropout, or both."""
+    """What may differ by intent: batchnorm, dropout, or both. A recipe may accept them itself."""
     tolerance: float | None = None
     """Compare losses alone, up to this relative difference: for what is random by intent."""
     json: Switch = False

@@ -1,1 +1,1 @@
-"""What a training will do, told before it runs: by the functions that train."""
+"""What a training will do, before it runs, computed by the functions that train."""

@@ -124,7 +124,7 @@ def is_too_large(model: nn.Module) -> bool:
 
 
 def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[RankMemory, Drawn]:
-    """Take one step of so many samples with a built training; return what it held, and drew.
+    """Take one step of `rows` samples with a built training; return what it held, and drew.
 
     The training's weights change by it.
 

@@ -58,7 +58,7 @@ def look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
 
 
 def judge(evidence: Evidence) -> list[Check]:
-    """Return the checks of all rows, or the first one alone if one process could not train."""
+    """Return the checks of all rows, or only the first if one process could not train."""
     found = []
     rows = rows_of(evidence.facts)
     for row in rows if evidence.trace(0, MAIN) else rows[:1]:
@@ -67,8 +67,8 @@ def judge(evidence: Evidence) -> list[Check]:
         checks = answer if isinstance(answer, list) else [answer]
         found += [replace(check, name=check.name or row.name) for check in checks]
     found = [_explained(evidence, check) for check in found]
-    # Unknown causes of trainings are likely one: the first of them speaks for all. A check
-    # without a step is of a value by itself, such as a metric.
+    # Unknown causes of trainings are likely the same one: all show the first. A check without a
+    # step is not of a training but of a single value, such as a metric.
     unknown = [c for c in found if c.cause.name == UNKNOWN and c.first_step]
     first = min(unknown, key=lambda check: check.first_step or 0, default=None)
     return [replace(c, cause=first.cause) if first and c in unknown else c for c in found]

@@ -145,14 +145,14 @@ class Evidence:
         return own if self.tolerance is None else self.tolerance
 
     def losses_only(self, training: str = MAIN) -> bool:
-        """Whether the losses alone decide: without float64, or as the user wants it."""
+        """Whether only losses decide: without float64, or with the user's tolerance."""
         rounded = training == OWN_PRECISION or self.facts.exact != "fp64"
         return (rounded and not self.bits) or self.tolerance is not None
 
     def compare(
         self, trace: Trace, training: str = MAIN, *, reference: Trace | None = None
     ) -> TrainingDifference:
-        """Compare a training with one process, by everything that was kept or by losses alone."""
+        """Compare a training with one process, by everything that was kept or only by losses."""
         tolerance, losses_only = self.tolerance_of(training), self.losses_only(training)
         return difference(reference or self.reference, trace, tolerance, losses_only=losses_only)
 
@@ -169,7 +169,7 @@ class Evidence:
     def not_compared(self) -> str:
         """Return why nothing was compared with several ranks, if nothing was."""
         if not self.several:
-            return "one size of ranks alone"
+            return "only one number of ranks"
         came = any((start.place, MAIN) in self.traces for start in self.several)
         return "" if came else NOT_REACHED
 

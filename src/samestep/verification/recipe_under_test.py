@@ -52,7 +52,7 @@ class FreeStep(NamedTuple):
     """With its gradients."""
     seen: RandomDraws
     own_generators: list[str]
-    """Lines that draw from a `torch.Generator` of their own, which goes on from step to step."""
+    """Lines that draw from a `torch.Generator` of their own, with state kept across steps."""
 
     @property
     def kinds(self) -> frozenset[Kind]:

@@ -84,7 +84,7 @@ class RankFailure:
 
 @dataclass(kw_only=True)
 class RankReport:
-    """What a rank found out, beside its traces."""
+    """What a rank found out, in addition to its traces."""
 
     num_samples: int = 0
     """Training samples that its data has."""

@@ -288,8 +288,8 @@ def judge_evidence(
 ) -> Verification:
     """Return whether the recipe trains the same, by what its ranks handed back.
 
-    `accept` may differ by intent, beside what the recipe accepts. With a `tolerance` only losses
-    are compared, up to this relative difference; without, everything is, up to rounding.
+    `accept` may differ by intent, in addition to what the recipe accepts. With a `tolerance` only
+    losses are compared, up to this relative difference; without, everything is, up to rounding.
     """
     accepts = frozenset({*request.recipe.accepts, *accept})
     evidence = replace(evidence, accepts=accepts, tolerance=tolerance)

@@ -140,7 +140,7 @@ def _explain_augmentation(evidence: Evidence) -> Cause | None:
         return None
     when = "each time the same sample is read in the same epoch"
     if changes.batchwise:
-        when = "for a sample when other samples are beside it"
+        when = "for a sample when the batch has other samples"
     why = f"{_READERS[changes.part]} gives something else {when}."
     return Cause(UNKEYED, why, _ADVICE[changes.part])
 

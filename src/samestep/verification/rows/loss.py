@@ -195,7 +195,7 @@ def _uneven_cause(rest: int, why: str) -> Cause:
 
 
 def _bent(evidence: Evidence) -> Cause | None:
-    """Return the cause if the loss of the incomplete batch is no mean over its samples."""
+    """Return the cause if the loss of the incomplete batch is not the mean over its samples."""
     found, rest = loss_of_parts(evidence), evidence.facts.size.rest
     if found is None or found.uneven <= evidence.exact:
         return None
@@ -229,7 +229,7 @@ def _last_batch(evidence: Evidence) -> Check:
         advice = "Choose sizes that never leave one sample, or --drop-last."
         cause = Cause(UNEVEN_BATCH, f"It fails: {fails[1]}.", advice)
         return Check("note", "a batch of one sample, as the last may be", cause=cause)
-    # A loss that is no mean in a full batch says nothing about this one.
+    # If full batches differ too, this one says nothing more.
     if bent_in_full_batches:
         return Check("skipped", "the loss is bent in full batches too")
     return cause_check(evidence, f"{compared}, and 1 alone", None, uneven)

@@ -28,8 +28,8 @@ AVERAGED = "metric averaged over ranks"
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
     """Return how much each metric of a sample depends on the others of its batch.
 
-    A model that is not trained may give all samples the same class, of which no metric depends on
-    anything: so the outputs are varied, too.
+    An untrained model may give all samples the same class, which hides every dependence: so the
+    outputs are varied, too.
     """
     held, found = tested.held_forward, {}
     if held is None:
@@ -93,9 +93,9 @@ def _of_rows(tested: RecipeUnderTest, metric: Any, held: HeldForward, rows: rang
 
 
 def largest_difference(evidence: Evidence) -> TrainingDifference:
-    """Return how far evaluations of equal weights are apart, and of which metric.
+    """Return the largest difference of evaluations of equal weights, with its metric.
 
-    Those are the one before training and, where ranks train the same, all that follow.
+    These are the one before training and, if the ranks train the same, all later ones.
     """
     one, found = evidence.reference.evaluations, []
     for start in evidence.several:

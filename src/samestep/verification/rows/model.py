@@ -236,7 +236,7 @@ def _explain_samples_apart(evidence: Evidence) -> Cause | None:
     return Cause(
         MIXED,
         f"{found.module.place} gives a sample something else ({found.module.difference:.0e}) when "
-        "other samples are beside it: it computes over the batch, and each rank has its own.",
+        "the batch has other samples: it computes over the batch, and each rank has its own.",
         "Compute over a sample's own values (GroupNorm, LayerNorm), or over all ranks.",
     )
 
@@ -296,7 +296,7 @@ def _parameters(evidence: Evidence) -> Check:
     compared = "every parameter gets a gradient"
     if not names:
         return Check("same", compared)
-    # With --find-unused or --static-graph ranks do not wait, and the trainings tell the rest.
+    # With --find-unused or --static-graph ranks do not wait; other rows compare the trainings.
     if evidence.allows_unused:
         return Check("same", f"{count(len(names), 'parameter')} unused in a step, as you allow")
     return cause_check(evidence, compared, _unused_cause(names), first_parameter=names[0])

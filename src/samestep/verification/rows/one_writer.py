@@ -1,4 +1,4 @@
-"""One writer: no two ranks write the same file, and rank 0 alone prints."""
+"""The row about output: no two ranks write the same file, and only rank 0 prints."""
 
 import os
 import sys
@@ -16,14 +16,14 @@ from samestep.verification.evidence import Cause, Check, Evidence, TableRow
 
 _COMPARED = "what other ranks than 0 print, write"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
-# What only one rank can succeed at (a folder that is made or removed, a file that must be new) is
-# no file that several write; where it is no mistake to come second, all try.
+# All ranks may try what only one can succeed at: making or removing a folder, a file that must be
+# new.
 _CHANGES = ("os.rename", "os.remove", "os.truncate")
 _paths = sysconfig.get_paths()
 _LIBRARIES = tuple(_paths[kind] + os.sep for kind in ("purelib", "platlib"))
 _PYTHON = (*(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib")), "<frozen ")
-# Libraries that write the file that they are told to. All others look after their own files:
-# what torch caches when it is first needed is not for the user to mend.
+# Libraries that write a file which the user names. Other libraries' files, such as torch's caches,
+# are not the user's doing.
 _TOLD_TO = (
     *("torch/serialization.py", "numpy/", "pandas/", "PIL/", "matplotlib/"),
     "torchvision/datasets/",
@@ -98,10 +98,10 @@ def watch_output(folder: Path) -> RecipeOutput:
 
 
 def line_that_writes(frame: FrameType | None) -> str:
-    """Return the user's line whose doing a write is: `model.py:31`; nothing if it is no line's.
+    """Return the user's line that caused a write, such as `model.py:31`, or "".
 
-    Between the line and the write may stand what writes where it is told to, but no import, no
-    temporary file (which no other process shares), and no library with files of its own.
+    Frames between the line and the write may be of libraries that write a named file. An import, a
+    temporary file (which no other process shares) or a library with files of its own clears it.
     """
     while frame is not None:
         file = frame.f_code.co_filename

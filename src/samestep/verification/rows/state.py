@@ -83,7 +83,7 @@ def find_hidden(tested: RecipeUnderTest) -> Hidden | None:
 
 
 def other_batch(tested: RecipeUnderTest) -> Block:
-    """Return samples beside those of the first step: the next ones, or some of them again."""
+    """Return samples other than the first step's: the next ones, or some of them again."""
     return tested.batch(1) if tested.size.full > 1 else tested.part(tested.batch(), 0, 1)
 
 
@@ -101,7 +101,7 @@ def _of_forward(tested: RecipeUnderTest) -> tuple[list[str], dict[str, str], lis
     before = prints()
     forward(other)
     forward(block)
-    # What samestep has put around the model's own forward is no attribute of the user's.
+    # samestep's own wrapper around the model's forward is not the user's attribute.
     kept = [name for name in differing(before, prints()) if not name.endswith(" forward")]
     known = {id(p) for p in model.parameters()}
     learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in known]
@@ -172,7 +172,7 @@ class OutsideState:
     generators: list[str]
     """Of Python and NumPy, those that forward or loss draws from."""
     own_generators: list[str]
-    """Lines that draw from a `torch.Generator` of their own, which goes on from step to step."""
+    """Lines that draw from a `torch.Generator` of their own, with state kept across steps."""
     remembers: ModuleDifference | None
     """The first module whose output differs in a second forward with the same inputs."""
     loss: float | None = None
@@ -240,7 +240,7 @@ def change_of_loss(evidence: Evidence) -> float | None:
 
 
 def hidden_of(evidence: Evidence) -> Hidden:
-    """Return what a step keeps, draws or asks for beside what checkpoints hold."""
+    """Return what a step keeps, draws or asks for that checkpoints do not hold."""
     found = evidence.found(STATE.name, OutsideState)
     return (found and found.hidden) or Hidden()
 
@@ -322,7 +322,7 @@ def _state(evidence: Evidence) -> Check:
             "numbers, and each rank has one.",
             "Draw without generator=: torch's own is seeded in every step.",
         )
-        return cause_check(evidence, "no generator that goes on by itself", cause)
+        return cause_check(evidence, "no generator of its own", cause)
     # Virtual ranks seed Python's and NumPy's generators, too.
     if found and not found.remembers and found.generators and not evidence.bits:
         cause = Cause(
@@ -339,7 +339,7 @@ def _state(evidence: Evidence) -> Check:
     check, suspect = cause_check(evidence, compared, _explain(evidence), difference), None
     if check.status == "same":
         suspect = _suspect(evidence)
-    # What an optimizer draws from the generators that samestep seeds is no mistake.
+    # An optimizer may draw from the generators that samestep seeds.
     if suspect is None or suspect.name == DRAWS:
         return check
     return replace(check, status="note", cause=suspect)
