@@ -9,8 +9,7 @@ import pytest
 
 import samestep
 from samestep import TrainedRun, UserError
-from samestep.run.pictures import Album, replace_pictures
-from samestep.run.png import png
+from samestep.reporting.picture_files import Album, png, replace_pictures
 from tests.api.recipes import made
 
 

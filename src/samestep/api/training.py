@@ -27,7 +27,6 @@ from samestep.api.call import (
 from samestep.api.sending import RecordFile, SentCall, receive, send
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
-from samestep.execution.pictures import end_while_drawing
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
 from samestep.ranks.process import STARTED_AT, RankLog, rank_of
@@ -39,6 +38,7 @@ from samestep.reporting.progress import Nothing, Screen
 from samestep.run.records import Record
 from samestep.session.outcome import Outcome
 from samestep.session.own_ending import end_failed
+from samestep.session.picture_making import end_while_drawing
 from samestep.session.request import Request
 from samestep.session.training_run import NATIVE, Engine, run_session
 from samestep.tracking.choice import check_installed, chosen

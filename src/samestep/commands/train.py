@@ -12,11 +12,11 @@ from samestep.api.training import train_as_rank, train_received
 from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
-from samestep.execution.pictures import end_while_drawing
 from samestep.ranks.nproc import start_nproc
 from samestep.ranks.process import TASK, RankLog, run_as_rank
 from samestep.reporting.progress import Screen
 from samestep.run.files import shown_path
+from samestep.session.picture_making import end_while_drawing
 from samestep.session.request import Request
 
 

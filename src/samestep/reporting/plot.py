@@ -1,6 +1,7 @@
 """A file with a picture, drawn by matplotlib without a window."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,59 @@ def picture(path: Path) -> Iterator[Any]:
         write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=120))
     finally:
         plt.close(figure)
+
+
+_MOST_CLASSES = 100
+"""Of more the cells would be smaller than a pixel or two."""
+_MOST_NUMBERS = 20
+"""With more classes, the counts do not fit into the cells."""
+
+
+def has_confusion(record: Mapping[str, Any]) -> bool:
+    """Whether a record has counts that can be drawn: a square of them, with a name for each row."""
+    names, rows = record.get("per_class"), record.get("confusion")
+    if not isinstance(names, Mapping) or not isinstance(rows, list):
+        return False
+    square = all(isinstance(row, list) and len(row) == len(rows) for row in rows)
+    numbers = square and all(type(count) is int for row in rows for count in row)
+    return numbers and 1 < len(rows) == len(names) <= _MOST_CLASSES
+
+
+def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes | None:
+    """Return a heat map as a PNG file; None where matplotlib is not installed.
+
+    Args:
+        names: of the classes.
+        rows: counts: row by target, column by prediction. Colours show parts of a row.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError:
+        return None
+    num = len(names)
+    parts = [[count / max(1, sum(row)) for count in row] for row in rows]
+    side = min(12.0, 3.0 + 0.45 * num)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="fraction of the class", shrink=0.8)
+    labels = [_short(name) for name in names]
+    size = 9 if num <= _MOST_NUMBERS else 6
+    turned = 90 if num > 4 else 0
+    axes.set_xticks(range(num), labels, rotation=turned, fontsize=size, parse_math=False)
+    axes.set_yticks(range(num), labels, fontsize=size, parse_math=False)
+    axes.set(xlabel="predicted", ylabel="target", title="Confusion matrix")
+    if num <= _MOST_NUMBERS:
+        for y, row in enumerate(rows):
+            for x, count in enumerate(row):
+                if count:
+                    colour = "white" if parts[y][x] > 0.5 else "black"
+                    text = axes.text(x, y, f"{count:,}", color=colour, fontsize=8)
+                    text.set(ha="center", va="center")
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return file.getvalue()
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:23]}…"

@@ -13,12 +13,12 @@ import torch
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
-from samestep.execution.pictures import picture_records
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.run import checkpoints
 from samestep.run.index import Entry, read_index
 from samestep.session.build import Built
+from samestep.session.picture_making import picture_records
 from samestep.session.request import Request
 from samestep.session.session import Session, run_result
 from samestep.training.device import data_dtype, peak_memory_bytes

@@ -10,10 +10,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, blame
-from samestep.execution.shown import RowsOfFiles, class_scores, fits, named, rows_of, shown_by
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
 from samestep.recipe import Recipe, is_cross_entropy
+from samestep.session.sample_rows import RowsOfFiles, class_scores, fits, named, rows_of, shown_by
 from samestep.session.trained_model import TrainedModel, open_checkpoint
 from samestep.training.apply import applied
 from samestep.training.device import choose_threads, switched

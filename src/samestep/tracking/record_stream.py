@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.run.pictures import read_png
+from samestep.reporting.picture_files import read_png
+from samestep.reporting.plot import confusion_png, has_confusion
 from samestep.run.records import Record, RecordFile, check_format
-from samestep.tracking.confusion_picture import confusion_png, has_confusion
 from samestep.tracking.contract import Picture, Scalar, TrackedRecord
 
 SYSTEM = Path("tracking", "system.jsonl")

@@ -1,15 +1,13 @@
-"""The pictures of a run, made when it ends: by rank 0 alone, within some seconds.
-
-Nothing that is recorded depends on them: the weights have their digest by then, and random numbers
-go on afterwards as if there had been none.
-"""
+"""Some samples of a split as they are stored, and what the model says of them, on one rank."""
 
 import atexit
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from signal import Signals
 from threading import Thread
@@ -17,20 +15,117 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from samestep.data.batches import open_split
+from samestep.data.keyed_random import mix
+from samestep.data.loader_source import seed_reading
+from samestep.data.stream_lanes import is_stream
 from samestep.errors import UserError, no_exit
-from samestep.execution.image_tiles import is_image
-from samestep.execution.own_pictures import draw_own, title_of
-from samestep.execution.predictions import keep_images, keep_points, keep_rows
-from samestep.execution.shown import shown_by
-from samestep.execution.some_samples import Some, ask, ask_whole, some_of
+from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits, is_cross_entropy
-from samestep.run.pictures import FOLDER, Album, replace_pictures
+from samestep.reporting.drawing import (
+    SampleSubset,
+    draw_own,
+    is_image,
+    keep_images,
+    keep_points,
+    keep_rows,
+    title_of,
+)
+from samestep.reporting.picture_files import FOLDER, Album, replace_pictures
 from samestep.run.records import Record
+from samestep.session.sample_rows import RowsOfFiles, shown_by
 from samestep.settings import Settings
-from samestep.training.evaluation import as_evaluated, evaluation_batch
+from samestep.training.apply import applied
+from samestep.training.device import data_dtype
+from samestep.training.evaluation import as_evaluated, evaluation_batch, outputs_of
 from samestep.training.stopping import Agreement
 from samestep.training.work import Work
+
+_MOST_PER_BATCH = 64
+"""A model that takes long is asked of few samples."""
+
+
+def some_of(data: Any, count: int, seed: int, until: float) -> SampleSubset:
+    """Return some samples of a split: by chance, so that sorted data shows all of its classes.
+
+    Args:
+        data: the split.
+        count: how many to take at most.
+        seed: of the choice; of what a data set draws, too.
+        until: when to stop reading, by `time.monotonic`; one sample is always read.
+    """
+    if type(data) is TensorDataset and len(data.tensors) == 2:
+        data = (data.tensors[0], data.tensors[1])
+    if is_stream(data):
+        seed_reading(mix(seed, 0))
+        samples = list(_until(islice(iter(data), count), until))
+        return SampleSubset(RowsOfFiles(samples), None)
+    total = len(data[0]) if isinstance(data, tuple) else len(data)
+    places = random.Random(seed).sample(range(total), min(count, total))  # noqa: S311 - pictures
+    if isinstance(data, tuple):
+        inputs, targets = data
+        places.sort()
+        index = torch.tensor(places, device=inputs.device)
+        return SampleSubset(
+            (inputs[index], targets[index.to(targets.device)]), total, tuple(places)
+        )
+
+    def read() -> Iterator[Any]:
+        for place in places:
+            seed_reading(mix(seed, 0, place))
+            yield data[place]
+
+    samples = list(_until(read(), until))
+    return SampleSubset(RowsOfFiles(samples), total, tuple(places[: len(samples)]))
+
+
+def _until(samples: Iterator[Any], until: float) -> Iterator[Any]:
+    for sample in samples:
+        yield sample
+        if time.monotonic() > until:
+            return
+
+
+def ask(
+    model: torch.nn.Module,
+    some: SampleSubset,
+    recipe: Recipe,
+    settings: Settings,
+    device: torch.device,
+    batch_size: int,
+    until: float,
+) -> Iterator[tuple[Any, Any, int]]:
+    """Yield outputs, targets (with `forward` the batch) and their number, batch by batch.
+
+    It ends after the batch that `until` lies in, by `time.monotonic`.
+    """
+    settings = replace(settings, num_workers=0)
+    plain = replace(recipe, augment=None)
+    world, dtype = World(device=device), data_dtype(settings.precision)
+    source, takes = open_split(some.data, world, plain, settings, dtype), applied(model, recipe)
+    for batch in source.evaluation(min(batch_size, _MOST_PER_BATCH)):
+        yield (
+            outputs_of(takes, batch.inputs, settings.precision, device),
+            batch.targets,
+            batch.samples,
+        )
+        if time.monotonic() > until:
+            return
+
+
+def ask_whole(asked: Iterator[tuple[Any, Any, int]]) -> tuple[Tensor, Tensor] | None:
+    """Return outputs and targets of all batches on the CPU; None if they are no plain tensors."""
+    outputs, targets = [], []
+    for output, target, count in asked:
+        both = (output, target)
+        if not all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in both):
+            return None
+        outputs.append(output.detach().cpu())
+        targets.append(target.detach().cpu())
+    return (torch.cat(outputs), torch.cat(targets)) if outputs else None
+
 
 _LIMIT_S = 10.0
 """How long the other ranks, and the end of the run, wait for all pictures."""
@@ -39,7 +134,7 @@ _NUM_IMAGES, _NUM_POINTS, _NUM_ROWS = 512, 2000, 20
 
 
 @dataclass(kw_only=True)
-class Sitting:
+class PictureSource:
     """What pictures are made of."""
 
     recipe: Recipe
@@ -100,11 +195,11 @@ def picture_records(
     """
     if not settings.pictures or agreement.signum:
         return []
-    sitting = Sitting(recipe=recipe, work=work, splits=splits, load_best=load_best)
-    album = _drawn(sitting, agreement, min(_LIMIT_S, settings.timeout_s / 2))
+    source = PictureSource(recipe=recipe, work=work, splits=splits, load_best=load_best)
+    album = _drawn(source, agreement, min(_LIMIT_S, settings.timeout_s / 2))
     records: list[Record] = []
     try:
-        replace_pictures(path, album, checkpoint=sitting.checkpoint, split=sitting.split)
+        replace_pictures(path, album, checkpoint=source.checkpoint, split=source.split)
     except UserError as error:
         return [{"event": "picture", "step": step, "name": FOLDER, "problem": str(error)}]
     for entry in album.entries:
@@ -140,9 +235,9 @@ def _await_drawing() -> None:
         thread.join(_LIMIT_S)
 
 
-def _drawn(sitting: Sitting, agreement: Agreement, limit_s: float) -> Album:
+def _drawn(source: PictureSource, agreement: Agreement, limit_s: float) -> Album:
     """Make all pictures in a thread, which nobody waits for longer than they should."""
-    album, plan = Album(), _planned(sitting)
+    album, plan = Album(), _planned(source)
     waiting = [name for name, _ in plan]
 
     def draw() -> None:
@@ -151,7 +246,7 @@ def _drawn(sitting: Sitting, agreement: Agreement, limit_s: float) -> Album:
                 make(album)
                 waiting.remove(name)
 
-    with as_evaluated(sitting.work.learner.model, sitting.work.settings.seed):
+    with as_evaluated(source.work.learner.model, source.work.settings.seed):
         thread = Thread(target=draw, daemon=True, name="samestep-pictures")
         deadline = time.monotonic() + limit_s
         thread.start()
@@ -172,13 +267,13 @@ _LOOK = "predictions"
 """The name of the work that looks at predictions, whichever kind they are."""
 
 
-def _planned(sitting: Sitting) -> list[tuple[str, Callable[[Album], None]]]:
+def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]:
     """Return what is to be made, by name."""
 
     def look(album: Album) -> None:
         try:
             with no_exit():
-                _look(sitting, album)
+                _look(source, album)
         except Exception as error:  # whatever the recipe's code raises: the run is whole
             told = (
                 str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -186,42 +281,42 @@ def _planned(sitting: Sitting) -> list[tuple[str, Callable[[Album], None]]]:
             album.note(_LOOK, title_of(_LOOK), told)
 
     def own(name: str) -> Callable[[Album], None]:
-        return lambda album: draw_own(sitting.recipe, sitting.model, sitting.splits, album, name)
+        return lambda album: draw_own(source.recipe, source.model, source.splits, album, name)
 
-    looks = [(_LOOK, look)] if sitting.split is not None else []
-    return looks + [(name, own(name)) for name in sitting.recipe.pictures]
+    looks = [(_LOOK, look)] if source.split is not None else []
+    return looks + [(name, own(name)) for name in source.recipe.pictures]
 
 
-def _look(sitting: Sitting, album: Album) -> None:
+def _look(source: PictureSource, album: Album) -> None:
     """Keep what is fitting of predictions: rows of `show`, images, points, or nothing."""
-    recipe, seed = sitting.recipe, sitting.work.settings.seed
+    recipe, seed = source.recipe, source.work.settings.seed
     if recipe.forward is not None and recipe.show is None:
         return  # what is in its batches, the recipe alone knows
-    data = getattr(sitting.splits, str(sitting.split))
+    data = getattr(source.splits, str(source.split))
     few = some_of(data, _NUM_ROWS, seed, time.monotonic() + _READ_S)
     if not len(few):
         return
     if recipe.show is not None:
         rows: list[dict[str, Any]] = []
-        for outputs, targets, count in _ask(sitting, few):
+        for outputs, targets, count in _ask(source, few):
             rows += shown_by(recipe.show, outputs, targets, count)
-        keep_rows(album, few, rows, sitting.splits.classes)
-    kind = _kind(recipe, sitting.splits, few[0])
+        keep_rows(album, few, rows, source.splits.classes)
+    kind = _kind(recipe, source.splits, few[0])
     if kind is None:
         return
     count = _NUM_IMAGES if kind == "images" else _NUM_POINTS
     some = some_of(data, count, seed, time.monotonic() + _READ_S)
-    found = ask_whole(_ask(sitting, some))
+    found = ask_whole(_ask(source, some))
     if found is not None and kind == "images":
-        keep_images(album, some, found, sitting.splits.classes)
+        keep_images(album, some, found, source.splits.classes)
     elif found is not None:
         keep_points(album, some, found)
 
 
-def _ask(sitting: Sitting, some: Some) -> Iterator[tuple[Any, Any, int]]:
-    work, settings = sitting.work, sitting.work.settings
+def _ask(source: PictureSource, some: SampleSubset) -> Iterator[tuple[Any, Any, int]]:
+    work, settings = source.work, source.work.settings
     size, until = evaluation_batch(settings, work.plan.micro_batch_size), time.monotonic() + _ASK_S
-    return ask(sitting.model(), some, sitting.recipe, settings, work.world.device, size, until)
+    return ask(source.model(), some, source.recipe, settings, work.world.device, size, until)
 
 
 def _kind(recipe: Recipe, splits: Splits, sample: Any) -> Literal["images", "points"] | None:

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep import Recipe, Splits, UserError
-from samestep.execution import pictures
-from samestep.run.pictures import LIMIT_BYTES
+from samestep.reporting.picture_files import LIMIT_BYTES
+from samestep.session import picture_making as pictures
 from tests.api.recipes import made
 from tests.command_line import RECIPE, read_json, run, start, tree
 from tests.processes import TIMEOUT_S
