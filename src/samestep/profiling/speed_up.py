@@ -14,10 +14,12 @@ from samestep.profiling.scaling_study import (
     Study,
     samples_per_s,
 )
+from samestep.reporting.table import Table, text_lines
 from samestep.reporting.words import count, wrapped
 from samestep.reporting.words import ranks as ranks_in_words
 
 DRAWS = 1000
+_WIDTH = 80
 BUSY = 0.3
 """From this many cores on, other work that keeps them busy counts."""
 Interval = tuple[float, float]
@@ -251,8 +253,7 @@ def _speed_ups(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
         yield f"weak scaling: {each:,} samples per rank, so that more ranks do more work per step"
     else:
         yield f"strong scaling: {setup.global_batch_size:,} samples per step, shared by the ranks"
-    heads = (("ranks", 7), ("batch", 8), ("samples/s", 12), ("ms per step", 12), ("speed-up", 19))
-    yield "".join(f"{head:>{width}}" for head, width in (*heads, ("efficiency", 19)))
+    rows = []
     for one in results:
         speed_up, efficiency = "1", "100 %"
         if one is not results[0]:
@@ -260,28 +261,25 @@ def _speed_ups(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
             speed_up = f"{one.speed_up:.2f} [{low:.2f}–{high:.2f}]"
             low, high = (100 * share for share in one.efficiency_interval)
             efficiency = f"{100 * one.efficiency:.0f} % [{low:.0f}–{high:.0f}]"
-        yield (
-            f"{one.setup.ranks:>7}{one.setup.global_batch_size:>8,}{one.samples_per_s:>12,.0f}"
-            f"{one.step_ms:>12.3f}{speed_up:>19}{efficiency:>19}"
-        )
+        sizes = (str(one.setup.ranks), f"{one.setup.global_batch_size:,}")
+        speed = (f"{one.samples_per_s:,.0f}", f"{one.step_ms:.3f}")
+        rows.append((*sizes, *speed, speed_up, efficiency))
+    columns = ("ranks", "batch", "samples/s", "ms per step", "speed-up", "efficiency")
+    yield from text_lines(Table(columns=columns, rows=rows), _WIDTH)
 
 
 def _phases(results: list[ScalingResult]) -> Iterator[str]:
     """Yield where a step's time goes, and how much of it is above the ideal."""
-
-    def row(name: str, values: list[float], losses: list[float]) -> str:
-        cells = [f"{v:>10.3f}" for v in values] + [f"{v:>+11.3f}" for v in losses]
-        return f"  {name:<12}{''.join(cells)}"
-
     more = results[1:]
-    head = "".join(f"{one.setup.ranks:>10}" for one in results)
-    lost = "".join(f"{f'lost, {one.setup.ranks}':>11}" for one in more)
-    yield ""
-    yield f"{'ms per step':<14}{head}{lost}"
+    rows = []
     for name in dict.fromkeys(name for one in results for name in one.phases_ms_per_step):
-        values = [one.phases_ms_per_step.get(name, 0.0) for one in results]
-        yield row(name, values, [one.lost_ms_per_step.get(name, 0.0) for one in more])
-    yield row("together", [one.step_ms for one in results], [one.lost_ms for one in more])
+        values = [f"{one.phases_ms_per_step.get(name, 0.0):.3f}" for one in results]
+        rows.append((name, *values, *(f"{o.lost_ms_per_step.get(name, 0.0):+.3f}" for o in more)))
+    sums = [f"{one.step_ms:.3f}" for one in results] + [f"{one.lost_ms:+.3f}" for one in more]
+    ranks = [str(one.setup.ranks) for one in results]
+    columns = ("ms per step", *ranks, *(f"lost, {number}" for number in ranks[1:]))
+    yield ""
+    yield from text_lines(Table(columns=columns, rows=[*rows, ("together", *sums)]), _WIDTH)
 
 
 def _explanation(
