@@ -10,7 +10,7 @@ ranks: each loss counts with its share of the global batch, metrics are sums ove
 from samestep.errors import UserError
 
 try:
-    from samestep.lightning.data import CIFAR10DataModule, LitData, SpiralDataModule
+    from samestep.lightning.datamodule import CIFAR10DataModule, LitData, SpiralDataModule
     from samestep.lightning.logger import TrackerLogger
     from samestep.lightning.module import LitRecipe
 except ModuleNotFoundError as missing:

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.lightning.data import LitData, MicroBatch
+from samestep.lightning.datamodule import LitData, MicroBatch
 from samestep.lightning.module import LitRecipe, check_recipe
 from samestep.ranks.world import World
 from samestep.recipe import Recipe

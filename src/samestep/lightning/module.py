@@ -13,7 +13,7 @@ from samestep.data.blocks import Batch
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import describe, map_tensors
 from samestep.errors import UserError, blame, defined_at, made_by
-from samestep.lightning.data import MicroBatch, choose_options, resolve, world_of
+from samestep.lightning.datamodule import MicroBatch, choose_options, resolve, world_of
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.session.trained_model import open_checkpoint

@@ -4,7 +4,7 @@ import dis
 import hashlib
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -172,53 +172,55 @@ class _Walk:
             self._add(name, f"# {_hash(self._repr(value))}")
 
 
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function, and of each function within it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _with_inner(one)
+
+
 def _names(code: types.CodeType) -> list[str]:
     """Return the names of what code takes from its module."""
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    used = [
-        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    ]
-    return sorted({*used, *(name for one in inner for name in _names(one))})
+    steps = (step for one in _with_inner(code) for step in dis.get_instructions(one))
+    return sorted({s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
 def _keys(code: types.CodeType, name: str) -> set[Any] | None:
-    """Return the keys by which code reads the dict of this name; None if not only so."""
-    steps, found = list(dis.get_instructions(code)), set[Any]()
-    for step, key, use in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
-        if step.argval == name and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
-            if key.opname != "LOAD_CONST" or use.opname != "BINARY_SUBSCR":
-                return None
-            found.add(key.argval)
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            if (inner := _keys(one, name)) is None:
-                return None
-            found |= inner
+    """Return the keys by which code reads the dict of this name; None if it has other uses."""
+    found = set[Any]()
+    for one in _with_inner(code):
+        steps = list(dis.get_instructions(one))
+        for step, key, use in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
+            if step.argval == name and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
+                if key.opname != "LOAD_CONST" or use.opname != "BINARY_SUBSCR":
+                    return None
+                found.add(key.argval)
     return found
 
 
 def _changed_by(code: types.CodeType) -> set[str]:
-    """Return the names of a module, or of an outer function, of which code changes the values."""
-    steps, found = list(dis.get_instructions(code)), set()
-    loaded = {}  # where an expression begins → the name that it begins with
-    for step in steps:
-        at = step.positions and (step.positions.lineno, step.positions.col_offset)
-        match step.opname:
-            case "LOAD_GLOBAL" | "LOAD_DEREF":
-                loaded[at] = step.argval
-            case "STORE_GLOBAL":
-                found.add(step.argval)
-            case "STORE_DEREF" if step.argval in code.co_freevars:
-                found.add(step.argval)
-            case "STORE_SUBSCR" | "DELETE_SUBSCR" if at in loaded:
-                found.add(loaded[at])
-            case "STORE_ATTR" if at in loaded:
-                found |= {loaded[at], f"{loaded[at]}.{step.argval}"}
-            case "LOAD_ATTR" | "LOAD_METHOD" if at in loaded:
-                if step.argval in _CHANGING or step.argval.endswith("_"):
+    """Return the names of a module, or of an outer function, whose values code changes."""
+    found = set()
+    for one in _with_inner(code):
+        loaded = {}  # where an expression begins → the name that it begins with
+        for step in dis.get_instructions(one):
+            at = step.positions and (step.positions.lineno, step.positions.col_offset)
+            match step.opname:
+                case "LOAD_GLOBAL" | "LOAD_DEREF":
+                    loaded[at] = step.argval
+                case "STORE_GLOBAL":
+                    found.add(step.argval)
+                case "STORE_DEREF" if step.argval in one.co_freevars:
+                    found.add(step.argval)
+                case "STORE_SUBSCR" | "DELETE_SUBSCR" if at in loaded:
                     found.add(loaded[at])
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return found.union(*map(_changed_by, inner))
+                case "STORE_ATTR" if at in loaded:
+                    found |= {loaded[at], f"{loaded[at]}.{step.argval}"}
+                case "LOAD_ATTR" | "LOAD_METHOD" if at in loaded:
+                    if step.argval in _CHANGING or step.argval.endswith("_"):
+                        found.add(loaded[at])
+    return found
 
 
 def _is_plain(value: Any) -> bool:
