@@ -54,10 +54,11 @@ def balls_in(files):
     return sum(file.count(b'"non_striker"') for file in files.values())
 
 
-def test_the_kept_run_scores_all_matches_of_others(matches, tmp_path, monkeypatch):
+def test_the_kept_run_scores_all_matches_of_others(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    files = dict(documents(12, seed=1))
-    found = evaluate_run(SCORED, "best", split="test", data_dir=str(matches))
+    files = dict(documents(3, seed=1))
+    folder = write(tmp_path / "matches", files)
+    found = evaluate_run(SCORED, "best", split="test", data_dir=str(folder))
     assert found["samples"] == balls_in(files)
     assert 0 < found["mae"] < 60
 
