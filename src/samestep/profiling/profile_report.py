@@ -8,15 +8,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from samestep.profiling.bottleneck import Bottleneck, milliseconds
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.tracing import write_whole
+from samestep.reporting.table import Cell, Styled, Table, text_lines
 from samestep.reporting.words import count
 
 _ALL = 0.999
-_NARROW = 76
 _MOST_COLUMNS = 4
 """Up to this many ranks have a column each; of more, the typical and the slowest are shown."""
 PHASE_NAMES = {
@@ -98,11 +97,11 @@ def show(profile: Profile, console: Console) -> None:
     measured = profile.measured
     console.print(f"[bold]{escape(profile.name)}[/]")
     _line(console, "where", _where(measured, profile.precision))
-    console.print("", _phases(measured, profile.verdict), "", sep="\n")
+    _print_table(console, _phases(measured, profile.verdict))
     for name, text in _verdict(profile):
         _line(console, name, text)
     for one in profile.sweeps:
-        console.print("", sweep_table(one, narrow=console.width < _NARROW), sep="\n")
+        _print_table(console, sweep_table(one), after=False)
         if one.why:
             _line(console, "", one.why)
         console.print(f"[bold]use[/]      --{one.setting.replace('_', '-')} {one.best}")
@@ -130,30 +129,28 @@ def _where(measured: MeasuredSteps, precision: str) -> str:
     return f"{', '.join(parts)}; {measured.steps:,} steps measured"
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+def _print_table(console: Console, table: Table, *, after: bool = True) -> None:
+    lines = text_lines(table, console.width, colour=console.is_terminal)
+    console.file.write("\n".join(["", *lines, ""]) + "\n" * after)
 
 
 def _phases(measured: MeasuredSteps, verdict: Bottleneck) -> Table:
     columns = _columns(measured)
-    table = _table("ms per step", *columns, "share")
-    table.columns[0].justify = "left"
     shared = {"evaluation": measured.evaluation, "checkpoint": measured.checkpoint}
+    rows: list[tuple[Cell, ...]] = []
     for phase, name in PHASE_NAMES.items():
         values = [rank.phases.get(phase, 0.0) + shared.get(phase, 0.0) for rank in columns.values()]
         if phase in shared and not any(values):
             # It may happen more rarely, and still have a cost.
             if measured.script or measured.stopped:
-                table.add_row(name, f"not seen in {measured.steps:,} steps")
+                unseen = f"not seen in {measured.steps:,} steps"
+                rows.append((name, unseen, *[""] * len(values)))
         elif any(values) or any(phase in rank.phases for rank in columns.values()):
             typical = measured.typical.phases.get(phase, 0.0) + shared.get(phase, 0.0)
-            table.add_row(name, *map(_number, values), f"{typical / verdict.step:.0%}")
+            rows.append((name, *map(_number, values), f"{typical / verdict.step:.0%}"))
     totals = [_number(rank.step + sum(shared.values())) for rank in columns.values()]
-    table.add_row("step", *totals, "100%", style="bold")
-    return table
+    rows.append(tuple(Styled(text, "bold") for text in ("step", *totals, "100%")))
+    return Table(columns=("ms per step", *columns, "share"), rows=rows)
 
 
 def _columns(measured: MeasuredSteps) -> dict[str, MeasuredRank]:
@@ -208,16 +205,14 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def sweep_table(one: Sweep, *, narrow: bool) -> Table:
-    """Return the values that were tried as a table; `narrow` breaks its headings."""
-    flag = f"--{one.setting.replace('_', '-')}"
-    headings = ("ms per step", "of it waiting", "samples/s", "ratio", "to best before")
-    # By itself, rich would cut numbers in a narrow table.
-    shown = (" \n".join(heading.rsplit(" ", 1)) for heading in headings) if narrow else headings
-    table = _table(flag, *shown)
+def sweep_table(one: Sweep) -> Table:
+    """Return the values that were tried as a table."""
+    rows = []
     for row in one.rows:
         spread = "" if row is one.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
-        value = f"{row.value}{' *' if row.value == one.best else '  '}"
-        times = (_number(row.seconds), _number(row.data))
-        table.add_row(value, *times, f"{row.samples_per_s:,.0f}", f"{row.ratio:.2f}", spread)
-    return table
+        value = f"{row.value}{' *' if row.value == one.best else ''}"
+        speed = (_number(row.seconds), _number(row.data), f"{row.samples_per_s:,.0f}")
+        rows.append((value, *speed, f"{row.ratio:.2f}", spread))
+    flag = f"--{one.setting.replace('_', '-')}"
+    headings = ("ms per step", "of it waiting", "samples/s", "ratio", "to best before")
+    return Table(columns=(flag, *headings), rows=rows)
